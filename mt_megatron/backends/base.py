@@ -1,0 +1,89 @@
+"""What a device is: the protocol every backend implements, and nothing about any one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A device family and its collective library, found by the entry point group
+    ``mt_megatron.backends`` (the entry point's object is called without arguments)."""
+
+    name: str
+    """``cpu``, ``cuda``, ``musa`` ...: what ``patch(backend=...)`` takes."""
+
+    device_type: str
+    """The ``torch.device`` type string."""
+
+    collective: str
+    """The ``torch.distributed`` backend name: ``gloo``, ``nccl``, ``mccl``."""
+
+    needs_redirection: bool
+    """Whether Megatron's ``torch.cuda`` must be translated. False for CUDA itself."""
+
+    def available(self) -> tuple[bool, str]:
+        """Whether it can be used here, and the one-line reason, either way."""
+
+    def device_count(self) -> int:
+        """Devices this process may use; on ``cpu`` the number of local ranks (at least 1)."""
+
+    def current_device(self) -> int:
+        """Index of the current device."""
+
+    def set_device(self, index: int) -> None:
+        """Make ``index`` the current device. Raises ``BackendError`` when out of range."""
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The torch device of ``index``, or of the current device."""
+
+    def device_name(self, index: int | None = None) -> str:
+        """The device's marketing name."""
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the current device is done."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the current device's default generator."""
+
+    def get_rng_state(self) -> torch.Tensor:
+        """State of the current device's default generator, a uint8 tensor on the host."""
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what ``get_rng_state`` returned."""
+
+    def memory_allocated(self) -> int | None:
+        """Bytes held by tensors (device) or by the process (cpu); None when unknown."""
+
+    def max_memory_allocated(self) -> int | None:
+        """Peak of ``memory_allocated`` since the process started; None when unknown."""
+
+    def total_memory(self) -> int | None:
+        """Bytes of memory of the current device; None when unknown."""
+
+    def bf16_supported(self) -> bool:
+        """Whether bf16 arithmetic works on the current device."""
+
+    def fp8_granularities(self) -> tuple[str, ...]:
+        """FP8 GEMM scalings with hardware support, such as ``("tensor", "row")``."""
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Dense peak FLOP/s from the vendor's table; None when the device is not in it."""
+
+    def collective_environment(self, nodes: int) -> Mapping[str, str]:
+        """Environment variables to set before the process group is made, for a job of ``nodes``
+        nodes. Only the variables of this backend's own library."""
+
+    def process_group_backend(self, requested: str | None) -> str | None:
+        """Translate the backend string of ``init_process_group``/``new_group``: ``nccl`` and
+        ``cpu:gloo,cuda:nccl`` become what this device has. None stays None."""
+
+    def adamw(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """The fastest AdamW that torch (or the vendor) has for this device."""
+
+    def torch_overrides(self) -> Mapping[str, Any]:
+        """Dotted names below ``torch`` and the object Megatron's modules see there instead, for
+        example ``{"cuda": namespace, "zeros": factory}``. Empty without redirection."""

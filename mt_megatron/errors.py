@@ -1,0 +1,39 @@
+"""Every exception this package raises on purpose, under one base class."""
+
+from __future__ import annotations
+
+
+class MtMegatronError(Exception):
+    """Base of all errors raised by mt_megatron: catch this to catch them all."""
+
+
+class PatchError(MtMegatronError):
+    """A patch plan could not be applied or reverted; nothing was left half-done."""
+
+
+class PatchConflictError(PatchError):
+    """Two patches claim the same target in a way that cannot be composed."""
+
+
+class UpstreamDriftError(PatchError):
+    """The installed source of a target differs from the source a patch was written against."""
+
+
+class UpstreamVersionError(PatchError):
+    """A pinned distribution is missing or has another version than the one supported."""
+
+
+class BackendError(MtMegatronError):
+    """A backend is unknown, unavailable here, or was asked for something it cannot do."""
+
+
+class ConfigError(MtMegatronError):
+    """A configuration is wrong; the message says what was found, expected and what to change."""
+
+
+class DataError(MtMegatronError):
+    """Training data is missing, damaged, or does not fit the configuration."""
+
+
+class CheckpointError(MtMegatronError):
+    """A checkpoint is missing, incomplete, damaged, or does not fit the configuration."""

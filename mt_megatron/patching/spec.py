@@ -1,0 +1,62 @@
+"""What a patch is: a frozen record that names a target, a kind, a reason and a body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["wrap", "replace", "add", "value", "constant", "rebind"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One declared change to one target. Declaring it does nothing; a plan applies it."""
+
+    id: str
+    """Unique, ``<concern>.<name>``, as shown by ``mt-megatron patches list``."""
+
+    target: str
+    """``module:qualname``, for example ``a.b.c:Class.method``. ``module:`` (nothing after the
+    colon) names the module object itself and is only allowed for ``rebind``."""
+
+    kind: Kind
+    """
+    * ``wrap``: ``body(original, *args, **kwargs)`` is called instead of the target.
+    * ``replace``: ``body`` itself (a function with the target's signature, or a class) takes
+      the target's place.
+    * ``add``: ``body`` is put at a target that must not exist (for a class attribute: must not
+      be in the class's own ``__dict__``).
+    * ``value``: ``body(original)`` returns the value to put at the target.
+    * ``constant``: ``body`` maps literals to literals; they are swapped in the target
+      function's code object (nested code included). A literal that does not occur is an error.
+    * ``rebind``: the target keeps its value for everybody else, and every name bound to that
+      very object in the modules of ``scope``, imported now or later, is bound to
+      ``body(original)``.
+    """
+
+    reason: str
+    """One line: why the change is needed."""
+
+    body: Any
+    """See ``kind``."""
+
+    feature: str = "core"
+    """What ``patch(features=...)`` selects by."""
+
+    backends: frozenset[str] | None = None
+    """Names of the backends it applies to; ``None`` means all."""
+
+    requires: Mapping[str, str] = field(default_factory=dict)
+    """Distribution name -> PEP 440 specifier. Outside it the patch is left out and the report
+    says so: a compatibility patch belongs to a version range, not to a device."""
+
+    digest: str | None = None
+    """sha256 of the upstream source it was written against (see ``patching.digest``). Required
+    for ``wrap``, ``replace`` and ``constant``; ``value``, ``add`` and ``rebind`` may omit it."""
+
+    after: tuple[str, ...] = ()
+    """Ids of patches that must be applied before this one, when they are selected."""
+
+    scope: tuple[str, ...] = ()
+    """``rebind`` only: dotted module-name prefixes (``"megatron"`` covers ``megatron.core.x``)."""
