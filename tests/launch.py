@@ -1,0 +1,182 @@
+"""Runs a test function in several processes that find each other over loopback only.
+
+The parent hosts the rendezvous store on a socket that it bound to 127.0.0.1 itself (a store that
+torch binds listens on every address), so no port can be lost between choosing and using it. Ranks
+see torchrun's variables and use the ordinary ``env://`` rendezvous.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_GRACE_SECONDS = 3.0
+_TAIL_CHARACTERS = 6000
+
+
+class RankError(AssertionError):
+    """A rank failed or time ran out; the message holds the end of every rank's stderr."""
+
+
+def run_ranks(
+    world_size: int,
+    target: str,
+    *args: Any,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``target`` (``"tests.module:function"``) with ``*args`` in ``world_size`` processes.
+
+    Arguments and return values must be JSON-able. Each process finds ``RANK``, ``LOCAL_RANK``,
+    ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set; ``env`` is added to its environment.
+    Returns the ranks' return values in rank order. Raises ``RankError`` when a rank exits with
+    an error, dies, or is not done within ``timeout`` seconds; by then every process is gone.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be a positive integer, found {world_size!r}")
+    with tempfile.TemporaryDirectory(prefix="mt_megatron_ranks_") as scratch:
+        folder = Path(scratch)
+        (folder / "call.json").write_text(json.dumps({"target": target, "args": args}))
+        store, port = _loopback_store()
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                processes.append(_start(folder, rank, world_size, port, env or {}))
+            problem = _wait(processes, time.monotonic() + timeout, timeout)
+        finally:
+            for process in processes:
+                _end(process)
+            del store
+        if problem:
+            raise RankError(_report(problem, target, processes, folder))
+        return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _loopback_store() -> tuple[Any, int]:
+    from torch.distributed import TCPStore
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    # detach(): the store owns the descriptor from here and closes it when it is deleted.
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def _start(
+    folder: Path, rank: int, world_size: int, port: int, extra: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **extra,
+    }
+    with open(folder / f"stderr.{rank}", "wb") as stderr, open(folder / f"stdout.{rank}", "wb") as stdout:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.launch", str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, timeout: float) -> str | None:
+    """None when every rank exited with 0, else what went wrong."""
+    first_failure: tuple[int, float] | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes):
+            return None
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None and first_failure is None:
+            first_failure = (failed, time.monotonic())
+        if first_failure is not None:
+            rank, since = first_failure
+            # The other ranks usually fail a moment later, and their stderr says why.
+            if None not in codes or time.monotonic() - since > _GRACE_SECONDS:
+                return f"rank {rank} ended with exit code {codes[rank]}"
+        elif time.monotonic() > deadline:
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            return f"ranks {running} were not done after {timeout:g} s"
+        time.sleep(0.02)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        # Each rank leads a session of its own, so this reaches what it started and nothing else.
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    process.wait()
+
+
+def _report(problem: str, target: str, processes: list[subprocess.Popen[bytes]], folder: Path) -> str:
+    parts = [f"{target} on {len(processes)} ranks: {problem}"]
+    for rank, process in enumerate(processes):
+        text = (folder / f"stderr.{rank}").read_text(errors="replace")[-_TAIL_CHARACTERS:]
+        parts.append(f"--- rank {rank} (exit code {process.returncode}), end of stderr:\n{text}")
+    return "\n".join(parts)
+
+
+def _leave_when_parent_dies() -> None:
+    def watch() -> None:
+        if not os.read(0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _child(folder: Path) -> None:
+    import faulthandler
+
+    faulthandler.enable()
+    _leave_when_parent_dies()
+    call = json.loads((folder / "call.json").read_text())
+    module, _, name = call["target"].partition(":")
+    result = getattr(importlib.import_module(module), name)(*call["args"])
+    text = json.dumps(result)
+    (folder / f"result.{os.environ['RANK']}.json").write_text(text)
+    _leave_process_groups()
+
+
+def _leave_process_groups() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # A rank that exits first tears down connections its peers may still read from.
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]))
