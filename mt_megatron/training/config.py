@@ -1,0 +1,373 @@
+"""What a training run is told: Megatron-Core's own dataclass fields composed with ours.
+
+A name lives in exactly one section, so flags need no prefix. ``model``, ``optimizer`` and ``ddp``
+hold Megatron-Core's fields (see ``config_core``); the rest of this file are fields that
+Megatron-Core does not have, or has in several of its dataclasses. Nothing here imports torch or
+megatron until ``TrainingConfig.transformer_config`` and its siblings are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mt_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """Values of one of Megatron-Core's dataclasses, by field name; read them as attributes."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Every settable field that has its home here, defaults included. Callables and dtypes are
+    named by text (``"silu"``, ``"bfloat16"``)."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and name != "values" and name in self.values:
+            return self.values[name]
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model's shape. TransformerConfig's fields are attributes too: ``config.model.num_layers``."""
+
+    preset: str | None = None
+    """Name of the preset in ``mt_megatron/models/presets`` that the other values started from."""
+
+    family: str = "llama"
+    """Key of the model family that builds the model (``mt_megatron.seams.family``)."""
+
+    vocab_size: int | None = None
+    """Entries of the vocabulary before padding. None: the tokenizer's."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times ``tensor_model_parallel_size``."""
+
+    max_position_embeddings: int | None = None
+    """Longest sequence the model is built for. None: ``seq_length``."""
+
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How positions enter the model."""
+
+    rotary_base: float = 10000.0
+    """Theta of the rotary embedding."""
+
+    rotary_percent: float = 1.0
+    """Share of each head's dimensions that is rotated, in (0, 1]."""
+
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Positions are divided by this factor. None: not at all."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Whether the output layer has weights of its own."""
+
+    core: CoreOptions = field(default_factory=CoreOptions)
+    """TransformerConfig's fields that no other section holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and name != "core":
+            return getattr(self.core, name)
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and the data are spread over processes."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share every layer's matrices."""
+
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages."""
+
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline stage (interleaved 1F1B). None: the plain 1F1B schedule."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """The same said by layers: chunks = layers per stage / this."""
+
+    context_parallel_size: int = 1
+    """Processes that share every sequence."""
+
+    expert_model_parallel_size: int = 1
+    """Processes that share the experts."""
+
+    sequence_parallel: bool = False
+    """Whether norms and dropout are split along the sequence within a tensor-parallel group."""
+
+    use_distributed_optimizer: bool = False
+    """Whether optimizer state is spread over the data-parallel processes."""
+
+    overlap_grad_reduce: bool = False
+    """Whether gradients are reduced while the backward pass still runs."""
+
+    overlap_param_gather: bool = False
+    """Whether parameters are gathered while the next forward pass already runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how large, how fast, in which precision."""
+
+    micro_batch_size: int = 1
+    """Sequences in one forward pass of one process."""
+
+    global_batch_size: int | None = None
+    """Sequences per step over all processes. None: ``micro_batch_size`` x data-parallel size."""
+
+    seq_length: int | None = None
+    """Tokens per sequence; required."""
+
+    train_iters: int | None = None
+    """Optimizer steps; required for training."""
+
+    exit_duration_in_mins: float | None = None
+    """Save and stop after this many minutes of wall-clock time. None: never."""
+
+    exit_interval: int | None = None
+    """Save and stop after a step whose number this divides. None: never."""
+
+    eval_interval: int | None = None
+    """Validate every so many steps. None: only at the end."""
+
+    eval_iters: int = 10
+    """Global batches per validation; 0 turns validation off."""
+
+    seed: int = 1234
+    """Seed of initialisation, dropout and the order of the data."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+
+    lr_decay_iters: int | None = None
+    """Steps until the learning rate reaches ``min_lr``. None: ``train_iters``."""
+
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of ``lr_decay_iters``; excludes ``lr_warmup_iters``."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate at step 0 of the warm-up."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine"] = "exponential"
+    """Shape of the final decay when ``lr_decay_style`` is WSD."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the final decay when ``lr_decay_style`` is WSD."""
+
+    start_weight_decay: float | None = None
+    """Weight decay at step 0. None: ``weight_decay``."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the last step. None: ``weight_decay``."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay moves from start to end."""
+
+    bf16: bool = False
+    """bf16 parameters and activations with fp32 master weights. Neither bf16 nor fp16: fp32."""
+
+    fp16: bool = False
+    """fp16 parameters and activations with fp32 master weights and loss scaling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from. A path is Megatron's prefix: the name without ``.bin`` and ``.idx``."""
+
+    data_path: tuple[str, ...] = ()
+    """One prefix, several prefixes, or weight and prefix in turn; divided by ``split``."""
+
+    train_data_path: tuple[str, ...] = ()
+    """Training prefixes, in the form of ``data_path``; excludes it."""
+
+    valid_data_path: tuple[str, ...] = ()
+    """Validation prefixes, in the form of ``data_path``; excludes it."""
+
+    test_data_path: tuple[str, ...] = ()
+    """Test prefixes, in the form of ``data_path``; excludes it."""
+
+    split: str | None = None
+    """Shares of training, validation and test within ``data_path``, such as ``969,30,1``."""
+
+    mock_data: bool = False
+    """Whether to train on Megatron-Core's generated samples instead of data."""
+
+    tokenizer_type: Literal["HuggingFaceTokenizer", "NullTokenizer"] = "HuggingFaceTokenizer"
+    """HuggingFaceTokenizer reads a ``tokenizer.json``; NullTokenizer only knows ``vocab_size``."""
+
+    tokenizer_model: str | None = None
+    """Path of the ``tokenizer.json``."""
+
+    data_cache_path: str | None = None
+    """Directory of the sample index. None: beside the data."""
+
+    num_workers: int = 2
+    """Worker processes of each data loader; 0 loads in the training process."""
+
+    mmap_bin_files: bool = True
+    """Whether ``.bin`` files are mapped into memory instead of read."""
+
+    reset_position_ids: bool = False
+    """Whether positions start again after each document."""
+
+    reset_attention_mask: bool = False
+    """Whether attention stops at document borders."""
+
+    eod_mask_loss: bool = False
+    """Whether the end-of-document token is left out of the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept, and where a run starts."""
+
+    save: str | None = None
+    """Directory to write checkpoints to. None: none are written."""
+
+    save_interval: int | None = None
+    """Write one every so many steps. None: only at the end."""
+
+    load: str | None = None
+    """Directory to start from when ``resume`` finds nothing in ``save``; it must hold a checkpoint."""
+
+    resume: str = "auto"
+    """``auto``: continue from the newest checkpoint in ``save`` if there is one. ``never``: start
+    anew. Anything else is the directory of the checkpoint to continue from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What a run says about itself."""
+
+    log_interval: int = 10
+    """Report every so many steps."""
+
+    metrics_path: str | None = None
+    """JSONL file that rank 0 appends one record per report to. None: no file."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard; needs the ``tensorboard`` extra. None: off."""
+
+    config_logger_dir: str = ""
+    """Directory that Megatron-Core dumps its configurations to. Empty: off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How the process itself runs. Processes are started by torchrun."""
+
+    backend: str = "auto"
+    """``auto``, or the name of a backend (``cpu``, ``cuda``)."""
+
+    distributed_timeout_minutes: float = 10.0
+    """How long a collective may take before the run is given up."""
+
+    strict: bool = False
+    """Whether a fallback is an error instead of one log line."""
+
+    print_config: bool = False
+    """Print the whole configuration as YAML and stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Everything a run is told. Made by ``mt_megatron.training.arguments.load_config``."""
+
+    model: ModelConfig
+    """The model's shape."""
+
+    parallel: ParallelConfig
+    """How it is spread over processes."""
+
+    optimizer: CoreOptions
+    """OptimizerConfig's fields that no other section holds (``lr``, ``min_lr``, ``clip_grad`` ...)."""
+
+    ddp: CoreOptions
+    """DistributedDataParallelConfig's fields that no other section holds."""
+
+    train: TrainConfig
+    """Batches, steps, schedule, precision."""
+
+    data: DataConfig
+    """Tokens and tokenizer."""
+
+    checkpoint: CheckpointConfig
+    """Checkpoints."""
+
+    logging: LoggingConfig
+    """Reports."""
+
+    launch: LaunchConfig
+    """The process."""
+
+    notes: tuple[str, ...] = ()
+    """One line for everything that was accepted but means something else here; log them once."""
+
+    @property
+    def params_dtype(self) -> str:
+        """The parameters' dtype by name: ``bfloat16``, ``float16`` or ``float32``."""
+        return "bfloat16" if self.train.bf16 else "float16" if self.train.fp16 else "float32"
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Chunks per stage, from either way of saying it; None without interleaving."""
+        per_chunk = self.parallel.num_layers_per_virtual_pipeline_stage
+        if per_chunk is None:
+            return self.parallel.virtual_pipeline_model_parallel_size
+        per_stage = self.model.num_layers // self.parallel.pipeline_model_parallel_size
+        return int(per_stage // per_chunk)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model in ``world_size`` processes. Raises ``ConfigError`` if it does not divide."""
+        parallel = self.parallel
+        share = (
+            parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * parallel.context_parallel_size
+        )
+        if world_size < 1 or world_size % share:
+            raise ConfigError(
+                f"world size is {world_size}; expected a multiple of tensor x pipeline x context parallel "
+                f"size = {share}. Start another number of processes or change those sizes."
+            )
+        return world_size // share
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Sequences per step; ``micro_batch_size`` x data-parallel size when none was given."""
+        if self.train.global_batch_size is not None:
+            return self.train.global_batch_size
+        return self.train.micro_batch_size * self.data_parallel_size(world_size)
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Micro-batches per step and process. Raises ``ConfigError`` if they do not come out even."""
+        size = self.train.micro_batch_size * self.data_parallel_size(world_size)
+        total = self.global_batch_size(world_size)
+        if total % size:
+            raise ConfigError(
+                f"global_batch_size is {total}; expected a multiple of micro_batch_size x data-parallel "
+                f"size = {size}. Change global_batch_size or micro_batch_size."
+            )
+        return total // size
+
+    def transformer_config(self) -> Any:
+        """Build Megatron-Core's ``TransformerConfig``. Imports megatron: patch first."""
+        from mt_megatron.training.config_build import transformer_config
+
+        return transformer_config(self)
+
+    def optimizer_config(self) -> Any:
+        """Build Megatron-Core's ``OptimizerConfig``. Imports megatron: patch first."""
+        from mt_megatron.training.config_build import optimizer_config
+
+        return optimizer_config(self)
+
+    def ddp_config(self) -> Any:
+        """Build Megatron-Core's ``DistributedDataParallelConfig``. Imports megatron: patch first."""
+        from mt_megatron.training.config_build import ddp_config
+
+        return ddp_config(self)
