@@ -1,0 +1,1 @@
+"""What a device is: ``base`` (the protocol), ``registry`` (finding one), ``cpu``, ``cuda``."""

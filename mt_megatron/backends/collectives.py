@@ -1,0 +1,125 @@
+"""What Megatron's modules see as ``torch.distributed`` when the device's library is not NCCL."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from .base import Backend
+from .translate import DeviceTranslator
+
+logger = logging.getLogger("mt_megatron")
+
+_ACCELERATOR_LIBRARIES = ("nccl", "mccl")
+
+
+def translate_process_group_backend(
+    requested: str | None, *, collective: str, device_type: str
+) -> str | None:
+    """Map a ``torch.distributed`` backend string onto ``collective`` of ``device_type``.
+
+    ``nccl`` -> ``gloo``; ``cpu:gloo,cuda:nccl`` -> ``cpu:gloo`` on cpu and ``cpu:gloo,musa:mccl``
+    on musa; everything else (``gloo``, ``mpi``, ``fake``) is what the caller chose and stays.
+    """
+    if requested is None:
+        return None
+    text = str(requested).lower()
+    if ":" not in text:
+        return collective if text in _ACCELERATOR_LIBRARIES else requested
+    pairs: dict[str, str] = {}
+    for part in text.split(","):
+        device, _, library = part.strip().partition(":")
+        device = device_type if device == "cuda" else device
+        library = collective if library in _ACCELERATOR_LIBRARIES else library
+        pairs.setdefault(device, library)
+    return ",".join(f"{device}:{library}" for device, library in pairs.items())
+
+
+class NcclOptions:
+    """Takes the place of ``ProcessGroupNCCL.Options``: accepts what is set on it, is never used."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+
+
+@functools.cache
+def _say_options_ignored(collective: str) -> None:
+    logger.warning("NCCL communicator options were given; %s has none of them, so they are ignored", collective)
+
+
+def _drop_nccl_options(kwargs: dict[str, Any], collective: str) -> None:
+    options = kwargs.get("pg_options")
+    if isinstance(options, NcclOptions) or type(options).__module__.endswith("ProcessGroupNCCL"):
+        _say_options_ignored(collective)
+        kwargs["pg_options"] = None
+
+
+def single_node() -> bool:
+    """Whether every rank of this job runs here, by torchrun's variables (unset: a lone process)."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return world <= int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def distributed_overrides(backend: Backend) -> dict[str, Any]:
+    """Overrides below ``torch.distributed`` that turn NCCL requests into ``backend``'s library."""
+    translator = DeviceTranslator(backend)
+
+    def library(requested: Any) -> Any:
+        return backend.process_group_backend(requested)
+
+    @functools.wraps(dist.init_process_group)
+    def init_process_group(backend_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        backend_name = kwargs.pop("backend", backend_name)
+        for name, value in backend.collective_environment(1 if single_node() else 2).items():
+            os.environ.setdefault(name, value)
+        _drop_nccl_options(kwargs, backend.collective)
+        device_id = kwargs.pop("device_id", None)
+        if device_id is not None and backend.device_type != "cpu":
+            kwargs["device_id"] = translator.device(device_id)
+        # Left to itself torch picks by the accelerator that it sees, which is not the one in use.
+        dist.init_process_group(library(backend_name) or backend.collective, *args, **kwargs)
+
+    @functools.wraps(dist.new_group)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        _drop_nccl_options(kwargs, translator.backend.collective)
+        if args and isinstance(args[0], NcclOptions):
+            _say_options_ignored(translator.backend.collective)
+            args = (None, *args[1:])
+        if kwargs.get("device_id") is not None:
+            kwargs["device_id"] = translator.device(kwargs["device_id"])
+            if translator.backend.device_type == "cpu":
+                del kwargs["device_id"]
+        return dist.new_group(ranks, timeout, library(backend), *args, **kwargs)
+
+    @functools.wraps(dist.barrier)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        # Device ids choose a CUDA device for NCCL's barrier; other libraries refuse or ignore them.
+        return dist.barrier(group=group, async_op=async_op)
+
+    # The names 0.9.0 calls were renamed twice; the current ones do the same without a warning.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    overrides: dict[str, Any] = {
+        "init_process_group": init_process_group,
+        "new_group": new_group,
+        "barrier": barrier,
+        "_all_gather_base": all_gather,
+        "all_gather_into_tensor": all_gather,
+        "_reduce_scatter_base": reduce_scatter,
+        "reduce_scatter_tensor": reduce_scatter,
+        "ProcessGroupNCCL": SimpleNamespace(Options=NcclOptions),
+    }
+    if hasattr(dist, "init_device_mesh"):
+
+        @functools.wraps(dist.init_device_mesh)
+        def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+            return dist.init_device_mesh(translator.device_type(device_type), *args, **kwargs)
+
+        overrides["init_device_mesh"] = init_device_mesh
+    return overrides

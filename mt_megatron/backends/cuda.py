@@ -1,0 +1,113 @@
+"""NVIDIA GPUs with NCCL: Megatron-Core already speaks ``torch.cuda``, so nothing is redirected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import BackendError
+
+# Dense peak FLOP/s of NVIDIA's data sheets, by a part of the device's name; the first match
+# counts. A device or dtype that is not here is unknown, never guessed.
+_PEAKS: tuple[tuple[str, dict[torch.dtype, float]], ...] = tuple(
+    (
+        part,
+        {
+            torch.bfloat16: half * 1e12,
+            torch.float16: half * 1e12,
+            torch.float32: single * 1e12,
+            **({torch.float8_e4m3fn: eight * 1e12, torch.float8_e5m2: eight * 1e12} if eight else {}),
+        },
+    )
+    for part, half, single, eight in (
+        ("H200", 989.5, 67.0, 1979.0),
+        ("H100 PCIe", 756.0, 51.0, 1513.0),
+        ("H100", 989.5, 67.0, 1979.0),
+        ("A100", 312.0, 19.5, 0.0),
+    )
+)
+
+
+class CudaBackend:
+    """One NVIDIA GPU per local rank."""
+
+    name = "cuda"
+    device_type = "cuda"
+    collective = "nccl"
+    needs_redirection = False
+
+    def available(self) -> tuple[bool, str]:
+        if not torch.backends.cuda.is_built():
+            return False, "this torch was built without CUDA"
+        if not torch.cuda.is_available():
+            return False, "torch has CUDA, but no device or driver was found"
+        return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, NCCL"
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def set_device(self, index: int) -> None:
+        if not 0 <= index < torch.cuda.device_count():
+            raise BackendError(
+                f"invalid device index {index}: {torch.cuda.device_count()} CUDA device(s) are visible; start "
+                "fewer processes per node or make more devices visible (CUDA_VISIBLE_DEVICES)"
+            )
+        torch.cuda.set_device(index)
+
+    def device(self, index: int | None = None) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+    def device_name(self, index: int | None = None) -> str:
+        return torch.cuda.get_device_name(index)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state)
+
+    def memory_allocated(self) -> int | None:
+        return torch.cuda.memory_allocated()
+
+    def max_memory_allocated(self) -> int | None:
+        return torch.cuda.max_memory_allocated()
+
+    def total_memory(self) -> int | None:
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+    def bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+    def fp8_granularities(self) -> tuple[str, ...]:
+        # torch._scaled_mm takes FP8 from compute capability 8.9 on, per-row scales from 9.0 on.
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return ()
+        return ("tensor",) if capability < (9, 0) else ("tensor", "row")
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        name = self.device_name()
+        return next((table.get(dtype) for part, table in _PEAKS if part in name), None)
+
+    def collective_environment(self, nodes: int) -> Mapping[str, str]:
+        return {}
+
+    def process_group_backend(self, requested: str | None) -> str | None:
+        return requested
+
+    def adamw(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, fused=True, **options)
+
+    def torch_overrides(self) -> Mapping[str, Any]:
+        return {}
