@@ -1,0 +1,98 @@
+"""A byte-level BPE: trained here, deterministically, or read from any ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mt_megatron.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+_BYTES = 256
+
+
+class Tokenizer:
+    """Text to token ids and back. Every text is encodable (bytes are the alphabet).
+
+    ``eod`` ends a document. Its name inside a text is plain text: no document can forge it.
+    """
+
+    def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
+        """Read ``path``; ``eod_token`` names the end-of-document token when it is none of the
+        usual ones. Raises ``DataError`` when the file or the token is missing."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; give a tokenizer.json") from error
+        try:
+            self._impl = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises a bare Exception for malformed files
+            raise DataError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
+        self.path = path
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = self._impl.get_vocab_size(with_added_tokens=True)
+        self.eod_token, self.eod = self._find_end(eod_token)
+        self._impl.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without any end-of-document token."""
+        ids: list[int] = self._impl.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text, in parallel."""
+        return [e.ids for e in self._impl.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; end-of-document tokens are kept."""
+        text: str = self._impl.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text -> id, added tokens included."""
+        vocabulary: dict[str, int] = self._impl.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def _find_end(self, eod_token: str | None) -> tuple[str, int]:
+        for candidate in (eod_token,) if eod_token is not None else _KNOWN_ENDS:
+            index = self._impl.token_to_id(candidate)
+            if index is not None:
+                return candidate, int(index)
+        expected = repr(eod_token) if eod_token is not None else "one of " + ", ".join(map(repr, _KNOWN_ENDS))
+        raise DataError(f"{self.path} has no end-of-document token; expected {expected}: name it with --eod-token")
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> Tokenizer:
+    """Train a byte-level BPE of exactly ``vocab_size`` tokens, the end-of-document token among
+    them, and write it to ``output``. The same texts in the same order give the same file.
+
+    Raises ``DataError`` when ``vocab_size`` is smaller than the alphabet or the texts are too
+    small to yield that many tokens.
+    """
+    smallest = _BYTES + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"found vocab_size={vocab_size}; expected at least {smallest} (256 bytes and the end-of-document token)"
+        )
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer=trainer)
+    if bpe.get_vocab_size() != vocab_size:
+        raise DataError(
+            f"the texts yield only {bpe.get_vocab_size()} tokens, fewer than vocab_size={vocab_size}; use more "
+            "text or a smaller vocabulary"
+        )
+    bpe.save(str(output), pretty=False)
+    return Tokenizer(output)
