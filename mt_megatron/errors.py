@@ -15,6 +15,14 @@ class PatchConflictError(PatchError):
     """Two patches claim the same target in a way that cannot be composed."""
 
 
+class PatchTargetError(PatchError):
+    """A target, or its source, does not exist where the patch says, or has another shape."""
+
+
+class PatchImportError(PatchError, ImportError):
+    """A patch of a module imported after ``patch()`` failed, so that import failed with it."""
+
+
 class UpstreamDriftError(PatchError):
     """The installed source of a target differs from the source a patch was written against."""
 

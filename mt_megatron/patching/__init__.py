@@ -1,0 +1,1 @@
+"""The patch engine: declared changes to installed code, checked first, applied whole, undone exactly."""
