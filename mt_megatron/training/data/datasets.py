@@ -1,17 +1,18 @@
-"""Megatron's own GPT datasets and blends, built from file prefixes with an index cache that cannot go stale."""
+"""Megatron's own GPT datasets and blends, from file prefixes, with an index cache that cannot go stale."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.tokenizer import Tokenizer
+from mt_megatron.training.config import DataConfig
+from mt_megatron.training.data.tokenizer import TokenizerLike
 
 
 class SampleDataset(Protocol):
@@ -22,98 +23,82 @@ class SampleDataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
-        [sequence_length]; with document resets also ``attention_mask`` (bool, True = masked)."""
+        [sequence_length]; with ``reset_attention_mask`` also ``attention_mask`` [1, s, s] (bool,
+        True = masked)."""
+
+
+class Datasets(NamedTuple):
+    """One dataset per split; None where the configuration names no data for it."""
+
+    train: SampleDataset
+    valid: SampleDataset | None
+    test: SampleDataset | None
 
 
 def build_datasets(
+    data: DataConfig,
     *,
-    train_data_path: Sequence[str],
-    valid_data_path: Sequence[str] = (),
-    split: str | None = None,
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerLike,
     sequence_length: int,
     train_samples: int,
     valid_samples: int | None = None,
-    seed: int = 1234,
+    test_samples: int | None = None,
+    seed: int,
     cache_dir: Path,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-    mmap_bin_files: bool = True,
-) -> tuple[SampleDataset, SampleDataset | None]:
-    """Build the train and validation datasets; collective: every rank must call it.
-
-    ``train_data_path`` and ``valid_data_path`` are Megatron's blend lists: one prefix
-    (``["data/train"]``), several (``["a", "b"]`` is read as two prefixes), or weights and
-    prefixes (``["30", "a", "70", "b"]``). Either name both, or name ``train_data_path`` and
-    ``split`` ("95,5") to cut both out of the same documents by position.
+) -> Datasets:
+    """Build Megatron's datasets. Collective when torch.distributed is up: every rank must call it.
 
     ``train_samples`` is ``train_iters * global_batch_size``: Megatron draws as many epochs as
-    that takes. The order of samples is the same for every ``train_samples`` that needs one epoch;
-    beyond that it depends on the number of epochs, as in Megatron-LM. ``valid_samples=None``
-    means one pass over everything held out (less the last, incomplete sample).
+    that takes. The order of samples is the same for every ``train_samples`` that one epoch
+    satisfies; beyond that it depends on the number of epochs, as in Megatron-LM.
+    ``valid_samples=None`` (``test_samples`` alike) means one pass over everything held out, less
+    the last, incomplete sample: every evaluation then sees the same tokens.
 
-    Rank 0 writes the index cache under ``cache_dir``, the others then read it, so the folder must
-    be one that all nodes see. The cache's folder is named after size and time of every data file:
-    data prepared anew under the same path gets a new index.
+    Rank 0 writes the index cache, the others then read it, so the folder (``data.data_cache_path``,
+    else ``cache_dir``) must be one that all nodes see. Its subfolder is named after the size and
+    time of every data file: data prepared anew under the same path gets a new index.
 
-    A mask [1, s, s] per sample is only made with ``reset_attention_mask``; otherwise the batch has
-    none and attention is causal.
+    A mask is only made with ``reset_attention_mask``; otherwise attention is causal.
 
     Raises ``DataError`` when files are missing, damaged, do not fit the tokenizer, or hold too
     little for one sample.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.utils import get_blend_from_list
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
-    if split is not None and valid_data_path:
-        raise DataError(
-            f"found both split={split!r} and validation data {list(valid_data_path)}; expected one of the "
-            "two: drop the split, or drop the validation paths"
-        )
-    train_blend = get_blend_from_list(list(train_data_path) or None)
-    if train_blend is None:
-        raise DataError("found no training data path; give --train-data-path PREFIX or --data-path PREFIX")
-    valid_blend = get_blend_from_list(list(valid_data_path) or None)
-    if valid_blend is not None and valid_blend[1] is not None and valid_samples is None:
-        raise DataError(
-            "found weights in the validation blend and no number of validation samples; a pass over "
-            "everything cannot be weighted: drop the weights or set eval_iters"
-        )
-    prefixes = [*train_blend[0], *(valid_blend[0] if valid_blend else [])]
+    sources, prefixes = _sources(data, (train_samples, valid_samples, test_samples))
     for prefix in prefixes:
         _check_indexed(prefix, tokenizer)
-
-    common: dict[str, Any] = {
-        "random_seed": seed,
-        "sequence_length": sequence_length,
-        "tokenizer": _as_megatron_tokenizer(tokenizer),
-        "path_to_cache": str(cache_dir / _files_fingerprint(prefixes)),
-        "mmap_bin_files": mmap_bin_files,
-        "reset_position_ids": reset_position_ids,
-        "reset_attention_mask": reset_attention_mask,
-        "eod_mask_loss": eod_mask_loss,
-        "create_attention_mask": reset_attention_mask,
-    }
-    if split is not None:
-        config = GPTDatasetConfig(blend=train_blend, split=split, **common)
-    else:
-        config = GPTDatasetConfig(blend_per_split=[train_blend, valid_blend, None], **common)
-    # Upstream asks for a size per split; 0 for the test split, which nobody builds here.
-    sizes: list[int | None] = [train_samples, valid_samples, None if train_blend[1] is None else 0]
+    cache = Path(data.data_cache_path or cache_dir) / _files_fingerprint(prefixes)
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=sequence_length,
+        tokenizer=_as_megatron_tokenizer(tokenizer),
+        path_to_cache=str(cache),
+        mmap_bin_files=data.mmap_bin_files,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=data.reset_attention_mask,
+        **sources,
+    )
+    kind = MockGPTDataset if data.mock_data else GPTDataset
+    sizes = [train_samples, valid_samples, test_samples]
     try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     except (AssertionError, ValueError, IndexError, OSError, EOFError) as error:
         raise DataError(
-            f"Megatron could not build its datasets from {prefixes} with the index cache "
-            f"{common['path_to_cache']}: {type(error).__name__}: {error}. The cache must be on storage "
-            "that all nodes share; if an earlier run was killed while writing it, delete that folder"
+            f"Megatron could not build its datasets from {prefixes} with the index cache {cache}: "
+            f"{type(error).__name__}: {error}. The cache must be on storage that all nodes share; if an "
+            "earlier run was killed while writing it, delete that folder"
         ) from error
-    _check_not_empty(train, "training", sequence_length)
-    if valid is not None:
-        _check_not_empty(valid, "validation", sequence_length)
-    return train, valid
+    for role, dataset in zip(("training", "validation", "test"), built, strict=True):
+        if dataset is not None and len(dataset) < 1:
+            raise DataError(
+                f"the {role} data holds fewer than {sequence_length + 1} tokens, too few for one sample of "
+                f"sequence length {sequence_length}; use more data or a shorter sequence"
+            )
+    return Datasets(*built)
 
 
 def order_fingerprint(dataset: SampleDataset) -> str:
@@ -132,7 +117,38 @@ def order_fingerprint(dataset: SampleDataset) -> str:
     return digest.hexdigest()
 
 
-def _check_indexed(prefix: str, tokenizer: Tokenizer) -> None:
+def _sources(data: DataConfig, samples: tuple[int | None, ...]) -> tuple[dict[str, Any], list[str]]:
+    """The blend arguments of GPTDatasetConfig, and every prefix they name."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    if data.mock_data:
+        return {}, []
+    if data.data_path:
+        if data.train_data_path or data.valid_data_path or data.test_data_path:
+            raise DataError(
+                "found data_path together with train/valid/test_data_path; expected one of the two: data_path "
+                "and split, or a path for each split"
+            )
+        if data.split is None:
+            raise DataError("found data_path without split; say how to divide it, for example --split 98,2,0")
+        blend = get_blend_from_list(list(data.data_path))
+        return {"blend": blend, "split": data.split}, list(blend[0])
+    if not data.train_data_path:
+        raise DataError("found no training data; give --train-data-path PREFIX, or --data-path PREFIX and --split")
+    if data.split is not None:
+        raise DataError("found split together with train_data_path; split divides data_path only: drop one of them")
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = [get_blend_from_list(list(path) or None) for path in paths]
+    for role, blend, count in zip(("train", "valid", "test"), blends, samples, strict=True):
+        if blend is not None and blend[1] is not None and count is None:
+            raise DataError(
+                f"found weights in {role}_data_path and no number of samples to draw; one pass over "
+                "everything cannot be weighted: drop the weights"
+            )
+    return {"blend_per_split": blends}, [prefix for blend in blends if blend is not None for prefix in blend[0]]
+
+
+def _check_indexed(prefix: str, tokenizer: TokenizerLike) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if not IndexedDataset.exists(prefix):
@@ -152,20 +168,12 @@ def _check_indexed(prefix: str, tokenizer: Tokenizer) -> None:
             f"{prefix}.bin has {found} bytes; its index expects {expected} ({tokens} tokens): the two files "
             "do not belong together or one was cut off. Prepare the data again"
         )
-    # The first megabytes are enough to notice another tokenizer's data; every token would be a full read.
+    # The first million tokens are enough to notice another tokenizer's data; all would be a full read.
     head = np.fromfile(prefix + ".bin", dtype=data.index.dtype, count=1 << 20)
     if head.size and int(head.max()) >= tokenizer.vocab_size:
         raise DataError(
-            f"{prefix}.bin holds token {int(head.max())}, and {tokenizer.path} has only "
-            f"{tokenizer.vocab_size} tokens: the data was prepared with another tokenizer"
-        )
-
-
-def _check_not_empty(dataset: SampleDataset, role: str, sequence_length: int) -> None:
-    if len(dataset) < 1:
-        raise DataError(
-            f"the {role} data holds fewer than {sequence_length + 1} tokens, too few for one sample of "
-            f"sequence_length={sequence_length}; use more data or a shorter sequence"
+            f"{prefix}.bin holds token {int(head.max())}, and the tokenizer has only {tokenizer.vocab_size} "
+            "tokens: the data was prepared with another one. Name that one with --tokenizer-model"
         )
 
 
@@ -178,7 +186,7 @@ def _files_fingerprint(prefixes: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _as_megatron_tokenizer(tokenizer: Tokenizer) -> Any:
+def _as_megatron_tokenizer(tokenizer: TokenizerLike) -> Any:
     """GPTDataset wants a MegatronTokenizer, and takes only its ``eod`` and identity from it."""
     from megatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 
@@ -202,4 +210,4 @@ def _as_megatron_tokenizer(tokenizer: Tokenizer) -> Any:
         def eod(self) -> int:
             return tokenizer.eod
 
-    return _View(sha256=tokenizer.sha256)
+    return _View(identity=tokenizer.identity)

@@ -5,21 +5,42 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mt_megatron.errors import DataError
+from mt_megatron.training.config import DataConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 _BYTES = 256
 
 
-class Tokenizer:
-    """Text to token ids and back. Every text is encodable (bytes are the alphabet).
+class TokenizerLike(Protocol):
+    """What datasets need to know of a tokenizer."""
 
-    ``eod`` ends a document. Its name inside a text is plain text: no document can forge it.
+    vocab_size: int
+    """Ids run from 0 to ``vocab_size - 1``, the end of a document included."""
+
+    eod: int
+    """Id that ends a document."""
+
+    identity: str
+    """Differs when the ids mean something else; part of the index cache's key."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without any end-of-document token."""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text -> id."""
+
+
+class Tokenizer:
+    """Text to token ids and back, from a ``tokenizer.json``.
+
+    The name of a special token inside a text is plain text: no document can forge its own end.
     """
 
     def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
@@ -34,7 +55,7 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises a bare Exception for malformed files
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
         self.path = path
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._impl.get_vocab_size(with_added_tokens=True)
         self.eod_token, self.eod = self._find_end(eod_token)
         self._impl.encode_special_tokens = True
@@ -64,7 +85,45 @@ class Tokenizer:
             if index is not None:
                 return candidate, int(index)
         expected = repr(eod_token) if eod_token is not None else "one of " + ", ".join(map(repr, _KNOWN_ENDS))
-        raise DataError(f"{self.path} has no end-of-document token; expected {expected}: name it with --eod-token")
+        raise DataError(f"{self.path} has no end-of-document token; expected {expected}")
+
+
+class NullTokenizer:
+    """``vocab_size`` ids without text, the last of which ends a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self.identity = f"null-{vocab_size}"
+
+    def encode(self, text: str) -> list[int]:
+        """Numbers separated by blanks."""
+        return [int(word) for word in text.split()]
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every id under its own number."""
+        return {str(index): index for index in range(self.vocab_size)}
+
+
+def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> Tokenizer | NullTokenizer:
+    """The tokenizer that ``data`` names; ``vocab_size`` is the model's, used by NullTokenizer.
+
+    Raises ``DataError`` when its file or its size is missing, or when the model's vocabulary is
+    too small for it.
+    """
+    if data.tokenizer_type == "NullTokenizer":
+        if vocab_size is None:
+            raise DataError("NullTokenizer has no file to know its size from; give --vocab-size")
+        return NullTokenizer(vocab_size)
+    if data.tokenizer_model is None:
+        raise DataError("found no tokenizer; give --tokenizer-model PATH of the tokenizer.json the data was made with")
+    tokenizer = Tokenizer(Path(data.tokenizer_model))
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"the model has vocab_size={vocab_size}, and {tokenizer.path} has {tokenizer.vocab_size} tokens; "
+            "expected at least as many: raise --vocab-size or leave it out"
+        )
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> Tokenizer:
