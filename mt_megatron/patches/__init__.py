@@ -1,0 +1,33 @@
+"""What is changed in Megatron-Core, one file per concern; ``collect`` gathers them for a backend."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ..backends.base import Backend
+from ..patching.spec import Patch
+
+CONCERNS = (
+    "device",
+    "tensor_methods",
+    "eager",
+    "groups",
+    "torch_compat",
+    "zarr_compat",
+    "checkpoint_writers",
+    "listeners",
+    "linear",
+    "norm",
+    "attention",
+    "optimizer",
+    "events",
+)
+"""Modules of this package; each has ``patches(backend) -> list[Patch]``."""
+
+
+def collect(backend: Backend) -> list[Patch]:
+    """Every patch that is declared for ``backend``, in the order of ``CONCERNS``."""
+    found: list[Patch] = []
+    for concern in CONCERNS:
+        found += import_module(f"{__name__}.{concern}").patches(backend)
+    return found

@@ -1,0 +1,110 @@
+"""Megatron's modules see the active backend where they say ``torch.cuda``; nobody else does."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from ..backends.base import Backend
+from ..backends.namespace import ModuleView
+from ..patching.spec import Patch
+from .scope import PREFIXES
+
+_TYPE_STRINGS = (
+    (
+        "optimizer_float16",
+        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+        "4c51a7aad0d1f4ee",
+    ),
+    (
+        "optimizer_distributed",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+        "",
+    ),
+    ("clip_grads", "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", ""),
+)
+
+
+def _type_strings(device_type: str) -> dict[str, str]:
+    prefix = "torch." if device_type == "cpu" else f"torch.{device_type}."
+    return {
+        f"torch.cuda.{kind}Tensor": f"{prefix}{kind}Tensor" for kind in ("Half", "BFloat16", "Float")
+    }
+
+
+def patches(backend: Backend) -> list[Patch]:
+    """Nothing for a backend that is CUDA itself."""
+    if not backend.needs_redirection:
+        return []
+    import torch
+
+    overrides = dict(backend.torch_overrides())
+    view = ModuleView(torch, overrides)
+
+    def see(name: str, module: str, attribute: str, replacement: Any) -> Patch:
+        return Patch(
+            id=f"device.{name}",
+            target=f"{module}:{attribute}",
+            kind="rebind",
+            feature="device",
+            scope=PREFIXES,
+            reason=f"{module}{'.' + attribute if attribute else ''} means the {backend.name} device there",
+            body=lambda original: replacement,
+        )
+
+    found = [see("torch", "torch", "", view)]
+    for name in ("cuda", "distributed", "amp"):
+        seen = getattr(view, name)
+        if isinstance(seen, ModuleType) and seen is not getattr(torch, name):
+            found.append(see(f"torch_{name}", f"torch.{name}", "", seen))
+    cuda = view.cuda
+    for name, module, attribute, replacement in (
+        ("lazy_call", "torch.cuda", "_lazy_call", cuda._lazy_call),
+        ("device_context", "torch.cuda", "device", cuda.device),
+        ("amp_custom_fwd", "torch.cuda.amp", "custom_fwd", cuda.amp.custom_fwd),
+        ("amp_custom_bwd", "torch.cuda.amp", "custom_bwd", cuda.amp.custom_bwd),
+        ("init_process_group", "torch.distributed", "init_process_group", view.distributed.init_process_group),
+        ("new_group", "torch.distributed", "new_group", view.distributed.new_group),
+        ("barrier", "torch.distributed", "barrier", view.distributed.barrier),
+    ):
+        found.append(see(name, module, attribute, replacement))
+    found += [
+        Patch(
+            id=f"device.type_strings_{name}",
+            target=target,
+            kind="constant",
+            feature="device",
+            reason="it compares tensor types with CUDA's names",
+            body=_present(target, _type_strings(backend.device_type)),
+            digest=digest,
+        )
+        for name, target, digest in _TYPE_STRINGS
+    ]
+    found.append(
+        Patch(
+            id="device.inference_tensor_check",
+            target="megatron.core.inference.communication_utils:_is_cuda",
+            kind="replace",
+            feature="device",
+            reason="it asserts is_cuda, which stays false for this backend's tensors",
+            body=_on_device(backend.device_type),
+            digest="",
+        )
+    )
+    return found
+
+
+def _present(target: str, table: dict[str, str]) -> dict[str, str]:
+    # clip_grads compares with the fp32 name alone; a literal that does not occur is an error.
+    if target.endswith("clip_grad_by_total_norm_fp32"):
+        return {k: v for k, v in table.items() if k.endswith(".FloatTensor")}
+    return table
+
+
+def _on_device(device_type: str) -> Any:
+    def _is_cuda(tensor: Any) -> None:
+        if tensor is None or tensor.device.type != device_type:
+            found = "None" if tensor is None else f"a tensor on {tensor.device}"
+            raise AssertionError(f"expected a tensor on {device_type}, got {found}")
+
+    return _is_cuda

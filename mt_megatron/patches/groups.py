@@ -1,0 +1,48 @@
+"""``destroy_model_parallel`` frees the process groups that ``initialize_model_parallel`` made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from ..backends.base import Backend
+from ..patching.spec import Patch
+
+
+def _destroy_model_parallel(original: Callable[[], None]) -> None:
+    """Upstream forgets most groups without destroying them, and with Gloo each keeps two threads
+    and a mesh of sockets until the process ends."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    held = {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if isinstance(value, dist.ProcessGroup)
+    }
+    original()
+    if not dist.is_initialized():
+        return
+    registered = dist.distributed_c10d._world.pg_map
+    for name, group in held.items():
+        setattr(parallel_state, name, None)
+        # Two names can hold one group, upstream destroys some itself, and the default group is
+        # the caller's.
+        if group in registered and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    held.clear()
+    gc.collect()
+
+
+def patches(backend: Backend) -> list[Patch]:
+    return [
+        Patch(
+            id="groups.destroy_model_parallel",
+            target="megatron.core.parallel_state:destroy_model_parallel",
+            kind="wrap",
+            feature="collectives",
+            reason="0.9.0 drops its references and leaks every group's threads and sockets",
+            body=_destroy_model_parallel,
+            digest="",
+        )
+    ]

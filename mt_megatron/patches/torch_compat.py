@@ -1,0 +1,125 @@
+"""Megatron-Core 0.9.0 on newer torch and numpy, whatever the device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ..backends.base import Backend
+from ..backends.namespace import ModuleView
+from ..patching.spec import Patch
+from .scope import PREFIXES
+
+
+def _write_item_as_before(current: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``_write_item`` its four-argument form again.
+
+    torch 2.7 put a chain of stream transforms in front and a later one a format at the end;
+    ``FileSystemWriter`` itself passes no transforms and ``torch.save`` by default.
+    """
+    from torch.distributed.checkpoint import filesystem
+
+    parameters = inspect.signature(current).parameters
+    before: tuple[Any, ...] = ()
+    after: dict[str, Any] = {}
+    if "transforms" in parameters:
+        before = (filesystem._StorageWriterTransforms(),)
+    if "serialization_format" in parameters:
+        after = {"serialization_format": filesystem.SerializationFormat.TORCH_SAVE}
+
+    def _write_item(stream: Any, data: Any, write_item: Any, storage_key: str) -> Any:
+        return current(*before, stream, data, write_item, storage_key, **after)
+
+    return _write_item
+
+
+def _numpy_with_product(numpy: ModuleType) -> ModuleView:
+    return ModuleView(numpy, {"product": numpy.prod})
+
+
+def trusted_globals() -> list[Any]:
+    """Classes a checkpoint of Megatron may name and ``torch.load(weights_only=True)`` may build.
+
+    Plain data only: building one of them runs no code of the file's choosing.
+    """
+    import argparse
+    import enum
+    import io
+
+    import numpy
+    from megatron.core import enums
+    from megatron.core.transformer import enums as transformer_enums
+
+    choices = [
+        member
+        for module in (enums, transformer_enums)
+        for member in vars(module).values()
+        if isinstance(member, type) and issubclass(member, enum.Enum) and member.__module__ == module.__name__
+    ]
+    return [
+        argparse.Namespace,
+        io.BytesIO,
+        numpy.ndarray,
+        numpy.dtype,
+        numpy._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+        numpy._core.multiarray.scalar,  # type: ignore[attr-defined]
+        *(type(numpy.dtype(kind)) for kind in ("u1", "u4", "i4", "i8", "f4", "f8", "?")),
+        *choices,
+    ]
+
+
+def _load_with_trusted_globals(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    with torch.serialization.safe_globals(trusted_globals()):
+        return original(*args, **kwargs)
+
+
+def patches(backend: Backend) -> list[Patch]:
+    def trusted(name: str, target: str, digest: str) -> Patch:
+        return Patch(
+            id=f"compat.load_{name}",
+            target=target,
+            kind="wrap",
+            feature="compat",
+            requires={"torch": ">=2.6"},
+            reason="torch.load builds plain weights only since 2.6; Megatron's own plain data is trusted",
+            body=_load_with_trusted_globals,
+            digest=digest,
+        )
+
+    common = "megatron.core.dist_checkpointing.strategies.common:TorchCommonLoadStrategy"
+    return [
+        Patch(
+            id="compat.write_item",
+            target="torch.distributed.checkpoint.filesystem:_write_item",
+            kind="rebind",
+            feature="compat",
+            scope=PREFIXES,
+            requires={"torch": ">=2.7"},
+            reason="its signature changed; 0.9.0 calls it with four arguments",
+            body=_write_item_as_before,
+        ),
+        Patch(
+            id="compat.numpy_product",
+            target="numpy:",
+            kind="rebind",
+            feature="compat",
+            scope=PREFIXES,
+            requires={"numpy": ">=2"},
+            reason="numpy 2 dropped np.product, which dist_checkpointing calls",
+            body=_numpy_with_product,
+        ),
+        trusted("common", f"{common}.load_common", ""),
+        trusted("sharded_objects", f"{common}.load_sharded_objects", ""),
+        trusted(
+            "distributed_optimizer",
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state",
+            "",
+        ),
+        trusted(
+            "chained_optimizer", "megatron.core.optimizer.optimizer:ChainedOptimizer.load_parameter_state", ""
+        ),
+    ]
