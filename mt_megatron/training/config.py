@@ -8,6 +8,7 @@ megatron until ``TrainingConfig.transformer_config`` and its siblings are called
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,9 +47,9 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times ``tensor_model_parallel_size``."""
 
     max_position_embeddings: int | None = None
-    """Longest sequence the model is built for. None: ``seq_length``."""
+    """Longest sequence the model is built for. None: ``seq_length``; required for learned positions."""
 
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """How positions enter the model."""
 
     rotary_base: float = 10000.0
@@ -129,16 +130,16 @@ class TrainConfig:
     exit_interval: int | None = None
     """Save and stop after a step whose number this divides. None: never."""
 
-    eval_interval: int | None = None
+    eval_interval: int | None = 1000
     """Validate every so many steps. None: only at the end."""
 
-    eval_iters: int = 10
+    eval_iters: int = 100
     """Global batches per validation; 0 turns validation off."""
 
     seed: int = 1234
     """Seed of initialisation, dropout and the order of the data."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the learning rate after warm-up."""
 
     lr_decay_iters: int | None = None
@@ -244,7 +245,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """What a run says about itself."""
 
-    log_interval: int = 10
+    log_interval: int = 100
     """Report every so many steps."""
 
     metrics_path: str | None = None
@@ -353,6 +354,30 @@ class TrainingConfig:
                 f"size = {size}. Change global_batch_size or micro_batch_size."
             )
         return total // size
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Section -> name -> value, complete, in plain types; what ``to_yaml`` writes."""
+        sections: dict[str, dict[str, Any]] = {}
+        for section in dataclasses.fields(self):
+            value = getattr(self, section.name)
+            if isinstance(value, CoreOptions):
+                sections[section.name] = dict(value.values)
+            elif dataclasses.is_dataclass(value):
+                own = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+                core = own.pop("core", None)
+                sections[section.name] = own | (dict(core.values) if core else {})
+        sections["launch"].pop("print_config")
+        return {
+            section: {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+            for section, values in sections.items()
+        }
+
+    def to_yaml(self) -> str:
+        """The whole configuration as YAML that ``load_config`` reads back to the same values."""
+        import yaml
+
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return text
 
     def transformer_config(self) -> Any:
         """Build Megatron-Core's ``TransformerConfig``. Imports megatron: patch first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from mt_megatron.errors import ConfigError
@@ -67,7 +67,7 @@ def core_fields(which: str) -> dict[str, CoreField]:
     return dict(_read(which, core_root()))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _read(which: str, root: Path) -> dict[str, CoreField]:
     fields: dict[str, CoreField] = {}
     for relative, class_name in _SOURCES[which]:
@@ -99,21 +99,22 @@ def _fields_of(tree: ast.Module, class_name: str, path: Path) -> dict[str, CoreF
         name = statement.target.id
         if name.startswith("_") or statement.value is None:
             continue
-        following = node.body[index + 1] if index + 1 < len(node.body) else None
         fields[name] = CoreField(
             name=name,
             annotation=ast.unparse(statement.annotation),
             default=_constant(statement.value),
-            doc=_docstring(following),
+            doc=docstring_after(node.body, index),
         )
     return fields
 
 
-def _docstring(statement: ast.stmt | None) -> str:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        if isinstance(statement.value.value, str):
-            return " ".join(statement.value.value.split())
-    return ""
+def docstring_after(body: list[ast.stmt], index: int) -> str:
+    """The text below the field at ``index`` of a class body, on one line; empty if there is none."""
+    following = body[index + 1] if index + 1 < len(body) else None
+    if not isinstance(following, ast.Expr) or not isinstance(following.value, ast.Constant):
+        return ""
+    text = following.value.value
+    return " ".join(text.split()) if isinstance(text, str) else ""
 
 
 def _constant(node: ast.expr) -> object:

@@ -1,0 +1,90 @@
+"""One YAML file with sections, and the line of every key, so that an error can point at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mt_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class YamlEntry:
+    """One key of one section."""
+
+    section: str
+    """The section's name as written."""
+
+    name: str
+    """The key as written."""
+
+    value: Any
+    """The value as YAML reads it: text, number, true or false, list, None."""
+
+    where: str
+    """``file:line``, for errors."""
+
+
+def read_yaml(path: Path) -> list[YamlEntry]:
+    """Every entry of the file, in order. Raises ``ConfigError`` for anything but sections of keys."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the configuration file {path} cannot be read: {error}. Check its path."
+        ) from error
+    # SafeLoader builds plain values only; its nodes, unlike its dictionaries, keep lines and duplicates.
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        return [] if root is None else _entries(loader, root, path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()
+
+
+def _entries(loader: yaml.SafeLoader, root: yaml.Node, path: Path) -> list[YamlEntry]:
+    entries = []
+    for section_node, body in _pairs(loader, root, path, "sections such as `model:`"):
+        section = str(loader.construct_object(section_node, deep=True))
+        if isinstance(body, yaml.ScalarNode) and loader.construct_object(body) is None:
+            continue
+        for key, value in _pairs(loader, body, path, f"`name: value` lines under `{section}:`"):
+            entries.append(
+                YamlEntry(
+                    section=section,
+                    name=str(loader.construct_object(key, deep=True)),
+                    value=loader.construct_object(value, deep=True),
+                    where=_where(path, key),
+                )
+            )
+    return entries
+
+
+def _pairs(
+    loader: yaml.SafeLoader, node: yaml.Node, path: Path, expected: str
+) -> list[tuple[yaml.Node, yaml.Node]]:
+    if not isinstance(node, yaml.MappingNode):
+        found = loader.construct_object(node, deep=True)
+        raise ConfigError(f"{_where(path, node)}: found {found!r}; expected {expected}.")
+    seen: dict[str, yaml.Node] = {}
+    for key, _ in node.value:
+        name = str(loader.construct_object(key, deep=True))
+        if name in seen:
+            raise ConfigError(
+                f"{_where(path, key)}: {name} is written twice; it was already at line "
+                f"{seen[name].start_mark.line + 1}. Keep one of them."
+            )
+        seen[name] = key
+    # After the search for duplicates: a key may override one that came in by `<<`.
+    loader.flatten_mapping(node)
+    pairs: list[tuple[yaml.Node, yaml.Node]] = node.value
+    return pairs
+
+
+def _where(path: Path, node: yaml.Node) -> str:
+    return f"{path}:{node.start_mark.line + 1}"
