@@ -1,0 +1,108 @@
+"""Named begin and end points of a training step, free when nobody listens.
+
+    with events.span("layer", number=3):
+        ...
+    stop = events.subscribe(lambda phase, name, attrs: print(phase, name, attrs))
+
+A listener takes its own timestamps: what "now" means (host clock, device event) is its business.
+It runs inside the step, in whatever thread the point is reached (autograd has threads of its
+own), and what it raises, the step raises. One that subscribes in the middle of a step may see an
+end whose begin it missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from types import TracebackType
+from typing import Any, Literal
+
+EventName = Literal[
+    "layer",
+    "collective",
+    "p2p",
+    "microbatch",
+    "forward",
+    "backward",
+    "optimizer",
+    "data",
+    "checkpoint",
+    "step",
+]
+"""What can begin and end. ``microbatch`` encloses one forward or one backward pass of one
+micro-batch with the waiting around it; ``forward`` and ``backward`` are the computation alone."""
+
+Phase = Literal["begin", "end"]
+Listener = Callable[[Phase, EventName, Mapping[str, Any]], None]
+
+# Replaced, never changed in place: emitting reads it once and needs no lock.
+_listeners: tuple[Listener, ...] = ()
+_subscribing = Lock()
+
+
+def listening() -> bool:
+    """Whether anybody listens. Ask before computing an attribute that costs something."""
+    return bool(_listeners)
+
+
+def begin(name: EventName, **attrs: Any) -> None:
+    """Say that ``name`` begins. ``attrs`` describe it: ``number=``, ``bytes=``, ``microbatch=`` ..."""
+    if _listeners:
+        _emit("begin", name, attrs)
+
+
+def end(name: EventName, **attrs: Any) -> None:
+    """Say that the innermost ``name`` of this thread ends. ``attrs`` are what was learnt meanwhile."""
+    if _listeners:
+        _emit("end", name, attrs)
+
+
+def span(name: EventName, **attrs: Any) -> AbstractContextManager[None]:
+    """``begin`` on entry and ``end`` on exit, also when the body raises."""
+    return _Span(name, attrs) if _listeners else _IDLE
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Call ``listener(phase, name, attrs)`` at every point until the returned function is called."""
+    global _listeners
+    with _subscribing:
+        _listeners = (*_listeners, listener)
+    active = [listener]
+
+    def unsubscribe() -> None:
+        global _listeners
+        with _subscribing:
+            if active:
+                active.clear()
+                index = next(i for i, other in enumerate(_listeners) if other is listener)
+                _listeners = _listeners[:index] + _listeners[index + 1 :]
+
+    return unsubscribe
+
+
+def _emit(phase: Phase, name: EventName, attrs: Mapping[str, Any]) -> None:
+    for listener in _listeners:
+        listener(phase, name, attrs)
+
+
+class _Span:
+    __slots__ = ("_attrs", "_name")
+
+    def __init__(self, name: EventName, attrs: Mapping[str, Any]) -> None:
+        self._name: EventName = name
+        self._attrs = attrs
+
+    def __enter__(self) -> None:
+        _emit("begin", self._name, self._attrs)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _emit("end", self._name, {})
+
+
+_IDLE: AbstractContextManager[None] = nullcontext()

@@ -1,0 +1,197 @@
+"""The three matrix products of a linear layer, by role, behind one replaceable function.
+
+Every dense and expert linear computes ``y = x @ w.T`` forward, ``dx = dy @ w`` and
+``dw = dy.T @ x`` backward, and asks ``gemm`` for each. A feature that computes them otherwise
+(FP8) installs its function with ``set_gemm``; one that wants the weight gradients later than the
+rest of backward (zero-bubble schedules) collects them with ``deferred_wgrad``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, MtMegatronError
+
+GemmRole = Literal["fprop", "dgrad", "wgrad"]
+
+
+class Gemm(Protocol):
+    """What ``set_gemm`` takes; the arguments are those of ``gemm``."""
+
+    def __call__(
+        self,
+        role: GemmRole,
+        a: Tensor,
+        b: Tensor,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        recipe: Any = None,
+    ) -> Tensor: ...
+
+
+def gemm(
+    role: GemmRole,
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    recipe: Any = None,
+) -> Tensor:
+    """One product of a linear with T tokens, K inputs and N outputs; all operands have two dims.
+
+    ======  ================  =================  =============
+    role    ``a``             ``b``              result
+    ======  ================  =================  =============
+    fprop   input (T, K)      weight (N, K)      output (T, N)
+    dgrad   grad out (T, N)   weight (N, K)      grad in (T, K)
+    wgrad   grad out (T, N)   input (T, K)       grad w (N, K)
+    ======  ================  =================  =============
+
+    ``out`` receives the result and may have another dtype (an fp32 gradient buffer under bf16);
+    with ``accumulate`` it is added to what ``out`` holds. ``recipe`` is whatever the installed
+    implementation understands; linears pass their weight's ``gemm_recipe`` attribute, or None.
+    Runs outside autograd and autocast: operands come in the dtype to compute in.
+    """
+    return _gemm(role, a, b, out=out, accumulate=accumulate, recipe=recipe)
+
+
+def torch_gemm(
+    role: GemmRole,
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    recipe: Any = None,
+) -> Tensor:
+    """The default: ``torch.mm`` in the operands' dtype.
+
+    A result that goes into an ``out`` of another dtype is rounded to the operands' dtype first,
+    since torch has a GEMM with another output dtype on CUDA alone. Raises ConfigError for a
+    recipe, which it cannot follow.
+    """
+    if recipe is not None:
+        raise ConfigError(
+            f"a weight asks for the GEMM recipe {recipe!r}, but only torch's plain GEMM is installed; "
+            "install the feature that understands it (seams.gemm.set_gemm) or remove weight.gemm_recipe"
+        )
+    if role == "fprop":
+        b = b.t()
+    elif role == "wgrad":
+        a = a.t()
+    if out is None:
+        return torch.mm(a, b)
+    if out.dtype != a.dtype:
+        result = torch.mm(a, b)
+        return out.add_(result) if accumulate else out.copy_(result)
+    return out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
+
+
+_gemm: Gemm = torch_gemm
+
+
+def set_gemm(implementation: Gemm | None) -> None:
+    """Install ``implementation`` for every linear of the process; None goes back to ``torch_gemm``.
+
+    Raises ConfigError when another one is installed: two features cannot both own the GEMMs.
+    """
+    global _gemm
+    if implementation is not None and _gemm not in (torch_gemm, implementation):
+        raise ConfigError(
+            f"cannot install {implementation!r}: the GEMMs are already computed by {_gemm!r}; "
+            "call set_gemm(None) first"
+        )
+    _gemm = torch_gemm if implementation is None else implementation
+
+
+class DeferredWgrad:
+    """Weight gradients whose inputs are kept until ``flush`` computes them, first in, first out.
+
+    Everything that waits keeps its layer's input and output gradient alive.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Tensor, Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, weight: Tensor, compute: Callable[[], None]) -> None:
+        """Queue ``compute``, which must bring the gradient all the way to where it is expected
+        (``weight.grad`` or ``weight.main_grad``) and tell whoever waits for it."""
+        self._waiting.append((weight, compute))
+        _pending[id(weight)] = _pending.get(id(weight), 0) + 1
+
+    def flush(self, limit: int | None = None) -> int:
+        """Compute the oldest ``limit`` gradients (None: all). Returns how many were computed."""
+        count = len(self._waiting) if limit is None else min(limit, len(self._waiting))
+        for _ in range(count):
+            self._pop()()
+        return count
+
+    def discard(self) -> int:
+        """Forget what waits, after a step that is thrown away. Returns how many were dropped."""
+        count = len(self._waiting)
+        while self._waiting:
+            self._pop()
+        return count
+
+    def _pop(self) -> Callable[[], None]:
+        weight, compute = self._waiting.popleft()
+        left = _pending[id(weight)] - 1
+        if left:
+            _pending[id(weight)] = left
+        else:
+            del _pending[id(weight)]
+        return compute
+
+
+# By id: the queue that waits for a weight also keeps it alive.
+_pending: dict[int, int] = {}
+_queue: DeferredWgrad | None = None
+
+
+@contextmanager
+def deferred_wgrad(queue: DeferredWgrad | None = None) -> Iterator[DeferredWgrad]:
+    """Within it, backward of a linear queues the weight gradient instead of computing it.
+
+    Yields ``queue``, or a new one. Leaving does not flush: call ``flush`` when there is time, and
+    before gradients are reduced. It holds for all threads, since autograd runs backward in its own.
+    """
+    global _queue
+    outer = _queue
+    _queue = DeferredWgrad() if queue is None else queue
+    try:
+        yield _queue
+    finally:
+        _queue = outer
+
+
+def wgrad_queue() -> DeferredWgrad | None:
+    """The queue of the innermost ``deferred_wgrad``, for the backward of a linear."""
+    return _queue
+
+
+def wgrad_pending(weight: Tensor) -> bool:
+    """Whether some queue still holds a gradient of ``weight``."""
+    return id(weight) in _pending
+
+
+def require_no_pending_wgrad(weights: Iterator[Tensor]) -> None:
+    """Raise when a gradient of one of ``weights`` was deferred and not flushed: it would be lost."""
+    if not _pending:
+        return
+    missing = sum(_pending.get(id(weight), 0) for weight in weights)
+    if missing:
+        raise MtMegatronError(
+            f"{missing} deferred weight gradient(s) are still queued while their gradients are being reduced; "
+            "call flush() on the queue of deferred_wgrad() before the reduction (or discard() to drop the step)"
+        )
