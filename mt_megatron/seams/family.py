@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .layout import RankLayout
+from .schedule import LossFunction
 
 
 class ModelFamily(Protocol):
@@ -19,17 +20,17 @@ class ModelFamily(Protocol):
     def build_model(self, config: Any, layout: RankLayout) -> list[torch.nn.Module]:
         """This rank's model chunks, on the host or the current device, not wrapped in DDP."""
 
-    def get_batch(self, iterator: Iterator[Any]) -> dict[str, Tensor]:
-        """The next micro-batch as named tensors, each (micro batch, sequence) or wider."""
+    def get_batch(self, iterator: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
+        """The next micro-batch on ``device`` by name, tensors (micro batch, sequence) or wider."""
 
-    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scalar to differentiate and what to report, from the last stage's output."""
+    def loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Tensor, LossFunction]:
+        """Run one chunk forward: its output, and what makes the last stage's output into a loss."""
 
     def flops(self, config: Any) -> float:
         """Floating-point operations of forward and backward for one token, without recomputation."""
 
-    def convert_table(self, config: Any) -> Mapping[str, Any]:
-        """Megatron parameter name -> where it comes from in the published checkpoint."""
+    def convert_table(self, config: Any) -> Any:
+        """How parameters are called and packed in the published checkpoint, as a table."""
 
 
 _families: dict[str, ModelFamily] = {}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Any]]]
-"""Output tensor of the last stage -> (loss to differentiate, what to report)."""
+LossFunction = Callable[[Tensor], tuple[Any, ...]]
+"""Output tensor of the last stage -> (loss to differentiate, what to report), or, when losses are
+weighed by token over the global batch, (sum of losses, number of tokens, what to report)."""
 
 
 class ForwardStep(Protocol):
@@ -34,7 +35,7 @@ class Schedule(Protocol):
         seq_length: int,
         micro_batch_size: int,
         forward_only: bool,
-    ) -> list[dict[str, Any]]: ...
+    ) -> list[Any]: ...
 
 
 def run_schedule(
@@ -46,7 +47,7 @@ def run_schedule(
     seq_length: int,
     micro_batch_size: int,
     forward_only: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Run ``num_microbatches`` micro-batches forward, and backward unless ``forward_only``.
 
     ``batches`` has one iterator per model chunk (each chunk reads every micro-batch for itself);
@@ -80,11 +81,11 @@ def megatron_schedule(
     seq_length: int,
     micro_batch_size: int,
     forward_only: bool,
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Megatron-Core's own choice: no pipelining, 1F1B or interleaved 1F1B, by its parallel state."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    reported: list[dict[str, Any]] = get_forward_backward_func()(
+    reported: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=list(batches),
         model=list(model_chunks),
