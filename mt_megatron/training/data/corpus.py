@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def standard_library() -> Source:
     source = _folder(root, label="python-standard-library", suffix=".py")
     if not source.files:
         raise DataError(
-            f"found no .py files in {root}; this Python comes without its library's source: give --corpus PATH"
+            f"found no .py files in {root}; this Python comes without library source: give --corpus PATH"
         )
     return source
 
@@ -130,32 +131,27 @@ def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]
 def split_of(name: str, validation_fraction: float) -> Split:
     """Which split the document ``name`` belongs to: by the hash of its name, so that it never
     changes sides when documents are added or removed."""
-    bucket = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    digest = hashlib.sha256(b"split\0" + name.encode(errors="surrogateescape")).digest()
+    bucket = int.from_bytes(digest[:8], "big")
     return "valid" if bucket < validation_fraction * 2.0**64 else "train"
 
 
 def _folder(root: Path, *, label: str, suffix: str) -> Source:
     files = []
-    for folder, names, entries in _walk(root):
+    for folder, names, entries in os.walk(root):
         # In place: it tells the walk which folders to enter.
         names[:] = [n for n in names if n not in _LEFT_OUT_FOLDERS and not n.startswith(".")]
         for entry in entries:
-            file = folder / entry
-            if entry.endswith(suffix) and not entry.startswith(".") and file.is_file() and not file.is_symlink():
+            file = Path(folder) / entry
+            wanted = entry.endswith(suffix) and not entry.startswith(".")
+            if wanted and file.is_file() and not file.is_symlink():
                 files.append(file)
     files.sort(key=lambda file: _order(file.relative_to(root).as_posix()))
     return Source(label=label, root=root, files=tuple(files))
 
 
-def _walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    import os  # Path.walk exists from Python 3.12 on only
-
-    for folder, names, entries in os.walk(root):
-        yield Path(folder), names, entries
-
-
 def _order(name: str) -> tuple[bytes, str]:
-    # Salted: with split_of's own hash the held-out documents would all come first.
+    # Another salt than split_of's: with the same one the held-out documents would all come first.
     return hashlib.sha256(b"order\0" + name.encode(errors="surrogateescape")).digest(), name
 
 
@@ -167,9 +163,13 @@ def _json_lines(file: Path, name: str, skipped: list[Skipped]) -> Iterator[Docum
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{file}, line {number}: not JSON ({error}); expected an object a line") from error
+                raise DataError(
+                    f"{file}, line {number}: not JSON ({error}); expected an object a line"
+                ) from error
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise DataError(f"{file}, line {number}: expected an object with a string under the key 'text'")
+                raise DataError(
+                    f"{file}, line {number}: expected an object with a string under the key 'text'"
+                )
             if record["text"].strip():
                 yield Document(name=f"{name}:{number}", text=record["text"])
             else:

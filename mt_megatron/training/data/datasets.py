@@ -15,6 +15,9 @@ from mt_megatron.training.config import DataConfig
 from mt_megatron.training.data.tokenizer import TokenizerLike
 
 
+_ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
+
+
 class SampleDataset(Protocol):
     """What the loop needs of Megatron's GPTDataset and BlendedDataset."""
 
@@ -109,7 +112,7 @@ def order_fingerprint(dataset: SampleDataset) -> str:
     """
     digest = hashlib.sha256()
     for part in [dataset, *getattr(dataset, "datasets", [])]:
-        for name in ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index"):
+        for name in _ORDER:
             array = getattr(part, name, None)
             if array is not None:
                 digest.update(name.encode())
@@ -126,17 +129,21 @@ def _sources(data: DataConfig, samples: tuple[int | None, ...]) -> tuple[dict[st
     if data.data_path:
         if data.train_data_path or data.valid_data_path or data.test_data_path:
             raise DataError(
-                "found data_path together with train/valid/test_data_path; expected one of the two: data_path "
-                "and split, or a path for each split"
+                "found data_path together with train/valid/test_data_path; expected one of the two: "
+                "data_path and split, or a path for each split"
             )
         if data.split is None:
             raise DataError("found data_path without split; say how to divide it, for example --split 98,2,0")
         blend = get_blend_from_list(list(data.data_path))
         return {"blend": blend, "split": data.split}, list(blend[0])
     if not data.train_data_path:
-        raise DataError("found no training data; give --train-data-path PREFIX, or --data-path PREFIX and --split")
+        raise DataError(
+            "found no training data; give --train-data-path PREFIX, or --data-path PREFIX and --split"
+        )
     if data.split is not None:
-        raise DataError("found split together with train_data_path; split divides data_path only: drop one of them")
+        raise DataError(
+            "found split together with train_data_path; split divides data_path only: drop one of them"
+        )
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     blends = [get_blend_from_list(list(path) or None) for path in paths]
     for role, blend, count in zip(("train", "valid", "test"), blends, samples, strict=True):
@@ -145,7 +152,8 @@ def _sources(data: DataConfig, samples: tuple[int | None, ...]) -> tuple[dict[st
                 f"found weights in {role}_data_path and no number of samples to draw; one pass over "
                 "everything cannot be weighted: drop the weights"
             )
-    return {"blend_per_split": blends}, [prefix for blend in blends if blend is not None for prefix in blend[0]]
+    prefixes = [prefix for blend in blends if blend is not None for prefix in blend[0]]
+    return {"blend_per_split": blends}, prefixes
 
 
 def _check_indexed(prefix: str, tokenizer: TokenizerLike) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mt_megatron.training.data.datasets import SampleDataset
 Tokens = npt.NDArray[np.integer[Any]]
 
 _HELD_OUT_SHARE = 0.05
+_COUNTED = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,16 @@ class NgramModel:
         self._count(tokens[:cut])
         self.weight = self._best_weight(tokens[cut - 1 : -1], tokens[cut:])
         self._count(tokens)
+
+    @classmethod
+    def of_prefixes(cls, prefixes: Sequence[str], vocab_size: int) -> NgramModel:
+        """Count the indexed datasets ``prefixes``, at most their first 100 million tokens."""
+        parts: list[Tokens] = []
+        left = _COUNTED
+        for prefix in prefixes:
+            parts.append(read_tokens(prefix)[:left])
+            left -= parts[-1].size
+        return cls(np.concatenate(parts), vocab_size)
 
     def unigram_nats(self, targets: Tokens) -> npt.NDArray[np.float64]:
         """``-log p(w)`` of every target [n]."""

@@ -49,7 +49,9 @@ class Tokenizer:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; give a tokenizer.json") from error
+            raise DataError(
+                f"cannot read the tokenizer {path}: {error.strerror}; give a tokenizer.json"
+            ) from error
         try:
             self._impl = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises a bare Exception for malformed files
@@ -116,7 +118,9 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> Tokeni
             raise DataError("NullTokenizer has no file to know its size from; give --vocab-size")
         return NullTokenizer(vocab_size)
     if data.tokenizer_model is None:
-        raise DataError("found no tokenizer; give --tokenizer-model PATH of the tokenizer.json the data was made with")
+        raise DataError(
+            "found no tokenizer; give --tokenizer-model PATH of the tokenizer.json the data was made with"
+        )
     tokenizer = Tokenizer(Path(data.tokenizer_model))
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
@@ -136,7 +140,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> T
     smallest = _BYTES + 1
     if vocab_size < smallest:
         raise DataError(
-            f"found vocab_size={vocab_size}; expected at least {smallest} (256 bytes and the end-of-document token)"
+            f"found vocab_size={vocab_size}; expected at least {smallest} "
+            "(256 bytes and the end-of-document token)"
         )
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -150,8 +155,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> T
     bpe.train_from_iterator(texts, trainer=trainer)
     if bpe.get_vocab_size() != vocab_size:
         raise DataError(
-            f"the texts yield only {bpe.get_vocab_size()} tokens, fewer than vocab_size={vocab_size}; use more "
-            "text or a smaller vocabulary"
+            f"the texts yield only {bpe.get_vocab_size()} tokens, fewer than vocab_size={vocab_size}; use "
+            "more text or a smaller vocabulary"
         )
     bpe.save(str(output), pretty=False)
     return Tokenizer(output)
