@@ -1,0 +1,178 @@
+"""The Llama family: what to build, what a batch is, the loss, its cost, and Hugging Face's names.
+
+Decoder-only, pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases
+(arXiv:2407.21783). Every choice is a configuration value, so other dense decoders fit as well; the
+conversion table alone is Llama's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.models.weights import TensorRow
+from mt_megatron.seams import family
+from mt_megatron.seams.layout import RankLayout
+from mt_megatron.seams.schedule import LossFunction
+
+
+class LlamaFamily:
+    """The five functions of ``mt_megatron.seams.family``; ``config`` is a ``TrainingConfig``."""
+
+    def build_model(self, config: Any, layout: RankLayout) -> list[torch.nn.Module]:
+        """This rank's model chunks (one per virtual pipeline stage), in the parameters' dtype.
+
+        The process groups of ``layout`` must exist and the RNG tracker must be seeded. Raises
+        ``ConfigError`` when the layers do not divide over the stages: upstream would leave the
+        remainder out without a word.
+        """
+        from megatron.core import parallel_state
+
+        chunks = layout.vpp if layout.interleaved and layout.vpp else 1
+        _check_layers(config, layout.pp, chunks)
+        transformer = config.transformer_config()
+        built = []
+        for index in range(chunks):
+            if layout.interleaved:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+            built.append(self._chunk(config, transformer))
+        return built
+
+    def _chunk(self, config: Any, transformer: Any) -> torch.nn.Module:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        model = config.model
+        chunk: torch.nn.Module = GPTModel(
+            config=transformer,
+            transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm),
+            vocab_size=padded_vocab_size(config),
+            max_sequence_length=model.max_position_embeddings or _seq_length(config),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        )
+        return chunk
+
+    def get_batch(self, iterator: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
+        """The next micro-batch on ``device``: ``tokens``, ``labels``, ``position_ids`` int64 [b, s],
+        ``loss_mask`` float32 [b, s], and ``attention_mask`` bool [b, 1, s, s] (True = masked) or None
+        (causal)."""
+        batch: dict[str, Any] = {"attention_mask": None}
+        for name, value in next(iterator).items():
+            batch[name] = value.to(device, non_blocking=True)
+        return batch
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Tensor, LossFunction]:
+        """Run one chunk forward: its output, and the last stage's loss function.
+
+        That function takes the last stage's output, one cross-entropy per token (float32 [b, s]), and
+        returns the mean over the tokens that ``loss_mask`` counts and a report; or, when the
+        configuration weighs tokens over the global batch (``calculate_per_token_loss``), their sum,
+        their number and the report. The report holds ``loss`` (the sum) and ``tokens``, both float64.
+        """
+        output = model(
+            batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+        )
+        return output, partial(_masked_loss, model, batch["loss_mask"])
+
+    def flops(self, config: Any) -> float:
+        """Floating-point operations per token of one training step, forward and backward.
+
+        Two per multiply-add of every matrix product, three times the forward pass, attention
+        over the whole s x s square (the usual convention; causal kernels do about half of that
+        part); recomputation is not counted.
+        """
+        model = config.model
+        hidden, heads, head = model.hidden_size, model.num_attention_heads, _kv_channels(config)
+        query, key_value = heads * head, 2 * (model.num_query_groups or heads) * head
+        ffn = (model.ffn_hidden_size or 4 * hidden) * (3 if model.gated_linear_unit else 2)
+        layer = hidden * (query + key_value) + query * hidden + hidden * ffn
+        attention = 2 * _seq_length(config) * query
+        return 6.0 * (model.num_layers * (layer + attention) + hidden * padded_vocab_size(config))
+
+    def convert_table(self, config: Any) -> dict[str, TensorRow]:
+        """Hugging Face's ``LlamaForCausalLM`` (already half-rotated: nothing is permuted)."""
+        ours, theirs = "decoder.layers.{layer}.", "model.layers.{layer}."
+        attention, mlp = theirs + "self_attn.", theirs + "mlp."
+        table = {
+            "embedding.word_embeddings.weight": TensorRow(
+                sources=("model.embed_tokens.weight",), vocabulary=True
+            ),
+            ours + "input_layernorm.weight": TensorRow(sources=(theirs + "input_layernorm.weight",)),
+            ours + "self_attention.linear_qkv.weight": TensorRow(
+                sources=tuple(f"{attention}{name}_proj.weight" for name in "qkv"), packing="query_groups"
+            ),
+            ours + "self_attention.linear_proj.weight": TensorRow(sources=(attention + "o_proj.weight",)),
+            ours + "pre_mlp_layernorm.weight": TensorRow(
+                sources=(theirs + "post_attention_layernorm.weight",)
+            ),
+            ours + "mlp.linear_fc1.weight": TensorRow(
+                sources=(mlp + "gate_proj.weight", mlp + "up_proj.weight"), packing="stacked"
+            ),
+            ours + "mlp.linear_fc2.weight": TensorRow(sources=(mlp + "down_proj.weight",)),
+            "decoder.final_layernorm.weight": TensorRow(sources=("model.norm.weight",)),
+        }
+        if config.model.untie_embeddings_and_output_weights:
+            table["output_layer.weight"] = TensorRow(sources=("lm_head.weight",), vocabulary=True)
+        return table
+
+
+def padded_vocab_size(config: Any) -> int:
+    """The vocabulary rounded up to ``make_vocab_size_divisible_by`` x tensor-parallel size."""
+    unit = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    return -(-_vocab_size(config) // unit) * unit
+
+
+def _masked_loss(model: torch.nn.Module, loss_mask: Tensor, losses: Tensor) -> tuple[Any, ...]:
+    from megatron.core.utils import get_model_config
+
+    mask = loss_mask.view(-1).float()
+    total = torch.sum(losses.view(-1).float() * mask)
+    tokens = mask.sum()
+    report = {"loss": total.detach().double(), "tokens": tokens.double()}
+    if get_model_config(model).calculate_per_token_loss:
+        return total, tokens.to(torch.int), report
+    # A micro-batch without a single counted token has loss 0, not 0/0.
+    return total / tokens.clamp(min=1.0), report
+
+
+def _check_layers(config: Any, stages: int, chunks: int) -> None:
+    model = config.model
+    if model.first_pipeline_num_layers is not None or model.last_pipeline_num_layers is not None:
+        return
+    if model.num_layers % (stages * chunks):
+        raise ConfigError(
+            f"num_layers is {model.num_layers}; expected a multiple of pipeline stages x chunks per stage = "
+            f"{stages} x {chunks}. Change one of them, or give first_pipeline_num_layers and "
+            "last_pipeline_num_layers"
+        )
+
+
+def _kv_channels(config: Any) -> int:
+    return int(config.model.kv_channels or config.model.hidden_size // config.model.num_attention_heads)
+
+
+def _vocab_size(config: Any) -> int:
+    if config.model.vocab_size is None:
+        raise ConfigError("vocab_size is not set; give --vocab-size or a tokenizer")
+    return int(config.model.vocab_size)
+
+
+def _seq_length(config: Any) -> int:
+    if config.train.seq_length is None:
+        raise ConfigError("seq_length is not set; give --seq-length")
+    return int(config.train.seq_length)
+
+
+family.register("llama", LlamaFamily())
