@@ -1,0 +1,224 @@
+"""What Megatron's modules see of torch.cuda on cpu, and that nobody else sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def run(code: str, **environment: str) -> str:
+    """Run ``code`` in a fresh process with the probe modules on the path; returns its output."""
+    env = {**os.environ, **environment}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE / "namespace"), env.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("order", ["patch first", "import first"])
+def test_every_factory_takes_every_spelling_of_the_device(order: str) -> None:
+    first, second = "import mt_megatron; mt_megatron.patch('cpu')", "import megatron.probe"
+    if order == "import first":
+        first, second = second, first
+    out = run(f"""
+        {first}
+        {second}
+        import megatron.probe as probe
+        import torch
+        spellings = ["cuda", "cuda:0", 0, probe.torch.device("cuda"), probe.torch.device("cuda:0"),
+                     probe.torch.device("cuda", 0), torch.device("cuda", 0), probe.torch.cuda.current_device()]
+        for name, make in probe.FACTORIES.items():
+            for spelling in spellings:
+                made = make(spelling)
+                assert made.device == torch.device("cpu"), (name, spelling, made.device)
+                assert not made.is_cuda, (name, spelling)
+        print(len(probe.FACTORIES) * len(spellings))
+    """)
+    assert int(out) >= 300
+
+
+def test_factories_leave_other_devices_and_sizes_alone() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        from megatron.probe import torch
+        assert torch.zeros(1, device="meta").device.type == "meta"
+        assert torch.zeros(0).shape == (0,) and torch.ones(1, 0).shape == (1, 0)
+        assert torch.device("meta").type == "meta"
+        assert torch.zeros(3).to(torch.float64).dtype == torch.float64
+        assert torch.zeros(3).to(torch.ones(2, dtype=torch.int8)).dtype == torch.int8
+    """)
+
+
+def test_an_index_out_of_range_is_an_error_that_says_how_many_there_are() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        from megatron.probe import torch
+        for bad in ("cuda:7", 7, -3):
+            try: torch.zeros(1, device=bad)
+            except mt_megatron.errors.BackendError as error: assert "2 device(s)" in str(error), error
+            else: raise SystemExit(f"{bad} was accepted")
+        assert torch.cuda.device_count() == 2 and torch.cuda.current_device() == 0
+        torch.cuda.set_device(1); assert torch.cuda.current_device() == 1
+        with torch.cuda.device(0): assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_device() == 1
+    """, LOCAL_WORLD_SIZE="2")
+
+
+def test_other_modules_keep_the_real_torch_cuda() -> None:
+    run("""
+        import torch
+        before = (torch.zeros, torch.cuda, torch.device, torch.cuda.is_available, torch.distributed.new_group)
+        import mt_megatron; mt_megatron.patch("cpu")
+        import megatron.probe as probe, otherlib
+        assert probe.cuda_is_available() and not otherlib.cuda_is_available()
+        assert before == (torch.zeros, torch.cuda, torch.device, torch.cuda.is_available, torch.distributed.new_group)
+        assert otherlib.torch is torch and probe.torch is not torch
+        for call in (otherlib.zeros_on_cuda, lambda: otherlib.cuda_of(torch.zeros(1)), lambda: otherlib.to_cuda(torch.zeros(1))):
+            try: call()
+            except (AssertionError, RuntimeError) as error: assert "CUDA" in str(error), error
+            else: raise SystemExit("another library's CUDA call was redirected")
+    """)
+
+
+def test_on_a_machine_with_cuda_an_explicit_cpu_backend_keeps_both_worlds_apart() -> None:
+    # Stand-ins for the device: torch says CUDA is there, and .cuda()/.to('cuda') give a marked result.
+    run("""
+        import torch
+        calls = []
+        real_to = torch.Tensor.to
+        def fake_cuda(self, *a, **k): calls.append("cuda"); return "on the GPU"
+        def fake_to(self, *a, **k):
+            if a and str(a[0]).startswith("cuda"): calls.append("to"); return "on the GPU"
+            return real_to(self, *a, **k)
+        torch.Tensor.cuda, torch.Tensor.to = fake_cuda, fake_to
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 4
+        import mt_megatron
+        report = mt_megatron.patch("cpu")
+        assert report.backend == "cpu"
+        import megatron.probe as probe, otherlib
+        x = torch.zeros(2)
+        assert otherlib.cuda_is_available() and otherlib.cuda_of(x) == "on the GPU" and otherlib.to_cuda(x) == "on the GPU"
+        assert calls == ["cuda", "to"]
+        for moved in (probe.cuda_of(x), probe.cuda_of(x, 0), probe.FACTORIES["to_positional"]("cuda"), probe.module_cuda()):
+            assert moved.device.type == "cpu", moved
+        assert calls == ["cuda", "to"], "a call from Megatron reached the device"
+        assert probe.torch.cuda.device_count() == 1
+        mt_megatron.unpatch()
+        assert torch.Tensor.cuda is fake_cuda and torch.Tensor.to is fake_to
+    """)
+
+
+def test_device_class_still_is_a_class_to_type_checks() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        import megatron.probe as probe, torch
+        assert probe.is_device(torch.device("cpu")) and not probe.is_device("cpu")
+        assert isinstance(torch.Generator(), probe.torch.Generator)
+        assert probe.torch.Generator("cuda").device.type == "cpu"
+        assert isinstance(torch.zeros(1), probe.torch.cuda.FloatTensor)
+        assert probe.torch.Tensor is torch.Tensor and probe.torch.nn is torch.nn
+    """)
+
+
+def test_unknown_names_of_torch_cuda_are_named_and_hasattr_works() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        from megatron.probe import torch
+        assert not hasattr(torch.cuda, "CUDAGraph")
+        try: torch.cuda.make_graphed_callables
+        except AttributeError as error: assert "cpu backend has no torch.cuda.make_graphed_callables" in str(error)
+        else: raise SystemExit("fell through to the real torch.cuda")
+    """)
+
+
+def test_autocast_streams_events_and_load() -> None:
+    run("""
+        import io, math, pickle
+        import mt_megatron; mt_megatron.patch("cpu")
+        import megatron.probe as probe, torch as real
+        torch = probe.torch
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") == torch.get_autocast_gpu_dtype() == torch.bfloat16
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+        assert not torch.is_autocast_enabled()
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record(); sum(range(100000)); b.record(); torch.cuda.synchronize()
+        assert 0 < a.elapsed_time(b) < 10000 and b.query()
+        s = torch.cuda.Stream()
+        with torch.cuda.stream(s): assert torch.cuda.current_stream() is s
+        assert torch.cuda.current_stream() is torch.cuda.default_stream() is not s
+        buffer = io.BytesIO(); real.save({"x": real.ones(2)}, buffer)
+        for where in (None, "cuda", "cuda:0", {"cuda:0": "cuda:0"}, lambda storage, location: storage):
+            buffer.seek(0); assert torch.load(buffer, map_location=where)["x"].device.type == "cpu"
+        assert math.isnan(torch.cuda.temperature()) and math.isnan(torch.cuda.power_draw()), "a made-up reading"
+        assert 0 <= torch.cuda.utilization() <= 100
+        assert torch.zeros(2, pin_memory=True).sum() == 0 and torch.cuda.memory_allocated() > 10**7
+        assert pickle.loads(pickle.dumps(torch)) is real
+    """)
+
+
+def test_writes_to_the_view_reach_the_real_module() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        import megatron.probe as probe, torch
+        probe.torch.a_new_attribute = 5
+        assert torch.a_new_attribute == 5
+        torch.another = 6
+        assert probe.torch.another == 6
+    """)
+
+
+def test_lazy_call_runs_at_once_and_rng_state_is_the_device_state() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        import megatron.probe as probe
+        torch, seen = probe.torch, []
+        probe._lazy_call(lambda: seen.append(1))
+        assert seen == [1]
+        torch.cuda.manual_seed(3); state = torch.cuda.get_rng_state(); first = torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(first, torch.rand(3)) and not torch.equal(first, torch.rand(3))
+    """)
+
+
+def test_rng_tracker_changes_and_restores_dropout_masks() -> None:
+    run("""
+        import mt_megatron; mt_megatron.patch("cpu")
+        import torch
+        from megatron.core.tensor_parallel import random as mrandom
+        mrandom.initialize_rng_tracker()
+        tracker = mrandom.get_cuda_rng_tracker(); tracker.reset()
+        torch.manual_seed(1)
+        tracker.add("model-parallel-rng", 7)
+        mask = lambda: torch.nn.functional.dropout(torch.ones(64), 0.5)
+        outside_1 = mask()
+        with tracker.fork(): inside_1 = mask()
+        outside_2 = mask()
+        with tracker.fork(): inside_2 = mask()
+        torch.manual_seed(1)
+        assert torch.equal(mask(), outside_1) and torch.equal(mask(), outside_2), "fork disturbed the outer stream"
+        assert not torch.equal(inside_1, inside_2), "the forked stream does not advance"
+        torch.manual_seed(7)
+        assert torch.equal(mask(), inside_1) and torch.equal(mask(), inside_2), "fork does not use its own seed"
+        state = tracker.get_states()
+        with tracker.fork(): third = mask()
+        tracker.set_states(state)
+        with tracker.fork(): assert torch.equal(mask(), third)
+    """)

@@ -1,0 +1,40 @@
+"""Process groups on cpu: nccl becomes gloo, and destroying them frees what they held."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run_ranks
+
+RANKS = "tests.patches.ranks:"
+
+
+def test_nccl_becomes_gloo_in_every_spelling() -> None:
+    for found in run_ranks(2, RANKS + "backends_of_groups"):
+        assert found["init"] == "gloo"
+        assert found["interface"] == "lo"
+        for name in ("new", "both", "none"):
+            assert found[name] == ["gloo", [2.0, 2.0]]
+        assert found["options"] == "gloo"
+
+
+def _freed(times: int) -> None:
+    for found in run_ranks(2, RANKS + "initialise_and_destroy", times, timeout=60 + 2 * times):
+        assert found["during"][0] > found["before"][0] + 10, "no groups were made: the test proves nothing"
+        assert found["after"] == found["before"]
+        assert found["left"] == []
+
+
+def test_destroy_model_parallel_frees_threads_and_sockets() -> None:
+    _freed(10)
+
+
+@pytest.mark.soak
+def test_destroy_model_parallel_frees_threads_and_sockets_200_times() -> None:
+    _freed(200)
+
+
+def test_without_the_patch_groups_leak() -> None:
+    for found in run_ranks(2, RANKS + "leak_without_the_patch", 5):
+        assert found["after"][0] > found["before"][0] + 20
+        assert found["after"][1] > found["before"][1] + 20
