@@ -134,8 +134,8 @@ class _Reader:
     def take_entry(self, entry: YamlEntry) -> None:
         if entry.section not in SECTIONS:
             self.problems.append(
-                f"{entry.where}: there is no section {entry.section!r}; expected one of {', '.join(SECTIONS)}."
-                + _hint(entry.section, list(SECTIONS), "")
+                f"{entry.where}: there is no section {entry.section!r}; expected one of "
+                f"{', '.join(SECTIONS)}." + _hint(entry.section, list(SECTIONS), "")
             )
             return
         name, dashed = entry.name.replace("-", "_"), entry.name.replace("_", "-")
@@ -191,8 +191,8 @@ class _Reader:
     def _take_alias_entry(self, alias: Alias, entry: YamlEntry) -> None:
         if alias.to is None and not alias.takes_value and entry.value is not True:
             self.problems.append(
-                f"{entry.where}: {entry.name} is a switch of Megatron-LM; found {entry.value!r}, expected true. "
-                "To say the opposite, set the field itself: "
+                f"{entry.where}: {entry.name} is a switch of Megatron-LM; found {entry.value!r}, expected "
+                "true. To say the opposite, set the field itself: "
                 + (", ".join(alias.sets) or "leave the line out")
                 + "."
             )
@@ -208,7 +208,8 @@ class _Reader:
             self._convert(known[alias.to], "none" if none else value, where)
         elif alias.takes_value and str(value) not in alias.values:
             self.problems.append(
-                f"{where}: {alias.name} is {value!r}; expected {' or '.join(alias.values)}: {alias.otherwise}."
+                f"{where}: {alias.name} is {value!r}; expected {' or '.join(alias.values)}: "
+                f"{alias.otherwise}."
             )
         else:
             self.values.update(alias.sets)
@@ -232,8 +233,8 @@ def _unmet(aliases: Sequence[Alias], values: dict[str, Any]) -> list[str]:
             problems.append(f"--{alias.name} is given without {option.flag}; give both.")
         elif expected is not SET and found != expected:
             problems.append(
-                f"--{alias.name} is only true with {name} = {expected}; found {found}. Leave --{alias.name} out "
-                f"or change {option.flag}."
+                f"--{alias.name} is only true with {name} = {expected}; found {found}. Leave "
+                f"--{alias.name} out or change {option.flag}."
             )
     return problems
 

@@ -20,7 +20,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("the process's rank comes from torchrun's LOCAL_RANK; leave it out", "local-rank lazy-mpu-init"),
     # Runs are measured in steps.
     (
-        "runs are measured in steps; divide by the global batch size and use the argument that ends in -iters",
+        "runs are measured in steps; divide by the global batch size and use the argument ending in -iters",
         "train-samples lr-decay-samples lr-warmup-samples lr-wsd-decay-samples",
     ),
     ("the global batch size is constant; set --global-batch-size", "rampup-batch-size"),
@@ -141,7 +141,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("restarts are torchrun's (--max-restarts); leave it out", "enable-ft-package"),
     # Reports.
     (
-        "reports are fixed: --metrics-path writes them as JSONL, --tensorboard-dir to TensorBoard; leave it out",
+        "reports are fixed: --metrics-path and --tensorboard-dir say where they go; leave it out",
         (
             "log-params-norm log-throughput log-progress timing-log-option tensorboard-log-interval "
             "tensorboard-queue-size log-timers-to-tensorboard no-log-loss-scale-to-tensorboard "

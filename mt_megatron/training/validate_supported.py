@@ -1,0 +1,64 @@
+"""Options that Megatron-Core has and this version does not offer: refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_types import options
+
+_TE = "it needs Transformer Engine's layers, which this version does not use"
+_APEX = "it needs Apex's kernels, which this version does not use"
+
+UNSUPPORTED: Mapping[str, str] = {
+    "use_te_rng_tracker": _TE,
+    "tp_comm_overlap": _TE,
+    "fp8": _TE,
+    "fp8_dot_product_attention": _TE,
+    "fp8_multi_head_attention": _TE,
+    "tp_only_amax_red": _TE,
+    "fp8_param_gather": _TE,
+    "activation_func_fp8_input_store": "it stores activations without any scale",
+    "cpu_offloading": _TE,
+    "enable_cuda_graph": _TE,
+    "external_cuda_graph": _TE,
+    "window_size": _TE,
+    "disable_parameter_transpose_cache": _TE,
+    "apply_rope_fusion": "it needs Apex's or Transformer Engine's kernel, which this version does not use",
+    "gradient_accumulation_fusion": _APEX,
+    "defer_embedding_wgrad_compute": "it needs gradient_accumulation_fusion, which needs Apex's kernels",
+    "wgrad_deferral_limit": "it needs gradient_accumulation_fusion, which needs Apex's kernels",
+    "persist_layer_norm": _APEX,
+    "memory_efficient_layer_norm": _APEX,
+    "masked_softmax_fusion": "core attention is torch's scaled_dot_product_attention",
+    "variable_seq_lengths": "every sequence has train.seq_length tokens",
+    "use_ring_exchange_p2p": "it needs a torch built with ring_exchange",
+    "num_microbatches_with_partial_activation_checkpoints": "the trainer's forward step does not read it",
+    "overlap_param_gather_with_optimizer_step": "distributed checkpoints cannot be written with it",
+}
+"""Option -> why a value other than its default is refused."""
+
+
+def support_problems(config: TrainingConfig) -> list[str]:
+    """One line for every option that is set and cannot be honoured."""
+    values = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    found = []
+    for name, reason in UNSUPPORTED.items():
+        option = options()[name]
+        if values[name] != option.default:
+            found.append(
+                f"{name} is {values[name]}; expected {option.default}: {reason}. Leave {option.flag} out."
+            )
+    context = config.parallel.context_parallel_size
+    if context != 1:
+        found.append(
+            f"context_parallel_size is {context}; expected 1: megatron-core 0.9.0 has context parallelism "
+            "only with Transformer Engine, which this version does not use. Use tensor parallelism with "
+            "--sequence-parallel for long sequences."
+        )
+    if config.model.family == "llama" and config.model.num_moe_experts is not None:
+        found.append(
+            f"num_moe_experts is {config.model.num_moe_experts}; expected none: the family llama is dense. "
+            "Leave --num-moe-experts out or choose another --family."
+        )
+    return found
