@@ -114,11 +114,26 @@ def patches(backend: Backend) -> list[Patch]:
             feature="compat",
             reason=reason,
             body=body,
-            digest="",
+            digest=digest,
         )
-        for name, target, body in (
-            ("results_queue", f"{module}:_get_write_results_queue", _get_write_results_queue),
-            ("writers", f"{module}:FileSystemWriterAsync.write_preloaded_data_multiproc", _write_with_threads),
-            ("async_caller", f"{caller}.schedule_async_call", _schedule_in_thread(backend)),
+        for name, target, body, digest in (
+            (
+                "results_queue",
+                f"{module}:_get_write_results_queue",
+                _get_write_results_queue,
+                "b3adaa8f2c1a727a9b3d35a3ea433d594ff517ae3e469a6059b6e072732e3c77",
+            ),
+            (
+                "writers",
+                f"{module}:FileSystemWriterAsync.write_preloaded_data_multiproc",
+                _write_with_threads,
+                "d89f36656c64bda2b595d5a5529ca0a71dc0d72bc163c645a7b0cde3fbbc0e4e",
+            ),
+            (
+                "async_caller",
+                f"{caller}.schedule_async_call",
+                _schedule_in_thread(backend),
+                "3acda647db2543ea70a3dadacf9f1c073d7169a5e475abad26999c980f408270",
+            ),
         )
     ]

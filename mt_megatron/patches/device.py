@@ -14,14 +14,18 @@ _TYPE_STRINGS = (
     (
         "optimizer_float16",
         "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-        "4c51a7aad0d1f4ee",
+        "541388936bae5ffef59fafe5578098321ae1ae6762e369819b38fe77e3b73811",
     ),
     (
         "optimizer_distributed",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
-        "",
+        "5e1bc27abc4b5aa4cc6d7d880c294ffb2bfd29ab2580000793eb9315cf5560e1",
     ),
-    ("clip_grads", "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", ""),
+    (
+        "clip_grads",
+        "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+        "ae8acffa03ba5330611b542be83d187e5260abc26470ba1f7667f248645b23f7",
+    ),
 )
 
 
@@ -88,7 +92,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="device",
             reason="it asserts is_cuda, which stays false for this backend's tensors",
             body=_on_device(backend.device_type),
-            digest="",
+            digest="ce5dc76748011ab92e204df534c5017892073c645068345854847dd07e5f4d53",
         )
     )
     return found

@@ -112,14 +112,24 @@ def patches(backend: Backend) -> list[Patch]:
             reason="numpy 2 dropped np.product, which dist_checkpointing calls",
             body=_numpy_with_product,
         ),
-        trusted("common", f"{common}.load_common", ""),
-        trusted("sharded_objects", f"{common}.load_sharded_objects", ""),
+        trusted(
+            "common",
+            f"{common}.load_common",
+            "517bcb3207b7165bfff5843a35f9423e9a9878e570199992dac5646dfa99cbab",
+        ),
+        trusted(
+            "sharded_objects",
+            f"{common}.load_sharded_objects",
+            "87cc12854bf2b7f0212189a936b713fc0b9ce485809b87b2048f96cfb162c787",
+        ),
         trusted(
             "distributed_optimizer",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state",
-            "",
+            "6544e39c01453197f93bf1a8bb3296b0b3ce8528caf8e1463c851b855ec1316e",
         ),
         trusted(
-            "chained_optimizer", "megatron.core.optimizer.optimizer:ChainedOptimizer.load_parameter_state", ""
+            "chained_optimizer",
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_parameter_state",
+            "90349db38524b0942a2a684e1006d8d6537dbc6d2cc4c7c2e143d4953915047f",
         ),
     ]

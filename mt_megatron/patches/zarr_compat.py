@@ -143,20 +143,28 @@ def patches(backend: Backend) -> list[Patch]:
             body=_as_version_2,
         )
     ]
-    for name, body in (
-        ("_create_zarr_array", _create_zarr_array),
-        ("_open_zarr_array_verbose", _open_zarr_array_verbose),
+    for name, body, digest in (
+        (
+            "_create_zarr_array",
+            _create_zarr_array,
+            "0ed3fa33d9263aa649ba0c47710ac1b5ddf46d4d64a4c7b651d3e17d208f8e74",
+        ),
+        (
+            "_open_zarr_array_verbose",
+            _open_zarr_array_verbose,
+            "73e39a8cbc3227646795c9dae82191bd7f51935abce2a52f0509874c6add541e",
+        ),
     ):
         found.append(
             Patch(
-                id=f"zarr{name}",
+                id=f"zarr.{name.lstrip('_')}",
                 target=f"{module}:{name}",
                 kind="replace",
                 feature="compat",
                 requires=requires,
                 reason="zarr 3 writes another format unless asked, and knows no bfloat16",
                 body=body,
-                digest="",
+                digest=digest,
             )
         )
     return found
