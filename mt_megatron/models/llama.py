@@ -99,7 +99,7 @@ class LlamaFamily:
         ffn = (model.ffn_hidden_size or 4 * hidden) * (3 if model.gated_linear_unit else 2)
         layer = hidden * (query + key_value) + query * hidden + hidden * ffn
         attention = 2 * _seq_length(config) * query
-        return 6.0 * (model.num_layers * (layer + attention) + hidden * padded_vocab_size(config))
+        return float(6 * (model.num_layers * (layer + attention) + hidden * padded_vocab_size(config)))
 
     def convert_table(self, config: Any) -> dict[str, TensorRow]:
         """Hugging Face's ``LlamaForCausalLM`` (already half-rotated: nothing is permuted)."""
@@ -131,7 +131,7 @@ class LlamaFamily:
 def padded_vocab_size(config: Any) -> int:
     """The vocabulary rounded up to ``make_vocab_size_divisible_by`` x tensor-parallel size."""
     unit = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return -(-_vocab_size(config) // unit) * unit
+    return int(-(-_vocab_size(config) // unit) * unit)
 
 
 def _masked_loss(model: torch.nn.Module, loss_mask: Tensor, losses: Tensor) -> tuple[Any, ...]:
