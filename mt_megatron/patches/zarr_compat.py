@@ -83,16 +83,20 @@ def _create_zarr_array(sharded_tensor: Any, checkpoint_dir: Path) -> _Array:
         raise CheckpointingException(f"Array {path} already exists")
     chunks = sharded_tensor.max_allowed_chunks()
     if sharded_tensor.dtype == torch.bfloat16:
-        metadata = {"chunks": list(chunks), "compressor": None, "fill_value": None}
+        metadata = {
+            "dtype": "bfloat16",
+            "shape": list(sharded_tensor.global_shape),
+            "chunks": list(chunks),
+            "compressor": None,
+            "fill_value": None,
+        }
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "file", "path": str(path)},
             "metadata": metadata,
             "store_data_equal_to_fill_value": True,
         }
-        store = tensorstore.open(
-            spec, create=True, dtype=tensorstore.bfloat16, shape=sharded_tensor.global_shape
-        ).result()
+        store = tensorstore.open(spec, create=True).result()
         return _Array(store, path, tensorstore=True)
     array = zarr.create(
         sharded_tensor.global_shape,
