@@ -49,6 +49,9 @@ class Source:
     """Absolute paths, sorted by the hash of their relative name: a limit on tokens then takes
     an even sample of the folder instead of its first letters."""
 
+    named_file: bool = False
+    """Whether it is one file that was named, instead of what a folder holds."""
+
     def relative(self, file: Path) -> str:
         """The name of ``file`` in the manifest."""
         return file.relative_to(self.root).as_posix()
@@ -96,7 +99,7 @@ def open_source(path: Path | None) -> Source:
             raise DataError(f"the folder {path} holds no files to read")
         return source
     if path.is_file():
-        return Source(label=str(path), root=path.parent, files=(path,))
+        return Source(label=str(path), root=path.parent, files=(path,), named_file=True)
     raise DataError(f"found nothing at {path}; expected a folder, a .jsonl file or a text file")
 
 
@@ -104,7 +107,7 @@ def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]
     """Every document of ``source`` in order; what cannot be used is appended to ``skipped``.
 
     A file is a document. A ``.jsonl`` file holds one document a line, under the key ``text``. A
-    text file that is the whole corpus is cut at line ends into documents of about 64 KiB, so that
+    text file that was named is cut at line ends into documents of about 64 KiB, so that
     there is something to hold out. Files that are not UTF-8 and empty documents are skipped.
 
     Raises ``DataError`` for a line of a ``.jsonl`` file that is not such an object.
@@ -122,7 +125,7 @@ def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]
             continue
         if not text.strip():
             skipped.append(Skipped(name=name, reason="empty"))
-        elif len(source.files) == 1:
+        elif source.named_file:
             yield from _pieces(name, text)
         else:
             yield Document(name=name, text=text)

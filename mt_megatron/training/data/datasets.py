@@ -14,7 +14,6 @@ from mt_megatron.errors import DataError
 from mt_megatron.training.config import DataConfig
 from mt_megatron.training.data.tokenizer import TokenizerLike
 
-
 _ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
 
 

@@ -1,0 +1,235 @@
+"""Preparing a corpus: once, whole or not at all, and never over something else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mt_megatron.errors import DataError
+from mt_megatron.training.data.corpus import split_of
+from mt_megatron.training.data.prepare import load_corpus, prepare_corpus
+from mt_megatron.training.data.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx", "corpus.json")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(60):
+        lines = (f"document {i} line {j} says {(i * 37 + j * 11) % 101} times\n" for j in range(40))
+        (folder / f"d{i:02d}.txt").write_text("".join(lines))
+    (folder / "latin.txt").write_bytes(b"\xff\xfe\xfa")
+    (folder / "nothing.txt").write_text("")
+    return folder
+
+
+def _prepare(output: Path, texts: Path, **options):
+    lines: list[str] = []
+    corpus = prepare_corpus(output, corpus=texts, vocab_size=300, log=lines.append, **options)
+    return corpus, lines
+
+
+def _digest(folder: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+
+
+def test_files_hold_every_document_once_with_its_end(texts: Path, tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    corpus, lines = _prepare(tmp_path / "out", texts)
+    tokenizer = Tokenizer(corpus.tokenizer_path)
+    found: dict[str, str] = {}
+    for split, prefix in (("train", corpus.train_prefix), ("valid", corpus.valid_prefix)):
+        data = IndexedDataset(prefix)
+        for ids in data:
+            assert ids[-1] == tokenizer.eod
+            assert tokenizer.eod not in ids[:-1]
+            text = tokenizer.decode(ids[:-1].tolist())
+            found[text] = split
+        assert list(data.document_indices) == list(range(len(data) + 1)), "one sequence a document"
+        tokens = int(data.sequence_lengths.sum())
+        assert tokens == (corpus.train_tokens if split == "train" else corpus.valid_tokens)
+    assert found == {
+        (texts / f"d{i:02d}.txt").read_text(): split_of(f"d{i:02d}.txt", 0.05) for i in range(60)
+    }
+    assert {s.name for s in corpus.skipped} == {"latin.txt", "nothing.txt"}
+    assert any("latin.txt" in line for line in lines)
+    assert 0 < corpus.bigram_nats < corpus.unigram_nats < np.log(300) + 1
+
+
+def test_the_tokenizer_does_not_see_held_out_documents(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(60):
+        name = f"d{i:02d}.txt"
+        secret = "zqxjk" * 400 if split_of(name, 0.05) == "valid" else ""
+        (texts / name).write_text("some plain words again and again\n" * 30 + secret)
+    corpus = prepare_corpus(tmp_path / "out", corpus=texts, vocab_size=270, log=lambda line: None)
+    vocabulary = Tokenizer(corpus.tokenizer_path).vocabulary()
+    assert not any("zq" in token for token in vocabulary)
+
+
+def test_a_second_call_leaves_everything_as_it_is(texts: Path, tmp_path: Path) -> None:
+    first, _ = _prepare(tmp_path, texts)
+    times = {name: (tmp_path / name).stat().st_mtime_ns for name in FILES}
+    second, lines = _prepare(tmp_path, texts)
+    assert second == first == load_corpus(tmp_path)
+    assert times == {name: (tmp_path / name).stat().st_mtime_ns for name in FILES}
+    assert len(lines) == 1 and "already prepared" in lines[0]
+
+
+def test_the_result_is_the_same_anywhere(texts: Path, tmp_path: Path) -> None:
+    _prepare(tmp_path / "a", texts)
+    _prepare(tmp_path / "b", texts)
+    assert _digest(tmp_path / "a") == _digest(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_or_half_prepared_folder_is_rebuilt(texts: Path, tmp_path: Path, name: str) -> None:
+    corpus, _ = _prepare(tmp_path, texts)
+    before = _digest(tmp_path)
+    if name == "corpus.json":
+        # As if killed between the files and the manifest.
+        (tmp_path / ".building").mkdir()
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    with pytest.raises(DataError, match="no complete corpus"):
+        load_corpus(tmp_path)
+    again, lines = _prepare(tmp_path, texts)
+    assert again == corpus
+    assert _digest(tmp_path) == before
+    assert any("incomplete" in line for line in lines)
+
+
+def test_other_inputs_or_options_are_refused_and_named(texts: Path, tmp_path: Path) -> None:
+    output, copy = tmp_path / "out", tmp_path / "copy"
+    copy.mkdir()
+    for file in texts.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    _prepare(output, copy)
+    before = _digest(output)
+    with pytest.raises(DataError, match=r"vocab_size 300 -> 310.*--force"):
+        prepare_corpus(output, corpus=copy, vocab_size=310, log=lambda line: None)
+    with pytest.raises(DataError, match="max_train_tokens 10000000 -> 500"):
+        _prepare(output, copy, max_train_tokens=500)
+    with pytest.raises(DataError, match="corpus .*copy -> python-standard-library"):
+        prepare_corpus(output, vocab_size=300, log=lambda line: None)
+    os.utime(copy / "d00.txt", ns=(1, 1))
+    _prepare(output, copy)
+    (copy / "d00.txt").write_text("changed")
+    with pytest.raises(DataError, match="files have changed"):
+        _prepare(output, copy)
+    assert _digest(output) == before
+    _prepare(output, copy, force=True)
+    assert _digest(output) != before
+
+
+def test_files_of_somebody_else_are_not_overwritten(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(b"mine")
+    with pytest.raises(DataError, match=r"train\.bin, not made by this command"):
+        _prepare(tmp_path, texts)
+    assert (tmp_path / "train.bin").read_bytes() == b"mine"
+
+
+def test_the_limit_ends_after_the_document_that_reaches_it(texts: Path, tmp_path: Path) -> None:
+    whole, _ = _prepare(tmp_path / "whole", texts)
+    limit = whole.train_tokens // 2
+    half, _ = _prepare(tmp_path / "half", texts, max_train_tokens=limit)
+    longest = whole.train_tokens / whole.train_documents * 1.5
+    assert limit <= half.train_tokens < limit + longest
+    everything, _ = _prepare(tmp_path / "all", texts, max_train_tokens=None)
+    assert everything.train_tokens == whole.train_tokens
+
+
+def test_too_few_documents_are_an_error_and_leave_no_manifest(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("a line of text\n" * 50)
+    (texts / "b.txt").write_text("a line of words\n" * 50)
+    with pytest.raises(DataError, match="none fell to 'valid'"):
+        prepare_corpus(tmp_path / "out", corpus=texts, vocab_size=260, log=lambda line: None)
+    assert not (tmp_path / "out" / "corpus.json").exists()
+
+
+def test_a_given_tokenizer_is_used_and_copied(texts: Path, tmp_path: Path) -> None:
+    first, _ = _prepare(tmp_path / "a", texts)
+    second = prepare_corpus(
+        tmp_path / "b", corpus=texts, tokenizer=first.tokenizer_path, log=lambda line: None
+    )
+    assert (tmp_path / "b" / "train.bin").read_bytes() == (tmp_path / "a" / "train.bin").read_bytes()
+    assert second.vocab_size == 300
+
+
+@pytest.mark.parametrize(
+    "options", [{"validation_fraction": 0.0}, {"validation_fraction": 1.0}, {"max_train_tokens": 0}]
+)
+def test_impossible_options_are_refused(texts: Path, tmp_path: Path, options: dict) -> None:
+    with pytest.raises(DataError, match="expected"):
+        _prepare(tmp_path / "out", texts, **options)
+    assert not (tmp_path / "out").exists()
+
+
+_START = """
+import sys
+from pathlib import Path
+from mt_megatron.training.data.prepare import prepare_corpus
+output, texts = Path(sys.argv[1]), Path(sys.argv[2])
+prepare_corpus(output, corpus=texts, vocab_size=300, log=lambda line: print(line, flush=True))
+"""
+
+
+def _start(output: Path, texts: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _START, str(output), str(texts)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_processes_that_start_together_prepare_once(texts: Path, tmp_path: Path) -> None:
+    processes = [_start(tmp_path, texts) for _ in range(3)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    built = [out for out, _ in outputs if "training a byte-level BPE" in out]
+    reused = [out for out, _ in outputs if "already prepared" in out]
+    assert (len(built), len(reused)) == (1, 2), outputs
+    assert (
+        json.loads((tmp_path / "corpus.json").read_text())["train_tokens"]
+        == load_corpus(tmp_path).train_tokens
+    )
+
+
+def test_a_killed_preparation_leaves_nothing_that_counts(texts: Path, tmp_path: Path) -> None:
+    _prepare(tmp_path / "reference", texts)
+    big = tmp_path / "big"
+    big.mkdir()
+    for i in range(3000):
+        (big / f"d{i}.txt").write_text((texts / f"d{i % 60:02d}.txt").read_text() * 5)
+    output = tmp_path / "out"
+    process = _start(output, big)
+    deadline = time.monotonic() + 60
+    while not (output / ".building" / "train.bin").exists():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert not (output / "corpus.json").exists()
+    with pytest.raises(DataError, match="no complete corpus"):
+        load_corpus(output)
+    _prepare(output, texts)
+    assert _digest(output) == _digest(tmp_path / "reference")
+    assert not (output / ".building").exists()
