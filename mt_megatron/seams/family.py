@@ -39,7 +39,9 @@ _families: dict[str, ModelFamily] = {}
 def register(name: str, family: ModelFamily) -> None:
     """Make ``family`` known as ``name``. Raises ConfigError when another one has the name."""
     if _families.setdefault(name, family) is not family:
-        raise ConfigError(f"the model family {name!r} is already registered as {_families[name]!r}; choose another name")
+        raise ConfigError(
+            f"the model family {name!r} is already registered as {_families[name]!r}; choose another name"
+        )
 
 
 def get(name: str) -> ModelFamily:

@@ -20,6 +20,8 @@ from ..errors import ConfigError, MtMegatronError
 
 GemmRole = Literal["fprop", "dgrad", "wgrad"]
 
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+
 
 class Gemm(Protocol):
     """What ``set_gemm`` takes; the arguments are those of ``gemm``."""
@@ -74,9 +76,9 @@ def torch_gemm(
 ) -> Tensor:
     """The default: ``torch.mm`` in the operands' dtype.
 
-    A result that goes into an ``out`` of another dtype is rounded to the operands' dtype first,
-    since torch has a GEMM with another output dtype on CUDA alone. Raises ConfigError for a
-    recipe, which it cannot follow.
+    A result that goes into an fp32 ``out`` under bf16 or fp16 is rounded on the way, except on CUDA
+    with torch 2.8 or later: nothing else in torch has a GEMM that returns its fp32 accumulators.
+    Raises ConfigError for a recipe, which it cannot follow.
     """
     if recipe is not None:
         raise ConfigError(
@@ -90,7 +92,10 @@ def torch_gemm(
     if out is None:
         return torch.mm(a, b)
     if out.dtype != a.dtype:
-        result = torch.mm(a, b)
+        if out.dtype is torch.float32 and a.is_cuda and _HAS_OUT_DTYPE:
+            result = torch.ops.aten.mm.dtype(a, b, torch.float32)
+        else:
+            result = torch.mm(a, b)
         return out.add_(result) if accumulate else out.copy_(result)
     return out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
 
@@ -192,6 +197,6 @@ def require_no_pending_wgrad(weights: Iterator[Tensor]) -> None:
     missing = sum(_pending.get(id(weight), 0) for weight in weights)
     if missing:
         raise MtMegatronError(
-            f"{missing} deferred weight gradient(s) are still queued while their gradients are being reduced; "
-            "call flush() on the queue of deferred_wgrad() before the reduction (or discard() to drop the step)"
+            f"{missing} deferred weight gradient(s) are still queued while gradients are being reduced; call "
+            "flush() on the queue of deferred_wgrad() before the reduction (or discard() to drop the step)"
         )

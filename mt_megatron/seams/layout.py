@@ -54,8 +54,8 @@ class RankLayout:
         model = self.tp * self.cp * self.pp
         if self.world_size % model:
             raise ConfigError(
-                f"{self.world_size} ranks cannot be divided by tensor {self.tp} x context {self.cp} x pipeline "
-                f"{self.pp} = {model}; start a multiple of {model} processes or change a size"
+                f"{self.world_size} ranks cannot be divided by tensor {self.tp} x context {self.cp} x "
+                f"pipeline {self.pp} = {model}; start a multiple of {model} processes or change a size"
             )
         if self.dp % self.ep:
             raise ConfigError(
@@ -63,7 +63,9 @@ class RankLayout:
                 f"({self.world_size} ranks / {model}); expert ranks are taken from the data parallel ones"
             )
         if self.interleaved and self.pp == 1:
-            raise ConfigError(f"vpp is {self.vpp} with one pipeline stage; interleaving needs pp of at least 2")
+            raise ConfigError(
+                f"vpp is {self.vpp} with one pipeline stage; interleaving needs pp of at least 2"
+            )
 
     @property
     def dp(self) -> int:
@@ -105,8 +107,8 @@ class RankLayout:
         named = set(kind.split("-"))
         if named - {*_AXES, "dp"} or ("dp" in named and named & {"ep", "edp"}):
             raise ConfigError(
-                f"unknown kind of group {kind!r}; expected embedding, position-embedding, or axes joined with '-' "
-                "out of tp, cp, pp and either dp or its parts ep and edp"
+                f"unknown kind of group {kind!r}; expected embedding, position-embedding, or axes joined "
+                "with '-' out of tp, cp, pp and either dp or its parts ep and edp"
             )
         if "dp" in named:
             named |= {"ep", "edp"}

@@ -121,7 +121,9 @@ def parallel_state_of(sizes):
     return {"groups": found, "again": again, "chunks": chunks, "left": dist.is_initialized()}
 
 
-@pytest.mark.parametrize("sizes", [{"world_size": 4, "tp": 2, "pp": 2, "vpp": 2}, {"world_size": 4, "tp": 2, "ep": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"world_size": 4, "tp": 2, "pp": 2, "vpp": 2}, {"world_size": 4, "tp": 2, "ep": 2}]
+)
 def test_initialize_makes_these_groups(sizes):
     from tests.launch import run_ranks
 

@@ -1,0 +1,168 @@
+"""Tensor-parallel linears compute their GEMMs through ``seams.gemm``, and need no Apex to fuse."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ..backends.base import Backend
+from ..patching.spec import Patch
+from ..seams.gemm import require_no_pending_wgrad, wgrad_pending
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_advised = False
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    gradient_accumulation_fusion: bool,
+    sequence_parallel: bool,
+    allreduce_dgrad: bool,
+    async_grad_allreduce: bool | None = None,
+    grad_output_buffer: list[Any] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+) -> Any:
+    """Upstream's function of this name; ``models.linear.TensorParallelLinear`` says what it does."""
+    from ..models.linear import TensorParallelLinear
+
+    if async_grad_allreduce is not None:
+        warnings.warn("async_grad_allreduce is deprecated and ignored; pass allreduce_dgrad", stacklevel=2)
+    if input.is_cuda and (sequence_parallel or allreduce_dgrad):
+        _advise_on_connections()
+    apply: Callable[..., Any] = TensorParallelLinear.apply
+    return apply(
+        input,
+        weight,
+        bias,
+        gradient_accumulation_fusion,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer,
+        wgrad_deferral_limit,
+    )
+
+
+def _advise_on_connections() -> None:
+    global _advised
+    if not _advised and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        warnings.warn(
+            "set CUDA_DEVICE_MAX_CONNECTIONS=1: without it a CUDA device may start a GEMM before the "
+            "collective that should run beside it",
+            stacklevel=3,
+        )
+    _advised = True
+
+
+def _drain_embedding_wgrad_compute(
+    config: Any, embedding_activation_buffer: Any, grad_output_buffer: Any, weight: Any
+) -> None:
+    from ..models.linear import drain_embedding_wgrad
+
+    drain_embedding_wgrad(config, embedding_activation_buffer, grad_output_buffer, weight)
+
+
+def _trainable(original: Any) -> Any:
+    from ..models.linear import TensorParallelLinear
+
+    return TensorParallelLinear
+
+
+def _frozen(original: Any) -> Any:
+    from ..models.linear import FrozenLinear
+
+    return FrozenLinear
+
+
+def _make_backward_post_hook(
+    original: Callable[..., Callable[..., None]], self: Any, param: Any
+) -> Callable[..., None]:
+    """While a gradient of ``param`` waits in a queue, add what has come and do not call it ready."""
+    ready = original(self, param)
+
+    def hook(*unused: Any) -> None:
+        if not wgrad_pending(param):
+            ready(*unused)
+        elif param in self.param_to_bucket_group:
+            added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)
+            if param.grad is not None and not added:
+                param.main_grad.add_(param.grad.data)
+            param.grad = None
+
+    return hook
+
+
+def _start_grad_sync(original: Callable[..., None], self: Any) -> None:
+    require_no_pending_wgrad(self.params)
+    original(self)
+
+
+def patches(backend: Backend) -> list[Patch]:
+    return [
+        Patch(
+            id="linear.apply",
+            target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
+            kind="replace",
+            feature="linear",
+            reason="its three GEMMs go through one seam, and accumulation fusion works without Apex",
+            body=linear_with_grad_accumulation_and_async_allreduce,
+            digest="14ba16ca1899569be890ac47e20d68f1b595bacd6419b5e9f1761ddefc90295b",
+        ),
+        Patch(
+            id="linear.autograd",
+            target=f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",
+            kind="value",
+            feature="linear",
+            reason="for whoever applies the autograd function itself; its source is what ours follows",
+            body=_trainable,
+            digest="2b70ee7d6298e7006937f7edbcf8f82d6b711435cb408fb4a9d81b97af973a36",
+        ),
+        Patch(
+            id="linear.autograd_frozen",
+            target=f"{_LAYERS}:LinearWithFrozenWeight",
+            kind="value",
+            feature="linear",
+            reason="a frozen weight's two GEMMs go through the seam; a trainable bias gets its gradient",
+            body=_frozen,
+            digest="bd7dadb4eb2ad832ab782b1ea9aedb88bc7e4874f6ba1031e4f96a4ac5e760fc",
+        ),
+        Patch(
+            id="linear.fusion_available",
+            target=f"{_LAYERS}:_grad_accum_fusion_available",
+            kind="value",
+            feature="linear",
+            reason="ColumnParallelLinear refuses gradient_accumulation_fusion without Apex's extension",
+            body=lambda original: True,
+        ),
+        Patch(
+            id="linear.drain_embedding_wgrad",
+            target="megatron.core.utils:drain_embedding_wgrad_compute",
+            kind="replace",
+            feature="linear",
+            reason="it imports Apex's extension",
+            body=_drain_embedding_wgrad_compute,
+            digest="2c4b71be26ced7a884e5e00d6583f6d0e93494c64d1a88bb224925235d6ea4e9",
+        ),
+        Patch(
+            id="linear.wait_for_deferred_wgrad",
+            target="megatron.core.distributed.distributed_data_parallel:"
+            "DistributedDataParallel._make_backward_post_hook",
+            kind="wrap",
+            feature="linear",
+            reason="a parameter whose weight gradient is deferred is not ready to be reduced",
+            body=_make_backward_post_hook,
+            digest="7ff043c8ba186640695dccd59e808555e34ff8bcbe8066c28402963e5409d2be",
+        ),
+        Patch(
+            id="linear.refuse_lost_wgrad",
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+            kind="wrap",
+            feature="linear",
+            reason="reducing gradients while some are still deferred would lose them silently",
+            body=_start_grad_sync,
+            digest="313a4bc55e2545ab96b8936f280c977be42e29b0af6cd550161859bd97239a03",
+        ),
+    ]
