@@ -1,9 +1,15 @@
-"""Megatron-Core's configuration objects from ours. Imports torch and megatron when called."""
+"""What is built from a configuration: Megatron-Core's own objects, and the shape to count.
+
+torch and megatron are imported by the functions that need them, when they are called.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.models.parameters import ModelShape
 
 if TYPE_CHECKING:
     from mt_megatron.training.config import TrainingConfig
@@ -69,6 +75,46 @@ def ddp_config(config: TrainingConfig) -> Any:
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+
+
+def model_shape(config: TrainingConfig) -> ModelShape:
+    """What decides the number of parameters. Imports neither torch nor megatron.
+
+    Raises ``ConfigError`` naming every size that is not set.
+    """
+    model = config.model
+    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in sizes if not getattr(model, name)]
+    if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is None:
+        missing.append("max_position_embeddings")
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ConfigError(f"the model is not complete: {', '.join(missing)} not set. Set {flags}, or --model.")
+    if model.kv_channels is None:
+        raise ConfigError(
+            f"hidden_size {model.hidden_size} is no multiple of num_attention_heads "
+            f"{model.num_attention_heads}; expected one, or --kv-channels to be given."
+        )
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        vocab_size=model.vocab_size or 0,
+        gated_linear_unit=model.gated_linear_unit,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        normalization=model.normalization,
+        qk_layernorm=model.qk_layernorm,
+        position_embedding_type=model.position_embedding_type,
+        max_position_embeddings=model.max_position_embeddings or 0,
+        untie_embeddings_and_output_weights=model.untie_embeddings_and_output_weights,
+        num_moe_experts=model.num_moe_experts,
+        moe_router_topk=model.moe_router_topk,
+        moe_grouped_gemm=model.moe_grouped_gemm,
     )
 
 

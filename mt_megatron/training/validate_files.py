@@ -101,8 +101,8 @@ def _tokenizer(config: TrainingConfig) -> list[str]:
             return []
         return [
             (
-                "tokenizer_model is not set; expected the path of a tokenizer.json. Set --tokenizer-model, or "
-                "--tokenizer-type NullTokenizer with --vocab-size."
+                "tokenizer_model is not set; expected the path of a tokenizer.json. Set "
+                "--tokenizer-model, or --tokenizer-type NullTokenizer with --vocab-size."
             )
         ]
     if not Path(data.tokenizer_model).is_file():
