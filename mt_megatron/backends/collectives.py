@@ -50,7 +50,9 @@ class NcclOptions:
 
 @functools.cache
 def _say_options_ignored(collective: str) -> None:
-    logger.warning("NCCL communicator options were given; %s has none of them, so they are ignored", collective)
+    logger.warning(
+        "NCCL communicator options were given; %s has none of them, so they are ignored", collective
+    )
 
 
 def _drop_nccl_options(kwargs: dict[str, Any], collective: str) -> None:
@@ -86,7 +88,9 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
         dist.init_process_group(library(backend_name) or backend.collective, *args, **kwargs)
 
     @functools.wraps(dist.new_group)
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         _drop_nccl_options(kwargs, translator.backend.collective)
         if args and isinstance(args[0], NcclOptions):
             _say_options_ignored(translator.backend.collective)
@@ -115,11 +119,12 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
         "reduce_scatter_tensor": reduce_scatter,
         "ProcessGroupNCCL": SimpleNamespace(Options=NcclOptions),
     }
-    if hasattr(dist, "init_device_mesh"):
+    make_mesh = getattr(dist, "init_device_mesh", None)
+    if make_mesh is not None:
 
-        @functools.wraps(dist.init_device_mesh)
+        @functools.wraps(make_mesh)
         def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-            return dist.init_device_mesh(translator.device_type(device_type), *args, **kwargs)
+            return make_mesh(translator.device_type(device_type), *args, **kwargs)
 
         overrides["init_device_mesh"] = init_device_mesh
     return overrides

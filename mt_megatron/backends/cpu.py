@@ -23,7 +23,7 @@ def loopback_interface() -> str | None:
     """Name of the network interface that has 127.0.0.1 (``lo`` on Linux, ``lo0`` on macOS)."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
-            return name
+            return str(name)
     return None
 
 
@@ -141,7 +141,9 @@ class CpuBackend:
         return overrides
 
 
-def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any) -> torch.Tensor:
+def _histc(
+    input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any
+) -> torch.Tensor:
     """``torch.histc``, also for integer tensors, which CUDA accepts and the CPU kernel does not.
 
     Counts stay exact: float64 represents every integer below 2**53.

@@ -56,7 +56,9 @@ def _amp(backend: CpuBackend) -> DeviceNamespace:
     def custom_bwd(function: Any = None) -> Any:
         return torch.amp.custom_bwd(function, device_type="cpu")
 
-    def autocast(enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
+    def autocast(
+        enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+    ) -> Any:
         return torch.autocast("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
     def grad_scaler(*args: Any, **kwargs: Any) -> torch.amp.GradScaler:
@@ -174,7 +176,7 @@ def _properties(backend: CpuBackend) -> dict[str, Any]:
 
 
 def _tensor_types() -> dict[str, Any]:
-    kinds = "Float Double Half BFloat16 Long Int Short Char Byte Bool".split()
+    kinds = "Float Double Half BFloat16 Long Int Short Char Byte Bool".split()  # noqa: SIM905
     return {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in kinds}
 
 

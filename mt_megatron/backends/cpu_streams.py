@@ -10,7 +10,9 @@ from typing import Any
 class Event:
     """``torch.cuda.Event`` for synchronous execution: a moment on the monotonic clock."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         if interprocess:
             raise NotImplementedError("the cpu backend has no events that are shared between processes")
         self._timed = enable_timing

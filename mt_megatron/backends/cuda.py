@@ -54,8 +54,8 @@ class CudaBackend:
     def set_device(self, index: int) -> None:
         if not 0 <= index < torch.cuda.device_count():
             raise BackendError(
-                f"invalid device index {index}: {torch.cuda.device_count()} CUDA device(s) are visible; start "
-                "fewer processes per node or make more devices visible (CUDA_VISIBLE_DEVICES)"
+                f"invalid device index {index}: {torch.cuda.device_count()} CUDA device(s) are visible; "
+                "start fewer processes per node or make more devices visible (CUDA_VISIBLE_DEVICES)"
             )
         torch.cuda.set_device(index)
 
@@ -87,7 +87,7 @@ class CudaBackend:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
     def bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
     def fp8_granularities(self) -> tuple[str, ...]:
         # torch._scaled_mm takes FP8 from compute capability 8.9 on, per-row scales from 9.0 on.

@@ -57,7 +57,8 @@ def get(name: str) -> Backend:
     if name not in references:
         near = difflib.get_close_matches(name, references, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise BackendError(f"no backend is called {name!r}; installed are {', '.join(sorted(references))}{hint}")
+        installed = ", ".join(sorted(references))
+        raise BackendError(f"no backend is called {name!r}; installed are {installed}{hint}")
     backend = _load(references[name])()
     if not isinstance(backend, Backend):
         raise BackendError(f"{references[name]} does not implement the mt_megatron Backend protocol")

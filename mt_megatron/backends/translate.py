@@ -21,7 +21,7 @@ empty_quantized empty_strided eye frombuffer from_file full full_like hamming_wi
 kaiser_window linspace logspace normal ones ones_like rand rand_like randint randint_like randn
 randn_like randperm range scalar_tensor sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor
 sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices zeros zeros_like
-""".split()
+""".split()  # noqa: SIM905
 
 
 class DeviceTranslator:
@@ -56,7 +56,9 @@ class DeviceTranslator:
         """``'cuda'`` -> the backend's type string, for autocast and device meshes."""
         return self.backend.device_type if isinstance(value, str) and _CUDA.match(value) else value
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Translate a factory's arguments: ``device=`` in every form; positional ones by string or
         ``torch.device`` only, since a positional integer is a size."""
         if any(self.is_foreign(a) for a in args):

@@ -65,7 +65,7 @@ class _Task(threading.Thread):
     def run(self) -> None:
         try:
             self._function(*self._args)
-        except BaseException as error:  # raised again where the save is finalised
+        except BaseException as error:  # noqa: BLE001 (raised again where the save is finalised)
             self.error = error
 
     def join(self, timeout: float | None = None) -> None:

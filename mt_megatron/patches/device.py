@@ -31,9 +31,7 @@ _TYPE_STRINGS = (
 
 def _type_strings(device_type: str) -> dict[str, str]:
     prefix = "torch." if device_type == "cpu" else f"torch.{device_type}."
-    return {
-        f"torch.cuda.{kind}Tensor": f"{prefix}{kind}Tensor" for kind in ("Half", "BFloat16", "Float")
-    }
+    return {f"torch.cuda.{kind}Tensor": f"{prefix}{kind}Tensor" for kind in ("Half", "BFloat16", "Float")}
 
 
 def patches(backend: Backend) -> list[Patch]:
@@ -67,7 +65,12 @@ def patches(backend: Backend) -> list[Patch]:
         ("device_context", "torch.cuda", "device", cuda.device),
         ("amp_custom_fwd", "torch.cuda.amp", "custom_fwd", cuda.amp.custom_fwd),
         ("amp_custom_bwd", "torch.cuda.amp", "custom_bwd", cuda.amp.custom_bwd),
-        ("init_process_group", "torch.distributed", "init_process_group", view.distributed.init_process_group),
+        (
+            "init_process_group",
+            "torch.distributed",
+            "init_process_group",
+            view.distributed.init_process_group,
+        ),
         ("new_group", "torch.distributed", "new_group", view.distributed.new_group),
         ("barrier", "torch.distributed", "barrier", view.distributed.barrier),
     ):

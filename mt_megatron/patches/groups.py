@@ -16,9 +16,7 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
     from megatron.core import parallel_state
 
     held = {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if isinstance(value, dist.ProcessGroup)
+        name: value for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)
     }
     original()
     if not dist.is_initialized():

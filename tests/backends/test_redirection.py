@@ -40,8 +40,9 @@ def test_every_factory_takes_every_spelling_of_the_device(order: str) -> None:
         {second}
         import megatron.probe as probe
         import torch
-        spellings = ["cuda", "cuda:0", 0, probe.torch.device("cuda"), probe.torch.device("cuda:0"),
-                     probe.torch.device("cuda", 0), torch.device("cuda", 0), probe.torch.cuda.current_device()]
+        device = probe.torch.device
+        spellings = ["cuda", "cuda:0", 0, device("cuda"), device("cuda:0"), device("cuda", 0), device(0),
+                     torch.device("cuda", 0), probe.torch.cuda.current_device()]
         for name, make in probe.FACTORIES.items():
             for spelling in spellings:
                 made = make(spelling)
@@ -65,30 +66,37 @@ def test_factories_leave_other_devices_and_sizes_alone() -> None:
 
 
 def test_an_index_out_of_range_is_an_error_that_says_how_many_there_are() -> None:
-    run("""
+    run(
+        """
         import mt_megatron; mt_megatron.patch("cpu")
+        from mt_megatron.errors import BackendError
         from megatron.probe import torch
         for bad in ("cuda:7", 7, -3):
             try: torch.zeros(1, device=bad)
-            except mt_megatron.errors.BackendError as error: assert "2 device(s)" in str(error), error
+            except BackendError as error: assert "2 device(s)" in str(error), error
             else: raise SystemExit(f"{bad} was accepted")
         assert torch.cuda.device_count() == 2 and torch.cuda.current_device() == 0
         torch.cuda.set_device(1); assert torch.cuda.current_device() == 1
         with torch.cuda.device(0): assert torch.cuda.current_device() == 0
         assert torch.cuda.current_device() == 1
-    """, LOCAL_WORLD_SIZE="2")
+    """,
+        LOCAL_WORLD_SIZE="2",
+    )
 
 
 def test_other_modules_keep_the_real_torch_cuda() -> None:
     run("""
         import torch
-        before = (torch.zeros, torch.cuda, torch.device, torch.cuda.is_available, torch.distributed.new_group)
+        truth = lambda: (torch.zeros, torch.cuda, torch.device, torch.cuda.is_available,
+                         torch.distributed.new_group)
+        before = truth()
         import mt_megatron; mt_megatron.patch("cpu")
         import megatron.probe as probe, otherlib
         assert probe.cuda_is_available() and not otherlib.cuda_is_available()
-        assert before == (torch.zeros, torch.cuda, torch.device, torch.cuda.is_available, torch.distributed.new_group)
+        assert before == truth()
         assert otherlib.torch is torch and probe.torch is not torch
-        for call in (otherlib.zeros_on_cuda, lambda: otherlib.cuda_of(torch.zeros(1)), lambda: otherlib.to_cuda(torch.zeros(1))):
+        x = torch.zeros(1)
+        for call in (otherlib.zeros_on_cuda, lambda: otherlib.cuda_of(x), lambda: otherlib.to_cuda(x)):
             try: call()
             except (AssertionError, RuntimeError) as error: assert "CUDA" in str(error), error
             else: raise SystemExit("another library's CUDA call was redirected")
@@ -113,9 +121,11 @@ def test_on_a_machine_with_cuda_an_explicit_cpu_backend_keeps_both_worlds_apart(
         assert report.backend == "cpu"
         import megatron.probe as probe, otherlib
         x = torch.zeros(2)
-        assert otherlib.cuda_is_available() and otherlib.cuda_of(x) == "on the GPU" and otherlib.to_cuda(x) == "on the GPU"
+        assert otherlib.cuda_is_available()
+        assert otherlib.cuda_of(x) == otherlib.to_cuda(x) == "on the GPU"
         assert calls == ["cuda", "to"]
-        for moved in (probe.cuda_of(x), probe.cuda_of(x, 0), probe.FACTORIES["to_positional"]("cuda"), probe.module_cuda()):
+        to = probe.FACTORIES["to_positional"]
+        for moved in (probe.cuda_of(x), probe.cuda_of(x, 0), to("cuda"), probe.module_cuda()):
             assert moved.device.type == "cpu", moved
         assert calls == ["cuda", "to"], "a call from Megatron reached the device"
         assert probe.torch.cuda.device_count() == 1
@@ -142,7 +152,8 @@ def test_unknown_names_of_torch_cuda_are_named_and_hasattr_works() -> None:
         from megatron.probe import torch
         assert not hasattr(torch.cuda, "CUDAGraph")
         try: torch.cuda.make_graphed_callables
-        except AttributeError as error: assert "cpu backend has no torch.cuda.make_graphed_callables" in str(error)
+        except AttributeError as error:
+            assert "cpu backend has no torch.cuda.make_graphed_callables" in str(error)
         else: raise SystemExit("fell through to the real torch.cuda")
     """)
 
@@ -167,7 +178,8 @@ def test_autocast_streams_events_and_load() -> None:
         buffer = io.BytesIO(); real.save({"x": real.ones(2)}, buffer)
         for where in (None, "cuda", "cuda:0", {"cuda:0": "cuda:0"}, lambda storage, location: storage):
             buffer.seek(0); assert torch.load(buffer, map_location=where)["x"].device.type == "cpu"
-        assert math.isnan(torch.cuda.temperature()) and math.isnan(torch.cuda.power_draw()), "a made-up reading"
+        for reading in (torch.cuda.temperature(), torch.cuda.power_draw()):
+            assert math.isnan(reading), "a made-up reading"
         assert 0 <= torch.cuda.utilization() <= 100
         assert torch.zeros(2, pin_memory=True).sum() == 0 and torch.cuda.memory_allocated() > 10**7
         assert pickle.loads(pickle.dumps(torch)) is real
@@ -190,7 +202,7 @@ def test_lazy_call_runs_at_once_and_rng_state_is_the_device_state() -> None:
         import mt_megatron; mt_megatron.patch("cpu")
         import megatron.probe as probe
         torch, seen = probe.torch, []
-        probe._lazy_call(lambda: seen.append(1))
+        probe.call_lazily(lambda: seen.append(1))
         assert seen == [1]
         torch.cuda.manual_seed(3); state = torch.cuda.get_rng_state(); first = torch.rand(3)
         torch.cuda.set_rng_state(state)
@@ -213,10 +225,12 @@ def test_rng_tracker_changes_and_restores_dropout_masks() -> None:
         outside_2 = mask()
         with tracker.fork(): inside_2 = mask()
         torch.manual_seed(1)
-        assert torch.equal(mask(), outside_1) and torch.equal(mask(), outside_2), "fork disturbed the outer stream"
+        again = torch.equal(mask(), outside_1) and torch.equal(mask(), outside_2)
+        assert again, "fork disturbed the outer stream"
         assert not torch.equal(inside_1, inside_2), "the forked stream does not advance"
         torch.manual_seed(7)
-        assert torch.equal(mask(), inside_1) and torch.equal(mask(), inside_2), "fork does not use its own seed"
+        own = torch.equal(mask(), inside_1) and torch.equal(mask(), inside_2)
+        assert own, "fork does not use its own seed"
         state = tracker.get_states()
         with tracker.fork(): third = mask()
         tracker.set_states(state)

@@ -114,14 +114,26 @@ def moe_losses(dispatcher: str, experts: int, expert_parallel: int, wrong_bounds
     positions = torch.arange(16).expand(per_rank, 16)
     losses = model(tokens, positions, None, labels=tokens)
     losses.sum().backward()
-    shared = torch.cat([p.grad.view(-1) for n, p in model.named_parameters() if "local_experts" not in n and p.grad is not None])
+    shared = torch.cat(
+        [
+            p.grad.view(-1)
+            for n, p in model.named_parameters()
+            if "local_experts" not in n and p.grad is not None
+        ]
+    )
     total = torch.stack([losses.sum().detach()])
     dist.all_reduce(shared)
     dist.all_reduce(total)
-    experts_norm = sum(float(p.grad.double().pow(2).sum()) for n, p in model.named_parameters() if "local_experts" in n)
+    experts_norm = sum(
+        float(p.grad.double().pow(2).sum()) for n, p in model.named_parameters() if "local_experts" in n
+    )
     squared = torch.tensor(experts_norm, dtype=torch.float64)
     dist.all_reduce(squared)
-    return [float(total), float(shared.double().norm()), float(squared.sqrt()) if expert_parallel > 1 else experts_norm**0.5]
+    return [
+        float(total),
+        float(shared.double().norm()),
+        float(squared.sqrt()) if expert_parallel > 1 else experts_norm**0.5,
+    ]
 
 
 def checkpoint_round_trip(folder: str, format_name: str, dtype: str) -> dict[str, Any]:
@@ -145,9 +157,15 @@ def checkpoint_round_trip(folder: str, format_name: str, dtype: str) -> dict[str
     def state(tensor: torch.Tensor, flat: torch.Tensor) -> dict[str, Any]:
         return {
             "weight": ShardedTensor.from_rank_offsets("weight", tensor, (0, rank, 2)),
-            "flat": ShardedTensor.from_rank_offsets_flat("flat", flat, (5, 2), flattened_range=slice(rank * 5, rank * 5 + 5)),
+            "flat": ShardedTensor.from_rank_offsets_flat(
+                "flat", flat, (5, 2), flattened_range=slice(rank * 5, rank * 5 + 5)
+            ),
             "object": ShardedObject("object", {"rng": numpy.arange(3), "rank": rank}, (2,), (rank,)),
-            "common": {"args": argparse.Namespace(lr=0.1), "iteration": 7, "rng": numpy.random.RandomState(0).get_state()},
+            "common": {
+                "args": argparse.Namespace(lr=0.1),
+                "iteration": 7,
+                "rng": numpy.random.RandomState(0).get_state(),
+            },
         }
 
     flat = torch.arange(10, dtype=torch.float32).to(kind)[rank * 5 : rank * 5 + 5].clone()
@@ -181,14 +199,20 @@ def asynchronous_save_is_a_snapshot(folder: str) -> dict[str, Any]:
     calls = AsyncCallsQueue()
     children = len(os.listdir("/proc/self/task"))
     calls.schedule_async_request(
-        dist_checkpointing.save(state, folder, get_default_save_sharded_strategy("torch_dist"), async_sharded_save=True)
+        dist_checkpointing.save(
+            state, folder, get_default_save_sharded_strategy("torch_dist"), async_sharded_save=True
+        )
     )
     value.fill_(99.0)
     finished = calls.maybe_finalize_async_calls(blocking=True)
     loaded = dist_checkpointing.load(
         {"value": ShardedTensor.from_rank_offsets("value", torch.empty(512, 1024), (0, rank, 2))}, folder
     )
-    return {"finished": finished, "snapshot": bool((loaded["value"] == float(rank)).all()), "threads": children}
+    return {
+        "finished": finished,
+        "snapshot": bool((loaded["value"] == float(rank)).all()),
+        "threads": children,
+    }
 
 
 def straggler_listens_on() -> list[str]:

@@ -1,10 +1,10 @@
 """Code as Megatron writes it, in a module of Megatron's namespace: seen by the redirection."""
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 from torch import device as device_class
-from torch.cuda import _lazy_call
-from torch.cuda import device as device_context
+from torch.cuda import _lazy_call as lazy_call
 
 FACTORIES = {
     "arange": lambda d: torch.arange(3, device=d),
@@ -64,6 +64,10 @@ def module_cuda() -> torch.Tensor:
 
 def cuda_is_available() -> bool:
     return torch.cuda.is_available()
+
+
+def call_lazily(function: Callable[[], None]) -> None:
+    lazy_call(function)
 
 
 def is_device(value: object) -> bool:
