@@ -1,0 +1,151 @@
+"""The processes of a run: who this one is, the groups it joins, and its random numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.errors import BackendError, ConfigError, PatchError
+from mt_megatron.seams import layout as rank_layout
+from mt_megatron.seams.layout import Coordinates, RankLayout
+from mt_megatron.training.config import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process within the run."""
+
+    backend: Backend
+    layout: RankLayout
+    rank: int
+    at: Coordinates
+    """Position of ``rank`` on every axis."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that reports and writes small files."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer."""
+        return self.at.pp == self.layout.pp - 1
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank's loss counts: one tensor-parallel rank of the last stage does."""
+        return self.is_last_stage and self.at.tp == 0
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Element-wise sum of ``values`` over all ranks, in float64; every rank must call it."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.backend.device())
+        dist.all_reduce(total)
+        summed: list[float] = total.tolist()
+        return summed
+
+    def agree(self, failure: BaseException | None) -> str | None:
+        """Rank 0 says whether its part of a collective action failed, so that nobody waits for a
+        rank that has left. Returns its error as text on every rank, None when it succeeded."""
+        said: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
+
+
+def world_size() -> int:
+    """Processes in the run: torchrun's ``WORLD_SIZE``, or 1 when it was started alone."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
+    """Join the run's process groups, seed, and leave them again.
+
+    Uses torch's default process group if there is one. Otherwise makes it from torchrun's
+    variables, or, when there are none, for this process alone and without opening a socket.
+    Raises ``ConfigError`` when the number of processes does not fit the parallel sizes.
+    """
+    parallel = config.parallel
+    layout = RankLayout(
+        world_size=world_size(),
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        vpp=config.virtual_pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+    )
+    timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
+    alone = not dist.is_initialized() and "RANK" not in os.environ
+    if alone:
+        _init_alone(backend, timeout)
+    try:
+        rank_layout.initialize(layout, backend, timeout)
+        try:
+            rank = dist.get_rank()
+            job = Job(backend=backend, layout=layout, rank=rank, at=layout.coordinates(rank))
+            seed_everything(config.train.seed, job)
+            yield job
+        finally:
+            rank_layout.destroy()
+    finally:
+        if alone and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_alone(backend: Backend, timeout: timedelta) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+        raise ConfigError(
+            f"found WORLD_SIZE={os.environ['WORLD_SIZE']} without RANK; start the processes with torchrun, "
+            "or unset WORLD_SIZE to run one"
+        )
+    os.environ.update(backend.collective_environment(1))
+    backend.set_device(0)
+    dist.init_process_group(backend.collective, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def seed_everything(seed: int, job: Job) -> None:
+    """Seed Python, numpy, torch and Megatron's RNG tracker.
+
+    As Megatron-LM does: pipeline stages differ (their layers must not start alike), data-parallel
+    ranks do not (their copies must).
+    """
+    from megatron.core import tensor_parallel
+
+    seed += 100 * job.at.pp
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def require_same_plan(digest: str, job: Job) -> None:
+    """Raise ``PatchError`` when another rank runs with other patches: it would compute something else."""
+    mine = {"digest": digest, "host": socket.gethostname(), "rank": job.rank}
+    found: list[dict[str, object]] = [{} for _ in range(job.layout.world_size)]
+    dist.all_gather_object(found, mine)
+    others = [entry for entry in found if entry["digest"] != found[0]["digest"]]
+    if others:
+        different = ", ".join(f"rank {entry['rank']} on {entry['host']}" for entry in others[:8])
+        raise PatchError(
+            f"{len(others)} of {len(found)} ranks run with other patches than rank 0 ({different}); install "
+            "the same mt_megatron, torch and numpy everywhere, and compare 'mt-megatron patches list' there"
+        )
+
+
+def require_precision(config: TrainingConfig, backend: Backend) -> None:
+    """Raise ``BackendError`` when the device cannot do the configured precision."""
+    if config.train.bf16 and not backend.bf16_supported():
+        raise BackendError(
+            f"found --bf16 and {backend.device_name()}, which has no bf16 arithmetic; leave --bf16 out to "
+            "train in fp32"
+        )

@@ -1,0 +1,75 @@
+"""Learning rate and weight decay over a run, by Megatron-Core's ``OptimizerParamScheduler``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.training.config import TrainingConfig
+
+
+def build_scheduler(config: TrainingConfig, optimizer: Any, global_batch_size: int) -> Any:
+    """The scheduler for ``optimizer``. It counts samples, as Megatron-LM's does, so that its state
+    means the same after the batch size changes. Raises ``ConfigError`` when values are missing."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    train, options = config.train, config.optimizer
+    if options.lr is None or train.train_iters is None:
+        missing = [
+            name
+            for name, value in (("--lr", options.lr), ("--train-iters", train.train_iters))
+            if value is None
+        ]
+        raise ConfigError(
+            f"{' and '.join(missing)} not set; a run needs a learning rate and a number of steps"
+        )
+    decay_iters = train.lr_decay_iters or train.train_iters
+    warmup_iters = float(train.lr_warmup_iters)
+    if train.lr_warmup_fraction is not None:
+        warmup_iters = train.lr_warmup_fraction * decay_iters
+    if not warmup_iters < decay_iters:
+        raise ConfigError(
+            f"warm-up takes {warmup_iters:g} steps of {decay_iters}; expected fewer than lr_decay_iters: "
+            "shorten the warm-up or train longer"
+        )
+    wsd_iters = train.lr_wsd_decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=train.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=warmup_iters * global_batch_size,
+        lr_decay_steps=decay_iters * global_batch_size,
+        lr_decay_style=train.lr_decay_style,
+        start_wd=_or(train.start_weight_decay, options.weight_decay),
+        end_wd=_or(train.end_weight_decay, options.weight_decay),
+        wd_incr_steps=train.train_iters * global_batch_size,
+        wd_incr_style=train.weight_decay_incr_style,
+        # A resumed run follows its configuration; what differs from the checkpoint is logged.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=None if wsd_iters is None else wsd_iters * global_batch_size,
+        lr_wsd_decay_style=train.lr_wsd_decay_style,
+    )
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The current learning rate of the first parameter group without a multiplier of its own."""
+    for group in optimizer.param_groups:
+        if group.get("lr_mult", 1.0) == 1.0 and not group.get("is_decoupled_lr", False):
+            return float(group["lr"])
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def schedule_changes(saved: dict[str, Any], scheduler: Any) -> list[str]:
+    """What the configuration changes about a checkpoint's schedule, one phrase each."""
+    now = scheduler.state_dict()
+    return [
+        f"{name} {saved[name]} -> {value}"
+        for name, value in now.items()
+        if name != "num_steps" and name in saved and saved[name] != value
+    ]
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,116 @@
+"""Model chunks, optimizer and learning-rate schedule of one rank, wired together the Megatron way."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.seams import family as families
+from mt_megatron.seams.family import ModelFamily
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.lr import build_scheduler
+
+_BUILT_IN = {"llama": "mt_megatron.models.llama"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """Everything of this rank that training changes."""
+
+    chunks: list[Any]
+    """``DistributedDataParallel`` modules, one per virtual pipeline stage."""
+
+    core: Any
+    """The ``TransformerConfig`` all chunks share."""
+
+    optimizer: Any
+    """A ``MegatronOptimizer``."""
+
+    scheduler: Any
+    """An ``OptimizerParamScheduler``; it counts samples."""
+
+    def bare_chunks(self) -> list[torch.nn.Module]:
+        """The chunks without their wrappers."""
+        return [unwrapped(chunk) for chunk in self.chunks]
+
+    def parameters_on_this_rank(self) -> int:
+        """Number of parameter elements this rank holds."""
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+
+
+def family_of(config: TrainingConfig) -> ModelFamily:
+    """The configured model family. Raises ``ConfigError`` when it is not known."""
+    name = config.model.family
+    if name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name])
+    return families.get(name)
+
+
+def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
+    """Build this rank's part of the model and its optimizer.
+
+    The model is cast to bf16 or fp16 when configured (the optimizer keeps fp32 master weights),
+    moved to the device and wrapped in Megatron's ``DistributedDataParallel``.
+    """
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    modules = family.build_model(config, job.layout)
+    core = get_model_config(modules[0])
+    chunks = wrap(config, job, core, modules)
+    optimizer = get_megatron_optimizer(config.optimizer_config(), chunks)
+    scheduler = build_scheduler(config, optimizer, config.global_batch_size(job.layout.world_size))
+    _connect(core, chunks, optimizer)
+    return Trainable(chunks=chunks, core=core, optimizer=optimizer, scheduler=scheduler)
+
+
+def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Module]) -> list[Any]:
+    """``modules`` in the configured precision, on the device, ready for data parallelism."""
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    device = job.backend.device()
+    ddp = config.ddp_config()
+    chunks: list[Any] = []
+    for index, module in enumerate(modules):
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module.to(device)
+        if core.bf16 or core.fp16:
+            module = Float16Module(core, module)
+        # Buckets only help the first chunk: the others' reductions hide behind its backward pass.
+        chunks.append(DistributedDataParallel(core, ddp, module, disable_bucketing=index > 0))
+    if not chunks:
+        raise ConfigError(f"the model family {config.model.family!r} built no module for rank {job.rank}")
+    return chunks
+
+
+def unwrapped(module: Any) -> torch.nn.Module:
+    """``module`` without DDP and precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    inner: torch.nn.Module = module
+    return inner
+
+
+def _connect(core: Any, chunks: list[Any], optimizer: Any) -> None:
+    """Tell the schedules whom to call: they read these functions from the model's configuration."""
+    from megatron.core.distributed import finalize_model_grads
+
+    core.grad_scale_func = optimizer.scale_loss
+    core.finalize_model_grads_func = finalize_model_grads
+    ddp = chunks[0].ddp_config
+    if ddp.overlap_grad_reduce:
+        core.no_sync_func = _one_or_many([chunk.no_sync for chunk in chunks])
+    if ddp.overlap_param_gather and ddp.align_param_gather:
+        core.param_sync_func = _one_or_many([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_many(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions

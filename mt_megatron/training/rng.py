@@ -1,0 +1,63 @@
+"""Every random state of a rank, saved and restored: each rank has its own, whatever its coordinates."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mt_megatron.errors import CheckpointError
+from mt_megatron.training.distributed import Job
+
+
+def save_rng(checkpoint: Path, job: Job) -> None:
+    """Write this rank's random states below ``checkpoint``. Other ranks need not take part."""
+    path = _path(checkpoint, job)
+    path.parent.mkdir(exist_ok=True)
+    torch.save(_capture(job), path)
+
+
+def load_rng(checkpoint: Path, job: Job) -> None:
+    """Restore what ``save_rng`` wrote. Raises ``CheckpointError`` when it is not there."""
+    path = _path(checkpoint, job)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the random states of rank {job.rank} cannot be read from {path}: {error}. Use another "
+            "checkpoint"
+        ) from error
+    _restore(state, job)
+
+
+def _path(checkpoint: Path, job: Job) -> Path:
+    return checkpoint / "rng" / f"rank_{job.rank:05d}.pt"
+
+
+def _capture(job: Job) -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "device": job.backend.get_rng_state(),
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def _restore(state: dict[str, Any], job: Job) -> None:
+    from megatron.core import tensor_parallel
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    job.backend.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
