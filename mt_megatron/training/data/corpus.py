@@ -13,6 +13,10 @@ from typing import Literal
 
 from mt_megatron.errors import DataError
 
+DEFAULT_VOCAB_SIZE = 4096
+DEFAULT_MAX_TRAIN_TOKENS = 10_000_000
+DEFAULT_VALIDATION_FRACTION = 0.05
+
 Split = Literal["train", "valid"]
 
 _PIECE = 64 * 1024

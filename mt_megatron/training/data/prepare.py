@@ -17,6 +17,9 @@ import numpy as np
 
 from mt_megatron.errors import DataError
 from mt_megatron.training.data.corpus import (
+    DEFAULT_MAX_TRAIN_TOKENS,
+    DEFAULT_VALIDATION_FRACTION,
+    DEFAULT_VOCAB_SIZE,
     Document,
     Skipped,
     Source,
@@ -27,10 +30,6 @@ from mt_megatron.training.data.corpus import (
 )
 from mt_megatron.training.data.ngram import Baselines, NgramModel, read_tokens
 from mt_megatron.training.data.tokenizer import Tokenizer, train_tokenizer
-
-DEFAULT_VOCAB_SIZE = 4096
-DEFAULT_MAX_TRAIN_TOKENS = 10_000_000
-DEFAULT_VALIDATION_FRACTION = 0.05
 
 _MANIFEST = "corpus.json"
 _FORMAT = 1

@@ -1,0 +1,115 @@
+"""``mt-megatron prepare``: text becomes a tokenizer and Megatron's indexed data files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.training.data.corpus import (
+    DEFAULT_MAX_TRAIN_TOKENS,
+    DEFAULT_VALIDATION_FRACTION,
+    DEFAULT_VOCAB_SIZE,
+)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "prepare",
+        help="make training data from text",
+        description="Write tokenizer.json, train.bin/.idx, valid.bin/.idx and corpus.json to a folder.\n"
+        "A folder that already holds this corpus is left as it is; an interrupted one is made anew.\n"
+        "Nothing is downloaded: without --corpus the text is the source of Python's standard library.",
+        epilog="examples:\n"
+        "  mt-megatron prepare --output data/stdlib\n"
+        "  mt-megatron prepare --output data/mine --corpus texts/ --vocab-size 8192 --max-tokens 50000000\n"
+        "  mt-megatron prepare --output data/mine --corpus docs.jsonl --tokenizer tokenizer.json\n\n"
+        "exit codes: 0 prepared (or it was already), 1 the data cannot be made, 2 wrong use",
+    )
+    add = parser.add_argument
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to write to")
+    add(
+        "--corpus",
+        type=Path,
+        metavar="PATH",
+        help="a folder of texts (one document a file), a .jsonl file (a document a line under the key "
+        "'text') or one text file; default: Python's standard library",
+    )
+    add(
+        "--vocab-size",
+        type=_positive,
+        default=DEFAULT_VOCAB_SIZE,
+        metavar="N",
+        help="tokens of the byte-level BPE that is trained on the training documents (%(default)s)",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="use this tokenizer.json instead of training one; --vocab-size is then not used",
+    )
+    add(
+        "--max-tokens",
+        type=_limit,
+        default=DEFAULT_MAX_TRAIN_TOKENS,
+        metavar="N",
+        help="stop after the document that reaches N training tokens; 0: no limit (%(default)s)",
+    )
+    add(
+        "--validation-fraction",
+        type=_fraction,
+        default=DEFAULT_VALIDATION_FRACTION,
+        metavar="X",
+        help="share of the documents that is held out, by the hash of their names (%(default)s)",
+    )
+    add("--force", action="store_true", help="replace what the folder holds")
+    add("--json", action="store_true", help="print the result as one JSON object")
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare the corpus. Raises ``DataError`` when it cannot be made."""
+    # Deprecations of torch's that megatron-core's import sets off; nothing the reader can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core\.")
+    from mt_megatron.training.data.prepare import prepare_corpus
+
+    corpus = prepare_corpus(
+        args.output,
+        corpus=args.corpus,
+        vocab_size=args.vocab_size,
+        max_train_tokens=args.max_tokens or None,
+        validation_fraction=args.validation_fraction,
+        tokenizer=args.tokenizer,
+        force=args.force,
+        log=lambda line: print(line, file=sys.stderr if args.json else sys.stdout, flush=True),
+    )
+    if args.json:
+        print(json.dumps(dataclasses.asdict(corpus) | {"directory": str(corpus.directory)}, indent=2))
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}; expected at least 1")
+    return value
+
+
+def _limit(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"found {value}; expected a positive number, or 0 for no limit")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"found {value}; expected a number between 0 and 1")
+    return value
