@@ -61,6 +61,22 @@ def parse_target(target: str) -> tuple[str, str]:
 def locate(module: str) -> Path:
     """The source file of ``module``: of the imported module if there is one, else of what an
     import would find now. No module is imported and no package's code runs."""
+    origin = _origin(module)
+    if origin is None or not origin.endswith(".py"):
+        raise PatchTargetError(f"module {module!r} has no Python source file (found {origin or 'none'})")
+    return Path(origin)
+
+
+def exists(module: str) -> bool:
+    """Whether ``module`` could be imported, whatever it is written in."""
+    try:
+        _origin(module)
+    except PatchTargetError:
+        return False
+    return True
+
+
+def _origin(module: str) -> str | None:
     search: Sequence[str] | None = None
     origin: str | None = None
     name = ""
@@ -81,9 +97,7 @@ def locate(module: str) -> Path:
         origin = spec.origin if spec.has_location else None
         paths = spec.submodule_search_locations
         search = None if paths is None else list(paths)
-    if origin is None or not origin.endswith(".py"):
-        raise PatchTargetError(f"module {module!r} has no Python source file (found {origin or 'none'})")
-    return Path(origin)
+    return origin
 
 
 def _find(part: str, name: str, search: Sequence[str] | None) -> ModuleSpec | None:
@@ -223,7 +237,7 @@ def _parameters(arguments: ast.arguments) -> tuple[Parameter, ...]:
     ]
     if arguments.vararg:
         found.append(Parameter(name=arguments.vararg.arg, kind="args", required=False))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         found.append(Parameter(name=argument.arg, kind="keyword", required=default is None))
     if arguments.kwarg:
         found.append(Parameter(name=arguments.kwarg.arg, kind="kwargs", required=False))

@@ -1,0 +1,254 @@
+"""Decide what to apply and in which order, and prove from source files that it can be applied."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from ..errors import PatchConflictError, PatchError
+from .cache import DigestCache
+from .checks import Resolution, resolve
+from .digest import SCHEME
+from .rebind import in_package
+from .source import parse_target
+from .spec import Patch
+
+_EXCLUSIVE = ("replace", "value", "add", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a plan may assume about its surroundings."""
+
+    allow_drift: bool = False
+    """Whether an upstream source other than the expected one is a warning instead of an error."""
+
+    fingerprints: Path | None = None
+    """File of line hashes (``digest --write``), from which drifted lines are named."""
+
+    cache: Path | None = None
+    """File of the digest cache; None keeps nothing between processes."""
+
+    unpinned: tuple[str, ...] = ()
+    """Packages of more than one supported version: their targets need no digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One patch that was selected and checked."""
+
+    patch: Patch
+    module: str
+    qualname: str
+    digest: str | None
+    """Of the installed source; None where the kind needs no source or there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Checked steps in the order of application. Making one changes and imports nothing."""
+
+    backend: str
+    why: str
+    features: tuple[str, ...] | None
+    strict: bool
+    steps: tuple[Step, ...]
+    left_out: tuple[tuple[Patch, str], ...]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the backend and every step's id and upstream digest: equal on two ranks
+        exactly when both apply the same patches to the same sources."""
+        state = hashlib.sha256(self.backend.encode())
+        for step in self.steps:
+            state.update(f"\n{step.patch.id} {step.digest}".encode())
+        return state.hexdigest()
+
+
+def make_plan(
+    patches: Sequence[Patch],
+    *,
+    backend: str,
+    why: str = "",
+    features: Collection[str] | None = None,
+    strict: bool = True,
+    settings: Settings | None = None,
+) -> Plan:
+    """Select, order and check.
+
+    Raises:
+        PatchError: a duplicate id, an unknown feature, or an ``after`` that is unknown or a cycle.
+        PatchTargetError: a target does not exist, or a body does not fit its signature.
+        PatchConflictError: two patches claim one target in a way that cannot be composed.
+        UpstreamDriftError: an installed source is not the one that its patch was written against.
+    """
+    settings = settings or Settings()
+    _check_ids(patches)
+    selected, left_out = _select(patches, backend, features)
+    ordered = _order(selected, {patch.id for patch in patches})
+    _check_conflicts(ordered)
+    cache = DigestCache(settings.cache, SCHEME)
+    resolved: dict[str, Resolution] = {}
+    # File by file, so that each is read and parsed once; errors come in the order of the plan.
+    for patch in sorted(ordered, key=lambda patch: patch.target):
+        resolved[patch.id] = resolve(patch, cache, settings.unpinned)
+    cache.save()
+    steps: list[Step] = []
+    warnings: list[str] = []
+    for patch in ordered:
+        found = resolved[patch.id]
+        found.raise_problem(settings.fingerprints, allow_drift=settings.allow_drift)
+        if found.drifted:
+            warnings.append(found.drift_warning(settings.fingerprints))
+        module, qualname = parse_target(patch.target)
+        steps.append(Step(patch=patch, module=module, qualname=qualname, digest=found.digest))
+    return Plan(
+        backend=backend,
+        why=why,
+        features=None if features is None else tuple(sorted(features)),
+        strict=strict,
+        steps=tuple(steps),
+        left_out=tuple(left_out),
+        warnings=tuple(warnings),
+    )
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` or nothing."""
+    near = difflib.get_close_matches(word, sorted(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _check_ids(patches: Sequence[Patch]) -> None:
+    seen: set[str] = set()
+    for patch in patches:
+        if patch.id in seen:
+            raise PatchError(f"two patches have the id {patch.id!r}: rename one of them")
+        seen.add(patch.id)
+
+
+def _select(
+    patches: Sequence[Patch], backend: str, features: Collection[str] | None
+) -> tuple[list[Patch], list[tuple[Patch, str]]]:
+    if isinstance(features, str):
+        raise PatchError(f"features={features!r} is one string: expected a list of names, [{features!r}]")
+    known = {patch.feature for patch in patches}
+    for feature in features or ():
+        if feature not in known:
+            raise PatchError(
+                f"no patch has the feature {feature!r}; known are "
+                f"{', '.join(sorted(known))}{suggest(feature, known)}"
+            )
+    selected: list[Patch] = []
+    left_out: list[tuple[Patch, str]] = []
+    for patch in patches:
+        reason = _reason_to_leave_out(patch, backend, features)
+        if reason is None:
+            selected.append(patch)
+        else:
+            left_out.append((patch, reason))
+    return selected, left_out
+
+
+def _reason_to_leave_out(patch: Patch, backend: str, features: Collection[str] | None) -> str | None:
+    if patch.backends is not None and backend not in patch.backends:
+        return f"is for backend {' or '.join(sorted(patch.backends))}, this is {backend}"
+    if features is not None and patch.feature not in features:
+        return f"feature {patch.feature!r} was not asked for"
+    for distribution, wanted in patch.requires.items():
+        found = installed_version(distribution)
+        if found is None:
+            return f"needs {distribution} {wanted}, which is not installed"
+        if not within(found, wanted):
+            return f"needs {distribution} {wanted}, found {found}"
+    return None
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version in the distribution's metadata; None when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def within(version: str, specifier: str) -> bool:
+    """Whether a PEP 440 version is inside a specifier; pre-releases count as what they precede."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def _order(patches: list[Patch], known: Collection[str]) -> list[Patch]:
+    """The given order, changed only as far as ``after`` asks for."""
+    by_id = {patch.id: patch for patch in patches}
+    for patch in patches:
+        for earlier in patch.after:
+            if earlier not in known:
+                raise PatchError(
+                    f"patch {patch.id} comes after {earlier!r}, but no patch has that id"
+                    f"{suggest(earlier, known)}"
+                )
+    ordered: dict[str, Patch] = {}
+    path: list[str] = []
+
+    def visit(patch: Patch) -> None:
+        if patch.id in ordered:
+            return
+        if patch.id in path:
+            cycle = " -> ".join([*path[path.index(patch.id) :], patch.id])
+            raise PatchError(f"the 'after' edges form a cycle: {cycle}")
+        path.append(patch.id)
+        for earlier in patch.after:
+            if earlier in by_id:
+                visit(by_id[earlier])
+        path.pop()
+        ordered[patch.id] = patch
+
+    for patch in patches:
+        visit(patch)
+    return list(ordered.values())
+
+
+def _check_conflicts(ordered: Sequence[Patch]) -> None:
+    first: dict[str, list[Patch]] = {}
+    for patch in ordered:
+        for other in first.get(patch.target, ()):
+            _check_pair(other, patch)
+        first.setdefault(patch.target, []).append(patch)
+    taken = {patch.target: patch for patch in ordered if patch.kind in ("replace", "value", "add")}
+    for patch in ordered:
+        outer = patch.target.rpartition(".")[0]
+        while ":" in outer:
+            if outer in taken:
+                raise PatchConflictError(
+                    f"patch {patch.id} changes {patch.target}, but patch {taken[outer].id} puts another "
+                    f"object at {outer}: change that object's own code, or patch its methods only"
+                )
+            outer = outer.rpartition(".")[0]
+
+
+def _check_pair(earlier: Patch, later: Patch) -> None:
+    both = f"{earlier.id} ({earlier.kind}) and {later.id} ({later.kind})"
+    if "rebind" in (earlier.kind, later.kind):
+        overlap = earlier.kind != later.kind or any(
+            in_package(a, b) or in_package(b, a) for a in earlier.scope for b in later.scope
+        )
+        if overlap:
+            raise PatchConflictError(
+                f"patches {both} both decide what {later.target} means for the same modules: keep one"
+            )
+    elif earlier.kind in _EXCLUSIVE and later.kind in _EXCLUSIVE:
+        raise PatchConflictError(
+            f"patches {both} both claim {later.target}: keep one, or make the second a wrap"
+        )
+    elif later.kind in _EXCLUSIVE:
+        raise PatchConflictError(
+            f"patch {earlier.id} wraps {later.target} before {later.id} ({later.kind}) takes its place, "
+            f"so the wrap would be lost: give {earlier.id} after=({later.id!r},)"
+        )

@@ -1,0 +1,224 @@
+"""Every name that was bound to an original before it was patched, found by identity.
+
+``from a import f`` copies a reference, so setting ``a.f`` alone would miss every module that was
+imported earlier. A reference count says whether anybody else holds the original, which is the
+whole answer for most targets; module and class dicts are looked through next, and only what is
+then still unexplained costs a pass of the collector.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, Literal
+
+from .digest import parse_file
+from .places import Attribute, Defaults, Item, Place, parts
+from .referrers import Held, Holder, Search, search
+
+Reach = Literal["everywhere", "package", "imports"]
+
+
+def reach(value: Any, package: str) -> Reach:
+    """How far the identity of an original says that a holder means this target.
+
+    * ``everywhere``: it was made in the target's package, or is a container with an identity of
+      its own; whoever holds it means the target.
+    * ``package``: a callable from elsewhere (``jit_fuser = torch.compile``); only modules of the
+      package mean the target by it.
+    * ``imports``: a value that means nothing by its identity, such as ``True``; only names bound
+      by ``from owner import name`` mean the target.
+    """
+    if isinstance(value, (list, dict, set, staticmethod, classmethod, property)):
+        return "everywhere"
+    home = getattr(value, "__module__", None)
+    if isinstance(home, str) and in_package(home, package) and not isinstance(value, tuple):
+        return "everywhere"
+    return "package" if callable(value) else "imports"
+
+
+def in_package(module: str, prefix: str) -> bool:
+    """Whether ``module`` is ``prefix`` or lies below it."""
+    return module == prefix or module.startswith(prefix + ".")
+
+
+@dataclass(frozen=True)
+class Original:
+    """A value about to be replaced, and the place that its patch sets."""
+
+    held: Held
+    target: Attribute
+    module: str
+    descriptor: Held | None = None
+    """The staticmethod, classmethod or property around ``held``, when there is one."""
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+def holders(originals: Sequence[Original], ignored: Iterable[Any] = ()) -> Search:
+    """Every place other than the targets themselves that holds one of the originals."""
+    found = Search()
+    everywhere: list[Original] = []
+    for original in originals:
+        kind = reach(original.held.value, original.package)
+        if kind == "everywhere":
+            everywhere.append(original)
+        elif kind == "package":
+            found.holders += _named(original, loaded_modules(original.package))
+        elif isinstance(original.target.owner, ModuleType):
+            found.holders += _imported(original)
+    # Counted before anything found is kept, because what is kept is a reference too.
+    outside = [(_outside(one), one) for one in everywhere]
+    held_elsewhere = {id(one.held.value): one for count, one in outside if count > 0}
+    if not held_elsewhere:
+        return found
+    targets = {one.target.key for one in originals}
+    packages = {one.package for one in held_elsewhere.values()}
+    quick = [
+        Holder(place, value)
+        for place, value in _quick_places(packages, held_elsewhere)
+        if place.key not in targets
+    ]
+    found.holders += quick
+    counted = Counter(id(holder.held) for holder in quick)
+    unexplained = [one.held for count, one in outside if count > counted[id(one.held.value)]]
+    if unexplained:
+        _search(found, unexplained, originals, ignored)
+    return found
+
+
+def _search(found: Search, held: list[Held], originals: Sequence[Original], ignored: Iterable[Any]) -> None:
+    wrappers = [one.descriptor.value for one in originals if one.descriptor]
+    ours = [*ignored, *wrappers, *map(_attributes, wrappers), *found.holders, wrappers]
+    known = {holder.place.key for holder in found.holders} | {one.target.key for one in originals}
+    deep = search(held, ours)
+    if deep.stuck:
+        # What only garbage holds is no holder.
+        gc.collect()
+        deep = search(held, ours)
+    found.holders += [holder for holder in deep.holders if holder.place.key not in known]
+    found.stuck += deep.stuck
+    found.passing += deep.passing
+
+
+def _outside(original: Original) -> int:
+    """References to the original from holders that are neither the target nor the engine."""
+    count = original.held.references() - original.held.intrinsic()
+    value = original.held.value
+    if original.descriptor is None:
+        return count - (1 if original.target.read() is value else 0)
+    wrapper = original.descriptor.value
+    inside = [*gc.get_referents(wrapper), *_attributes(wrapper).values()]
+    return count - sum(one is value for one in inside)
+
+
+def _attributes(descriptor: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(descriptor, "__dict__", {})
+    return found
+
+
+def loaded_modules(prefix: str | None = None) -> Iterator[ModuleType]:
+    """Imported modules, those of one package when ``prefix`` is given."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (prefix is None or in_package(name, prefix)):
+            yield module
+
+
+def _quick_places(packages: Collection[str], ids: Collection[int]) -> Iterator[tuple[Place, Any]]:
+    seen: set[int] = set()
+    for module in loaded_modules():
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield from _names(module, ids)
+    for package in packages:
+        for module in loaded_modules(package):
+            for cls in _classes(module):
+                yield from _names(cls, ids)
+
+
+def _names(owner: ModuleType | type, ids: Collection[int]) -> Iterator[tuple[Attribute, Any]]:
+    names = vars(owner)
+    # One pass in C for the common case that there is nothing here; it also cannot be disturbed
+    # by another thread that is importing.
+    if not any(map(ids.__contains__, map(id, names.values()))):
+        return
+    for name, value in list(names.items()):
+        if id(value) in ids:
+            yield Attribute(owner, name), value
+
+
+def _classes(module: ModuleType) -> Iterable[type]:
+    values = list(vars(module).values())
+    own = (one for one in values if isinstance(one, type) and one.__module__ == module.__name__)
+    return {id(one): one for one in own}.values()  # once each, whatever a metaclass says of equality
+
+
+def _named(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder]:
+    value = original.held.value
+    for module in modules:
+        for place, _ in _names(module, {id(value)}):
+            if place.key != original.target.key:
+                yield Holder(place, value)
+
+
+def _imported(original: Original) -> Iterator[Holder]:
+    """Names bound by ``from owner import name`` in modules that are already imported."""
+    value, name = original.held.value, original.target.name
+    for module in loaded_modules(original.package):
+        path = getattr(module, "__file__", None)
+        bound = [known for known, one in list(vars(module).items()) if one is value]
+        if module is original.target.owner or not bound or not path or not path.endswith(".py"):
+            continue
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        if name not in text or original.module.rpartition(".")[2] not in text:
+            continue
+        for alias in _aliases(parse_file(Path(path))[1], module, original.module, name):
+            if alias in bound:
+                yield Holder(Attribute(module, alias), value)
+
+
+def _aliases(tree: ast.Module, module: ModuleType, owner: str, name: str) -> Iterator[str]:
+    package = str(getattr(module, "__package__", "") or "")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            if ".".join([*base, *([node.module] if node.module else [])]) == owner:
+                yield from (alias.asname or name for alias in node.names if alias.name == name)
+
+
+def scoped_places(module: ModuleType, ids: Collection[int]) -> Iterator[tuple[Place, Any]]:
+    """Names of one module, of its classes, and default arguments of its functions that are bound
+    to one of the objects with these ids; the second value is what is there now."""
+    yield from _names(module, ids)
+    classes = list(_classes(module))
+    for cls in classes:
+        yield from _names(cls, ids)
+    for owner in (module, *classes):
+        for value in list(vars(owner).values()):
+            for function in _functions(value, module):
+                yield from _defaults(function, ids)
+
+
+def _functions(value: Any, module: ModuleType) -> Iterator[FunctionType]:
+    for one in (value, *parts(value)):
+        if isinstance(one, FunctionType) and one.__globals__ is vars(module):
+            yield one
+
+
+def _defaults(function: FunctionType, ids: Collection[int]) -> Iterator[tuple[Place, Any]]:
+    defaults = function.__defaults__
+    if defaults and any(id(one) in ids for one in defaults):
+        yield Defaults(function), defaults
+    keywords = function.__kwdefaults__
+    if keywords:
+        for name, value in list(keywords.items()):
+            if id(value) in ids:
+                yield Item(keywords, name, f"the keyword defaults of {function.__qualname__}"), value

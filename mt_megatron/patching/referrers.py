@@ -1,0 +1,225 @@
+"""Find every object that holds another one, and say where: the collector knows what a walk misses.
+
+Asked before anything is changed, so that no reference of the engine's own is among the answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import (
+    AsyncGeneratorType,
+    CellType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+)
+from typing import Any
+
+from .places import Arguments, Attribute, Cell, Defaults, Element, Item, Key, Place, Slot, parts
+
+_IMMUTABLE = (tuple, frozenset, staticmethod, classmethod, property, MethodType)
+_TRANSIENT = (FrameType, GeneratorType, CoroutineType, AsyncGeneratorType, TracebackType)
+_DEPTH = 6
+
+
+class Held:
+    """The one reference of the engine to an original, while its other holders are counted."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def references(self) -> int:
+        """References to the value from anywhere else."""
+        return sys.getrefcount(self.value) - _BASE
+
+    def intrinsic(self) -> int:
+        """References that come with the value itself: a class is in its own ``__mro__``, in the
+        descriptors made for it, and in the ``__class__`` cells of its methods."""
+        if not isinstance(self.value, type):
+            return 0
+        own = vars(self.value).values()
+        described = sum(getattr(one, "__objclass__", None) is self.value for one in own)
+        return 1 + described + len(class_cells(self.value))
+
+
+_BASE = 0
+_BASE = Held(object()).references()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """``place`` holds ``held``, which is an original or an immutable object with one inside."""
+
+    place: Place
+    held: Any
+
+
+@dataclass
+class Search:
+    """What was found: places that can be written, and descriptions of what cannot."""
+
+    holders: list[Holder] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    passing: list[str] = field(default_factory=list)
+
+
+def class_cells(cls: type) -> set[int]:
+    """Ids of the cells through which methods of ``cls`` find it for ``super()``."""
+    found: set[int] = set()
+    for value in vars(cls).values():
+        for function in (value, *parts(value)):
+            names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+            for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+                if name == "__class__":
+                    found.add(id(cell))
+    return found
+
+
+def search(originals: Sequence[Held], ignored: list[Any]) -> Search:
+    """All holders of the originals, whatever module or object they are in, but for the ignored
+    objects and the list of them."""
+    found = Search()
+    skip = {id(one) for one in originals} | {id(one) for one in ignored} | {id(ignored), id(originals)}
+    modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, ModuleType)}
+    wanted = [held.value for held in originals]
+    for value in wanted:
+        if isinstance(value, type):
+            skip |= class_cells(value) | {id(value.__mro__)}
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        if not wanted:
+            break
+        referrers = gc.get_referrers(*wanted)
+        skip |= {id(wanted), id(referrers)}
+        owners = _class_dicts([one for one in referrers if _looks_like_class_dict(one)], skip)
+        deeper: list[Any] = []
+        skip.add(id(deeper))
+        ids = {id(value) for value in wanted}
+        for referrer in referrers:
+            if id(referrer) in skip or id(referrer) in seen:
+                continue
+            seen.add(id(referrer))
+            inside = [value for value in gc.get_referents(referrer) if id(value) in ids]
+            skip.add(id(inside))
+            if isinstance(referrer, _IMMUTABLE):
+                deeper.append(referrer)
+                continue
+            owner = modules.get(id(referrer)) or owners.get(id(referrer))
+            for value in {id(one): one for one in inside}.values():
+                _place(referrer, owner, value, found)
+        wanted = deeper
+    return found
+
+
+def _place(referrer: Any, owner: Any, value: Any, found: Search) -> None:
+    before = len(found.holders)
+    if isinstance(referrer, _TRANSIENT):
+        found.passing.append(describe(referrer))
+        return
+    for place in _places(referrer, owner, value):
+        found.holders.append(Holder(place, value))
+    if len(found.holders) == before and not _harmless(referrer, value):
+        text = describe(referrer)
+        if text not in found.stuck:
+            found.stuck.append(text)
+
+
+def _places(referrer: Any, owner: Any, value: Any) -> Iterable[Place]:
+    if isinstance(referrer, dict):
+        for key, item in list(referrer.items()):
+            if item is value:
+                yield Attribute(owner, key) if owner is not None else Item(referrer, key, describe(referrer))
+            if key is value:
+                yield Key(referrer, describe(referrer))
+    elif isinstance(referrer, (list, set)):
+        yield Element(referrer, describe(referrer))
+    elif isinstance(referrer, CellType):
+        yield Cell(referrer)
+    elif isinstance(referrer, functools.partial):
+        if referrer.func is value or referrer.args is value:
+            yield Arguments(referrer)
+    elif isinstance(referrer, FunctionType):
+        if referrer.__defaults__ is value:
+            yield Defaults(referrer)
+    elif not isinstance(referrer, type):
+        yield from _instance_places(referrer, value)
+
+
+def _instance_places(instance: Any, value: Any) -> Iterable[Place]:
+    # Past any __getattr__ of the instance's class, which is foreign code.
+    try:
+        attributes = object.__getattribute__(instance, "__dict__")
+    except AttributeError:
+        attributes = {}
+    for name, item in list(attributes.items()):
+        if item is value:
+            yield Item(attributes, name, describe(instance))
+    for base in type(instance).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, MemberDescriptorType):
+                try:
+                    item = member.__get__(instance)
+                except AttributeError:
+                    continue
+                if item is value:
+                    yield Slot(instance, name)
+
+
+def _looks_like_class_dict(value: Any) -> bool:
+    return type(value) is dict and "__module__" in value and "__doc__" in value
+
+
+def _class_dicts(candidates: list[Any], skip: set[int]) -> dict[int, type]:
+    """Which class each dict is the ``__dict__`` of; a class must be written through setattr."""
+    if not candidates:
+        return {}
+    owners = gc.get_referrers(*candidates)
+    skip |= {id(candidates), id(owners)}
+    known = {id(one) for one in candidates}
+    return {
+        id(value): owner
+        for owner in owners
+        if isinstance(owner, type)
+        for value in gc.get_referents(owner)
+        if id(value) in known
+    }
+
+
+def _harmless(referrer: Any, value: Any) -> bool:
+    """Annotations and their caches name a class and decide nothing when the program runs; the
+    descriptors of a class belong to it."""
+    if isinstance(referrer, FunctionType) or getattr(referrer, "__objclass__", None) is value:
+        return True
+    kind = type(referrer)
+    return kind.__module__ in ("typing", "types") or kind.__name__ == "_lru_list_elem"
+
+
+def describe(value: Any) -> str:
+    """What holds it, for a person: never the repr of foreign data."""
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__!r}"
+    if isinstance(value, type):
+        return f"class {value.__module__}.{value.__qualname__}"
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):
+        return f"{type(value).__name__} {getattr(value, '__module__', '?')}.{name}"
+    if type(value) is dict:
+        keys = ", ".join(repr(key) for key in list(value)[:4] if isinstance(key, (str, int)))
+        return f"a dict with the keys {keys}{', ...' if len(value) > 4 else ''}"
+    if isinstance(value, (list, set, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, FrameType):
+        return f"a call of {value.f_code.co_name} in progress"
+    return f"an instance of {type(value).__module__}.{type(value).__qualname__}"
+
