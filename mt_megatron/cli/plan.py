@@ -78,9 +78,11 @@ def _modules(count: ParameterCount) -> dict[str, int]:
 def _text(plan: dict[str, Any]) -> str:
     shape = plan["shape"]
     lines = [
-        f"{plan['model'] or 'model'}: {shape['num_layers']} layers, hidden {shape['hidden_size']}, "
-        f"ffn {shape['ffn_hidden_size']}, {shape['num_attention_heads']} heads, "
-        f"{shape['num_query_groups']} query groups, vocabulary {shape['vocab_size']}",
+        (
+            f"{plan['model'] or 'model'}: {shape['num_layers']} layers, hidden {shape['hidden_size']}, "
+            f"ffn {shape['ffn_hidden_size']}, {shape['num_attention_heads']} heads, "
+            f"{shape['num_query_groups']} query groups, vocabulary {shape['vocab_size']}"
+        ),
         "",
     ]
     total = plan["parameters"]

@@ -1,0 +1,244 @@
+"""``mt-megatron doctor``: what this machine has, what would run, what would not, and why.
+
+Made to be pasted into a bug report. It imports neither torch nor megatron itself: processes of
+their own do, so that a broken installation is reported instead of ending the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mt_megatron
+from mt_megatron.cli import doctor_host as host
+from mt_megatron.cli.doctor_probe import MARKER
+
+_TIMEOUT = 180.0
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="what this machine has, what would run and what would not",
+        description="Report versions, devices, collectives, listeners and the state of the patches.\n"
+        "Exit code 0: nothing is wrong. 1: a problem was found.",
+        epilog="example:\n  mt-megatron doctor\n  mt-megatron doctor --json > report.json",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 when it names no problem, else 1."""
+    report = make_report()
+    print(json.dumps(report, indent=2) if args.json else text(report))
+    return 1 if report["problems"] else 0
+
+
+def make_report() -> dict[str, Any]:
+    """The report as plain data; ``problems`` and ``warnings`` hold one line each."""
+    versions, system, megatron = host.versions(), host.system(), host.megatron_core()
+    probe = _probe()
+    patches = _patches()
+    report: dict[str, Any] = {
+        "mt_megatron": mt_megatron.__version__,
+        "versions": versions,
+        "system": system,
+        "megatron_core": megatron,
+        "torch": probe["torch_facts"],
+        "backends": probe["backend_facts"],
+        "auto": probe["selected"],
+        "network": host.network(),
+        "patches": patches,
+        "environment": host.environment(),
+    }
+    report["would_run"] = _would_run(report)
+    report["problems"] = [
+        *host.platform_problems(system),
+        *host.version_problems(versions),
+        *host.megatron_problems(megatron),
+        *_probe_problems(probe),
+        *_patch_problems(patches),
+    ]
+    report["warnings"] = _warnings(report)
+    return report
+
+
+def _run(arguments: Sequence[str]) -> tuple[int | None, str, str]:
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return None, "", f"no answer within {_TIMEOUT:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def _ending(code: int | None, stderr: str) -> str:
+    last = [line for line in stderr.strip().splitlines() if line.strip()][-1:]
+    how = "no answer" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{how}: {last[0].strip() if last else 'nothing on stderr'}"
+
+
+def _probe() -> dict[str, Any]:
+    code, stdout, stderr = _run(["-m", "mt_megatron.cli.doctor_probe"])
+    _, marker, payload = stdout.partition(MARKER + "\n")
+    if code == 0 and marker:
+        found: dict[str, Any] = json.loads(payload)
+        return found
+    error = {"error": f"a process that imports torch ended with {_ending(code, stderr)}"}
+    return {"torch_facts": error, "backend_facts": error, "selected": error}
+
+
+def _patches() -> dict[str, Any]:
+    code, stdout, stderr = _run(["-m", "mt_megatron.cli", "patches", "check", "--json"])
+    try:
+        found = json.loads(stdout)
+    except ValueError:
+        return {"ok": False, "error": f"`mt-megatron patches check` ended with {_ending(code, stderr)}"}
+    return {"ok": code == 0, "check": found}
+
+
+def _probe_problems(probe: dict[str, Any]) -> list[str]:
+    parts = {"torch_facts": "torch", "backend_facts": "the backends", "selected": "the choice of a backend"}
+    problems = [
+        f"{subject} could not be examined: {probe[part]['error']}"
+        for part, subject in parts.items()
+        if "error" in probe[part]
+    ]
+    # The three usually fail for one reason; saying it three times helps nobody.
+    return problems[:1]
+
+
+def _patch_problems(patches: dict[str, Any]) -> list[str]:
+    if patches["ok"]:
+        return []
+    if "error" in patches:
+        return [patches["error"]]
+    return ["the patches do not fit what is installed; `mt-megatron patches check` says which and why"]
+
+
+def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    backends = report["backends"]
+    if "error" not in backends:
+        for name, facts in backends.items():
+            found[f"training on {name}"] = {"works": facts["available"], "why": facts["why"]}
+    flags = report["system"]["cpu_flags"]
+    native = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
+    found["bf16 on cpu"] = {
+        "works": True,
+        "why": f"native ({', '.join(native)})" if native else "emulated: slower than fp32 on this processor",
+    }
+    found["tensor, sequence, pipeline, interleaved and data parallelism"] = {
+        "works": True,
+        "why": "on every backend that can be used; one process per device, or per core on cpu",
+    }
+    found["context parallelism"] = {
+        "works": False,
+        "why": "megatron-core 0.9.0 has it only with Transformer Engine, which this version does not use",
+    }
+    found["fp8"] = {
+        "works": False,
+        "why": "megatron-core 0.9.0 has it only with Transformer Engine, which this version does not use",
+    }
+    return found
+
+
+def _warnings(report: dict[str, Any]) -> list[str]:
+    warnings = []
+    for name in ("transformer-engine", "apex"):
+        if report["versions"][name] is not None:
+            warnings.append(f"{name} {report['versions'][name]} is installed; this version does not use it")
+    namespace = report["megatron_core"]["namespace"]
+    if len(namespace) > 1:
+        warnings.append(
+            f"several directories make up the package megatron ({', '.join(namespace)}): a Megatron-LM "
+            "checkout on the path can take the place of the installed megatron.core"
+        )
+    shared = report["system"]["shared_memory_free_bytes"]
+    if shared is not None and shared < 256 * 2**20:
+        warnings.append(
+            f"/dev/shm has {shared / 2**20:.0f} MiB free: data loader workers may run out of it; use "
+            "--num-workers 0 or give the container more (--shm-size)"
+        )
+    check = report["patches"].get("check")
+    if isinstance(check, dict):
+        warnings.extend(str(each) for each in check.get("warnings", []))
+    return warnings
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for people, in plain lines."""
+    versions, system = report["versions"], report["system"]
+    lines = [f"mt_megatron {report['mt_megatron']}", "", "versions"]
+    lines += [f"  {name:<22}{value}" for name, value in versions.items() if value is not None]
+    absent = [name for name, value in versions.items() if value is None]
+    lines.append(f"  {'not installed':<22}{', '.join(absent)}" if absent else "  everything is installed")
+    lines += ["", "machine"]
+    lines.append(
+        f"  {'os':<22}{system['os']} {system['release']} {system['machine']} {system['libc'] or ''}".rstrip()
+    )
+    lines.append(f"  {'processor':<22}{system['cpu']} ({', '.join(system['cpu_flags']) or 'no known flags'})")
+    lines.append(f"  {'cores':<22}{system['cores']}, {system['cores_allowed']} allowed")
+    lines.append(
+        f"  {'memory':<22}{_size(system['memory_bytes'])}, {_size(system['memory_available_bytes'])} free"
+    )
+    lines.append(f"  {'/dev/shm':<22}{_size(system['shared_memory_free_bytes'])} free")
+    lines += ["", "megatron.core", f"  {'path':<22}{report['megatron_core']['path']}"]
+    lines.append(f"  {'dataset helper':<22}{report['megatron_core']['dataset_helper']}")
+    lines += ["", "torch", *_facts(report["torch"])]
+    lines += ["", "backends"]
+    if "error" in report["backends"]:
+        lines.append(f"  {report['backends']['error']}")
+    else:
+        for name, facts in report["backends"].items():
+            state = "yes" if facts["available"] else "no"
+            devices = f"; {len(facts['devices'])} x {facts['devices'][0]}" if facts["devices"] else ""
+            lines.append(f"  {name:<22}{state}: {facts['why']}{devices}")
+    lines.append(f"  {'auto takes':<22}{report['auto'].get('name', report['auto'].get('error'))}")
+    network = report["network"]
+    lines += ["", "network"]
+    lines.append(f"  {'loopback':<22}{network['loopback_interface']}")
+    lines.append(f"  {'host name is':<22}{network['hostname_address'] or 'not resolvable'}")
+    lines.append(f"  {'GLOO_SOCKET_IFNAME':<22}{network['GLOO_SOCKET_IFNAME'] or 'not set'}")
+    lines += [f"  - {each}" for each in network["listeners"]]
+    lines += ["", "patches", f"  {'fit' if report['patches']['ok'] else 'do not fit'} what is installed"]
+    lines += ["", "would run"]
+    lines += [
+        f"  {'yes' if each['works'] else 'no ':<4}{name}: {each['why']}"
+        for name, each in report["would_run"].items()
+    ]
+    if report["environment"]:
+        lines += ["", "environment", *(f"  {name}={value}" for name, value in report["environment"].items())]
+    for kind in ("warnings", "problems"):
+        lines += ["", f"{kind}: {'none' if not report[kind] else ''}".rstrip()]
+        lines += [f"  - {each}" for each in report[kind]]
+    return "\n".join(lines)
+
+
+def _facts(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        shown = (
+            ", ".join(f"{k} {'yes' if v else 'no'}" for k, v in value.items())
+            if isinstance(value, dict)
+            else value
+        )
+        lines.append(f"  {name:<22}{shown}")
+    return lines
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,78 @@
+"""Run by ``doctor`` in a process of its own: what torch, the backends and the patches say.
+
+A broken torch can end its process or hang in its import; then this process is lost, not doctor.
+Prints one JSON object after a marker line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+MARKER = "mt-megatron doctor probe:"
+
+
+def torch_facts() -> dict[str, Any]:
+    """torch's build and collectives. Raises whatever importing torch raises."""
+    import torch
+    import torch.distributed as dist
+
+    available = dist.is_available()
+    return {
+        "version": torch.__version__,
+        "path": torch.__file__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "threads": torch.get_num_threads(),
+        "collectives": {
+            "gloo": bool(available and dist.is_gloo_available()),
+            "nccl": bool(available and dist.is_nccl_available()),
+            "mpi": bool(available and dist.is_mpi_available()),
+        },
+    }
+
+
+def backend_facts() -> dict[str, Any]:
+    """Every installed backend: whether it can be used, why, and its devices."""
+    from mt_megatron.backends import registry
+
+    found: dict[str, Any] = {}
+    for name in registry.names():
+        try:
+            backend = registry.get(name)
+            usable, why = backend.available()
+            found[name] = {"available": usable, "why": why, "collective": backend.collective, "devices": []}
+            if usable:
+                found[name]["devices"] = [backend.device_name(i) for i in range(backend.device_count())]
+                found[name]["memory_bytes"] = backend.total_memory()
+                found[name]["bf16"] = backend.bf16_supported()
+                found[name]["fp8"] = list(backend.fp8_granularities())
+        except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others.
+            found[name] = {"available": False, "why": f"{type(error).__name__}: {error}", "devices": []}
+    return found
+
+
+def selected() -> dict[str, str]:
+    """The backend that ``auto`` takes, and why."""
+    from mt_megatron.backends import registry
+
+    backend, why = registry.select("auto")
+    return {"name": backend.name, "why": why}
+
+
+def main() -> int:
+    """Print the facts; each part that fails reports its error in place of its facts."""
+    found: dict[str, Any] = {}
+    for part in (torch_facts, backend_facts, selected):
+        try:
+            found[part.__name__] = part()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the report.
+            found[part.__name__] = {"error": f"{type(error).__name__}: {error}"}
+    print(MARKER)
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
