@@ -1,0 +1,266 @@
+# shellcheck shell=bash
+# What every launch script shares: environment, backend, data, torchrun. Sourced, never run.
+#
+# A launch script calls `launch FOLDER CPU_MODEL ACCELERATOR_MODEL "$@"`: the folder of its YAML files
+# and the model it trains by default on a CPU and on accelerators.
+
+REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+    say "error: $*"
+    exit 2
+}
+
+# Shows a command as it could be typed, blanks and all.
+show() { printf '%q ' "$@" && printf '\n'; }
+
+# In a dry run shows the command; otherwise runs it.
+act() {
+    if [[ $DRY_RUN == 1 ]]; then show "$@"; else "$@"; fi
+}
+
+supported_python() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 12))' 2>/dev/null
+}
+
+# Looks from / so that a checkout in the working directory does not pass for an installation.
+has_mt_megatron() {
+    (cd / && "$1" -c '
+import importlib.util as u, sys
+sys.exit(any(u.find_spec(m) is None for m in ("mt_megatron", "torch", "megatron.core", "tokenizers")))
+') 2>/dev/null
+}
+
+find_base_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.11 python3.10 python3 python; do
+        if [[ -n $candidate ]] && supported_python "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "found no Python 3.10 or 3.11 (megatron-core 0.9.0 has no wheels for others); install one, or set PYTHON=/path/to/python3.11"
+}
+
+# Sets PYTHON to one that has mt_megatron; makes the environment .venv when there is none.
+# ENV_EXTRAS: extras of the package to install with it.
+ensure_environment() {
+    local venv="$REPO_ROOT/.venv" base
+    if [[ -n ${PYTHON:-} ]]; then
+        supported_python "$PYTHON" || die "PYTHON=$PYTHON does not run, or is not Python 3.10 or 3.11"
+        PYTHON="$(command -v "$PYTHON")"
+    elif [[ -x $venv/bin/python ]] && has_mt_megatron "$venv/bin/python"; then
+        PYTHON="$venv/bin/python"
+        return
+    fi
+    base="$(find_base_python)" || exit 2
+    if has_mt_megatron "$base"; then
+        PYTHON="$base"
+        return
+    fi
+    say "mt_megatron is not importable by $base: making the environment $venv"
+    if [[ $DRY_RUN != 1 ]]; then
+        mkdir -p "$venv"
+        # Two starters on one machine: the second waits, then finds the work done.
+        exec 9>"$venv/.lock"
+        if command -v flock >/dev/null; then flock 9; fi
+    fi
+    if [[ $DRY_RUN == 1 || ! -x $venv/bin/python ]] || ! has_mt_megatron "$venv/bin/python"; then
+        install_environment "$base" "$venv"
+    fi
+    if [[ $DRY_RUN == 1 ]]; then
+        PYTHON="$base" # still has no mt_megatron: shown where the new environment's would be
+        SHOWN_PYTHON="$venv/bin/python"
+    else
+        exec 9>&-
+        PYTHON="$venv/bin/python"
+        has_mt_megatron "$PYTHON" || die "$venv was made but cannot import mt_megatron; delete it and start again"
+    fi
+}
+
+install_environment() {
+    local base="$1" venv="$2"
+    act "$base" -m venv "$venv" ||
+        die "'$base -m venv' failed (on Debian and Ubuntu it needs the package python3-venv)"
+    # torch first: with it in place the rest cannot choose another build.
+    act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch<=2.13.0}" ||
+        die "torch could not be installed; set TORCH_SPEC to the version or wheel that this machine needs"
+    act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$REPO_ROOT${ENV_EXTRAS:-}" ||
+        die "mt_megatron could not be installed; see pip's message above"
+}
+
+# Sets BACKEND, DEVICES (how many this node has) and the reason.
+choose_backend() {
+    local answer reason
+    if [[ -n ${SHOWN_PYTHON:-} ]]; then
+        BACKEND="${BACKEND:-cpu}" DEVICES="${NPROC_PER_NODE:-2}"
+        say "backend: $BACKEND is shown; it is chosen once the environment exists"
+        return
+    fi
+    answer="$("$PYTHON" -W ignore -c '
+import sys
+from mt_megatron.backends import registry
+from mt_megatron.errors import MtMegatronError
+try:
+    backend, reason = registry.select(sys.argv[1])
+except MtMegatronError as error:
+    sys.exit(f"error: {error}")
+print(backend.name, backend.device_count(), reason)
+' "${BACKEND:-auto}")" || exit 2
+    read -r BACKEND DEVICES reason <<<"$answer"
+    say "backend: $BACKEND ($reason)"
+}
+
+# Whether one of the options named first is among the arguments after --.
+given() {
+    local -a names=()
+    while [[ $1 != -- ]]; do
+        names+=("$1")
+        shift
+    done
+    shift
+    local argument name
+    for argument in "$@"; do
+        for name in "${names[@]}"; do
+            if [[ $argument == "$name" || $argument == "$name="* ]]; then return 0; fi
+        done
+    done
+    return 1
+}
+
+# Adds to DATA_ARGUMENTS; prepares the corpus unless the arguments name data themselves.
+prepare_data() {
+    DATA_ARGUMENTS=()
+    if given --data-path --train-data-path --mock-data -- "$@"; then return; fi
+    local version name="stdlib"
+    local -a options=()
+    if [[ -n ${CORPUS:-} ]]; then
+        name="$(basename "$CORPUS")"
+        options+=(--corpus "$CORPUS")
+    else
+        # Another Python has another library: it gets a folder of its own.
+        version="$("$PYTHON" -c 'import platform; print(platform.python_version())')"
+        name="stdlib-$version"
+    fi
+    if [[ -n ${MAX_TOKENS:-} ]]; then options+=(--max-tokens "$MAX_TOKENS"); fi
+    DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$name}"
+    act "${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}" || exit 1
+    DATA_ARGUMENTS=(
+        --train-data-path "$DATA_DIR/train"
+        --valid-data-path "$DATA_DIR/valid"
+        --tokenizer-model "$DATA_DIR/tokenizer.json"
+    )
+}
+
+# Sets TORCHRUN for one node (all on loopback) or several.
+compose_torchrun() {
+    NPROC_PER_NODE="${NPROC_PER_NODE:-}"
+    if [[ -z $NPROC_PER_NODE ]]; then
+        if [[ $BACKEND == cpu ]]; then NPROC_PER_NODE=2; else NPROC_PER_NODE="$DEVICES"; fi
+    fi
+    TORCHRUN=("${SHOWN_PYTHON:-$PYTHON}" -m torch.distributed.run --nproc-per-node "$NPROC_PER_NODE")
+    if [[ ${NNODES:-1} == 1 ]]; then
+        # Port 0: a free one. The address keeps torchrun from using the host's name.
+        TORCHRUN+=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1)
+    else
+        [[ -n ${MASTER_ADDR:-} ]] || die "NNODES=$NNODES needs MASTER_ADDR, an address of the first node that all nodes reach"
+        [[ -n ${NODE_RANK:-} ]] || die "NNODES=$NNODES needs NODE_RANK, from 0 on the first node to $((NNODES - 1))"
+        TORCHRUN+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
+            --master-port "${MASTER_PORT:-29500}")
+    fi
+}
+
+# Threads for each process on a CPU: the cores it may use, shared out. An accelerator's ranks keep
+# torchrun's default.
+choose_threads() {
+    if [[ -n ${OMP_NUM_THREADS:-} || $BACKEND != cpu ]]; then return; fi
+    local cores
+    cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')"
+    OMP_NUM_THREADS=$((cores / NPROC_PER_NODE > 0 ? cores / NPROC_PER_NODE : 1))
+}
+
+usage() {
+    cat <<EOF
+usage: bash $0 [--dry-run] [options of mt-megatron pretrain]
+
+Makes the environment if there is none, picks the backend, prepares data once and trains.
+Run again, it resumes. Variables:
+  MODEL            a file of $FAMILY_DIR without .yaml: $(model_names)
+                   ($CPU_MODEL on a CPU, $ACCELERATOR_MODEL otherwise)
+  BACKEND          auto, cpu, cuda (auto)
+  CORPUS           folder, .jsonl or text file to train on (Python's standard library)
+  MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)
+  DATA_DIR         where the prepared data is or goes (data/NAME in the repository)
+  RUN_DIR          checkpoints, metrics and the index cache (runs/MODEL in the repository)
+  PYTHON           interpreter to use (.venv of the repository, made when missing)
+  TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
+  NPROC_PER_NODE   processes (2 on a CPU, otherwise one per device)
+  OMP_NUM_THREADS  threads of each process on a CPU (cores / processes)
+  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun; RUN_DIR and DATA_DIR must
+                   then be on storage that all nodes share
+--dry-run prints the commands and the environment and changes nothing.
+Exit codes: 0 trained, 1 a problem was found, 2 wrong use.
+EOF
+}
+
+model_names() {
+    local file
+    local -a names=()
+    for file in "$FAMILY_DIR"/*.yaml; do
+        names+=("$(basename "$file" .yaml)")
+    done
+    printf '%s' "${names[*]}"
+}
+
+launch() {
+    FAMILY_DIR="$1" CPU_MODEL="$2" ACCELERATOR_MODEL="$3" DRY_RUN=0
+    shift 3
+    local -a extra=()
+    local argument
+    for argument in "$@"; do
+        case "$argument" in
+            --dry-run) DRY_RUN=1 ;;
+            -h | --help)
+                usage
+                exit 0
+                ;;
+            *) extra+=("$argument") ;;
+        esac
+    done
+
+    ensure_environment
+    choose_backend
+    if [[ -z ${MODEL:-} ]]; then
+        if [[ $BACKEND == cpu ]]; then MODEL="$CPU_MODEL"; else MODEL="$ACCELERATOR_MODEL"; fi
+    fi
+    local config="$FAMILY_DIR/$MODEL.yaml"
+    [[ -f $config ]] || die "found no model '$MODEL'; expected one of: $(model_names)"
+    compose_torchrun
+    choose_threads
+    prepare_data "${extra[@]}"
+    RUN_DIR="${RUN_DIR:-$REPO_ROOT/runs/$MODEL}"
+
+    local -a command=(
+        "${TORCHRUN[@]}" -m mt_megatron.cli pretrain
+        --config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}"
+    )
+    if ! given --save -- "${extra[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
+    if ! given --data-cache-path -- "${extra[@]}"; then command+=(--data-cache-path "$RUN_DIR/index-cache"); fi
+    if ! given --metrics-path -- "${extra[@]}"; then command+=(--metrics-path "$RUN_DIR/metrics.jsonl"); fi
+    command+=("${extra[@]}")
+
+    if [[ -n ${OMP_NUM_THREADS:-} ]]; then
+        export OMP_NUM_THREADS
+        command=(env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${command[@]}")
+    fi
+    say "model $MODEL, $NPROC_PER_NODE processes on each of ${NNODES:-1} node(s), results in $RUN_DIR"
+    if [[ $DRY_RUN == 1 ]]; then
+        show "${command[@]}"
+        return
+    fi
+    mkdir -p "$RUN_DIR"
+    # In this process's place: signals reach torchrun, which ends the processes it started and no others.
+    exec "${command[@]}"
+}
