@@ -1,0 +1,1 @@
+"""Named tests that execute Megatron's device touch points; importing a module here imports no megatron."""

@@ -1,0 +1,58 @@
+"""Runs the named tests in two shared launches (one rank, two ranks) and collects what they executed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.coverage_gate.case import Case
+from tests.coverage_gate.gate import read_records
+from tests.launch import run_ranks
+
+WORLDS = (1, 2)
+TIMEOUT = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The outcome of one or more shared launches."""
+
+    errors: Mapping[str, str]
+    """Case name -> tracebacks of the ranks on which it failed."""
+    seconds: Mapping[str, float]
+    """Case name -> its longest time over ranks."""
+    records: Mapping[str, set[str]]
+    """Case name -> keys of the points it executed. A failed case is not in it."""
+    patches: frozenset[str]
+    """Ids of the patches that were applied."""
+
+
+def run_cases(cases: Sequence[Case], timeout: float = TIMEOUT) -> Run:
+    """Run ``cases``, one launch per world size that they need."""
+    errors: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    patches: set[str] = set()
+    with tempfile.TemporaryDirectory(prefix="mt_megatron_gate_") as folder:
+        for world in WORLDS:
+            names = [found.name for found in cases if max(found.layout.world, 1) == world]
+            if not names:
+                continue
+            ranks = run_ranks(world, "tests.coverage_gate.worker:run", names, folder, timeout=timeout)
+            patches.update(*(rank["patches"] for rank in ranks))
+            for name in names:
+                outcomes = [rank["cases"][name] for rank in ranks]
+                seconds[name] = max(outcome["seconds"] for outcome in outcomes)
+                failed = [
+                    f"--- rank {number} of {world}\n{outcome['error']}"
+                    for number, outcome in enumerate(outcomes)
+                    if outcome["error"]
+                ]
+                if failed:
+                    errors[name] = "\n".join(failed)
+        records = read_records(Path(folder))
+    for name in errors:
+        # What a failing test passed through proves nothing.
+        records.pop(name, None)
+    return Run(errors=errors, seconds=seconds, records=records, patches=frozenset(patches))

@@ -1,0 +1,123 @@
+"""One rank of a shared launch: patches, imports, then runs named tests and records what they execute."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.coverage_gate.case import Case, Layout, all_cases
+from tests.coverage_gate.points import installed_root, list_points
+from tests.coverage_gate.tracer import Tracer
+
+IMPORTS_CASE = "imports.every_module"
+TIMEOUT = timedelta(seconds=45)
+
+
+def run(names: list[str], folder: str) -> dict[str, Any]:
+    """Run the named cases in this rank and write what each executed to ``folder``.
+
+    Returns ``cases`` (name -> ``{"error": traceback or None, "seconds": float}``) and ``patches`` (ids of
+    those applied). A case that fails on one rank is followed by fresh process groups, so that the next
+    one starts clean.
+    """
+    rank = os.environ["RANK"]
+    root = installed_root()
+    tracer = Tracer(root, list_points(root))
+    tracer.start()
+    try:
+        import mt_megatron
+
+        mt_megatron.patch("cpu")
+        outcomes = _run_cases([found for found in all_cases() if found.name in set(names)], tracer)
+    finally:
+        tracer.stop()
+    for name, keys in tracer.records.items():
+        path = Path(folder) / f"{name}.{rank}.json"
+        path.write_text(json.dumps({"test": name, "rank": int(rank), "points": sorted(keys)}))
+    return {"cases": outcomes, "patches": sorted(_applied(mt_megatron.report()))}
+
+
+def _run_cases(cases: list[Case], tracer: Tracer) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
+    groups = _Groups()
+    # Whatever a module touches while it is imported belongs to the case about imports.
+    for found in sorted(cases, key=lambda item: item.name != IMPORTS_CASE):
+        started = time.monotonic()
+        error = None
+        try:
+            with tracer.named(found.name):
+                groups.enter(found.layout)
+                found.run()
+        except BaseException:
+            error = traceback.format_exc()
+        outcomes[found.name] = {"error": error, "seconds": round(time.monotonic() - started, 3)}
+        if groups.any_failed(found.name, error is not None):
+            groups.leave()
+    groups.leave()
+    return outcomes
+
+
+class _Groups:
+    """The process groups of the current layout; neighbours with one layout share them."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT
+        )
+        self.layout: Layout | None = None
+        self.generation = 0
+
+    def enter(self, layout: Layout) -> None:
+        if layout == self.layout:
+            return
+        self.leave()
+        self.layout = layout
+        if not layout.world:
+            return
+        import torch.distributed as dist
+
+        self.generation += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"generation{self.generation}", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=TIMEOUT,
+        )
+        if layout.bare:
+            return
+        from megatron.core import parallel_state, tensor_parallel
+
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            layout.vpp,
+            expert_model_parallel_size=layout.ep,
+            context_parallel_size=layout.cp,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+    def leave(self) -> None:
+        import torch.distributed as dist
+
+        self.layout = None
+        if dist.is_initialized():
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def any_failed(self, name: str, failed: bool) -> bool:
+        """Whether a rank failed; also the point where the ranks wait for each other."""
+        self.store.set(f"{name}/{self.rank}", "failed" if failed else "passed")
+        answers = [self.store.get(f"{name}/{rank}") for rank in range(self.size)]
+        return b"failed" in answers
