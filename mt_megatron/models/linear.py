@@ -37,8 +37,8 @@ class TensorParallelLinear(torch.autograd.Function):
       the right shape that it ignores, zero where ``zero_out_wgrad`` says that it is added.
     * ``grad_output_buffer``: output gradients of the first ``wgrad_deferral_limit`` micro-batches
       (0: all) are put there for ``drain_embedding_wgrad_compute``.
-    * Within ``seams.gemm.deferred_wgrad`` the weight gradient waits in the queue and arrives, with
-      the hooks that watch for it, when the queue is flushed.
+    * Within ``seams.gemm.deferred_wgrad`` a parameter's gradient waits in the queue and arrives,
+      with the hooks that watch for it, when the queue is flushed.
 
     Under autocast the GEMMs run in autocast's dtype, chosen in forward, as ``torch.matmul`` would;
     backward does the same wherever it is called. What is kept for it is the input as computed with.
@@ -64,7 +64,8 @@ class TensorParallelLinear(torch.autograd.Function):
         ctx.dtype = _autocast_dtype(input)
         with _autocast_off(input):
             input = _cast(input, ctx.dtype).contiguous() if sequence_parallel else _cast(input, ctx.dtype)
-            ctx.save_for_backward(input, weight)
+            ctx.save_for_backward(input)
+            _keep_weight(ctx, weight)
             ctx.use_bias = bias is not None
             ctx.gradient_accumulation_fusion = gradient_accumulation_fusion
             ctx.allreduce_dgrad = allreduce_dgrad
@@ -77,11 +78,12 @@ class TensorParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
+        (input,) = ctx.saved_tensors
+        weight = _kept_weight(ctx)
         with _autocast_off(input):
             grad_output = _cast(grad_output, ctx.dtype)
             later = _keep_for_drain(ctx, grad_output) or not ctx.needs_input_grad[1]
-            queue = None if later else wgrad_queue()
+            queue = None if later or not _deferrable(weight) else wgrad_queue()
 
             total_input, gather = input, None
             if ctx.sequence_parallel and not later and queue is None:
@@ -127,14 +129,14 @@ class FrozenLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtype = _autocast_dtype(input)
         ctx.allreduce_dgrad = allreduce_dgrad
-        ctx.save_for_backward(weight)
+        _keep_weight(ctx, weight)
         with _autocast_off(input):
             return _fprop(_cast(input, ctx.dtype), weight, bias, ctx.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
+        weight = _kept_weight(ctx)
         with _autocast_off(grad_output):
             grad_output = _cast(grad_output, ctx.dtype)
             grad_input = _dgrad(grad_output, weight, ctx.dtype)
@@ -176,6 +178,22 @@ def drain_embedding_wgrad(
         slot += 1
         following = fetch(slot) if embedding_activation_buffer else None
         _add_to_main_grad(weight, _flat(grad_output_buffer.pop(0)), total_input)
+
+
+def _keep_weight(ctx: Any, weight: Tensor) -> None:
+    # Not as a saved tensor: recomputation and offloading hand back a copy of those, and the
+    # gradient has to reach the parameter itself, by its attributes.
+    ctx.weight, ctx.weight_version = weight, weight._version
+
+
+def _kept_weight(ctx: Any) -> Tensor:
+    weight: Tensor = ctx.weight
+    if weight._version != ctx.weight_version:
+        raise RuntimeError(
+            f"a linear's weight {tuple(weight.shape)} was changed in place between forward and backward "
+            f"(version {ctx.weight_version} -> {weight._version}); its gradients would belong to neither"
+        )
+    return weight
 
 
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
@@ -248,6 +266,11 @@ def _already_added(weight: Tensor) -> Tensor | None:
     # A weight that is shared with the embedding gets the embedding's gradient added to this one.
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight, requires_grad=False)
+
+
+def _deferrable(weight: Tensor) -> bool:
+    # The gradient of a computed or detached weight is an input of the backward pass that runs now.
+    return isinstance(weight, torch.nn.Parameter) and weight.is_leaf
 
 
 def _wgrad_later(ctx: Any, weight: Tensor, input: Tensor, grad_output: Tensor) -> Callable[[], None]:

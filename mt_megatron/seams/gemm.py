@@ -170,6 +170,8 @@ def deferred_wgrad(queue: DeferredWgrad | None = None) -> Iterator[DeferredWgrad
 
     Yields ``queue``, or a new one. Leaving does not flush: call ``flush`` when there is time, and
     before gradients are reduced. It holds for all threads, since autograd runs backward in its own.
+    A hook that waits for a parameter's gradient runs twice: in backward, where torch calls it with
+    no gradient, and when the gradient is flushed.
     """
     global _queue
     outer = _queue

@@ -1,0 +1,44 @@
+"""The local layer specs get RMSNorm, and norms that work under sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..backends.base import Backend
+from ..patching.spec import Patch
+
+
+def _init(
+    original: Callable[..., None], self: Any, config: Any, hidden_size: int, eps: float = 1e-5, **hints: Any
+) -> None:
+    """Make the instance one of ours before it has any state.
+
+    Specs bind the class early, under several names; whoever builds it gets ours without being
+    found. (A ``__new__`` could not be taken away again: CPython keeps the slot.) A subclass has
+    its own idea of what it is and is left to upstream.
+    """
+    from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
+
+    if type(self) is not WrappedTorchLayerNorm:
+        original(self, config, hidden_size, eps, **hints)
+        return
+    from ..models.norm import norm_class
+
+    cls = norm_class(config)
+    object.__setattr__(self, "__class__", cls)
+    cls.__init__(self, config, hidden_size, eps, **hints)
+
+
+def patches(backend: Backend) -> list[Patch]:
+    return [
+        Patch(
+            id="norm.wrapped_torch_layer_norm",
+            target="megatron.core.transformer.torch_layer_norm:WrappedTorchLayerNorm.__init__",
+            kind="wrap",
+            feature="norm",
+            reason="it refuses RMSNorm, sequence parallelism and zero-centred gain",
+            body=_init,
+            digest="4cf7f9a080ac0b96ac69dbe603c9cb04f13427f6e5e0267d0289df0f095d434b",
+        )
+    ]
