@@ -25,12 +25,15 @@ supported_python() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 12))' 2>/dev/null
 }
 
+# What an environment must have; tests add theirs.
+MODULES=(mt_megatron torch megatron.core tokenizers)
+
 # Looks from / so that a checkout in the working directory does not pass for an installation.
 has_mt_megatron() {
     (cd / && "$1" -c '
 import importlib.util as u, sys
-sys.exit(any(u.find_spec(m) is None for m in ("mt_megatron", "torch", "megatron.core", "tokenizers")))
-') 2>/dev/null
+sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))
+' "${MODULES[@]}") 2>/dev/null
 }
 
 find_base_python() {

@@ -1,0 +1,39 @@
+"""Which tests run: acceptance volumes only with ``--soak``, device tests only on their backend."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.soak import SoakReport
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mt_megatron")
+    group.addoption("--soak", action="store_true", help="also run acceptance volumes, and write results/soak-*")
+    group.addoption("--backend", default="cpu", help="run tests marked backend(NAME) of this name too (cpu)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
+    config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
+    if config.getoption("--soak"):
+        # Tests whose volume depends on it, rather than their existence, read this.
+        os.environ["MT_MEGATRON_SOAK"] = "1"
+        config.pluginmanager.register(SoakReport(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    backend, soak = config.getoption("--backend"), config.getoption("--soak")
+    left_out = [item for item in items if not _wanted(item, backend, soak)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _wanted(item: pytest.Item, backend: str, soak: bool) -> bool:
+    if item.get_closest_marker("soak") and not soak:
+        return False
+    needed = item.get_closest_marker("backend")
+    return needed is None or needed.args[0] == backend

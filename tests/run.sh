@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Lints, type-checks and tests everything; does all its own set-up. See --help.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source-path=SCRIPTDIR source=../examples/launch_common.sh
+source "$here/../examples/launch_common.sh"
+
+usage() {
+    cat <<EOF
+usage: bash tests/run.sh [--soak] [--backend NAME] [arguments of pytest]
+
+Makes the environment .venv if there is none, then runs ruff, mypy and pytest.
+  --soak           also acceptance volumes; writes results/soak-DATE.json and .md
+  --backend NAME   also the tests that need this backend's device (cpu)
+Variables: PYTHON (interpreter that has everything already), TORCH_SPEC (torch<=2.13.0).
+Exit codes: 0 all is well, 1 something failed, 2 wrong use.
+
+example: bash tests/run.sh tests/patching -x
+EOF
+}
+
+pytest_arguments=() selected=() backend=cpu
+while (($#)); do
+    case "$1" in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --soak) pytest_arguments+=(--soak) ;;
+        --backend)
+            (($# > 1)) || die "--backend needs a name"
+            backend="$2"
+            shift
+            ;;
+        --backend=*) backend="${1#*=}" ;;
+        *) selected+=("$1") ;;
+    esac
+    shift
+done
+
+DRY_RUN=0 ENV_EXTRAS="[dev]"
+MODULES+=(pytest ruff mypy hypothesis transformers)
+ensure_environment
+cd "$REPO_ROOT"
+
+# The tests start processes of their own: one thread each, and nothing that goes out.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-true}"
+# For tests that call a linter: it is installed beside the interpreter.
+PATH="$(dirname "$PYTHON"):$PATH"
+
+"$PYTHON" -W ignore -c '
+import sys
+from mt_megatron.backends import registry
+from mt_megatron.errors import MtMegatronError
+try:
+    print("backend:", *registry.select(sys.argv[1])[1:])
+except MtMegatronError as error:
+    sys.exit(f"error: {error}")
+' "$backend" || exit 2
+
+lint=0
+"$PYTHON" -m ruff check . || lint=1
+"$PYTHON" -m ruff format --check --quiet . || { lint=1 && say "error: run 'ruff format .'"; }
+"$PYTHON" -m mypy || lint=1
+
+status=0
+"$PYTHON" -m pytest --backend "$backend" "${pytest_arguments[@]}" "${selected[@]}" || status=$?
+if ((status == 0 && lint)); then
+    say "error: the tests passed, but ruff or mypy found problems (above)"
+    exit 1
+fi
+exit "$status"

@@ -1,0 +1,114 @@
+"""The dated record of an acceptance run: what ran where, how it ended, and every figure it reported.
+
+A test adds a figure with pytest's ``record_property(name, value)``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("mt_megatron", "megatron-core", "torch", "numpy", "transformers")
+
+
+class SoakReport:
+    """A pytest plugin that writes ``results/soak-YYYY-MM-DD.json`` and ``.md`` when the session ends."""
+
+    def __init__(self, config: pytest.Config, folder: Path = ROOT / "results") -> None:
+        self._config = config
+        self._folder = folder
+        self._started = datetime.datetime.now(datetime.timezone.utc)
+        self._tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        entry = self._tests.setdefault(
+            report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0, "figures": {}}
+        )
+        entry["seconds"] = round(entry["seconds"] + report.duration, 2)
+        entry["figures"].update(report.user_properties)
+        # A test has three phases, and is as good as the worst of them.
+        if report.outcome != "passed" and entry["outcome"] != "failed":
+            entry["outcome"] = report.outcome
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        record = {
+            "date": self._started.isoformat(timespec="seconds"),
+            "backend": self._config.getoption("--backend"),
+            "exit_status": int(exitstatus),
+            "machine": machine(),
+            "tests": list(self._tests.values()),
+        }
+        self._folder.mkdir(exist_ok=True)
+        stem = self._folder / f"soak-{self._started.date().isoformat()}"
+        stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        stem.with_suffix(".md").write_text(as_markdown(record), encoding="utf-8")
+
+    def pytest_report_header(self) -> str:
+        return f"acceptance volumes; the record goes to {self._folder}"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """The record as a table, one row a test."""
+    where = record["machine"]
+    counts: dict[str, int] = {}
+    for test in record["tests"]:
+        counts[test["outcome"]] = counts.get(test["outcome"], 0) + 1
+    lines = [
+        f"# Acceptance run of {record['date']}",
+        "",
+        f"Backend {record['backend']}; {where['cores']} cores of {where['processor']}, "
+        f"{where['memory_gib']} GiB, Python {where['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in where["packages"].items() if version)
+        + f"; commit {where['commit']}.",
+        "",
+        ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + ".",
+        "",
+        "| test | outcome | seconds | figures |",
+        "|---|---|---|---|",
+    ]
+    for test in record["tests"]:
+        figures = "; ".join(f"{name} = {value}" for name, value in test["figures"].items())
+        lines.append(f"| `{test['test']}` | {test['outcome']} | {test['seconds']} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    asked = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return asked.stdout.strip() or "unknown"
