@@ -8,6 +8,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .base import Backend
@@ -68,6 +69,44 @@ def single_node() -> bool:
     return world <= int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
+class _Works:
+    """Several pending collectives as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *args: Any) -> bool:
+        for work in self._works:
+            work.wait(*args)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+@functools.wraps(dist.all_gather)
+def all_gather_of_any_sizes(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Gloo gathers equal shapes only; NCCL, for which 0.9.0 was written, gathers unequal ones too."""
+    if all(part.shape == tensor_list[0].shape for part in tensor_list):
+        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    # All ranks list the same shapes, so all of them come here and skip the same empty parts.
+    group = dist.group.WORLD if group is None else group
+    with torch.no_grad():
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+    works = [
+        dist.broadcast(part, dist.get_global_rank(group, rank), group, async_op=True)
+        for rank, part in enumerate(tensor_list)
+        if part.numel()
+    ]
+    pending = _Works([work for work in works if work is not None])
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
 def distributed_overrides(backend: Backend) -> dict[str, Any]:
     """Overrides below ``torch.distributed`` that turn NCCL requests into ``backend``'s library."""
     translator = DeviceTranslator(backend)
@@ -119,6 +158,8 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
         "reduce_scatter_tensor": reduce_scatter,
         "ProcessGroupNCCL": SimpleNamespace(Options=NcclOptions),
     }
+    if backend.collective == "gloo":
+        overrides["all_gather"] = all_gather_of_any_sizes
     make_mesh = getattr(dist, "init_device_mesh", None)
     if make_mesh is not None:
 

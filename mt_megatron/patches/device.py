@@ -7,6 +7,7 @@ from typing import Any
 
 from ..backends.base import Backend
 from ..backends.namespace import ModuleView
+from ..backends.translate import DeviceTranslator
 from ..patching.spec import Patch
 from .scope import PREFIXES
 
@@ -98,7 +99,25 @@ def patches(backend: Backend) -> list[Patch]:
             digest="ce5dc76748011ab92e204df534c5017892073c645068345854847dd07e5f4d53",
         )
     )
+    found.append(
+        Patch(
+            id="device.shard_memory",
+            target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+            kind="wrap",
+            feature="device",
+            reason="its default init_fn is the real torch.empty, bound before the module can be given a view",
+            body=_init_data_on(DeviceTranslator(backend)),
+            digest="df23d585270721cbef8e86ebb3a005016f6c3f36c1b69343a0f8f3e225eb8408",
+        )
+    )
     return found
+
+
+def _init_data_on(translator: DeviceTranslator) -> Any:
+    def init_data(original: Any, self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, translator.device(device), *args, **kwargs)
+
+    return init_data
 
 
 def _present(target: str, table: dict[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""``python -m tests.coverage_gate``: list the touch points of a tree, or run the gate and print its verdict."""
+"""``python -m tests.coverage_gate``: list the touch points of a tree, or run the gate and print a verdict."""
 
 from __future__ import annotations
 

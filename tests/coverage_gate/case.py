@@ -21,10 +21,17 @@ class Layout:
     cp: int = 1
     bare: bool = False
     """A process group, but no Megatron groups: the case makes them itself."""
+    without: tuple[str, ...] = ()
+    """Features left out of ``patch("cpu")``, so that upstream's own code runs in their place."""
+
+    @property
+    def launch(self) -> tuple[int, tuple[str, ...]]:
+        """Cases that are equal in this share processes."""
+        return max(self.world, 1), self.without
 
     def order(self) -> tuple[Any, ...]:
         """Cases sorted by this share one set of groups."""
-        return (self.world, self.bare, self.tp, self.pp, self.vpp or 0, self.ep, self.cp)
+        return (*self.launch, self.world, self.bare, self.tp, self.pp, self.vpp or 0, self.ep, self.cp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class Verdict:
         lines = [
             "device touch points in megatron.core:",
             f"  {len(self.executed):3d} executed by a named test on cpu",
-            f"  {len(self.unreachable):3d} unreachable on cpu, with a reason ({replaced} replaced by a patch)",
+            f"  {len(self.unreachable):3d} unreachable there, with a reason ({replaced} replaced by a patch)",
             "mentions that are no touch point:",
             *(f"  {count:3d} {rule}" for rule, count in sorted(self.set_aside.items())),
         ]
@@ -120,7 +120,9 @@ def judge(
         if key not in touch:
             problems.append(f"stale entry in {UNREACHABLE.name}: no such touch point: {key}")
         elif entry.patch and entry.patch not in patches:
-            problems.append(f"{touch[key].where} is said to be replaced by {entry.patch}, which is not applied")
+            problems.append(
+                f"{touch[key].where} is said to be replaced by {entry.patch}, which is not applied"
+            )
     return Verdict(
         executed={key: tests[key] for key in touch if key in tests},
         unreachable={k: e for k, e in unreachable.items() if k in touch and k not in tests},

@@ -165,9 +165,7 @@ class _Walker:
                 # The span is the statement's: the bytecode of an import knows no finer one.
                 self._add("import", node, scope, node, aside, text=f"{ast.unparse(node)}  [{alias.name}]")
 
-    def _expression(
-        self, node: ast.expr, scope: tuple[str, ...], statement: ast.AST, aside: str
-    ) -> bool:
+    def _expression(self, node: ast.expr, scope: tuple[str, ...], statement: ast.AST, aside: str) -> bool:
         """Record what ``node`` is; True when its children hold nothing of their own."""
         chain = _chain(node)
         if chain is not None and isinstance(node, ast.Attribute):
@@ -178,10 +176,9 @@ class _Walker:
             if head in self.torch and "ProcessGroupNCCL" in rest:
                 self._add("collective", node, scope, statement, aside)
                 return True
-            if rest[-2:-1] == ["_C"] or (head == "_C" and len(rest) == 1):
-                if BINDING.fullmatch(rest[-1]):
-                    self._add("torch._C", node, scope, statement, aside)
-                    return True
+            if (rest[-2:-1] == ["_C"] or (head == "_C" and len(rest) == 1)) and BINDING.fullmatch(rest[-1]):
+                self._add("torch._C", node, scope, statement, aside)
+                return True
         if isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "cuda"):
             self._add("is_cuda" if node.attr == "is_cuda" else "method", node, scope, statement, aside)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -198,9 +195,8 @@ class _Walker:
 
     def _names_cuda(self, node: ast.expr) -> bool:
         for part in ast.walk(node):
-            if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                if DEVICE.fullmatch(part.value):
-                    return True
+            if isinstance(part, ast.Constant) and DEVICE.fullmatch(str(part.value)):
+                return True
             chain = _chain(part)
             if chain and chain[0] in self.torch and chain[1:2] == ["cuda"]:
                 return True

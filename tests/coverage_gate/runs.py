@@ -1,4 +1,4 @@
-"""Runs the named tests in two shared launches (one rank, two ranks) and collects what they executed."""
+"""Runs the named tests in a few shared launches and collects what they executed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.coverage_gate.case import Case
 from tests.coverage_gate.gate import read_records
 from tests.launch import run_ranks
 
-WORLDS = (1, 2)
 TIMEOUT = 180.0
 
 
@@ -26,21 +25,23 @@ class Run:
     records: Mapping[str, set[str]]
     """Case name -> keys of the points it executed. A failed case is not in it."""
     patches: frozenset[str]
-    """Ids of the patches that were applied."""
+    """Ids of the patches that ``patch("cpu")`` applied."""
 
 
 def run_cases(cases: Sequence[Case], timeout: float = TIMEOUT) -> Run:
-    """Run ``cases``, one launch per world size that they need."""
+    """Run ``cases``, one launch per world size and selection of features that they need."""
     errors: dict[str, str] = {}
     seconds: dict[str, float] = {}
     patches: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mt_megatron_gate_") as folder:
-        for world in WORLDS:
-            names = [found.name for found in cases if max(found.layout.world, 1) == world]
-            if not names:
-                continue
-            ranks = run_ranks(world, "tests.coverage_gate.worker:run", names, folder, timeout=timeout)
-            patches.update(*(rank["patches"] for rank in ranks))
+        for launch in sorted({found.layout.launch for found in cases}):
+            world, without = launch
+            names = [found.name for found in cases if found.layout.launch == launch]
+            ranks = run_ranks(
+                world, "tests.coverage_gate.worker:run", names, without, folder, timeout=timeout
+            )
+            if not without:
+                patches.update(*(rank["patches"] for rank in ranks))
             for name in names:
                 outcomes = [rank["cases"][name] for rank in ranks]
                 seconds[name] = max(outcome["seconds"] for outcome in outcomes)

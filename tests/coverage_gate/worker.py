@@ -18,7 +18,7 @@ IMPORTS_CASE = "imports.every_module"
 TIMEOUT = timedelta(seconds=45)
 
 
-def run(names: list[str], folder: str) -> dict[str, Any]:
+def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
     """Run the named cases in this rank and write what each executed to ``folder``.
 
     Returns ``cases`` (name -> ``{"error": traceback or None, "seconds": float}``) and ``patches`` (ids of
@@ -32,14 +32,24 @@ def run(names: list[str], folder: str) -> dict[str, Any]:
     try:
         import mt_megatron
 
-        mt_megatron.patch("cpu")
+        mt_megatron.patch("cpu", features=_features(without))
         outcomes = _run_cases([found for found in all_cases() if found.name in set(names)], tracer)
     finally:
         tracer.stop()
     for name, keys in tracer.records.items():
         path = Path(folder) / f"{name}.{rank}.json"
         path.write_text(json.dumps({"test": name, "rank": int(rank), "points": sorted(keys)}))
-    return {"cases": outcomes, "patches": sorted(_applied(mt_megatron.report()))}
+    return {"cases": outcomes, "patches": sorted(patch.id for patch in mt_megatron.report().applied)}
+
+
+def _features(without: list[str]) -> list[str] | None:
+    """What to select so that everything but ``without`` is; None means all."""
+    if not without:
+        return None
+    from mt_megatron.backends import registry
+    from mt_megatron.patches import collect
+
+    return sorted({patch.feature for patch in collect(registry.get("cpu"))} - set(without))
 
 
 def _run_cases(cases: list[Case], tracer: Tracer) -> dict[str, Any]:
@@ -53,7 +63,7 @@ def _run_cases(cases: list[Case], tracer: Tracer) -> dict[str, Any]:
             with tracer.named(found.name):
                 groups.enter(found.layout)
                 found.run()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - reported, and the other cases go on
             error = traceback.format_exc()
         outcomes[found.name] = {"error": error, "seconds": round(time.monotonic() - started, 3)}
         if groups.any_failed(found.name, error is not None):

@@ -38,7 +38,9 @@ def _generate(model: Any, prompts: list[list[int]], threshold: int = 1000) -> li
     )
 
     tokenizer = SimpleNamespace(
-        vocab_size=models.VOCABULARY, eod=models.VOCABULARY - 1, detokenize=lambda ids: " ".join(map(str, ids))
+        vocab_size=models.VOCABULARY,
+        eod=models.VOCABULARY - 1,
+        detokenize=lambda ids: " ".join(map(str, ids)),
     )
     options = CommonInferenceParams(top_k=1, return_log_probs=True, num_tokens_to_generate=4)
     requests = OrderedDict(
@@ -73,7 +75,7 @@ def greedy_generation_equals_the_whole_forward_pass() -> None:
             if parameter.dim() == 2:
                 parameter.mul_(20)
     results = _generate(model, _PROMPTS)
-    for prompt, result in zip(_PROMPTS, results):
+    for prompt, result in zip(_PROMPTS, results, strict=True):
         tokens = list(prompt)
         for _ in range(4):
             ids = torch.tensor([tokens])

@@ -37,7 +37,7 @@ def _through(
     permuted, counts = dispatcher.token_permutation(hidden, probs, indices)
     assert permuted.device.type == "cpu" and int(counts.sum()) == permuted.shape[0]
     parts = permuted.split([int(count) for count in counts])
-    worked = torch.cat([part * (expert + 1) for part, expert in zip(parts, mine)])
+    worked = torch.cat([part * (expert + 1) for part, expert in zip(parts, mine, strict=True)])
     output, _ = dispatcher.token_unpermutation(worked)
     factor = (probs * (indices + 1)).sum(dim=1)
     expected = hidden.detach() * factor[:, None, None]
@@ -152,8 +152,8 @@ def router_moves_its_weight_and_balances() -> None:
 
 @case(world=1)
 def moe_layer_equals_a_loop_over_experts() -> None:
-    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -178,14 +178,17 @@ def grouped_experts_made_on_the_device() -> None:
 
     def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool) -> torch.Tensor:
         parts = a.split([int(size) for size in sizes])
-        return torch.cat([part @ (w.t() if trans_b else w) for part, w in zip(parts, b)])
+        return torch.cat([part @ (w.t() if trans_b else w) for part, w in zip(parts, b, strict=True)])
 
     before = (grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops)
     grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = SimpleNamespace(gmm=gmm)
     try:
         for on_cpu in (False, True):
             config = _config(
-                num_moe_experts=2, use_cpu_initialization=on_cpu, gated_linear_unit=True, activation_func=_silu
+                num_moe_experts=2,
+                use_cpu_initialization=on_cpu,
+                gated_linear_unit=True,
+                activation_func=_silu,
             )
             experts = GroupedMLP(2, config)
             assert experts.weight1.shape == (16, 2 * 2 * 32) and experts.weight2.shape == (2 * 32, 16)
@@ -194,7 +197,7 @@ def grouped_experts_made_on_the_device() -> None:
             output, _ = experts(x, torch.tensor([2, 3]))
             w1, w2 = experts.weight1.view(2, 16, -1), experts.weight2.view(2, -1, 16)
             expected = []
-            for part, first, second in zip(x.split([2, 3]), w1, w2):
+            for part, first, second in zip(x.split([2, 3]), w1, w2, strict=True):
                 gate, up = (part @ first).chunk(2, dim=-1)
                 expected.append((_silu(gate) * up) @ second)
             assert torch.allclose(output, torch.cat(expected), atol=1e-6)

@@ -51,7 +51,7 @@ class _Setup:
         self.optimizer = get_megatron_optimizer(config, [self.model])
         self.dtype = dtype
         reference = [p.detach().float().clone().requires_grad_() for p in self.model.parameters()]
-        self.reference = dict(zip(("weight", "bias"), reference))
+        self.reference = dict(zip(("weight", "bias"), reference, strict=True))
         self.torch_optimizer = torch.optim.AdamW(
             [
                 {"params": [self.reference["weight"]], "weight_decay": _DECAY},
@@ -92,7 +92,7 @@ class _Setup:
         assert success and zeros == 0, outcome
         assert abs(norm - self.norm) <= max(tolerance, 1e-5) * self.norm, (norm, self.norm)
         assert self.norm > _CLIP, "the case must clip"
-        for parameter, expected in zip(self.model.parameters(), self.reference.values()):
+        for parameter, expected in zip(self.model.parameters(), self.reference.values(), strict=True):
             assert parameter.dtype == self.dtype and parameter.device.type == "cpu"
             assert torch.allclose(parameter.float(), expected, rtol=tolerance, atol=tolerance)
 
@@ -114,7 +114,7 @@ def bf16_step_with_fp32_master_weights() -> None:
     masters = [p for group in inner.fp32_from_float16_groups for p in group]
     assert len(masters) == 2 and all(m.dtype == torch.float32 for m in masters)
     assert torch.equal(inner.get_loss_scale(), torch.ones(1))
-    for master, model in zip(masters, [p for group in inner.float16_groups for p in group]):
+    for master, model in zip(masters, [p for group in inner.float16_groups for p in group], strict=True):
         assert torch.equal(master.to(torch.bfloat16), model)
         assert not torch.equal(master, model.float()), "the master must hold more than the model's bits"
 
@@ -153,7 +153,7 @@ def fp16_step_with_a_dynamic_loss_scale() -> None:
         parameter.main_grad.fill_(float("inf"))
     success, _, _ = setup.optimizer.step()
     assert not success and setup.optimizer.get_loss_scale().item() == 2.0**10
-    for parameter, value in zip(setup.model.parameters(), before):
+    for parameter, value in zip(setup.model.parameters(), before, strict=True):
         assert torch.equal(parameter, value), "an overflow must not change a parameter"
     saved = inner.grad_scaler.state_dict()
     inner.grad_scaler.update(True)

@@ -69,32 +69,44 @@ def column_and_row_linear_made_on_the_device() -> None:
     assert torch.allclose(x.grad, reference.grad, rtol=1e-4, atol=1e-4)
 
 
-@case(world=2, tp=2)
-def sequence_parallel_linear_reduces_its_input_gradient() -> None:
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        linear_with_grad_accumulation_and_async_allreduce,
-    )
+def _sequence_parallel_linear() -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     config = _config(sequence_parallel=True)
     layer = ColumnParallelLinear(4, 6, config=config, init_method=_normal, bias=False)
-    linear_with_grad_accumulation_and_async_allreduce.warned = False
-    before = os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     torch.manual_seed(8)
     everything = torch.randn(4, 2, 4)
     mine = everything.chunk(2)[torch.distributed.get_rank()].clone().requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        y, _ = layer(mine)
-    if before is not None:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = before
+    y, _ = layer(mine)
     weight = _full(layer.weight, 0)
     half = weight.chunk(2)[torch.distributed.get_rank()]
     assert torch.allclose(y, everything @ half.t(), atol=1e-5)
     y.sum().backward()
     whole = torch.ones(4, 2, 6) @ weight
     assert torch.allclose(mine.grad, whole.chunk(2)[torch.distributed.get_rank()], atol=1e-5)
+    assert torch.allclose(layer.weight.grad, everything.sum(dim=(0, 1)).expand(3, 4), atol=1e-5)
     assert mine.grad.device.type == "cpu"
+
+
+@case(world=2, tp=2)
+def sequence_parallel_linear_reduces_its_input_gradient() -> None:
+    _sequence_parallel_linear()
+
+
+@case(world=2, tp=2, without=("linear",))
+def sequence_parallel_linear_of_upstream() -> None:
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+    linear_with_grad_accumulation_and_async_allreduce.warned = False
+    before = os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _sequence_parallel_linear()
+    finally:
+        if before is not None:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = before
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in str(entry.message) for entry in caught)
 
 
 @case(world=2, tp=2)
@@ -136,37 +148,44 @@ def chunk_of_a_tensor_and_its_gather() -> None:
     assert torch.equal(gather_split_1d_tensor(chunk).view(3, 4), x)
 
 
+def _fused_accumulation(zeroed: bool) -> torch.nn.Parameter:
+    from megatron.core.tensor_parallel import layers
+
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    weight.main_grad = torch.full((3, 4), 0.5)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = zeroed
+    x = torch.randn(5, 4, requires_grad=True)
+    y = layers.linear_with_grad_accumulation_and_async_allreduce(
+        x, weight, None, True, sequence_parallel=False, allreduce_dgrad=False
+    )
+    y.sum().backward()
+    assert torch.allclose(weight.main_grad, 0.5 + torch.ones(5, 3).t() @ x.detach(), atol=1e-5)
+    assert weight.grad_added_to_main_grad is True
+    return weight
+
+
 @case(world=2, tp=2)
-def gradient_accumulation_fusion_hands_out_a_placeholder() -> None:
-    """With the fused kernel's place taken by the sum it computes: the CUDA extension is not built here."""
+def gradient_accumulation_fusion_adds_to_the_main_gradient() -> None:
+    for zeroed in (True, False):
+        _fused_accumulation(zeroed)
+
+
+@case(world=2, tp=2, without=("linear",))
+def gradient_accumulation_fusion_of_upstream() -> None:
+    """The CUDA extension is not built here: the sum that its kernel computes takes the kernel's place."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.add_(grad_output.t() @ total_input)
 
-    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
-    missing = object()
-    before = getattr(layers, "fused_weight_gradient_mlp_cuda", missing)
-    layers.fused_weight_gradient_mlp_cuda = kernel
+    assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     try:
         for zeroed in (True, False):
-            weight = torch.nn.Parameter(torch.randn(3, 4))
-            weight.main_grad = torch.full((3, 4), 0.5)
-            weight.grad_added_to_main_grad = False
-            weight.zero_out_wgrad = zeroed
-            x = torch.randn(5, 4, requires_grad=True)
-            y = layers.linear_with_grad_accumulation_and_async_allreduce(
-                x, weight, None, True, sequence_parallel=False, allreduce_dgrad=False
-            )
-            y.sum().backward()
-            expected = 0.5 + torch.ones(5, 3).t() @ x.detach()
-            assert torch.allclose(weight.main_grad, expected, atol=1e-5)
-            assert weight.grad_added_to_main_grad is True
-            assert weight.grad.shape == (3, 4) and weight.grad.device.type == "cpu"
+            placeholder = _fused_accumulation(zeroed).grad
+            assert placeholder.shape == (3, 4) and placeholder.device.type == "cpu"
             if zeroed:
-                assert torch.count_nonzero(weight.grad) == 0
+                assert torch.count_nonzero(placeholder) == 0
     finally:
-        if before is missing:
-            del layers.fused_weight_gradient_mlp_cuda
-        else:
-            layers.fused_weight_gradient_mlp_cuda = before
+        del layers.fused_weight_gradient_mlp_cuda
