@@ -179,8 +179,8 @@ def megatron_problems(found: dict[str, Any]) -> list[str]:
     if found["dataset_helper"] is None:
         return [
             (
-                f"{found['path']}/datasets has no compiled helper for this Python, so training data cannot be "
-                "indexed: pip install --force-reinstall --no-deps megatron-core==0.9.0"
+                f"{found['path']}/datasets has no compiled helper for this Python, so training data cannot "
+                "be indexed: pip install --force-reinstall --no-deps megatron-core==0.9.0"
             )
         ]
     return []

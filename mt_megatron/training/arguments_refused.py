@@ -90,7 +90,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     # Processes and communication.
     ("the order of ranks is tensor, context, expert, data, pipeline; leave it out", "use-tp-pp-dp-mapping"),
     ("set the collective library's own environment variables instead", "nccl-communicator-config-path"),
-    ("it configures Transformer Engine's overlap, which is not used in this version", "tp-comm-overlap-cfg"),
+    ("it configures Transformer Engine's overlap, which is not used here; leave it out", "tp-comm-overlap-cfg"),
     (_NOT_YET, "no-scatter-gather-tensors-in-pipeline no-align-grad-reduce data-parallel-random-init"),
     # The loop.
     ("only validation during training is there; leave it out", "skip-train"),

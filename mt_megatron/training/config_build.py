@@ -90,7 +90,9 @@ def model_shape(config: TrainingConfig) -> ModelShape:
         missing.append("max_position_embeddings")
     if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise ConfigError(f"the model is not complete: {', '.join(missing)} not set. Set {flags}, or --model.")
+        raise ConfigError(
+            f"the model is not complete: {', '.join(missing)} not set. Set {flags}, or choose a --model."
+        )
     if model.kv_channels is None:
         raise ConfigError(
             f"hidden_size {model.hidden_size} is no multiple of num_attention_heads "

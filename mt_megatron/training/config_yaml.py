@@ -50,14 +50,14 @@ def read_yaml(path: Path) -> list[YamlEntry]:
 def _entries(loader: yaml.SafeLoader, root: yaml.Node, path: Path) -> list[YamlEntry]:
     entries = []
     for section_node, body in _pairs(loader, root, path, "sections such as `model:`"):
-        section = str(loader.construct_object(section_node, deep=True))
+        section = str(section_node.value)
         if isinstance(body, yaml.ScalarNode) and loader.construct_object(body) is None:
             continue
         for key, value in _pairs(loader, body, path, f"`name: value` lines under `{section}:`"):
             entries.append(
                 YamlEntry(
                     section=section,
-                    name=str(loader.construct_object(key, deep=True)),
+                    name=str(key.value),
                     value=loader.construct_object(value, deep=True),
                     where=_where(path, key),
                 )
@@ -73,7 +73,7 @@ def _pairs(
         raise ConfigError(f"{_where(path, node)}: found {found!r}; expected {expected}.")
     seen: dict[str, yaml.Node] = {}
     for key, _ in node.value:
-        name = str(loader.construct_object(key, deep=True))
+        name = str(key.value)
         if name in seen:
             raise ConfigError(
                 f"{_where(path, key)}: {name} is written twice; it was already at line "

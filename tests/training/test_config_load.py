@@ -1,0 +1,248 @@
+"""Presets, YAML and flags: who wins, what is refused, and what the messages say."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.models import presets
+from mt_megatron.training.arguments import load_config, option_help
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_types import options
+
+
+def yaml_file(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_yaml_and_yaml_over_the_preset(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "model:\n  preset: llama3_8b\n  num_layers: 8\n  hidden_size: 512\n")
+    config = load_config(["--num-layers", "4"], path)
+    assert (config.model.num_layers, config.model.hidden_size) == (4, 512)
+    assert config.model.num_query_groups == 8
+    assert config.model.preset == "llama3_8b"
+
+
+def test_a_preset_flag_replaces_the_preset_of_the_file(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "model:\n  preset: llama3_8b\n")
+    assert load_config(["--model", "llama3_70b"], path).model.num_layers == 80
+
+
+def test_config_flag_names_the_file(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "train: {seq_length: 64}\n")
+    assert load_config(["--config", str(path)]).train.seq_length == 64
+    assert load_config([f"--config={path}"]).train.seq_length == 64
+    with pytest.raises(ConfigError, match="Keep one"):
+        load_config(["--config", str(path)], path)
+
+
+def test_the_last_of_a_repeated_flag_counts() -> None:
+    assert load_config(["--seed", "1", "--seed=2"]).train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "name", "expected"),
+    [
+        (["--bf16"], "train", "bf16", True),
+        (["--bf16", "--no-bf16"], "train", "bf16", False),
+        (["--bf16=false"], "train", "bf16", False),
+        (["--lr", "3e-4"], "optimizer", "lr", 3e-4),
+        (["--lr_decay_style", "cosine"], "train", "lr_decay_style", "cosine"),
+        (["--moe-router-load-balancing-type", "none"], "model", "moe_router_load_balancing_type", "none"),
+        (["--eval-interval", "none"], "train", "eval_interval", None),
+        (["--data-path", "0.3", "a", "0.7", "b"], "data", "data_path", ("0.3", "a", "0.7", "b")),
+        (["--data-path=a"], "data", "data_path", ("a",)),
+        (["--window-size", "16", "0"], "model", "window_size", (16, 0)),
+        (["--rotary-percent", "-0.5"], "model", "rotary_percent", -0.5),
+        (["--autocast-dtype", "bfloat16"], "model", "autocast_dtype", "bfloat16"),
+    ],
+)
+def test_flag_spellings(argv: list[str], section: str, name: str, expected: object) -> None:
+    assert getattr(getattr(load_config(argv), section), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "name", "expected"),
+    [
+        ("optimizer: {lr: 3e-4}", "optimizer", "lr", 3e-4),
+        ("data: {split: 98}", "data", "split", "98"),
+        ("data: {data_path: one}", "data", "data_path", ("one",)),
+        ("data:\n  data_path: [0.5, a, 0.5, b]", "data", "data_path", ("0.5", "a", "0.5", "b")),
+        ("parallel:\n  tensor-model-parallel-size: 2", "parallel", "tensor_model_parallel_size", 2),
+        ("train:\n", "train", "seed", 1234),
+        ("", "train", "seed", 1234),
+        ("model: {swiglu: true}", "model", "activation_func", "silu"),
+        ("model: {norm_epsilon: 1e-6}", "model", "layernorm_epsilon", 1e-6),
+    ],
+)
+def test_yaml_spellings(tmp_path: Path, text: str, section: str, name: str, expected: object) -> None:
+    assert getattr(getattr(load_config([], yaml_file(tmp_path, text)), section), name) == expected
+
+
+def test_yaml_merge_keys_are_understood(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "train:\n  <<: {seed: 5, bf16: true}\n  seed: 6\n")
+    assert (load_config([], path).train.seed, load_config([], path).train.bf16) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-layer", "4"], "no option --num-layer. Did you mean --num-layers"),
+        (["--swigu"], "Did you mean --swiglu"),
+        (["--no-bf61"], "Did you mean --no-bf16"),
+        (["--xyzzy"], "there is no option --xyzzy."),
+        (["--num-layers", "four"], "--num-layers: num_layers is 'four'; expected integer."),
+        (["--num-layers", "4.5"], "num_layers is '4.5'; expected integer."),
+        (["--lr", "nan"], "lr is 'nan'; expected number or none."),
+        (["--lr", "inf"], "lr is 'inf'; expected number or none."),
+        (["--normalization", "rms"], "expected one of LayerNorm, RMSNorm."),
+        (["--activation-func", "__import__('os')"], "expected one of gelu, silu, relu, squared_relu."),
+        (["--window-size", "1"], "expected 2 x integer or none."),
+        (["--bf16", "true"], "Write --bf16, --no-bf16 or --bf16=true."),
+        (["--no-bf16", "1"], "--no-bf16 takes no value; found '1'"),
+        (["--no-bf16=1"], "--no-bf16 takes no value; found '1'"),
+        (["--bf16=maybe"], "expected true or false."),
+        (["--num-layers"], "--num-layers takes one value; found none."),
+        (["--num-layers", "1", "2"], "--num-layers takes one value; found 1 2."),
+        (["--swiglu=1"], "--swiglu takes no value"),
+        (["--config"], "--config takes one value"),
+        (["--config", "/nonexistent/x.yaml"], "cannot be read"),
+        (["--params-dtype", "float16"], "cannot be set: it follows from train.bf16 and train.fp16"),
+        (["--model", "llama3_7b"], "there is no model preset 'llama3_7b'"),
+        (["--model", "../secrets"], "there is no model preset"),
+        (["--group-query-attention"], "--group-query-attention is given without --num-query-groups"),
+        (["--no-position-embedding"], "only true with position_embedding_type = rope"),
+        (["--transformer-impl", "transformer_engine"], "expected local"),
+        (["--ckpt-format", "zarr"], "expected torch_dist"),
+        (["--num-query-groups", "--swiglu"], "--num-query-groups takes one value; found none"),
+    ],
+)
+def test_wrong_flags_are_named(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("argv", [["num-layers"], ["-n", "4"], ["4", "--bf16"], ["--"]])
+def test_a_value_without_an_option_is_named(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        load_config(argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  num_layer: 4", ":2: num_layer is unknown. Did you mean num_layers"),
+        ("train:\n\n  lr: 1", ":3: lr belongs to the section 'optimizer'; found it in 'train'."),
+        ("modle: {num_layers: 4}", ":1: there is no section 'modle'"),
+        ("modle: {num_layers: 4}", "Did you mean model?"),
+        ("model: {num_layers: four}", "num_layers is 'four'; expected integer."),
+        ("model: {num_layers: true}", "num_layers is True; expected integer."),
+        ("model: {num_layers: null}", "num_layers is None; expected integer."),
+        ("model: {num_layers: [1]}", "num_layers is [1]; expected integer."),
+        ("train: {bf16: 3}", "expected true or false."),
+        ("model: 4", "expected `name: value` lines under `model:`"),
+        ("- model", "expected sections such as `model:`"),
+        ("model: {num_layers: 1}\nmodel: {num_layers: 2}", ":2: model is written twice"),
+        ("model:\n  num_layers: 1\n  num_layers: 2", ":3: num_layers is written twice"),
+        ("model: {swiglu: false}", "set the field itself: activation_func, gated_linear_unit."),
+        ("model: [", "is no valid YAML"),
+        ("? [a, b]\n: 1", "expected"),
+        ("model: {? [a] : 1}", "is unknown"),
+        ("train: {train_samples: 3}", "refused: runs are measured in steps"),
+        ("train: {override_opt_param_scheduler: true}", "refused: the schedule always comes"),
+        ("model: !!python/object/apply:os.getcwd []", "is no valid YAML"),
+    ],
+)
+def test_wrong_yaml_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], yaml_file(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "model: {num_layer: 4}\ntrain: {lr: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--bogus", "--seed", "x"], path)
+    assert len(str(caught.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_presets_load_and_state_their_source(name: str) -> None:
+    config = load_config(["--model", name])
+    assert config.model.preset == name
+    assert config.model.rotary_base == 5e5
+    comment = presets.path(name).read_text().split("model:")[0]
+    assert comment.startswith("# ") and any(year in comment for year in ("2024", "2026"))
+
+
+def test_llama3_405b_has_two_names() -> None:
+    assert presets.path("llama3_405b") == presets.path("llama3.1_405b")
+
+
+def test_defaults_that_follow_from_other_values() -> None:
+    config = load_config(
+        ["--hidden-size", "64", "--num-attention-heads", "4", "--bf16", "--seq-length", "32"]
+    )
+    assert config.model.kv_channels == 16
+    assert config.model.num_query_groups == 4
+    assert config.model.ffn_hidden_size == 256
+    assert config.ddp.grad_reduce_in_fp32 is True
+    assert config.params_dtype == "bfloat16"
+    assert config.model.max_position_embeddings is None
+    assert (
+        load_config(["--seq-length=8", "--position-embedding-type=rope"]).model.max_position_embeddings == 8
+    )
+    assert load_config(["--swiglu", "--hidden-size=64"]).model.ffn_hidden_size is None
+    assert load_config(["--bf16", "--no-grad-reduce-in-fp32"]).ddp.grad_reduce_in_fp32 is False
+    assert load_config([]).model.overlap_p2p_comm is False
+    assert load_config(["--virtual-pipeline-model-parallel-size=2"]).model.overlap_p2p_comm is True
+
+
+def test_virtual_size_from_layers_per_chunk() -> None:
+    argv = ["--num-layers=8", "--pipeline-model-parallel-size=2", "--num-layers-per-virtual-pipeline-stage=1"]
+    assert load_config(argv).virtual_pipeline_model_parallel_size == 4
+    assert load_config(argv[:2]).virtual_pipeline_model_parallel_size is None
+
+
+def test_batch_arithmetic() -> None:
+    config = load_config(["--tensor-model-parallel-size=2", "--micro-batch-size=4", "--global-batch-size=48"])
+    assert config.data_parallel_size(8) == 4
+    assert config.num_microbatches(8) == 3
+    assert load_config(["--micro-batch-size=4"]).global_batch_size(8) == 32
+    with pytest.raises(ConfigError, match="world size is 3"):
+        config.data_parallel_size(3)
+    with pytest.raises(ConfigError, match="global_batch_size is 48"):
+        config.num_microbatches(20)
+
+
+def test_unknown_attributes_are_errors() -> None:
+    config = load_config([])
+    for section in (config.model, config.optimizer, config.ddp):
+        with pytest.raises(AttributeError, match="nonesuch"):
+            section.nonesuch  # noqa: B018 - reading it is the test.
+
+
+def test_configuration_survives_pickling_and_is_frozen() -> None:
+    config = load_config(["--model", "llama3_tiny"])
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.seed = 3  # type: ignore[misc]
+
+
+def test_help_names_every_option() -> None:
+    text = option_help()
+    for option in options().values():
+        assert option.flag in text
+
+
+def test_print_config_is_asked_for_and_not_printed() -> None:
+    config: TrainingConfig = load_config(["--print-config"])
+    assert config.launch.print_config
+    assert "print_config" not in config.to_yaml()
