@@ -63,7 +63,7 @@ class TensorParallelLinear(torch.autograd.Function):
             )
         ctx.dtype = _autocast_dtype(input)
         with _autocast_off(input):
-            input = _cast(input, ctx.dtype).contiguous() if sequence_parallel else _cast(input, ctx.dtype)
+            input = _cast(input, ctx.dtype).contiguous()
             ctx.save_for_backward(input)
             _keep_weight(ctx, weight)
             ctx.use_bias = bias is not None

@@ -1,0 +1,200 @@
+"""Core attention for Megatron's layer specs on torch's ``scaled_dot_product_attention``.
+
+Takes the place of ``megatron.core.transformer.dot_product_attention.DotProductAttention``, which
+builds the whole s x s score matrix and refuses sliding windows.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import ConfigError
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class DotProductAttention(MegatronModule):  # type: ignore[misc]
+    """``softmax(q k^T * scale) v`` with grouped queries, masks, sliding windows and dropout.
+
+    ``scale`` is ``1 / sqrt(kv_channels)`` unless ``softmax_scale`` is given. The kernels keep their
+    scores and softmax in fp32, so ``apply_query_key_layer_scaling`` (which divides by the layer's
+    number before the softmax and multiplies after, for fp16's sake) changes nothing and
+    ``attention_softmax_in_fp32`` always holds. A row that may attend to nothing gives zeros.
+
+    Raises ConfigError for context parallelism, which needs an attention of its own.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size is {config.context_parallel_size}, and this attention sees only its "
+                "own part of the sequence; set context_parallel_size=1"
+            )
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.attention_dropout = torch.nn.Dropout(
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[sq, b, heads, d] attends to [sk, b, groups, d]; returns [sq, b, heads * d_value].
+
+        ``attention_mask`` is bool, True where attending is forbidden, and broadcasts to
+        [b, heads, sq, sk]. It holds in addition to causality when ``attn_mask_type`` (by default
+        the layer's) is causal; None is the fast way to say causal and nothing else. With more keys
+        than queries (a key-value cache) the last query is aligned with the last key.
+        """
+        if packed_seq_params is not None:
+            raise ConfigError(
+                "packed sequences reached an attention that cannot separate them: tokens would attend across "
+                "documents; pass packed_seq_params=None"
+            )
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        causal, allowed = self._allowed(attention_mask, attn_mask_type or self.attn_mask_type, query, key)
+        grouped = query.size(1) != key.size(1)
+        if grouped and allowed is not None and query.device.type != "cpu":
+            # The fused kernels of accelerators take a mask or grouped heads, not both.
+            repeats = query.size(1) // key.size(1)
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+            grouped = False
+        # The kernels without an s x s matrix want one head size; zeros change neither scores nor sums.
+        value_size = value.size(-1)
+        query, key, value = _padded_to_one_size(query, key, value)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        attend = partial(
+            F.scaled_dot_product_attention,
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=self.softmax_scale,
+            enable_gqa=grouped,
+        )
+        if dropout and not self.config.sequence_parallel:
+            # Ranks that share a layer hold different heads and must drop different scores.
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                context = attend()
+        else:
+            context = attend()
+        return context[..., :value_size].permute(2, 0, 1, 3).flatten(2).contiguous()
+
+    def _allowed(
+        self, forbidden: Tensor | None, kind: AttnMaskType, query: Tensor, key: Tensor
+    ) -> tuple[bool, Tensor | None]:
+        """What torch wants to know: causal and nothing else, or a mask that is True where allowed."""
+        (batch, heads, sq, _), sk = query.shape, key.size(2)
+        causal = kind in _CAUSAL
+        if kind is AttnMaskType.no_mask and self.attn_mask_type in _CAUSAL and sq < sk:
+            # Megatron's key-value cache says no_mask after the prompt, assuming one query a step.
+            causal = True
+        if causal and sq > sk:
+            raise ConfigError(
+                f"causal attention of {sq} queries to {sk} keys: the first queries would see nothing"
+            )
+        left, right = _window(self.config.window_size, sk)
+        if causal:
+            right = 0
+        if forbidden is not None:
+            _check_mask(forbidden, (batch, heads, sq, sk))
+            if left is None and right == 0 and sq == sk and _is_exactly_causal(forbidden):
+                forbidden = None
+        # One query is the last one: causality forbids it nothing.
+        structural = left is not None or (right is not None and sq > 1)
+        if forbidden is None and structural and left is None and right == 0 and sq == sk:
+            return True, None
+        band = _outside_band(sq, sk, left, right, query.device) if structural else None
+        both = [mask for mask in (forbidden, band) if mask is not None]
+        return False, ~reduce(torch.logical_or, both) if both else None
+
+
+def _padded_to_one_size(*tensors: Tensor) -> list[Tensor]:
+    size = max(t.size(-1) for t in tensors)
+    return [t if t.size(-1) == size else F.pad(t, (0, size - t.size(-1))) for t in tensors]
+
+
+def _check_mask(mask: Tensor, shape: tuple[int, ...]) -> None:
+    fits = mask.dim() <= 4 and all(
+        m in (1, s) for m, s in zip(reversed(mask.shape), reversed(shape), strict=False)
+    )
+    if mask.dtype is not torch.bool or not fits:
+        raise ConfigError(
+            f"found an attention mask of {mask.dtype} and shape {tuple(mask.shape)}; expected torch.bool, "
+            f"True where attending is forbidden, broadcastable to {shape} (batch, heads, queries, keys)"
+        )
+
+
+def _window(size: tuple[int, int] | None, keys: int) -> tuple[int | None, int | None]:
+    """Keys visible to the left and right of a query's own position; None for all of them."""
+    if size is None:
+        return None, None
+    left, right = (None if n < 0 or n >= keys - 1 else n for n in size)
+    return left, right
+
+
+_last_band: tuple[Any, Tensor] | None = None
+
+
+def _outside_band(sq: int, sk: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
+    """[sq, sk], True outside the diagonal band whose last row ends at the last key."""
+    global _last_band
+    wanted = (sq, sk, left, right, device)
+    # All layers of a micro-batch ask for the same one.
+    if _last_band is not None and _last_band[0] == wanted:
+        return _last_band[1]
+    distance = torch.arange(sk, device=device) - torch.arange(sk - sq, sk, device=device)[:, None]
+    outside = torch.zeros(sq, sk, dtype=torch.bool, device=device)
+    if left is not None:
+        outside |= distance < -left
+    if right is not None:
+        outside |= distance > right
+    _last_band = (wanted, outside)
+    return outside
+
+
+# Mask -> (its version when it was looked at, the verdict). All layers get the same mask object, so
+# it is compared once; on an accelerator each comparison waits for the device.
+_verdicts: Any = WeakIdKeyDictionary()
+
+
+def _is_exactly_causal(mask: Tensor) -> bool:
+    known = _verdicts.get(mask)
+    if known is not None and known[0] == mask._version:
+        return bool(known[1])
+    size = mask.size(-1)
+    verdict = mask.dim() >= 2 and mask.size(-2) == size > 1
+    if verdict:
+        future = _outside_band(size, size, None, 0, mask.device)
+        verdict = bool((mask == future).all())
+    _verdicts[mask] = (mask._version, verdict)
+    return verdict
