@@ -147,6 +147,7 @@ prepare_data() {
         version="$("$PYTHON" -c 'import platform; print(platform.python_version())')"
         name="stdlib-$version"
     fi
+    if [[ -n ${VOCAB_SIZE:-} ]]; then options+=(--vocab-size "$VOCAB_SIZE"); fi
     if [[ -n ${MAX_TOKENS:-} ]]; then options+=(--max-tokens "$MAX_TOKENS"); fi
     DATA_DIR="${DATA_DIR:-$REPO_ROOT/data/$name}"
     act "${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli prepare --output "$DATA_DIR" "${options[@]}" || exit 1
@@ -194,6 +195,7 @@ Run again, it resumes. Variables:
                    ($CPU_MODEL on a CPU, $ACCELERATOR_MODEL otherwise)
   BACKEND          auto, cpu, cuda (auto)
   CORPUS           folder, .jsonl or text file to train on (Python's standard library)
+  VOCAB_SIZE       tokens of the BPE that is trained on it (4096)
   MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)
   DATA_DIR         where the prepared data is or goes (data/NAME in the repository)
   RUN_DIR          checkpoints, metrics and the index cache (runs/MODEL in the repository)

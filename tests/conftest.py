@@ -11,7 +11,9 @@ from tests.soak import SoakReport
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mt_megatron")
-    group.addoption("--soak", action="store_true", help="also run acceptance volumes, and write results/soak-*")
+    group.addoption(
+        "--soak", action="store_true", help="also run acceptance volumes, and write results/soak-*"
+    )
     group.addoption("--backend", default="cpu", help="run tests marked backend(NAME) of this name too (cpu)")
 
 

@@ -1,0 +1,257 @@
+"""The launch script: what it shows, what it refuses, and one real run that trains, resumes and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.validate import problems
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA3 = ROOT / "examples" / "llama3"
+SHELL_FILES = (
+    "examples/launch_common.sh",
+    "examples/llama3/dist_run_pretrain.sh",
+    "tests/run.sh",
+    ".ci/run",
+)
+# As few processes as the layout in the file needs.
+WORLD_SIZES = {"llama3_tiny": 2, "llama3_8b": 8, "llama3_70b": 32, "llama3_405b": 288}
+
+
+def _environment(**changes: str) -> dict[str, str]:
+    variables = (
+        "BACKEND",
+        "CORPUS",
+        "DATA_DIR",
+        "MASTER_ADDR",
+        "MAX_TOKENS",
+        "MODEL",
+        "NNODES",
+        "NODE_RANK",
+        "VOCAB_SIZE",
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in (*variables, "RUN_DIR", "NPROC_PER_NODE")}
+    # Also where the package is not installed: the script looks from another folder than the checkout.
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
+
+
+def _launch(
+    *arguments: str, root: Path = ROOT, cwd: Path | None = None, timeout: float = 60, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(root / "examples" / "llama3" / "dist_run_pretrain.sh"), *arguments],
+        cwd=cwd,
+        env=_environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The examples under a path with blanks, where nothing was ever run."""
+    root = tmp_path / "a path with blanks"
+    shutil.copytree(ROOT / "examples", root / "examples")
+    return root
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("my corpus")
+    for i in range(60):
+        lines = (f"entry {i} of {j}: {(i * 37 + j * 11) % 101} and {(i + j) % 7}\n" for j in range(120))
+        (folder / f"d{i:02d}.txt").write_text("".join(lines))
+    return folder
+
+
+def test_shell_files_are_clean() -> None:
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed; the extra dev brings it")
+    found = subprocess.run([shellcheck, "-x", *SHELL_FILES], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("name", sorted(WORLD_SIZES))
+def test_every_model_file_is_a_valid_configuration(name: str) -> None:
+    config = load_config([], LLAMA3 / f"{name}.yaml")
+    assert problems(config, world_size=WORLD_SIZES[name], check_files=False) == []
+
+
+def test_every_model_file_is_tested() -> None:
+    assert {file.stem for file in LLAMA3.glob("*.yaml")} == set(WORLD_SIZES)
+
+
+def test_dry_run_shows_the_command_and_changes_nothing(checkout: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    shown = _launch("--dry-run", "--lr", "1e-3", root=checkout, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    prepare, run = shown.stdout.splitlines()
+    assert "mt_megatron.cli prepare --output" in prepare
+    assert "--nproc-per-node 2 --nnodes 1" in run and "127.0.0.1:0" in run
+    assert run.startswith("env OMP_NUM_THREADS=1 ")
+    assert "llama3_tiny.yaml" in run and run.rstrip().endswith("--lr 1e-3")
+    assert str(checkout).replace(" ", "\\ ") in run, "blanks are quoted: the line can be pasted"
+
+
+def test_dry_run_without_an_environment_shows_how_it_would_be_made(checkout: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    # An interpreter that has nothing installed: the base of this one, isolated.
+    bare.write_text(f'#!/bin/sh\nexec "{sys._base_executable}" -I -S "$@"\n')  # type: ignore[attr-defined]
+    bare.chmod(0o755)
+    shown = _launch("--dry-run", root=checkout, PYTHON=str(bare), TORCH_SPEC="torch==2.7.0")
+    assert shown.returncode == 0, shown.stderr
+    venv, torch, package, prepare, run = shown.stdout.splitlines()
+    assert "-m venv" in venv and "pip install" in torch and "torch==2.7.0" in torch
+    assert package.rstrip().endswith(str(checkout).replace(" ", "\\ "))
+    assert all("/.venv/bin/python" in line for line in (prepare, run))
+    assert not (checkout / ".venv").exists()
+
+
+def test_variables_reach_the_command(tmp_path: Path, corpus: Path) -> None:
+    shown = _launch(
+        "--dry-run",
+        MODEL="llama3_8b",
+        NNODES="2",
+        NODE_RANK="1",
+        MASTER_ADDR="10.0.0.1",
+        NPROC_PER_NODE="4",
+        CORPUS=str(corpus),
+        MAX_TOKENS="5000",
+        RUN_DIR=str(tmp_path / "run"),
+    )
+    assert shown.returncode == 0, shown.stderr
+    prepare, run = shown.stdout.splitlines()
+    assert "--corpus" in prepare and "--max-tokens 5000" in prepare
+    assert "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500" in run
+    assert "127.0.0.1" not in run
+    assert "llama3_8b.yaml" in run and f"--save {tmp_path}/run/checkpoints" in run
+
+
+def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
+    shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere")
+    (run,) = shown.stdout.splitlines()
+    assert run.count("--train-data-path") == 1 and "mine/train" in run
+    assert run.count("--save") == 1 and "elsewhere" in run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MODEL": "llama4"}, "expected one of: llama3_405b llama3_70b llama3_8b llama3_tiny"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "needs MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, "needs NODE_RANK"),
+        ({"BACKEND": "abacus"}, "no backend is called 'abacus'"),
+        ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python does not run"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_says_why(changes: dict[str, str], message: str) -> None:
+    shown = _launch("--dry-run", **changes)
+    assert shown.returncode == 2
+    assert message in shown.stderr
+
+
+SMALL = (
+    *("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128"),
+    *("--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "32"),
+    *("--max-position-embeddings", "32", "--lr-warmup-iters", "2", "--eval-iters", "2"),
+    *("--log-interval", "5", "--save-interval", "1000", "--eval-interval", "1000"),
+)
+
+
+def _train(tmp_path: Path, corpus: Path, iterations: int, *more: str, **changes: str):
+    return _launch(
+        *SMALL,
+        *("--train-iters", str(iterations), *more),
+        cwd=tmp_path,
+        timeout=240,
+        CORPUS=str(corpus),
+        VOCAB_SIZE="300",
+        DATA_DIR=str(tmp_path / "prepared data"),
+        RUN_DIR=str(tmp_path / "my run"),
+        **changes,
+    )
+
+
+def _events(tmp_path: Path, kind: str) -> list[dict]:
+    lines = (tmp_path / "my run" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == kind]
+
+
+def test_trains_resumes_and_says_when_it_is_complete(tmp_path: Path, corpus: Path) -> None:
+    first = _train(tmp_path, corpus, 10)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "training a byte-level BPE" in first.stdout
+    (end,) = _events(tmp_path, "end")
+    assert end["finished"] and end["iteration"] == 10
+    assert 0 < end["bigram"] < end["unigram"] and end["valid_loss"] > 0
+    assert "unigrams" in first.stdout and "bigrams" in first.stdout
+    assert Path(end["checkpoint"]).is_dir()
+
+    second = _train(tmp_path, corpus, 20)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "already prepared" in second.stdout and "continuing from" in second.stdout
+    steps = [record["iteration"] for record in _events(tmp_path, "train")]
+    assert steps == [5, 10, 15, 20]
+
+    third = _train(tmp_path, corpus, 20)
+    assert third.returncode == 0, third.stdout + third.stderr
+    assert [record["iteration"] for record in _events(tmp_path, "train")] == steps, "nothing left to train"
+    ends = _events(tmp_path, "end")
+    assert ends[2]["finished"] and ends[2]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-6)
+
+
+def test_terminating_the_script_saves_and_leaves_no_process(tmp_path: Path, corpus: Path) -> None:
+    process = subprocess.Popen(
+        [
+            "bash",
+            str(LLAMA3 / "dist_run_pretrain.sh"),
+            *SMALL,
+            "--train-iters",
+            "100000",
+            "--log-interval",
+            "1",
+        ],
+        env=_environment(
+            CORPUS=str(corpus),
+            VOCAB_SIZE="300",
+            DATA_DIR=str(tmp_path / "prepared data"),
+            RUN_DIR=str(tmp_path / "my run"),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "my run" / "metrics.jsonl"
+    started: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and '"train"' in metrics.read_text()):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.2)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 2
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        for child in [*started, process]:
+            if child.is_running() if isinstance(child, psutil.Process) else child.poll() is None:
+                child.kill()
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in started), output
+    assert list((tmp_path / "my run" / "checkpoints").glob("iter_*")), output
