@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.seams import family
 from mt_megatron.seams.layout import RankLayout
@@ -52,7 +53,7 @@ class LlamaFamily:
         chunk: torch.nn.Module = GPTModel(
             config=transformer,
             transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm),
-            vocab_size=padded_vocab_size(config),
+            vocab_size=_padded_vocab_size(config),
             max_sequence_length=model.max_position_embeddings or _seq_length(config),
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
@@ -99,7 +100,7 @@ class LlamaFamily:
         ffn = (model.ffn_hidden_size or 4 * hidden) * (3 if model.gated_linear_unit else 2)
         layer = hidden * (query + key_value) + query * hidden + hidden * ffn
         attention = 2 * _seq_length(config) * query
-        return float(6 * (model.num_layers * (layer + attention) + hidden * padded_vocab_size(config)))
+        return float(6 * (model.num_layers * (layer + attention) + hidden * _padded_vocab_size(config)))
 
     def convert_table(self, config: Any) -> dict[str, TensorRow]:
         """Hugging Face's ``LlamaForCausalLM`` (already half-rotated: nothing is permuted)."""
@@ -128,10 +129,12 @@ class LlamaFamily:
         return table
 
 
-def padded_vocab_size(config: Any) -> int:
-    """The vocabulary rounded up to ``make_vocab_size_divisible_by`` x tensor-parallel size."""
-    unit = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return int(-(-_vocab_size(config) // unit) * unit)
+def _padded_vocab_size(config: Any) -> int:
+    return padded_vocab_size(
+        _vocab_size(config),
+        divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel=config.parallel.tensor_model_parallel_size,
+    )
 
 
 def _masked_loss(model: torch.nn.Module, loss_mask: Tensor, losses: Tensor) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ from mt_megatron.training.rng import load_rng, save_rng
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "mt_megatron.json"
 _FOLDER = re.compile(r"iter_(\d{7,})")
+_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +222,11 @@ def _load(folder: Path, wanted: dict[str, Any], document: Mapping[str, Any], str
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder), strict=strict)
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, EOFError) as error:
+        saved = document.get("config", {}).get("model", {})
+        shape = ", ".join(f"{name} {saved[name]}" for name in _SHAPE if name in saved)
         raise CheckpointError(
-            f"{folder} (model {json.dumps(document.get('model', {}))}) does not load into this run's model: "
-            f"{type(error).__name__}: {error}. Use the configuration stored in {MANIFEST}, or another "
-            "checkpoint"
+            f"{folder} ({shape}) does not load into this run's model: {type(error).__name__}: {error}. Use the "
+            f"configuration stored in its {MANIFEST}, or another checkpoint"
         ) from error
     return state
 

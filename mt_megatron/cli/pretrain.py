@@ -1,0 +1,65 @@
+"""``mt-megatron pretrain``: one process of a training run; torchrun starts several."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from typing import Any
+
+import mt_megatron
+from mt_megatron.errors import ConfigError
+from mt_megatron.training.arguments import load_config, option_help
+from mt_megatron.training.validate import validate
+
+
+class _ListOptions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: Any) -> None:
+        print(option_help())
+        parser.exit()
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "pretrain",
+        help="train a model",
+        description="Train a model on prepared data. Alone it is a run of one process; torchrun starts\n"
+        "several. Options are Megatron-Core's field names and Megatron-LM 0.9's argument names, over a\n"
+        "YAML file (--config FILE), over a preset (--model NAME); --list-options names them all.",
+        epilog="example:\n"
+        "  mt-megatron prepare --output data\n"
+        "  torchrun --nproc-per-node 2 -m mt_megatron.cli pretrain --model llama3_tiny \\\n"
+        "    --train-data-path data/train --valid-data-path data/valid \\\n"
+        "    --tokenizer-model data/tokenizer.json --train-iters 100 --global-batch-size 8 \\\n"
+        "    --lr 2e-3 --save runs/tiny",
+    )
+    parser.add_argument("--list-options", action=_ListOptions, nargs=0, help="print every option and stop")
+    parser.set_defaults(func=run, config_arguments=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Returns 0 when the run ended as it was told to, by a request to stop as well."""
+    if not args.config_argv:
+        raise ConfigError("nothing says what to train. Start with --model NAME or --config FILE; see --help.")
+    config = load_config(args.config_argv)
+    if config.launch.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    # Not earlier: torch takes seconds to import, and the checks above need none of it.
+    from mt_megatron.training.distributed import world_size
+    from mt_megatron.training.loop import train
+
+    validate(config, world_size=world_size())
+    _quieten()
+    mt_megatron.patch(config.launch.backend)
+    train(config)
+    return 0
+
+
+def _quieten() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # What upstream says of itself once per rank, and what its missing extras mean here, is our business.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")

@@ -1,0 +1,408 @@
+"""A training run from its configuration to its last checkpoint and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mt_megatron
+from mt_megatron.errors import CheckpointError, DataError
+from mt_megatron.models.parameters import count_parameters
+from mt_megatron.seams import events
+from mt_megatron.training.checkpoint import (
+    Progress,
+    latest_checkpoint,
+    load_checkpoint,
+    load_weights,
+    read_manifest,
+    resolve_checkpoint,
+    save_checkpoint,
+)
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_build import model_shape
+from mt_megatron.training.data.batches import train_batches
+from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
+from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.training.distributed import Job, joined, require_precision, require_same_plan
+from mt_megatron.training.evaluate import Validation, evaluate
+from mt_megatron.training.lr import learning_rate
+from mt_megatron.training.metrics import Display, Metrics, perplexity
+from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.step import Batches, Shape, StepResult, make_forward_step, train_step
+from mt_megatron.training.summary import corpus_baselines, summary_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    progress: Progress
+    finished: bool
+    """Whether all of ``train_iters`` are done."""
+
+    loss: float | None
+    """Training loss of the last step of this run; None when it made none."""
+
+    validation: Validation | None
+    """The last validation; None when there was none."""
+
+    checkpoint: Path | None
+    """The newest checkpoint; None when none is written."""
+
+
+def train(config: TrainingConfig) -> Outcome:
+    """Run ``config`` on the backend that Megatron is patched for; collective.
+
+    Call ``mt_megatron.training.validate.validate`` and ``mt_megatron.patch`` first. Raises an
+    ``MtMegatronError``; checkpoints that were completed stay.
+    """
+    backend = mt_megatron.backend()
+    require_precision(config, backend)
+    started = time.monotonic()
+    with joined(config, backend) as job, _termination() as terminated:
+        require_same_plan(mt_megatron.report().plan_digest, job)
+        run = _Run(config, job, started)
+        try:
+            return run.run(terminated)
+        finally:
+            run.close()
+
+
+class _Run:
+    """The state of one run. It is made whole by ``__init__`` and used up by ``run``."""
+
+    def __init__(self, config: TrainingConfig, job: Job, started: float) -> None:
+        tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
+        if config.model.vocab_size is None:
+            config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+        self.config = config
+        self.job = job
+        self.tokenizer = tokenizer
+        self.started = started
+        self.train_iters = _required(config.train.train_iters, "train_iters")
+        self.global_batch_size = config.global_batch_size(job.layout.world_size)
+        self.shape = Shape(
+            num_microbatches=config.num_microbatches(job.layout.world_size),
+            micro_batch_size=config.train.micro_batch_size,
+            seq_length=_required(config.train.seq_length, "seq_length"),
+        )
+        self.display = Display(self.train_iters, enabled=job.is_main)
+        path = config.logging.metrics_path
+        self.metrics = Metrics(Path(path) if path and job.is_main else None)
+        for note in config.notes:
+            self.display.say(note)
+        family = family_of(config)
+        self.forward_step = make_forward_step(family, job.backend.device())
+        self.flops_per_token = family.flops(config)
+        self.datasets = self._datasets()
+        self.trainable: Trainable = build(config, job, family)
+        self.manifest = {
+            "config": config.to_dict(),
+            "patches": json.loads(mt_megatron.report().to_json()),
+            "data_order": order_fingerprint(self.datasets.train),
+        }
+        self.checkpoint: Path | None = None
+        self.validation: Validation | None = None
+        self.progress = self._resume()
+        self._announce()
+
+    def close(self) -> None:
+        self.display.close()
+        self.metrics.close()
+
+    def run(self, terminated: threading.Event) -> Outcome:
+        window = _Window()
+        result: StepResult | None = None
+        batches = self._batches()
+        while self.progress.iteration < self.train_iters:
+            iteration = self.progress.iteration + 1
+            with events.span("step", iteration=iteration):
+                result = train_step(
+                    self.trainable,
+                    self.forward_step,
+                    batches,
+                    self.shape,
+                    self.job,
+                    iteration=iteration,
+                    stop=terminated.is_set() or self._out_of_time(),
+                )
+            self._advance(result)
+            window.add(result)
+            if self._due(self.config.logging.log_interval):
+                self._report(window, result)
+                window = _Window()
+            if result.stop_requested or self._due(self.config.train.exit_interval):
+                break
+            if self._due(self.config.checkpoint.save_interval):
+                self._save()
+            if self._due(self.config.train.eval_interval) and iteration < self.train_iters:
+                self._evaluate()
+        if result is not None:
+            if window.results:
+                self._report(window, result)
+            self._save()
+        if result is not None and result.stop_requested:
+            # Whoever asked is waiting: every rank agreed on this with the loss.
+            self.display.say(f"stopped on request after step {self.progress.iteration}")
+        else:
+            self._evaluate()
+        self._summary(result)
+        return Outcome(
+            progress=self.progress,
+            finished=self.progress.iteration >= self.train_iters,
+            loss=None if result is None else result.loss,
+            validation=self.validation,
+            checkpoint=self.checkpoint,
+        )
+
+    def _datasets(self) -> Datasets:
+        config, train = self.config, self.config.train
+        prefixes = [
+            Path(each)
+            for each in (*config.data.train_data_path, *config.data.data_path)
+            if Path(each + ".idx").exists()
+        ]
+        beside = prefixes[0].parent if prefixes else Path(config.checkpoint.save or ".")
+        # A weighted blend cannot be one pass over everything; any other evaluation is limited later.
+        weighted = len(config.data.valid_data_path) > 1 or len(config.data.data_path) > 1
+        return build_datasets(
+            config.data,
+            tokenizer=self.tokenizer,
+            sequence_length=self.shape.seq_length,
+            train_samples=self.train_iters * self.global_batch_size,
+            valid_samples=train.eval_iters * self.global_batch_size
+            if weighted or config.data.mock_data
+            else None,
+            test_samples=0 if weighted or config.data.mock_data else None,
+            seed=train.seed,
+            cache_dir=beside / "index_cache",
+        )
+
+    def _resume(self) -> Progress:
+        """Continue, or start from given weights, or start anew; say which."""
+        options = self.config.checkpoint
+        folder: Path | None = None
+        if options.resume not in ("auto", "never"):
+            folder = resolve_checkpoint(Path(options.resume))
+        elif options.resume == "auto" and options.save is not None:
+            folder = latest_checkpoint(Path(options.save))
+        if folder is None:
+            if options.load is not None:
+                folder = resolve_checkpoint(Path(options.load))
+                load_weights(folder, self.trainable)
+                self.display.say(f"starting from the weights of {folder}")
+            return Progress()
+        progress, notes = load_checkpoint(folder, self.trainable, self.job)
+        if read_manifest(folder).get("data_order") != self.manifest["data_order"]:
+            notes.append(
+                "the order of training samples is not the checkpoint's (other data, or train_iters needs "
+                "another number of epochs): some samples may come twice or not at all"
+            )
+        for note in notes:
+            self.display.say(f"note: {note}")
+        if notes and self.config.launch.strict:
+            raise CheckpointError(f"{folder} cannot be continued exactly (--strict): {'; '.join(notes)}")
+        self.checkpoint = folder
+        self.display.say(f"continuing from {folder} at step {progress.iteration}")
+        return progress
+
+    def _announce(self) -> None:
+        layout, backend = self.job.layout, self.job.backend
+        parameters = count_parameters(model_shape(self.config)).total
+        self.metrics.record(
+            "start",
+            self.progress.iteration,
+            {
+                "backend": backend.name,
+                "device": backend.device_name(),
+                "layout": dataclasses.asdict(layout),
+                "data_parallel_size": layout.dp,
+                "global_batch_size": self.global_batch_size,
+                "num_microbatches": self.shape.num_microbatches,
+                "seq_length": self.shape.seq_length,
+                "parameters": parameters,
+                "precision": self.config.params_dtype,
+                "flops_per_token": self.flops_per_token,
+            },
+        )
+        chunks = f" x {layout.vpp} chunks" if layout.interleaved else ""
+        self.display.say(
+            f"{backend.name} ({backend.device_name()}), {layout.world_size} process(es): tensor {layout.tp}, "
+            f"pipeline {layout.pp}{chunks}, data {layout.dp}; {parameters:,} parameters in "
+            f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
+            f"{self.train_iters} steps"
+        )
+
+    def _batches(self) -> Batches:
+        return [
+            train_batches(
+                self.datasets.train,
+                consumed_samples=self.progress.consumed_samples,
+                micro_batch_size=self.shape.micro_batch_size,
+                data_parallel_rank=self.job.at.dp,
+                data_parallel_size=self.job.layout.dp,
+                num_workers=self.config.data.num_workers,
+                pin_memory=self.job.backend.device_type != "cpu",
+            )
+            for _ in self.trainable.chunks
+        ]
+
+    def _advance(self, result: StepResult) -> None:
+        done = self.progress
+        self.progress = Progress(
+            iteration=done.iteration + 1,
+            consumed_samples=done.consumed_samples + self.global_batch_size,
+            consumed_tokens=done.consumed_tokens + result.tokens,
+            skipped_iterations=done.skipped_iterations + result.skipped,
+        )
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.progress.iteration % interval == 0
+
+    def _out_of_time(self) -> bool:
+        # One clock decides; the wish travels to the others with the loss.
+        limit = self.config.train.exit_duration_in_mins
+        return limit is not None and self.job.is_main and time.monotonic() - self.started > 60 * limit
+
+    def _report(self, window: _Window, result: StepResult) -> None:
+        seconds = window.seconds()
+        values = {
+            "loss": window.loss(),
+            "grad_norm": result.grad_norm,
+            "lr": learning_rate(self.trainable.optimizer),
+            "tokens_per_second": window.tokens() / seconds,
+            "step_seconds": seconds / len(window.results),
+            "consumed_samples": self.progress.consumed_samples,
+            "consumed_tokens": self.progress.consumed_tokens,
+            "skipped_iterations": self.progress.skipped_iterations,
+            "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
+            "memory_bytes": self.job.backend.max_memory_allocated(),
+        }
+        self.metrics.record("train", self.progress.iteration, values)
+        self.display.step(self.progress.iteration, values)
+
+    def _evaluate(self) -> None:
+        iters, dataset = self.config.train.eval_iters, self.datasets.valid
+        if dataset is None or iters == 0:
+            return
+        began = time.monotonic()
+        self.validation = evaluate(
+            self.trainable,
+            self.forward_step,
+            dataset,
+            self.shape,
+            self.job,
+            max_samples=iters * self.global_batch_size,
+        )
+        values = {
+            "loss": self.validation.loss,
+            "perplexity": perplexity(self.validation.loss),
+            "tokens": self.validation.tokens,
+            "seconds": time.monotonic() - began,
+        }
+        self.metrics.record("valid", self.progress.iteration, values)
+        self.display.say(
+            f"step {self.progress.iteration}: validation loss {self.validation.loss:.4f} nats per token, "
+            f"perplexity {values['perplexity']:.2f}, over {self.validation.tokens:,} tokens"
+        )
+
+    def _save(self) -> None:
+        options = self.config.checkpoint
+        if options.save is None or self._is_saved(Path(options.save)):
+            return
+        began = time.monotonic()
+        self.checkpoint = save_checkpoint(
+            Path(options.save), self.trainable, self.progress, self.job, manifest=self.manifest
+        )
+        seconds = time.monotonic() - began
+        values = {"path": str(self.checkpoint), "seconds": seconds}
+        self.metrics.record("checkpoint", self.progress.iteration, values)
+        self.display.say(f"step {self.progress.iteration}: checkpoint {self.checkpoint} ({seconds:.1f} s)")
+
+    def _is_saved(self, directory: Path) -> bool:
+        current = directory / f"iter_{self.progress.iteration:07d}"
+        return self.checkpoint is not None and self.checkpoint.absolute() == current.absolute()
+
+    def _summary(self, result: StepResult | None) -> None:
+        baselines = None
+        if self.job.is_main and self.validation is not None:
+            baselines = corpus_baselines(
+                self.config,
+                self.datasets.valid,
+                vocab_size=self.tokenizer.vocab_size,
+                max_samples=self.config.train.eval_iters * self.global_batch_size,
+            )
+        self.metrics.record(
+            "end",
+            self.progress.iteration,
+            {
+                "finished": self.progress.iteration >= self.train_iters,
+                "train_loss": None if result is None else result.loss,
+                "valid_loss": None if self.validation is None else self.validation.loss,
+                "unigram": None if baselines is None else baselines.unigram,
+                "bigram": None if baselines is None else baselines.bigram,
+                "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+                "seconds": time.monotonic() - self.started,
+            },
+        )
+        for line in summary_lines(
+            self.config,
+            progress=self.progress,
+            train_iters=self.train_iters,
+            validation=self.validation,
+            baselines=baselines,
+            checkpoint=self.checkpoint,
+        ):
+            self.display.say(line)
+
+
+class _Window:
+    """The steps since the last report."""
+
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
+        self._began = time.monotonic()
+
+    def add(self, result: StepResult) -> None:
+        self.results.append(result)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def tokens(self) -> int:
+        return sum(result.tokens for result in self.results)
+
+    def loss(self) -> float:
+        return sum(result.loss for result in self.results) / len(self.results)
+
+
+@contextmanager
+def _termination() -> Iterator[threading.Event]:
+    """Set the event on SIGTERM instead of dying, so that the run can save; a second one ends it."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def handler(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _required(value: int | None, name: str) -> int:
+    if value is None:
+        raise DataError(f"{name} is not set; give --{name.replace('_', '-')}")
+    return value

@@ -1,0 +1,54 @@
+"""The lines at the end of a run: its validation loss beside that of n-grams on the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mt_megatron.training.checkpoint import Progress
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.data.datasets import SampleDataset
+from mt_megatron.training.data.ngram import Baselines, NgramModel, dataset_baselines
+from mt_megatron.training.evaluate import Validation
+from mt_megatron.training.metrics import perplexity
+
+
+def summary_lines(
+    config: TrainingConfig,
+    *,
+    progress: Progress,
+    train_iters: int,
+    validation: Validation | None,
+    baselines: Baselines | None,
+    checkpoint: Path | None,
+) -> list[str]:
+    """What a person wants to know when a run has ended."""
+    lines = [f"done: {progress.iteration} of {train_iters} steps, {progress.consumed_tokens:,} tokens"]
+    if validation is not None:
+        lines.append(
+            f"validation cross-entropy {validation.loss:.4f} nats per token, perplexity "
+            f"{perplexity(validation.loss):.2f}, over {validation.tokens:,} tokens"
+        )
+    if validation is not None and baselines is not None:
+        side = "below" if validation.loss < baselines.bigram else "not below"
+        lines.append(
+            f"on the same tokens: training unigrams {baselines.unigram:.4f}, interpolated training bigrams "
+            f"{baselines.bigram:.4f}; this model is {side} the bigrams"
+        )
+    lines.append(f"checkpoint: {checkpoint}" if checkpoint is not None else "checkpoint: none (no --save)")
+    if config.logging.metrics_path is not None:
+        lines.append(f"metrics: {config.logging.metrics_path}")
+    return lines
+
+
+def corpus_baselines(
+    config: TrainingConfig, valid: SampleDataset | None, *, vocab_size: int, max_samples: int
+) -> Baselines | None:
+    """Unigrams and bigrams of the training tokens, scored on the positions that validation scores.
+
+    None when the training data is not one prepared corpus (a prefix with ``corpus.json`` beside
+    it): counting the n-grams of an arbitrary blend could take longer than the run.
+    """
+    prefixes = config.data.train_data_path
+    if valid is None or len(prefixes) != 1 or not (Path(prefixes[0]).parent / "corpus.json").exists():
+        return None
+    return dataset_baselines(NgramModel.of_prefixes(prefixes, vocab_size), valid, max_samples)
