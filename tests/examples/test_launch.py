@@ -27,21 +27,14 @@ SHELL_FILES = (
 )
 # As few processes as the layout in the file needs.
 WORLD_SIZES = {"llama3_tiny": 2, "llama3_8b": 8, "llama3_70b": 32, "llama3_405b": 288}
+VARIABLES = (
+    *("BACKEND", "MODEL", "CORPUS", "VOCAB_SIZE", "MAX_TOKENS", "DATA_DIR", "RUN_DIR"),
+    *("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def _environment(**changes: str) -> dict[str, str]:
-    variables = (
-        "BACKEND",
-        "CORPUS",
-        "DATA_DIR",
-        "MASTER_ADDR",
-        "MAX_TOKENS",
-        "MODEL",
-        "NNODES",
-        "NODE_RANK",
-        "VOCAB_SIZE",
-    )
-    environment = {k: v for k, v in os.environ.items() if k not in (*variables, "RUN_DIR", "NPROC_PER_NODE")}
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     # Also where the package is not installed: the script looks from another folder than the checkout.
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
