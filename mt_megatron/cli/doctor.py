@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mt_megatron
+from mt_megatron._session import untested_versions
 from mt_megatron.cli import doctor_host as host
 from mt_megatron.cli.doctor_probe import MARKER
 
@@ -173,9 +174,8 @@ def _warnings(report: dict[str, Any]) -> list[str]:
             f"/dev/shm has {shared / 2**20:.0f} MiB free: data loader workers may run out of it; use "
             "--num-workers 0 or give the container more (--shm-size)"
         )
-    check = report["patches"].get("check")
-    if isinstance(check, dict):
-        warnings.extend(str(each) for each in check.get("warnings", []))
+    if report["versions"]["packaging"] is not None:
+        warnings.extend(untested_versions())
     return warnings
 
 

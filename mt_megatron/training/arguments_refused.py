@@ -90,7 +90,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     # Processes and communication.
     ("the order of ranks is tensor, context, expert, data, pipeline; leave it out", "use-tp-pp-dp-mapping"),
     ("set the collective library's own environment variables instead", "nccl-communicator-config-path"),
-    ("it configures Transformer Engine's overlap, which is not used here; leave it out", "tp-comm-overlap-cfg"),
+    (
+        "it configures Transformer Engine's overlap, which is not used here; leave it out",
+        "tp-comm-overlap-cfg",
+    ),
     (_NOT_YET, "no-scatter-gather-tensors-in-pipeline no-align-grad-reduce data-parallel-random-init"),
     # The loop.
     ("only validation during training is there; leave it out", "skip-train"),
@@ -141,7 +144,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("restarts are torchrun's (--max-restarts); leave it out", "enable-ft-package"),
     # Reports.
     (
-        "reports are fixed: --metrics-path and --tensorboard-dir say where they go; leave it out",
+        "reports are fixed; --metrics-path and --tensorboard-dir say where they go; leave it out",
         (
             "log-params-norm log-throughput log-progress timing-log-option tensorboard-log-interval "
             "tensorboard-queue-size log-timers-to-tensorboard no-log-loss-scale-to-tensorboard "

@@ -84,7 +84,7 @@ class ParallelConfig:
     """Pipeline stages."""
 
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks per pipeline stage (interleaved 1F1B). None: the plain 1F1B schedule."""
+    """Model chunks per pipeline stage (interleaved 1F1B). None or 1: the plain 1F1B schedule."""
 
     num_layers_per_virtual_pipeline_stage: int | None = None
     """The same said by layers: chunks = layers per stage / this."""
@@ -316,12 +316,12 @@ class TrainingConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Chunks per stage, from either way of saying it; None without interleaving."""
+        """Chunks per stage, from either way of saying it; None without interleaving, also for one."""
         per_chunk = self.parallel.num_layers_per_virtual_pipeline_stage
-        if per_chunk is None:
-            return self.parallel.virtual_pipeline_model_parallel_size
-        per_stage = self.model.num_layers // self.parallel.pipeline_model_parallel_size
-        return int(per_stage // per_chunk)
+        chunks = self.parallel.virtual_pipeline_model_parallel_size
+        if per_chunk is not None:
+            chunks = self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_chunk
+        return None if chunks == 1 else chunks
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in ``world_size`` processes. Raises ``ConfigError`` if it does not divide."""
@@ -351,7 +351,7 @@ class TrainingConfig:
         if total % size:
             raise ConfigError(
                 f"global_batch_size is {total}; expected a multiple of micro_batch_size x data-parallel "
-                f"size = {size}. Change global_batch_size or micro_batch_size."
+                f"size = {size}. Change --global-batch-size or --micro-batch-size."
             )
         return total // size
 

@@ -28,7 +28,8 @@ def _sources(config: TrainingConfig) -> list[str]:
         )
     if any(per_split.values()) and not data.train_data_path:
         found.append(
-            "valid_data_path or test_data_path is given without train_data_path. Set --train-data-path."
+            "valid_data_path or test_data_path is given without train_data_path; expected it. "
+            "Set --train-data-path."
         )
     if data.split is None and data.data_path:
         found.append("data_path is given without split; expected its shares. Set --split, such as 98,2,0.")
@@ -41,7 +42,7 @@ def _sources(config: TrainingConfig) -> list[str]:
 
 def _split(split: str, used: bool) -> list[str]:
     if not used:
-        return [f"split is {split!r} without data_path, which is all that it divides. Leave --split out."]
+        return [f"split is {split!r} without data_path, all it divides; expected both. Leave --split out."]
     try:
         shares = [float(each) for each in split.split(",")]
     except ValueError:
@@ -78,8 +79,8 @@ def _blend(name: str, blend: tuple[str, ...]) -> list[str]:
         if missing:
             found.append(
                 f"{name} names {prefix}, but {' and '.join(prefix + each for each in missing)} "
-                f"{'do' if len(missing) > 1 else 'does'} not exist. Make the data with `mt-megatron "
-                "prepare`, or correct the path (without .bin and .idx)."
+                f"{'do' if len(missing) > 1 else 'does'} not exist; expected a prefix without .bin and .idx. "
+                f"Make the data with `mt-megatron prepare`, or correct --{name.replace('_', '-')}."
             )
     return found
 
@@ -107,7 +108,8 @@ def _tokenizer(config: TrainingConfig) -> list[str]:
         ]
     if not Path(data.tokenizer_model).is_file():
         return [
-            f"tokenizer_model is {data.tokenizer_model}, which does not exist. Correct --tokenizer-model."
+            f"tokenizer_model is {data.tokenizer_model}, which does not exist; expected a file. "
+            "Correct --tokenizer-model."
         ]
     return []
 
@@ -117,7 +119,7 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
     if checkpoint.save_interval is not None and checkpoint.save is None:
         found.append("save_interval is set without save; expected a directory. Set --save.")
     if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
-        found.append(f"load is {checkpoint.load}, which is no directory. Correct --load.")
+        found.append(f"load is {checkpoint.load}, which is no directory; expected one. Correct --load.")
     if checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).is_dir():
         found.append(
             f"resume is {checkpoint.resume}; expected auto, never or the directory of a checkpoint. "

@@ -36,8 +36,8 @@ def _sizes(config: TrainingConfig) -> list[str]:
     if model.gated_linear_unit and model.ffn_hidden_size is None:
         thirds = int(4 * model.hidden_size * 2 / 3 / 64) * 64
         found.append(
-            f"ffn_hidden_size is not set for a gated unit; Megatron-LM takes {thirds} for --swiglu, "
-            f"Megatron-Core {4 * model.hidden_size}. Set --ffn-hidden-size to the one you mean."
+            f"ffn_hidden_size is not set for a gated unit; expected a number: Megatron-LM takes {thirds} for "
+            f"--swiglu, Megatron-Core {4 * model.hidden_size}. Set --ffn-hidden-size to the one you mean."
         )
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(model, name)

@@ -65,18 +65,19 @@ def _pipeline(config: TrainingConfig) -> list[str]:
     ):
         if value is not None and value < 1:
             return [f"{name} is {value}; expected at least 1. Set --{name.replace('_', '-')}."]
-    interleaved = chunks is not None or per_chunk is not None
+    interleaved = _interleaved(config)
     if interleaved and stages == 1:
         found.append(
             "interleaving is asked for with pipeline_model_parallel_size 1; expected a size above 1. Leave "
-            "the virtual pipeline options out or raise --pipeline-model-parallel-size."
+            "--virtual-pipeline-model-parallel-size out or raise --pipeline-model-parallel-size."
         )
     first, last = model.first_pipeline_num_layers, model.last_pipeline_num_layers
     if first is not None or last is not None:
         if interleaved:
             found.append(
                 "first_pipeline_num_layers or last_pipeline_num_layers is set together with interleaving; "
-                "expected one of the two: upstream cannot combine them. Leave one out."
+                "expected one of the two: upstream cannot combine them. Leave "
+                "--virtual-pipeline-model-parallel-size out."
             )
         return found + _uneven(layers, stages, first, last)
     if layers % stages:
@@ -101,7 +102,8 @@ def _pipeline(config: TrainingConfig) -> list[str]:
     if chunks is not None and per_chunk is not None and chunks * per_chunk != per_stage:
         found.append(
             f"virtual_pipeline_model_parallel_size {chunks} x num_layers_per_virtual_pipeline_stage "
-            f"{per_chunk} is not the {per_stage} layers per stage; expected them to agree. Leave one out."
+            f"{per_chunk} is not the {per_stage} layers per stage; expected them to agree. Leave "
+            "--num-layers-per-virtual-pipeline-stage out."
         )
     if interleaved and stages == 2 and not model.overlap_p2p_comm:
         found.append(
@@ -109,6 +111,12 @@ def _pipeline(config: TrainingConfig) -> list[str]:
             "between the same two processes would mix. Leave --no-overlap-p2p-comm out."
         )
     return found
+
+
+def _interleaved(config: TrainingConfig) -> bool:
+    # Not by the number of chunks alone: one that does not come out even is asked for all the same.
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    return (chunks or 1) > 1 or config.virtual_pipeline_model_parallel_size is not None
 
 
 def _uneven(layers: int, stages: int, first: int | None, last: int | None) -> list[str]:
@@ -154,11 +162,7 @@ def _data(config: TrainingConfig, world_size: int) -> list[str]:
     except ConfigError as error:
         return [*found, str(error)]
     stages = parallel.pipeline_model_parallel_size
-    interleaved = (
-        parallel.virtual_pipeline_model_parallel_size is not None
-        or parallel.num_layers_per_virtual_pipeline_stage is not None
-    )
-    if interleaved and microbatches % stages:
+    if _interleaved(config) and microbatches % stages:
         found.append(
             f"there are {microbatches} micro-batches per step; expected a multiple of "
             f"pipeline_model_parallel_size = {stages} under the interleaved schedule. Change "
@@ -182,7 +186,7 @@ def _expert(config: TrainingConfig, world_size: int) -> list[str]:
     if experts % size:
         found.append(
             f"num_moe_experts is {experts}; expected a multiple of expert_model_parallel_size = {size}. "
-            "Change either."
+            "Change --num-moe-experts or --expert-model-parallel-size."
         )
     share = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if world_size % (share * size):

@@ -67,7 +67,7 @@ def _learning_rate(config: TrainingConfig) -> list[str]:
     if fraction is not None and train.lr_warmup_iters:
         found.append(
             f"lr_warmup_fraction is {fraction} and lr_warmup_iters is {train.lr_warmup_iters}; expected "
-            "one of the two. Leave one out."
+            "one of the two. Leave --lr-warmup-fraction or --lr-warmup-iters out."
         )
     decay = train.lr_decay_iters or train.train_iters
     if decay is not None and train.lr_warmup_iters >= decay > 0:

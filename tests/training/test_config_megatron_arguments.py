@@ -13,12 +13,7 @@ from mt_megatron.training.arguments_refused import REFUSED
 from mt_megatron.training.config_types import NOT_SETTABLE, options
 
 _LINES = (Path(__file__).parent / "megatron_lm_0_9_arguments.txt").read_text().splitlines()
-ARGUMENTS = {name: kind for name, kind in (line.split() for line in _LINES if not line.startswith("#"))}
-
-_VALUES = {
-    "adam": "adam",
-    "int": "1",
-}
+ARGUMENTS = dict(line.split() for line in _LINES if not line.startswith("#"))
 
 
 def flags() -> dict[str, str]:
