@@ -1,0 +1,111 @@
+"""Dependencies point downwards only, and the patch engine knows nothing of torch or Megatron."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mt_megatron"
+LEVELS = (
+    {"cli"},
+    {"training", "convert", "scan", "scope"},
+    {"models", "fp8", "pipeline"},
+    {"comm", "patches"},
+    {"patching", "backends", "seams"},
+)
+"""Upper to lower; a package may import its own level and below. ``errors`` is below all."""
+
+ALONE = {"scan", "scope", "seams"}
+"""Packages that import no other package of their own level."""
+
+PUBLIC = {"__init__", "_session", "errors"}
+"""The public API and what implements it; ``errors`` is below everything."""
+
+
+UPSTREAM_SHAPED = ("attention", "linear", "norm")
+"""Modules of ``models`` that take the place of upstream's own. The patches that put them there
+import them, upwards, when they are applied; in return they import nothing above the seams."""
+
+
+def level(package: str) -> int:
+    return next(index for index, packages in enumerate(LEVELS) if package in packages)
+
+
+def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
+    """Every absolute module name that ``tree`` imports at run time, with its line."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue  # For the type checker alone: nothing is imported.
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{name}.{alias.name}", node.lineno) for alias in node.names)
+        yield from imports(node, module)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE.parent).with_suffix("")
+    return ".".join(relative.parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards(path: Path) -> None:
+    module = module_of(path)
+    own = module.split(".")[1]
+    for name, line in imports(ast.parse(path.read_text()), module):
+        parts = name.split(".")
+        if parts[0] != "mt_megatron" or own in PUBLIC or len(parts) < 2 or parts[1] in PUBLIC:
+            continue
+        if own == "patches" and parts[1] == "models" and parts[2] in UPSTREAM_SHAPED:
+            continue
+        other = parts[1] if any(parts[1] in packages for packages in LEVELS) else own
+        assert level(own) <= level(other), f"{path}:{line}: {own} imports {name}, which is above it"
+        if own in ALONE and level(own) == level(other):
+            assert own == other or other == "backends", f"{path}:{line}: {own} imports {name}"
+        if own == "patching":
+            assert other == "patching", f"{path}:{line}: the engine imports {name}"
+
+
+@pytest.mark.parametrize("name", UPSTREAM_SHAPED)
+def test_modules_that_patches_put_in_place_import_nothing_above_the_seams(name: str) -> None:
+    path = PACKAGE / "models" / f"{name}.py"
+    for imported, line in imports(ast.parse(path.read_text()), module_of(path)):
+        if imported.startswith("mt_megatron."):
+            assert imported.split(".")[1] in ("seams", "backends", "errors"), f"{path}:{line}: {imported}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "patching").glob("*.py")), ids=lambda path: path.name)
+def test_the_patch_engine_knows_neither_torch_nor_megatron(path: Path) -> None:
+    for name, line in imports(ast.parse(path.read_text()), module_of(path)):
+        assert name.split(".")[0] not in ("torch", "megatron", "numpy"), f"{path}:{line}: imports {name}"
+
+
+def test_every_package_has_a_level() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert packages <= set().union(*LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("mt_megatron.seams.x", "from ..training import loop", "mt_megatron.training.loop"),
+        (
+            "mt_megatron.seams.x",
+            "def f():\n    from ..training.loop import run",
+            "mt_megatron.training.loop.run",
+        ),
+        ("mt_megatron.models.x", "import mt_megatron.cli.main", "mt_megatron.cli.main"),
+        ("mt_megatron.models.x", "from . import y", "mt_megatron.models.y"),
+        ("mt_megatron.models.x", "if TYPE_CHECKING:\n    import mt_megatron.cli", None),
+    ],
+)
+def test_imports_are_recognised(module: str, source: str, found: str | None) -> None:
+    assert [name for name, _ in imports(ast.parse(source), module)] == ([found] if found else [])
