@@ -114,7 +114,9 @@ def _check_addition(patch: Patch, module: str, qualname: str, cache: DigestCache
         if outer:
             owner = source_of(f"{module}:{outer}", cache)
             if owner.definition.kind != "class":
-                raise PatchTargetError(f"{module}:{outer} is no class, so nothing can be added to it") from None
+                raise PatchTargetError(
+                    f"{module}:{outer} is no class, so nothing can be added to it"
+                ) from None
         elif not exists(module):
             raise
         return

@@ -33,9 +33,7 @@ def write_fingerprints(path: Path, sources: Iterable[Source]) -> None:
     content = {
         source.target: {
             "digest": source.digest,
-            "lines": " ".join(
-                f"{line - source.first_line}:{mark}" for line, mark in fingerprint(source)
-            ),
+            "lines": " ".join(f"{line - source.first_line}:{mark}" for line, mark in fingerprint(source)),
         }
         for source in sorted(sources, key=lambda source: source.target)
     }
@@ -74,13 +72,14 @@ def describe_drift(
         if first == last:
             before = new[first][0] if first < len(new) else source.last_line + 1
             places.append(str(before))
-            shown.append(f"    {before:>5} ! {lost} line(s) of the expected source are missing before this line")
+            shown.append(f"    {before:>5} ! {lost} expected line(s) are missing before this line")
             continue
         numbers = [line for line, _ in new[first:last]]
         places.append(f"{numbers[0]}" if numbers[0] == numbers[-1] else f"{numbers[0]}-{numbers[-1]}")
         shown += [f"    {line:>5} + {text[line - 1]}" for line in numbers if line <= len(text)]
-        if lost != last - first:
-            shown.append(f"          ! in place of {lost} line(s) of the expected source")
+        shown.append(
+            f"          ! {f'in place of {lost} expected' if lost else 'not among the expected'} line(s)"
+        )
     if len(shown) > _SHOWN:
         shown = [*shown[:_SHOWN], f"          ... and {len(shown) - _SHOWN} more"]
     return "\n".join([f"{source.path}, line(s) {', '.join(places)} of {span.rpartition(':')[2]}:", *shown])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -100,9 +101,7 @@ def with_constants(code: CodeType, table: Mapping[Any, Any], target: str) -> Cod
     return changed
 
 
-def _exchange(
-    code: CodeType, table: Mapping[tuple[type, Any], Any], used: set[tuple[type, Any]]
-) -> CodeType:
+def _exchange(code: CodeType, table: Mapping[tuple[type, Any], Any], used: set[tuple[type, Any]]) -> CodeType:
     keyword_names = _keyword_names(code)
 
     def one(value: Any) -> Any:
@@ -130,7 +129,7 @@ def _keyword_names(code: CodeType) -> set[int]:
     """Indices of the tuples that name the keywords of a call, which are no literals."""
     found: set[int] = set()
     instructions = list(dis.get_instructions(code))
-    for instruction, following in zip(instructions, instructions[1:], strict=False):
+    for instruction, following in itertools.pairwise(instructions):
         before_call = following.opname in ("CALL_FUNCTION_KW", "CALL_KW")  # before and after 3.11, 3.12
         if instruction.opname == "KW_NAMES" or (instruction.opname == "LOAD_CONST" and before_call):
             found.add(instruction.arg or 0)

@@ -47,6 +47,11 @@ class Step:
     digest: str | None
     """Of the installed source; None where the kind needs no source or there is none."""
 
+    @property
+    def package(self) -> str:
+        """The top-level package of the target."""
+        return self.module.partition(".")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -78,8 +83,9 @@ def make_plan(
     features: Collection[str] | None = None,
     strict: bool = True,
     settings: Settings | None = None,
+    notes: Sequence[str] = (),
 ) -> Plan:
-    """Select, order and check.
+    """Select, order and check; ``notes`` are warnings that the report shall carry too.
 
     Raises:
         PatchError: a duplicate id, an unknown feature, or an ``after`` that is unknown or a cycle.
@@ -99,7 +105,7 @@ def make_plan(
         resolved[patch.id] = resolve(patch, cache, settings.unpinned)
     cache.save()
     steps: list[Step] = []
-    warnings: list[str] = []
+    warnings: list[str] = list(notes)
     for patch in ordered:
         found = resolved[patch.id]
         found.raise_problem(settings.fingerprints, allow_drift=settings.allow_drift)

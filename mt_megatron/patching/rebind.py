@@ -18,23 +18,26 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
+from ..errors import PatchConflictError
 from .digest import parse_file
 from .places import Attribute, Defaults, Item, Place, parts
 from .referrers import Held, Holder, Search, search
 
-Reach = Literal["everywhere", "package", "imports"]
+Reach = Literal["everywhere", "package", "away", "imports"]
+"""How far the identity of a value says that a holder means the target that it is found at.
+
+* ``everywhere``: it was made in the target's package, or is a container with an identity of its
+  own; whoever holds it means the target.
+* ``package``: a callable from elsewhere (``jit_fuser = torch.compile``); only names in modules of
+  the target's package mean the target by it.
+* ``away``: a callable that a patch brought; names outside of its own package mean the target.
+* ``imports``: a value that means nothing by its identity, such as ``True``; only names bound by
+  ``from owner import name`` mean the target.
+"""
 
 
 def reach(value: Any, package: str) -> Reach:
-    """How far the identity of an original says that a holder means this target.
-
-    * ``everywhere``: it was made in the target's package, or is a container with an identity of
-      its own; whoever holds it means the target.
-    * ``package``: a callable from elsewhere (``jit_fuser = torch.compile``); only modules of the
-      package mean the target by it.
-    * ``imports``: a value that means nothing by its identity, such as ``True``; only names bound
-      by ``from owner import name`` mean the target.
-    """
+    """The reach of an original that is found at a target in ``package``."""
     if isinstance(value, (list, dict, set, staticmethod, classmethod, property)):
         return "everywhere"
     home = getattr(value, "__module__", None)
@@ -55,6 +58,7 @@ class Original:
     held: Held
     target: Attribute
     module: str
+    reach: Reach
     descriptor: Held | None = None
     """The staticmethod, classmethod or property around ``held``, when there is one."""
 
@@ -63,16 +67,28 @@ class Original:
         return self.module.partition(".")[0]
 
 
-def holders(originals: Sequence[Original], ignored: Iterable[Any] = ()) -> Search:
-    """Every place other than the targets themselves that holds one of the originals."""
+def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Search:
+    """Every place other than the targets themselves that holds one of the originals.
+
+    ``ignored`` are ids of objects that may go on holding an original. Raises PatchConflictError
+    when two targets are one object, so that its other holders could mean either.
+    """
     found = Search()
     everywhere: list[Original] = []
+    claimed: dict[int, Original] = {}
     for original in originals:
-        kind = reach(original.held.value, original.package)
-        if kind == "everywhere":
+        other = claimed.setdefault(id(original.held.value), original)
+        if other is not original and original.reach != "imports":
+            raise PatchConflictError(
+                f"{other.target.describe()} and {original.target.describe()} are one object, so what its "
+                f"other holders mean cannot be told: patch one of them"
+            )
+        if original.reach == "everywhere":
             everywhere.append(original)
-        elif kind == "package":
+        elif original.reach == "package":
             found.holders += _named(original, loaded_modules(original.package))
+        elif original.reach == "away":
+            found.holders += _named(original, _away(original))
         elif isinstance(original.target.owner, ModuleType):
             found.holders += _imported(original)
     # Counted before anything found is kept, because what is kept is a reference too.
@@ -95,9 +111,10 @@ def holders(originals: Sequence[Original], ignored: Iterable[Any] = ()) -> Searc
     return found
 
 
-def _search(found: Search, held: list[Held], originals: Sequence[Original], ignored: Iterable[Any]) -> None:
+def _search(found: Search, held: list[Held], originals: Sequence[Original], ignored: Collection[int]) -> None:
     wrappers = [one.descriptor.value for one in originals if one.descriptor]
-    ours = [*ignored, *wrappers, *map(_attributes, wrappers), *found.holders, wrappers]
+    own = [wrappers, *wrappers, *map(_attributes, wrappers), *found.holders]
+    ours = {*ignored, *map(id, own), id(own)}
     known = {holder.place.key for holder in found.holders} | {one.target.key for one in originals}
     deep = search(held, ours)
     if deep.stuck:
@@ -159,6 +176,13 @@ def _classes(module: ModuleType) -> Iterable[type]:
     values = list(vars(module).values())
     own = (one for one in values if isinstance(one, type) and one.__module__ == module.__name__)
     return {id(one): one for one in own}.values()  # once each, whatever a metaclass says of equality
+
+
+def _away(original: Original) -> Iterator[ModuleType]:
+    home = str(getattr(original.held.value, "__module__", "")).partition(".")[0]
+    for module in loaded_modules():
+        if home == original.package or not in_package(module.__name__, home):
+            yield module
 
 
 def _named(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder]:

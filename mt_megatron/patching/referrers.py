@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import (
     AsyncGeneratorType,
@@ -57,7 +57,7 @@ _BASE = 0
 _BASE = Held(object()).references()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holder:
     """``place`` holds ``held``, which is an original or an immutable object with one inside."""
 
@@ -86,11 +86,11 @@ def class_cells(cls: type) -> set[int]:
     return found
 
 
-def search(originals: Sequence[Held], ignored: list[Any]) -> Search:
+def search(originals: Sequence[Held], ignored: Collection[int]) -> Search:
     """All holders of the originals, whatever module or object they are in, but for the ignored
-    objects and the list of them."""
+    ones, which are given by their ids so that the question adds no holder."""
     found = Search()
-    skip = {id(one) for one in originals} | {id(one) for one in ignored} | {id(ignored), id(originals)}
+    skip = {id(one) for one in originals} | set(ignored)
     modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, ModuleType)}
     wanted = [held.value for held in originals]
     for value in wanted:
@@ -107,13 +107,14 @@ def search(originals: Sequence[Held], ignored: list[Any]) -> Search:
         skip.add(id(deeper))
         ids = {id(value) for value in wanted}
         for referrer in referrers:
-            if id(referrer) in skip or id(referrer) in seen:
+            if id(referrer) in skip:
                 continue
-            seen.add(id(referrer))
             inside = [value for value in gc.get_referents(referrer) if id(value) in ids]
             skip.add(id(inside))
             if isinstance(referrer, _IMMUTABLE):
-                deeper.append(referrer)
+                if id(referrer) not in seen:
+                    deeper.append(referrer)
+                seen.add(id(referrer))
                 continue
             owner = modules.get(id(referrer)) or owners.get(id(referrer))
             for value in {id(one): one for one in inside}.values():
@@ -222,4 +223,3 @@ def describe(value: Any) -> str:
     if isinstance(value, FrameType):
         return f"a call of {value.f_code.co_name} in progress"
     return f"an instance of {type(value).__module__}.{type(value).__qualname__}"
-

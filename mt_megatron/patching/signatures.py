@@ -30,7 +30,7 @@ def misfit(body: Any, upstream: Sequence[Parameter], *, skip_original: bool) -> 
             return f"the call ({shown}) fits upstream but not the body: {error}"
         expected = {parameter.name for parameter in upstream}
         for name, value in bound.arguments.items():
-            if name in expected and value in expected and name != value:
+            if name in expected and isinstance(value, str) and value in expected and name != value:
                 return f"the call ({shown}) gives upstream's {value!r} to the body's {name!r}"
     return None
 

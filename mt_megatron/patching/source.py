@@ -148,9 +148,7 @@ def _bindings(body: list[Statement], name: str) -> Iterator[_Binding]:
         yield from _bindings_in(statement, name, ())
 
 
-def _bindings_in(
-    statement: Statement, name: str, around: tuple[Statement, ...]
-) -> Iterator[_Binding]:
+def _bindings_in(statement: Statement, name: str, around: tuple[Statement, ...]) -> Iterator[_Binding]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         if statement.name == name:
             tests = tuple(
@@ -192,9 +190,7 @@ def _bound_names(statement: Statement) -> set[str]:
         targets = [item.optional_vars for item in statement.items if item.optional_vars]
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
         return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
-    return {
-        node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
-    }
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 def _describe(node: Statement, name: str, segments: tuple[tuple[int, int], ...]) -> Definition:
@@ -218,9 +214,7 @@ def _describe(node: Statement, name: str, segments: tuple[tuple[int, int], ...])
             for a in node.names
             if (a.asname or a.name.partition(".")[0]) == name
         )
-        return Definition(
-            kind="import", segments=segments, parameters=None, imported_from=f"{module}:"
-        )
+        return Definition(kind="import", segments=segments, parameters=None, imported_from=f"{module}:")
     return Definition(kind="assignment", segments=segments, parameters=None)
 
 

@@ -1,0 +1,103 @@
+"""The ``rebind`` kind: what some modules mean by a name, while its owner keeps the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ..errors import PatchConflictError
+from .journal import Journal
+from .places import Attribute, exchange
+from .plan import Step
+from .rebind import in_package, loaded_modules, scoped_places
+
+
+@dataclass(frozen=True)
+class _Meaning:
+    original: Any
+    replacement: Any
+    patch: str
+
+
+class ScopedRebinds:
+    """All rebinds of a plan, as one map per scope from the identity of an original, so that a
+    module is looked through once however many there are."""
+
+    def __init__(self, steps: Iterable[Step], journal: Journal) -> None:
+        self._waiting = {step.patch.id: step for step in steps}
+        self._journal = journal
+        self._meanings: dict[tuple[str, ...], dict[int, _Meaning]] = {}
+        self._targets: set[tuple[str, str]] = {
+            (step.module, step.qualname) for step in self._waiting.values()
+        }
+        self.prefixes = tuple({prefix for step in self._waiting.values() for prefix in step.patch.scope})
+
+    @property
+    def waiting(self) -> list[Step]:
+        """Rebinds whose original does not exist yet, because its module is not imported."""
+        return list(self._waiting.values())
+
+    def covers(self, module: str) -> bool:
+        return any(in_package(module, prefix) for prefix in self.prefixes)
+
+    def take(self, step: Step, original: Any, replacement: Any) -> None:
+        """From now on ``step`` is known. Raises PatchConflictError when another rebind means
+        something else by the same object."""
+        for scope, meanings in self._meanings.items():
+            other = meanings.get(id(original))
+            overlap = any(in_package(a, b) or in_package(b, a) for a in scope for b in step.patch.scope)
+            if other is not None and overlap and other.replacement is not replacement:
+                raise PatchConflictError(
+                    f"patches {other.patch} and {step.patch.id} rebind the same object under two names: "
+                    f"keep one"
+                )
+        known = self._meanings.setdefault(step.patch.scope, {})
+        known.setdefault(id(original), _Meaning(original, replacement, step.patch.id))
+        self._waiting.pop(step.patch.id, None)
+
+    def resolve(self, ready: Callable[[Step], bool], find: Callable[[Step], tuple[Any, Any]]) -> bool:
+        """Take every waiting step whose owner is ready; whether there was one."""
+        # Taken out first: two threads may end their imports at the same time.
+        found = [self._waiting.pop(step.patch.id, None) for step in self.waiting if ready(step)]
+        steps = [step for step in found if step is not None]
+        for step in steps:
+            self.take(step, *find(step))
+        return bool(steps)
+
+    def apply(self, modules: Sequence[ModuleType] | None = None) -> None:
+        """Rebind in the given modules, or in all imported ones that a scope covers."""
+        for scope, meanings in list(self._meanings.items()):
+            for prefix in scope:
+                found = loaded_modules(prefix) if modules is None else modules
+                for module in found:
+                    if in_package(module.__name__, prefix):
+                        self._apply(module, meanings)
+
+    def give_back(self) -> None:
+        """After everything recorded was written back: names in a scope that still mean a
+        replacement got it later, from another module of the scope."""
+        for scope, meanings in self._meanings.items():
+            back = {
+                id(one.replacement): _Meaning(one.replacement, one.original, one.patch)
+                for one in meanings.values()
+            }
+            for prefix in scope:
+                for module in loaded_modules(prefix):
+                    for place, held in list(scoped_places(module, back)):
+                        new = held
+                        for meaning in back.values():
+                            new = exchange(new, meaning.original, meaning.replacement)
+                        place.swap(held, new)
+
+    def _apply(self, module: ModuleType, meanings: dict[int, _Meaning]) -> None:
+        for place, held in list(scoped_places(module, meanings)):
+            if isinstance(place, Attribute) and (module.__name__, place.name) in self._targets:
+                continue  # the owner keeps the original
+            new, patches = held, list[str]()
+            for meaning in meanings.values():
+                changed = exchange(new, meaning.original, meaning.replacement)
+                if changed is not new:
+                    new, patches = changed, [*patches, meaning.patch]
+            self._journal.write(place, held, new, ", ".join(patches))
