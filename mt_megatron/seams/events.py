@@ -30,8 +30,8 @@ EventName = Literal[
     "checkpoint",
     "step",
 ]
-"""What can begin and end. ``microbatch`` encloses one forward or one backward pass of one
-micro-batch with the waiting around it; ``forward`` and ``backward`` are the computation alone."""
+"""What can begin and end. ``microbatch`` is one micro-batch's stay at this stage in one
+``direction``, with whatever its schedule does around the ``forward`` or ``backward`` inside."""
 
 Phase = Literal["begin", "end"]
 Listener = Callable[[Phase, EventName, Mapping[str, Any]], None]

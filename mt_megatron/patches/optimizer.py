@@ -1,0 +1,175 @@
+"""Adam and the distributed optimizer on torch's fused AdamW, without Apex and Transformer Engine.
+
+Their FusedAdam keeps ``step`` in the parameter groups, torch's AdamW keeps one per parameter. Upstream
+tells them apart by one flag, ``HAVE_APEX_OR_TE``, that also refuses the distributed optimizer, so
+the flag stays as it is and is set aside only where its answer is the wrong one. In checkpoints
+``step`` is in the parameter groups either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ..backends.base import Backend
+from ..errors import CheckpointError
+from ..patching.spec import Patch
+
+_CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+
+def _adam(original: Any, *, backend: Backend) -> Any:
+    import torch
+
+    # Apex's or Transformer Engine's class, where they are installed, is what was asked for.
+    return backend.adamw if original is torch.optim.AdamW else original
+
+
+def _step_is_per_parameter() -> bool:
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+@contextmanager
+def _as_if_available() -> Iterator[None]:
+    from megatron.core.optimizer import distrib_optimizer
+
+    before = distrib_optimizer.HAVE_APEX_OR_TE
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    try:
+        yield
+    finally:
+        distrib_optimizer.HAVE_APEX_OR_TE = before
+
+
+def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    per_parameter = _step_is_per_parameter()
+    with _as_if_available():
+        original(self, *args, **kwargs)
+    if per_parameter and not any(group["params"] for group in self.optimizer.param_groups):
+        # This rank owns no shard and so no state to count in, yet what it saves must agree.
+        self.optimizer.register_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["step"] = group.get("step", 0.0) + 1.0
+
+
+def _state_dict(original: Callable[..., Any], self: Any) -> Any:
+    """Upstream's own extraction of ``step`` fails before the first step and on a rank without a shard."""
+    if not _step_is_per_parameter():
+        return original(self)
+    with _as_if_available():
+        state_dict = original(self)
+    step = _common_step(self.optimizer)
+    for group in state_dict["optimizer"]["param_groups"]:
+        group["step"] = step
+    return state_dict
+
+
+def _common_step(optimizer: Any) -> float:
+    steps = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"parameters of one optimizer have taken different numbers of steps ({sorted(steps)}), and a "
+            "checkpoint of Megatron's holds a single one; step all parameters together"
+        )
+    counted = (group["step"] for group in optimizer.param_groups if "step" in group)
+    return steps.pop() if steps else float(next(counted, 0.0))
+
+
+def _load_state_dict(original: Callable[..., None], self: Any, state_dict: Any) -> None:
+    if not _step_is_per_parameter():
+        original(self, state_dict)
+        return
+    # FusedAdam has no step in its groups until it has taken one.
+    groups = [{"step": 0.0, **group} for group in state_dict["optimizer"]["param_groups"]]
+    original(self, {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}})
+    for state in self.optimizer.state.values():
+        # Upstream gives all parameters one tensor, which then counts once for each of them.
+        state["step"] = state["step"].clone()
+
+
+def _without_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """These treat every entry of a parameter's state as a tensor of the shard's shape."""
+    states = [state for state in self.optimizer.state.values() if "step" in state]
+    steps = [state.pop("step") for state in states]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        for state, step in zip(states, steps, strict=True):
+            state["step"] = step
+        # Asking for the state of a parameter that has none yet left an empty one.
+        for parameter in [p for p, state in self.optimizer.state.items() if not state]:
+            del self.optimizer.state[parameter]
+
+
+def patches(backend: Backend) -> list[Patch]:
+    def wrap(name: str, body: Callable[..., Any], reason: str, digest: str) -> Patch:
+        return Patch(
+            id=f"optimizer.distributed_{name.strip('_')}",
+            target=f"{_CLASS}.{name}",
+            kind="wrap",
+            feature="optimizer",
+            reason=reason,
+            body=body,
+            digest=digest,
+        )
+
+    shape = "a per-parameter step is no tensor of the shard's shape; it travels in the parameter groups"
+    return [
+        Patch(
+            id="optimizer.adam",
+            target="megatron.core.optimizer:Adam",
+            kind="value",
+            feature="optimizer",
+            reason="the backend's fused AdamW instead of torch's loop over parameters",
+            body=partial(_adam, backend=backend),
+        ),
+        wrap(
+            "__init__",
+            _init,
+            "it asserts that Apex or Transformer Engine is installed",
+            digest="96f92c71655b1a68276f3f315f5942f9efb8d787055eb33105a48e576f2894e1",
+        ),
+        wrap(
+            "state_dict",
+            _state_dict,
+            "Adam's step, also before the first and without a shard",
+            digest="ff8ebcee4ffd65bb50874beac323aeadc63a1a6cda2d210ac1aa08f0e731956a",
+        ),
+        wrap(
+            "load_state_dict",
+            _load_state_dict,
+            "every parameter needs a step tensor of its own",
+            digest="593f8cd3af9d90591b205f9b27b8797224b1fd9cbd2b1c15b3ce09e68093c9e1",
+        ),
+        wrap(
+            "get_parameter_state_fs_bucket_space",
+            _without_step,
+            shape,
+            digest="e73fa2b502056b7eece34faf14481bbfcdee27cb3d9e0110a55d28b43350c578",
+        ),
+        wrap(
+            "sharded_param_state_fs_model_space",
+            _without_step,
+            shape,
+            digest="29097206db28d28f8819c3f17c848f4a8a8c510df611098aa348da366f66528e",
+        ),
+        wrap(
+            "load_parameter_state_from_fs_bucket_space",
+            _without_step,
+            shape,
+            digest="785994992e9503ff50139ef8cf0cef407151fdf342f441f4ddb2e18e3e94eb10",
+        ),
+        wrap(
+            "load_parameter_state_from_fs_model_space",
+            _without_step,
+            shape,
+            digest="6b728ed328e7f3b823c80171c41c48ea6b36932032fab49ac61b3b4e6bf18ace",
+        ),
+    ]
