@@ -10,7 +10,14 @@ from ..patching.spec import Patch
 
 
 def _init(
-    original: Callable[..., None], self: Any, config: Any, hidden_size: int, eps: float = 1e-5, **hints: Any
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    hidden_size: int,
+    eps: float = 1e-5,
+    persist_layer_norm: bool = False,
+    zero_centered_gamma: bool = False,
+    normalization: str = "LayerNorm",
 ) -> None:
     """Make the instance one of ours before it has any state.
 
@@ -20,6 +27,11 @@ def _init(
     """
     from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
 
+    hints = {
+        "persist_layer_norm": persist_layer_norm,
+        "zero_centered_gamma": zero_centered_gamma,
+        "normalization": normalization,
+    }
     if type(self) is not WrappedTorchLayerNorm:
         original(self, config, hidden_size, eps, **hints)
         return
