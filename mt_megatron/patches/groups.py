@@ -19,6 +19,10 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
         name: value for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)
     }
     original()
+    # Left standing, a rank of the next layout takes itself for a member of this one's groups.
+    for name in vars(parallel_state):
+        if name.endswith("_GLOBAL_RANKS"):
+            setattr(parallel_state, name, None)
     if not dist.is_initialized():
         return
     registered = dist.distributed_c10d._world.pg_map
