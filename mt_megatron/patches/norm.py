@@ -33,13 +33,14 @@ def _init(
         "normalization": normalization,
     }
     if type(self) is not WrappedTorchLayerNorm:
-        original(self, config, hidden_size, eps, **hints)
+        original(self, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
         return
     from ..models.norm import norm_class
 
     cls = norm_class(config)
     object.__setattr__(self, "__class__", cls)
-    cls.__init__(self, config, hidden_size, eps, **hints)
+    # The other arguments name a kernel or repeat, sometimes wrongly, what the config says.
+    cls.__init__(self, config, hidden_size, eps)
 
 
 def patches(backend: Backend) -> list[Patch]:
