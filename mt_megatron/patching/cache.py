@@ -14,6 +14,8 @@ from typing import Any
 from .source import Definition, Parameter
 
 _Key = tuple[int, int]
+Known = tuple[Definition, str]
+"""How a name is defined, and the digest of that."""
 
 
 def default_path() -> Path:
@@ -33,21 +35,22 @@ class DigestCache:
         self._stats: dict[str, _Key] = {}
         self._files: dict[str, dict[str, Any]] = self._load()
 
-    def get(self, path: Path, qualname: str) -> tuple[Definition, str] | None:
-        entry = self._files.get(str(path))
-        if entry is None or tuple(entry["key"]) != self._key(path):
-            return None
-        known = entry["names"].get(qualname)
-        if known is None:
-            return None
-        return _decode(known), known["digest"]
+    def __getitem__(self, place: tuple[Path, str]) -> Known | None:
+        """Of a file and a qualified name; None says that the file does not define it. Raises
+        KeyError when nothing is remembered, or the file has changed since."""
+        path, qualname = place
+        entry = self._files[str(path)]
+        if tuple(entry["key"]) != self._key(path):
+            raise KeyError(place)
+        return _decode(entry["names"][qualname])
 
-    def put(self, path: Path, qualname: str, definition: Definition, digest: str) -> None:
+    def __setitem__(self, place: tuple[Path, str], known: Known | None) -> None:
+        path, qualname = place
         key = self._key(path)
         entry = self._files.get(str(path))
         if entry is None or tuple(entry["key"]) != key:
             entry = self._files[str(path)] = {"key": list(key), "names": {}}
-        entry["names"][qualname] = {**asdict(definition), "digest": digest}
+        entry["names"][qualname] = None if known is None else {**asdict(known[0]), "digest": known[1]}
         self._dirty = True
 
     def save(self) -> None:
@@ -92,19 +95,22 @@ class DigestCache:
                 tuple(entry["key"])
                 for known in entry["names"].values():
                     _decode(known)
-                    str.encode(known["digest"])
             return dict(content["files"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._dirty = True
             return {}
 
 
-def _decode(known: dict[str, Any]) -> Definition:
+def _decode(known: dict[str, Any] | None) -> Known | None:
+    if known is None:
+        return None
     parameters = known["parameters"]
-    return Definition(
+    definition = Definition(
         kind=known["kind"],
         segments=tuple((first, last) for first, last in known["segments"]),
         parameters=None if parameters is None else tuple(Parameter(**one) for one in parameters),
         decorators=tuple(known["decorators"]),
         imported_from=known["imported_from"],
     )
+    str.encode(known["digest"])  # a TypeError here makes a damaged cache be ignored
+    return definition, known["digest"]

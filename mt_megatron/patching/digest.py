@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import PatchTargetError
-from .cache import DigestCache
+from .cache import DigestCache, Known
 from .source import Definition, define, locate, parse_target
 
 SCHEME = 1
@@ -60,17 +60,18 @@ def source_of(target: str, cache: DigestCache | None = None) -> Source:
     module has no source file or does not bind the name."""
     module, qualname = parse_target(target)
     path = locate(module)
-    known = cache.get(path, qualname) if cache is not None else None
+    try:
+        known = cache[path, qualname] if cache is not None else _digest_file(path, qualname, target)
+    except KeyError:
+        assert cache is not None
+        known = cache[path, qualname] = _digest_file(path, qualname, target)
     if known is None:
-        definition, digest = _digest_file(path, qualname, target)
-        if cache is not None:
-            cache.put(path, qualname, definition, digest)
-    else:
-        definition, digest = known
+        raise PatchTargetError(f"{path} does not define {qualname!r}, so {target} does not exist")
+    definition, digest = known
     return Source(target=target, path=str(path), definition=definition, digest=digest)
 
 
-def _digest_file(path: Path, qualname: str, target: str) -> tuple[Definition, str]:
+def _digest_file(path: Path, qualname: str, target: str) -> Known | None:
     try:
         text, tree = parse_file(path)
     except SyntaxError as error:
@@ -83,7 +84,7 @@ def _digest_file(path: Path, qualname: str, target: str) -> tuple[Definition, st
     else:
         definition = define(tree, qualname)
     if definition is None:
-        raise PatchTargetError(f"{path} does not define {qualname!r}, so {target} does not exist")
+        return None
     return definition, digest_of(text, tree, definition)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, Protocol
@@ -36,12 +35,14 @@ class Place(Protocol):
         """For messages, such as ``name 'f' of module 'a.b'``."""
 
 
-@dataclass(frozen=True)
 class Attribute:
     """A name in a module's or a class's own ``__dict__``, as a raw descriptor."""
 
-    owner: ModuleType | type
-    name: str
+    __slots__ = ("owner", "name")
+
+    def __init__(self, owner: ModuleType | type, name: str) -> None:
+        self.owner = owner
+        self.name = name
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -72,13 +73,15 @@ class Attribute:
         return f"name {self.name!r} of module {self.owner.__name__!r}"
 
 
-@dataclass(frozen=True)
 class Item:
     """A value of a dict, under a key that stays."""
 
-    container: dict[Any, Any]
-    item: Any
-    label: str
+    __slots__ = ("container", "item", "label")
+
+    def __init__(self, container: dict[Any, Any], item: Any, label: str) -> None:
+        self.container = container
+        self.item = item
+        self.label = label
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -95,12 +98,14 @@ class Item:
         return f"value of key {_short(self.item)} in {self.label}"
 
 
-@dataclass(frozen=True)
 class Key:
     """A key of a dict; the order of the dict stays."""
 
-    container: dict[Any, Any]
-    label: str
+    __slots__ = ("container", "label")
+
+    def __init__(self, container: dict[Any, Any], label: str) -> None:
+        self.container = container
+        self.label = label
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -118,12 +123,14 @@ class Key:
         return f"a key of {self.label}"
 
 
-@dataclass(frozen=True)
 class Element:
     """Every occurrence in a list or a set."""
 
-    container: list[Any] | set[Any]
-    label: str
+    __slots__ = ("container", "label")
+
+    def __init__(self, container: list[Any] | set[Any], label: str) -> None:
+        self.container = container
+        self.label = label
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -145,11 +152,13 @@ class Element:
         return f"an element of {self.label}"
 
 
-@dataclass(frozen=True)
 class Defaults:
     """The tuple of a function's positional default arguments, as a whole."""
 
-    function: FunctionType
+    __slots__ = ("function",)
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -165,11 +174,13 @@ class Defaults:
         return f"a default argument of {_name(self.function)}"
 
 
-@dataclass(frozen=True)
 class Cell:
     """A variable of a closure."""
 
-    cell: CellType
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -188,12 +199,14 @@ class Cell:
         return "a variable of a closure"
 
 
-@dataclass(frozen=True)
 class Slot:
     """An attribute of an instance that is not in a ``__dict__``."""
 
-    instance: Any
-    name: str
+    __slots__ = ("instance", "name")
+
+    def __init__(self, instance: Any, name: str) -> None:
+        self.instance = instance
+        self.name = name
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -210,11 +223,13 @@ class Slot:
         return f"attribute {self.name!r} of {_instance(self.instance)}"
 
 
-@dataclass(frozen=True)
 class Arguments:
     """Function and positional arguments of a ``functools.partial``, as the pair of both."""
 
-    partial: partial[Any]
+    __slots__ = ("partial",)
+
+    def __init__(self, partial: partial[Any]) -> None:
+        self.partial = partial
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -235,11 +250,13 @@ class Arguments:
         return f"a functools.partial of {_name(self.partial.func)}"
 
 
-@dataclass(frozen=True)
 class Code:
     """The code object of a function."""
 
-    function: FunctionType
+    __slots__ = ("function",)
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
 
     @property
     def key(self) -> tuple[Any, ...]:

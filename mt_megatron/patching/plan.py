@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -177,6 +179,12 @@ def _reason_to_leave_out(patch: Patch, backend: str, features: Collection[str] |
 
 def installed_version(distribution: str) -> str | None:
     """The version in the distribution's metadata; None when it is not installed."""
+    return _installed_version(distribution, tuple(sys.path))
+
+
+@lru_cache(maxsize=64)
+def _installed_version(distribution: str, path: tuple[str, ...]) -> str | None:
+    # Reading the metadata of torch takes milliseconds, and many patches ask for it.
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -12,7 +12,7 @@ import ast
 import gc
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -76,6 +76,7 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
     found = Search()
     everywhere: list[Original] = []
     claimed: dict[int, Original] = {}
+    packages = {package: list(loaded_modules(package)) for package in {one.package for one in originals}}
     for original in originals:
         other = claimed.setdefault(id(original.held.value), original)
         if other is not original and original.reach != "imports":
@@ -86,28 +87,28 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
         if original.reach == "everywhere":
             everywhere.append(original)
         elif original.reach == "package":
-            found.holders += _named(original, loaded_modules(original.package))
+            found.holders += _named(original, packages[original.package])
         elif original.reach == "away":
             found.holders += _named(original, _away(original))
         elif isinstance(original.target.owner, ModuleType):
-            found.holders += _imported(original)
+            found.holders += _imported(original, packages[original.package])
     # Counted before anything found is kept, because what is kept is a reference too.
     outside = [(_outside(one), one) for one in everywhere]
-    held_elsewhere = {id(one.held.value): one for count, one in outside if count > 0}
-    if not held_elsewhere:
+    unexplained = [one.held for count, one in outside if count > 0]
+    if not unexplained:
         return found
+    ids = {id(held.value) for held in unexplained}
     targets = {one.target.key for one in originals}
-    packages = {one.package for one in held_elsewhere.values()}
-    quick = [
-        Holder(place, value)
-        for place, value in _quick_places(packages, held_elsewhere)
-        if place.key not in targets
-    ]
-    found.holders += quick
-    counted = Counter(id(holder.held) for holder in quick)
-    unexplained = [one.held for count, one in outside if count > counted[id(one.held.value)]]
-    if unexplained:
-        _search(found, unexplained, originals, ignored)
+    concerned = {one.package for count, one in outside if count > 0}
+    counted: Counter[int] = Counter()
+    for places in (_places_in(concerned, ids), _places_outside(concerned, ids)):
+        quick = [Holder(place, value) for place, value in places if place.key not in targets]
+        found.holders += quick
+        counted.update(id(holder.held) for holder in quick)
+        unexplained = [one.held for count, one in outside if count > counted[id(one.held.value)]]
+        if not unexplained:
+            return found
+    _search(found, unexplained, originals, ignored)
     return found
 
 
@@ -149,23 +150,30 @@ def loaded_modules(prefix: str | None = None) -> Iterator[ModuleType]:
             yield module
 
 
-def _quick_places(packages: Collection[str], ids: Collection[int]) -> Iterator[tuple[Place, Any]]:
-    seen: set[int] = set()
-    for module in loaded_modules():
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield from _names(module, ids)
+def _places_in(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place, Any]]:
     for package in packages:
-        for module in loaded_modules(package):
+        for module in _once(loaded_modules(package)):
+            yield from _names(module, ids)
             for cls in _classes(module):
                 yield from _names(cls, ids)
 
 
-def _names(owner: ModuleType | type, ids: Collection[int]) -> Iterator[tuple[Attribute, Any]]:
+def _places_outside(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place, Any]]:
+    for module in _once(loaded_modules()):
+        if not any(in_package(module.__name__, package) for package in packages):
+            yield from _names(module, ids)
+
+
+def _once(modules: Iterable[ModuleType]) -> Iterable[ModuleType]:
+    """Each module once: some are in ``sys.modules`` under several names."""
+    return {id(module): module for module in modules}.values()
+
+
+def _names(owner: ModuleType | type, ids: Set[int]) -> Iterator[tuple[Attribute, Any]]:
     names = vars(owner)
     # One pass in C for the common case that there is nothing here; it also cannot be disturbed
     # by another thread that is importing.
-    if not any(map(ids.__contains__, map(id, names.values()))):
+    if ids.isdisjoint(map(id, names.values())):
         return
     for name, value in list(names.items()):
         if id(value) in ids:
@@ -193,10 +201,10 @@ def _named(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder
                 yield Holder(place, value)
 
 
-def _imported(original: Original) -> Iterator[Holder]:
+def _imported(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder]:
     """Names bound by ``from owner import name`` in modules that are already imported."""
     value, name = original.held.value, original.target.name
-    for module in loaded_modules(original.package):
+    for module in modules:
         path = getattr(module, "__file__", None)
         bound = [known for known, one in list(vars(module).items()) if one is value]
         if module is original.target.owner or not bound or not path or not path.endswith(".py"):
@@ -218,7 +226,7 @@ def _aliases(tree: ast.Module, module: ModuleType, owner: str, name: str) -> Ite
                 yield from (alias.asname or name for alias in node.names if alias.name == name)
 
 
-def scoped_places(module: ModuleType, ids: Collection[int]) -> Iterator[tuple[Place, Any]]:
+def scoped_places(module: ModuleType, ids: Set[int]) -> Iterator[tuple[Place, Any]]:
     """Names of one module, of its classes, and default arguments of its functions that are bound
     to one of the objects with these ids; the second value is what is there now."""
     yield from _names(module, ids)
@@ -237,7 +245,7 @@ def _functions(value: Any, module: ModuleType) -> Iterator[FunctionType]:
             yield one
 
 
-def _defaults(function: FunctionType, ids: Collection[int]) -> Iterator[tuple[Place, Any]]:
+def _defaults(function: FunctionType, ids: Set[int]) -> Iterator[tuple[Place, Any]]:
     defaults = function.__defaults__
     if defaults and any(id(one) in ids for one in defaults):
         yield Defaults(function), defaults

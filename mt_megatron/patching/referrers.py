@@ -45,12 +45,14 @@ class Held:
 
     def intrinsic(self) -> int:
         """References that come with the value itself: a class is in its own ``__mro__``, in the
-        descriptors made for it, and in the ``__class__`` cells of its methods."""
+        descriptors made for it, in the ``__class__`` cells of its methods, and in the classes that
+        its metaclass made for it (such as the backward node of an autograd function)."""
         if not isinstance(self.value, type):
             return 0
         own = vars(self.value).values()
         described = sum(getattr(one, "__objclass__", None) is self.value for one in own)
-        return 1 + described + len(class_cells(self.value))
+        made = sum(one is self.value for cls in companions(self.value) for one in vars(cls).values())
+        return 1 + described + len(class_cells(self.value)) + made
 
 
 _BASE = 0
@@ -74,6 +76,12 @@ class Search:
     passing: list[str] = field(default_factory=list)
 
 
+def companions(cls: type) -> list[type]:
+    """Classes in the ``__dict__`` of a class that refer back to it: they belong to it."""
+    nested = [one for one in vars(cls).values() if isinstance(one, type) and one is not cls]
+    return [one for one in nested if any(value is cls for value in vars(one).values())]
+
+
 def class_cells(cls: type) -> set[int]:
     """Ids of the cells through which methods of ``cls`` find it for ``super()``."""
     found: set[int] = set()
@@ -93,9 +101,11 @@ def search(originals: Sequence[Held], ignored: Collection[int]) -> Search:
     skip = {id(one) for one in originals} | set(ignored)
     modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, ModuleType)}
     wanted = [held.value for held in originals]
+    belonging: set[int] = set()
     for value in wanted:
         if isinstance(value, type):
             skip |= class_cells(value) | {id(value.__mro__)}
+            belonging |= set(map(id, companions(value)))
     seen: set[int] = set()
     for _ in range(_DEPTH):
         if not wanted:
@@ -117,6 +127,8 @@ def search(originals: Sequence[Held], ignored: Collection[int]) -> Search:
                 seen.add(id(referrer))
                 continue
             owner = modules.get(id(referrer)) or owners.get(id(referrer))
+            if id(owner) in belonging:
+                continue
             for value in {id(one): one for one in inside}.values():
                 _place(referrer, owner, value, found)
         wanted = deeper

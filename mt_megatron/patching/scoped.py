@@ -85,14 +85,14 @@ class ScopedRebinds:
             }
             for prefix in scope:
                 for module in loaded_modules(prefix):
-                    for place, held in list(scoped_places(module, back)):
+                    for place, held in list(scoped_places(module, back.keys())):
                         new = held
                         for meaning in back.values():
                             new = exchange(new, meaning.original, meaning.replacement)
                         place.swap(held, new)
 
     def _apply(self, module: ModuleType, meanings: dict[int, _Meaning]) -> None:
-        for place, held in list(scoped_places(module, meanings)):
+        for place, held in list(scoped_places(module, meanings.keys())):
             if isinstance(place, Attribute) and (module.__name__, place.name) in self._targets:
                 continue  # the owner keeps the original
             new, patches = held, list[str]()
