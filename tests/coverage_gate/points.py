@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib.util
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -80,8 +81,10 @@ def installed_root() -> Path:
 def list_points(root: Path) -> list[Point]:
     """Every touch point and every mention below ``root``, in file and line order."""
     found: list[Point] = []
-    for path in sorted(root.rglob("*.py")):
-        found.extend(points_of(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of upstream's escape sequences
+        for path in sorted(root.rglob("*.py")):
+            found.extend(points_of(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()))
     return found
 
 

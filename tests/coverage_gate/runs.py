@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.coverage_gate.case import Case
 from tests.coverage_gate.gate import read_records
-from tests.launch import run_ranks
+from tests.launch import RankError, run_ranks
 
 TIMEOUT = 180.0
 
@@ -37,9 +37,14 @@ def run_cases(cases: Sequence[Case], timeout: float = TIMEOUT) -> Run:
         for launch in sorted({found.layout.launch for found in cases}):
             world, without = launch
             names = [found.name for found in cases if found.layout.launch == launch]
-            ranks = run_ranks(
-                world, "tests.coverage_gate.worker:run", names, without, folder, timeout=timeout
-            )
+            try:
+                ranks = run_ranks(
+                    world, "tests.coverage_gate.worker:run", names, without, folder, timeout=timeout
+                )
+            except RankError as error:
+                errors[names[0]] = str(error)
+                errors.update(dict.fromkeys(names[1:], f"its launch died: see {names[0]}"))
+                continue
             if not without:
                 patches.update(*(rank["patches"] for rank in ranks))
             for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 from tests.coverage_gate.gate import GateError, judge, read_unreachable
 from tests.coverage_gate.points import Point, installed_root, list_points
 from tests.coverage_gate.runs import Run
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="the tracer reads CPython 3.11 bytecode positions"
+)
 
 
 @pytest.fixture(scope="module")
