@@ -21,7 +21,7 @@ REQUIRED = {
     "psutil": ">=5.9",
     "pyyaml": ">=6.0",
     "pydantic": ">=2.7",
-    "tokenizers": ">=0.19",
+    "tokenizers": ">=0.20",
 }
 """Distributions that this package needs and the versions it declares; kept equal to pyproject.toml."""
 

@@ -38,7 +38,8 @@ def config(extra: str = "") -> TrainingConfig:
             2,
         ),
         (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--global-batch-size 8",
             2,
         ),
         ("--pipeline-model-parallel-size 2 --first-pipeline-num-layers 1", 2),

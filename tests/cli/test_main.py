@@ -1,0 +1,147 @@
+"""The entry point: subcommands, help, exit codes, errors without tracebacks."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mt_megatron import __version__
+from mt_megatron.cli import main as cli
+from mt_megatron.errors import BackendError, ConfigError
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``mt-megatron`` with ``arguments`` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "mt_megatron.cli", *arguments], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_subcommand_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: mt-megatron {name}")
+    assert (
+        f"mt-megatron {name}" in text.split("example")[1]
+        or f"mt_megatron.cli {name}" in text.split("example")[1]
+    )
+
+
+def test_help_lists_the_subcommands_and_exit_codes_and_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom mt_megatron.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in cli.COMMANDS:
+        assert f"    {name}" in done.stdout
+    assert "exit codes: 0 fine, 1 a problem was found, 2 wrong use" in done.stdout
+
+
+def test_version() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"mt-megatron {__version__}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("nonesuch",),
+        ("--nonesuch",),
+        ("plan", "--nonesuch"),
+        ("plan", "--model", "nonesuch"),
+        ("plan",),
+        ("doctor", "--nonesuch"),
+        ("doctor", "extra"),
+        ("doctor", "--js"),
+        ("pretrain", "--nonesuch", "1"),
+        ("pretrain",),
+        ("patches",),
+        ("patches", "nonesuch"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2, done
+    assert done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def with_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
+    """Make ``mt-megatron tried`` do ``behaviour(args)``."""
+    module = ModuleType("mt_megatron.cli.tried")
+
+    def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = subparsers.add_parser("tried")
+        parser.set_defaults(func=behaviour, config_arguments=True)
+        return parser
+
+    module.add_parser = add_parser  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mt_megatron.cli.tried", module)
+    monkeypatch.setattr(cli, "COMMANDS", ("tried",))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(BackendError("no device"), 1), (ConfigError("bad value"), 2), (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    with_command(monkeypatch, fail)
+    assert cli.main(["tried"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    if code != 130:
+        assert captured.err == f"mt-megatron: {type(error).__name__}: {error}\n"
+
+
+def test_unexpected_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise RuntimeError("a defect")
+
+    with_command(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main(["tried"])
+
+
+def test_configuration_arguments_arrive_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def keep(args: argparse.Namespace) -> int:
+        seen.extend(args.config_argv)
+        return 0
+
+    with_command(monkeypatch, keep)
+    given = ["--data-path", "0.3", "a", "0.7", "b", "--min-lr", "-1", "--bf16", "--lr=3e-4", "--config", "f"]
+    assert cli.main(["tried", *given]) == 0
+    assert seen == given
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m mt_megatron.cli pretrain --list-options | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1

@@ -1,0 +1,87 @@
+"""What pyproject.toml declares is what the source says and uses."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mt_megatron
+from mt_megatron.backends import registry
+from mt_megatron.cli.doctor_host import REQUIRED
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings tomli to Python 3.10.
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+DISTRIBUTION = {"yaml": "pyyaml", "megatron": "megatron-core"}
+"""Distribution of an import whose name differs."""
+
+GUARDED = {"zarr", "tensorstore", "tensorboard", "torch_musa", "pymtml", "apex", "transformer_engine"}
+"""Imports of software that is optional: only where it is installed."""
+
+
+def test_version_is_the_package_s_own() -> None:
+    assert PROJECT["version"] == mt_megatron.__version__
+
+
+def test_doctor_knows_the_declared_dependencies() -> None:
+    assert {f"{name}{specifier}" for name, specifier in REQUIRED.items()} == set(PROJECT["dependencies"])
+
+
+def test_entry_points_lead_somewhere() -> None:
+    module, _, name = PROJECT["scripts"]["mt-megatron"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    declared = PROJECT["entry-points"]["mt_megatron.backends"]
+    assert declared == registry._BUILT_IN
+    for reference in declared.values():
+        module, _, name = reference.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def imported_distributions() -> set[str]:
+    found = set()
+    for path in (ROOT / "mt_megatron").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            else:
+                continue
+            found |= {name.split(".")[0] for name in names}
+    return {DISTRIBUTION.get(name, name) for name in found - set(sys.stdlib_module_names) - {"mt_megatron"}}
+
+
+def test_everything_imported_is_declared_and_the_other_way_round() -> None:
+    imported = imported_distributions()
+    # Imported by megatron-core, which declares no dependencies of its own.
+    for_upstream = {"einops"}
+    assert imported - GUARDED <= set(REQUIRED)
+    assert set(REQUIRED) - for_upstream <= imported
+
+
+def test_python_bounds_are_those_of_upstream_s_wheels() -> None:
+    assert PROJECT["requires-python"] == ">=3.10,<3.12"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_files_of_the_project_are_there(name: str) -> None:
+    assert (ROOT / name).is_file()
+
+
+def test_changelog_has_this_version() -> None:
+    assert f"## {mt_megatron.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_packages_have_an_init_so_that_wheels_hold_them() -> None:
+    for path in (ROOT / "mt_megatron").rglob("*.py"):
+        assert (path.parent / "__init__.py").is_file(), path.parent
