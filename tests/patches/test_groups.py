@@ -13,8 +13,8 @@ def test_nccl_becomes_gloo_in_every_spelling() -> None:
     for found in run_ranks(2, RANKS + "backends_of_groups"):
         assert found["init"] == "gloo"
         assert found["interface"] == "lo"
-        for name in ("new", "both", "none"):
-            assert found[name] == ["gloo", [2.0, 2.0]]
+        for name, library in (("new", "gloo"), ("both", "cpu:gloo"), ("none", "gloo")):
+            assert found[name] == [library, [2.0, 2.0]]
         assert found["options"] == "gloo"
 
 
