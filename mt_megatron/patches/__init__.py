@@ -12,6 +12,7 @@ CONCERNS = (
     "tensor_methods",
     "eager",
     "groups",
+    "p2p",
     "torch_compat",
     "zarr_compat",
     "checkpoint_writers",
