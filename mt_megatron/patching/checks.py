@@ -34,12 +34,11 @@ class Resolution:
     def drifted(self) -> bool:
         return self.source is not None and self.patch.digest not in (None, self.source.digest)
 
-    def raise_problem(self, fingerprints: Path | None, *, allow_drift: bool) -> None:
-        """Raise what stands in the way, drift first: it explains most other problems."""
+    def obstacle(self, fingerprints: Path | None, *, allow_drift: bool) -> PatchError | None:
+        """What stands in the way: drift before anything else, which it mostly explains."""
         if self.drifted and not allow_drift:
-            raise UpstreamDriftError(self.drift_warning(fingerprints))
-        if self.problem is not None:
-            raise self.problem
+            return UpstreamDriftError(self.drift_warning(fingerprints))
+        return self.problem
 
     def drift_warning(self, fingerprints: Path | None) -> str:
         """Patch, file and lines of the drift."""

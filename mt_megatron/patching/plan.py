@@ -97,24 +97,17 @@ def make_plan(
     """
     settings = settings or Settings()
     _check_ids(patches)
-    selected, left_out = _select(patches, backend, features)
-    ordered = _order(selected, {patch.id for patch in patches})
-    _check_conflicts(ordered)
-    cache = DigestCache(settings.cache, SCHEME)
-    resolved: dict[str, Resolution] = {}
-    # File by file, so that each is read and parsed once; errors come in the order of the plan.
-    for patch in sorted(ordered, key=lambda patch: patch.target):
-        resolved[patch.id] = resolve(patch, cache, settings.unpinned)
-    cache.save()
+    selected, left_out = select_patches(patches, backend, features)
     steps: list[Step] = []
     warnings: list[str] = list(notes)
-    for patch in ordered:
-        found = resolved[patch.id]
-        found.raise_problem(settings.fingerprints, allow_drift=settings.allow_drift)
+    for found in _resolve(selected, patches, settings):
+        problem = found.obstacle(settings.fingerprints, allow_drift=settings.allow_drift)
+        if problem is not None:
+            raise problem
         if found.drifted:
             warnings.append(found.drift_warning(settings.fingerprints))
-        module, qualname = parse_target(patch.target)
-        steps.append(Step(patch=patch, module=module, qualname=qualname, digest=found.digest))
+        module, qualname = parse_target(found.patch.target)
+        steps.append(Step(patch=found.patch, module=module, qualname=qualname, digest=found.digest))
     return Plan(
         backend=backend,
         why=why,
@@ -124,6 +117,30 @@ def make_plan(
         left_out=tuple(left_out),
         warnings=tuple(warnings),
     )
+
+
+def find_problems(patches: Sequence[Patch], *, backend: str, settings: Settings) -> list[PatchError]:
+    """Everything that ``make_plan`` would raise, instead of the first only."""
+    try:
+        _check_ids(patches)
+        selected, _ = select_patches(patches, backend, None)
+        resolved = _resolve(selected, patches, settings)
+    except PatchError as error:
+        return [error]
+    found = (one.obstacle(settings.fingerprints, allow_drift=settings.allow_drift) for one in resolved)
+    return [problem for problem in found if problem is not None]
+
+
+def _resolve(selected: list[Patch], known: Sequence[Patch], settings: Settings) -> list[Resolution]:
+    ordered = _order(selected, {patch.id for patch in known})
+    _check_conflicts(ordered)
+    cache = DigestCache(settings.cache, SCHEME)
+    resolved: dict[str, Resolution] = {}
+    # File by file, so that each is read and parsed once; the answer is in the order of the plan.
+    for patch in sorted(ordered, key=lambda patch: patch.target):
+        resolved[patch.id] = resolve(patch, cache, settings.unpinned)
+    cache.save()
+    return [resolved[patch.id] for patch in ordered]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -140,9 +157,11 @@ def _check_ids(patches: Sequence[Patch]) -> None:
         seen.add(patch.id)
 
 
-def _select(
+def select_patches(
     patches: Sequence[Patch], backend: str, features: Collection[str] | None
 ) -> tuple[list[Patch], list[tuple[Patch, str]]]:
+    """Those that apply to ``backend`` and the installed versions, and the others with the reason.
+    Raises PatchError for a feature that no patch has."""
     if isinstance(features, str):
         raise PatchError(f"features={features!r} is one string: expected a list of names, [{features!r}]")
     known = {patch.feature for patch in patches}

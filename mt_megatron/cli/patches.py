@@ -1,0 +1,197 @@
+"""``mt-megatron patches``: what would be changed in Megatron, why, and whether it fits what is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mt_megatron import _session
+from mt_megatron.errors import MtMegatronError, PatchError
+
+if TYPE_CHECKING:
+    from mt_megatron.backends.base import Backend
+    from mt_megatron.patching.spec import Patch
+
+_CODES = "exit codes: 0 fine, 1 a patch does not fit what is installed, 2 wrong use"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "patches",
+        help="list, explain and check the patches; changes nothing",
+        description="Show the declared changes to Megatron-Core. Nothing is applied, and Megatron is not "
+        "imported.",
+        epilog="examples:\n  mt-megatron patches list\n  mt-megatron patches explain device.torch\n"
+        f"  mt-megatron patches check --backend cpu --json\n\n{_CODES}",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    one = _action(actions, "list", "every patch, and whether it would be applied", "list --backend cpu")
+    one.add_argument("--json", action="store_true", help="print one JSON array")
+    one = _action(actions, "explain", "all about one patch", "explain device.torch")
+    one.add_argument("id", metavar="ID", help="as 'list' shows it")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one = _action(actions, "check", "compare with the installed sources and versions", "check --json")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one = _action(
+        actions, "record", "rewrite the line hashes that name drifted lines", "record", backend=False
+    )
+    parser.set_defaults(func=run)
+    return parser
+
+
+def _action(
+    actions: Any, name: str, text: str, example: str, *, backend: bool = True
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=text, epilog=f"example:\n  mt-megatron patches {example}\n\n{_CODES}"
+    )
+    if backend:
+        parser.add_argument("--backend", default="auto", help="for which backend (default: auto)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked; returns the exit code."""
+    actions = {"list": _list, "explain": _explain, "check": _check, "record": _record}
+    return actions[args.action](args)
+
+
+def _declared(name: str) -> tuple[Backend, str, list[Patch]]:
+    from mt_megatron.backends.registry import select
+    from mt_megatron.patches import collect
+
+    backend, why = select(name)
+    return backend, why, collect(backend)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from mt_megatron.patching.plan import select_patches
+
+    backend, why, patches = _declared(args.backend)
+    _, left_out = select_patches(patches, backend.name, None)
+    reasons = {patch.id: reason for patch, reason in left_out}
+    if args.json:
+        print(json.dumps([_as_data(patch, reasons.get(patch.id)) for patch in patches], indent=2))
+        return 0
+    print(f"backend {backend.name} ({why}): {len(patches) - len(reasons)} of {len(patches)} patches apply")
+    for patch in patches:
+        mark = "-" if patch.id in reasons else "+"
+        print(f"{mark} {patch.id:<44} {patch.kind:<9} {patch.target}")
+        print(f"    {patch.reason}" + (f" [left out: {reasons[patch.id]}]" if patch.id in reasons else ""))
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from mt_megatron.patching.digest import source_of
+    from mt_megatron.patching.plan import select_patches, suggest
+
+    backend, _, patches = _declared(args.backend)
+    patch = next((patch for patch in patches if patch.id == args.id), None)
+    if patch is None:
+        near = suggest(args.id, [patch.id for patch in patches])
+        print(f"no patch of backend {backend.name!r} has the id {args.id!r}{near}", file=sys.stderr)
+        return 2
+    _, left_out = select_patches(patches, backend.name, None)
+    data = _as_data(patch, next((why for other, why in left_out if other is patch), None))
+    try:
+        source = source_of(patch.target)
+        data["source"] = f"{source.path}:{source.first_line}-{source.last_line}"
+        data["installed_digest"] = source.digest
+    except PatchError as error:
+        data["source"] = str(error)
+    if args.json:
+        print(json.dumps(data, indent=2))
+        return 0
+    for name, value in data.items():
+        if value not in (None, [], {}, ""):
+            print(f"{name:>17}: {value}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from mt_megatron.patching.plan import find_problems
+
+    result: dict[str, Any] = {"ok": False, "problems": []}
+    try:
+        backend, why, patches = _declared(args.backend)
+        _session.check_upstream_version()
+        problems = find_problems(patches, backend=backend.name, settings=_session.settings())
+        result |= {"backend": backend.name, "why": why, "warnings": list(_session.untested_versions())}
+        result["problems"] = [_problem(error) for error in problems]
+        if not problems:
+            plan = _session.make_plan_for(backend, why)
+            result |= {
+                "ok": True,
+                "warnings": list(plan.warnings),
+                "plan_digest": plan.digest,
+                "patches": [{"id": step.patch.id, "digest": step.digest} for step in plan.steps],
+                "left_out": [{"id": patch.id, "why": reason} for patch, reason in plan.left_out],
+            }
+    except MtMegatronError as error:
+        result["problems"] = [_problem(error)]
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_check(result)
+    return 0 if result["ok"] else 1
+
+
+def _print_check(result: dict[str, Any]) -> None:
+    for warning in result.get("warnings", []):
+        print(f"warning: {warning}")
+    for problem in result["problems"]:
+        print(f"{problem['error']}: {problem['message']}")
+    if result["ok"]:
+        print(
+            f"backend {result['backend']} ({result['why']}): {len(result['patches'])} patches fit what is "
+            f"installed, {len(result['left_out'])} left out; plan {result['plan_digest'][:12]}"
+        )
+    else:
+        print(f"{len(result['problems'])} problem(s) found")
+
+
+def _record(args: argparse.Namespace) -> int:
+    from mt_megatron.backends import registry
+    from mt_megatron.patches import collect
+    from mt_megatron.patching.digest import source_of
+    from mt_megatron.patching.drift import write_fingerprints
+
+    _session.check_upstream_version()
+    declared = [patch for name in registry.names() for patch in collect(registry.get(name))]
+    targets = {patch.target: patch for patch in declared if patch.digest}
+    sources = [source_of(target) for target in targets]
+    stale = [source for source in sources if source.digest != targets[source.target].digest]
+    for source in stale:
+        print(
+            f"patch {targets[source.target].id} states digest {targets[source.target].digest}, but "
+            f"{source.target} has {source.digest}: look at the patch before changing it",
+            file=sys.stderr,
+        )
+    if stale:
+        return 1
+    write_fingerprints(_session.FINGERPRINTS, sources)
+    print(f"{len(sources)} targets recorded in {_session.FINGERPRINTS}")
+    return 0
+
+
+def _problem(error: MtMegatronError) -> dict[str, str]:
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def _as_data(patch: Patch, left_out: str | None) -> dict[str, Any]:
+    return {
+        "id": patch.id,
+        "target": patch.target,
+        "kind": patch.kind,
+        "reason": patch.reason,
+        "feature": patch.feature,
+        "state": "would be applied" if left_out is None else f"left out: {left_out}",
+        "backends": None if patch.backends is None else sorted(patch.backends),
+        "requires": dict(patch.requires),
+        "after": list(patch.after),
+        "scope": list(patch.scope),
+        "digest": patch.digest,
+    }
