@@ -65,6 +65,19 @@ def _drain_embedding_wgrad_compute(
     drain_embedding_wgrad(config, embedding_activation_buffer, grad_output_buffer, weight)
 
 
+class _Nowhere(list[Any]):
+    """An activation buffer that keeps nothing."""
+
+    def append(self, item: Any) -> None:
+        pass
+
+
+def _column_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.config.defer_embedding_wgrad_compute and self.embedding_activation_buffer is None:
+        self.embedding_activation_buffer = _Nowhere()
+
+
 def _trainable(original: Any) -> Any:
     from ..models.linear import TensorParallelLinear
 
@@ -145,6 +158,16 @@ def patches(backend: Backend) -> list[Patch]:
             reason="it imports Apex's extension",
             body=_drain_embedding_wgrad_compute,
             digest="2c4b71be26ced7a884e5e00d6583f6d0e93494c64d1a88bb224925235d6ea4e9",
+        ),
+        Patch(
+            id="linear.column_without_buffer",
+            target=f"{_LAYERS}:ColumnParallelLinear.__init__",
+            kind="wrap",
+            feature="linear",
+            reason="deferring the output layer's weight gradient, every column linear appends to a buffer, "
+            "but only the output layer has one",
+            body=_column_init,
+            digest="7464725b623c552afca5ddfca469ee309845f35b228568e01b6739284e691ec3",
         ),
         Patch(
             id="linear.wait_for_deferred_wgrad",
