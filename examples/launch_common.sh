@@ -265,6 +265,9 @@ launch() {
         show "${command[@]}"
         return
     fi
+    # A wrong option is said once here, instead of once per process amid torchrun's own report.
+    "$PYTHON" -m mt_megatron.cli pretrain --config "$config" "${DATA_ARGUMENTS[@]}" "${extra[@]}" \
+        --print-config >/dev/null || exit "$?"
     mkdir -p "$RUN_DIR"
     # In this process's place: signals reach torchrun, which ends the processes it started and no others.
     exec "${command[@]}"
