@@ -11,7 +11,7 @@ from tests.coverage_gate.case import Case
 from tests.coverage_gate.gate import read_records
 from tests.launch import RankError, run_ranks
 
-TIMEOUT = 180.0
+TIMEOUT = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def timers_of_all_ranks() -> None:
     timers("work").stop(barrier=True)
     times = timers._get_elapsed_time_all_ranks(["work", "absent"], reset=False, barrier=True)
     assert times.shape == (2, 2) and times.device.type == "cpu"
-    assert (times[:, 0] >= 0.02).all() and (times[:, 0] < 5).all()
+    assert (times[:, 0] >= 0.02).all() and (times[:, 0] < 60).all()
     assert (times[:, 1] == 0).all()
 
 
@@ -99,7 +99,7 @@ def straggler_detector_measures_with_events() -> None:
         with detector(bdata=True):
             time.sleep(0.005)
         elapsed, batch, temperature, power, utilization, clock = detector.elapsed()
-        assert 20 <= elapsed < 2000 and 5 <= batch < 1000, (elapsed, batch)
+        assert 20 <= elapsed < 60_000 and 5 <= batch < 60_000, (elapsed, batch)
         for reading in (temperature, power, utilization, clock):
             assert math.isnan(reading) or reading >= 0, "a figure that nobody measured must be NaN"
         assert math.isnan(temperature) and math.isnan(power)
