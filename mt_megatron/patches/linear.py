@@ -26,11 +26,13 @@ def linear_with_grad_accumulation_and_async_allreduce(
     grad_output_buffer: list[Any] | None = None,
     wgrad_deferral_limit: int | None = 0,
 ) -> Any:
-    """Upstream's function of this name; ``models.linear.TensorParallelLinear`` says what it does."""
+    """Upstream's function of this name; ``models.linear.TensorParallelLinear`` says what it does.
+
+    ``async_grad_allreduce`` means nothing, as upstream; its warning is dropped, since its own layers
+    pass the argument every time.
+    """
     from ..models.linear import TensorParallelLinear
 
-    if async_grad_allreduce is not None:
-        warnings.warn("async_grad_allreduce is deprecated and ignored; pass allreduce_dgrad", stacklevel=2)
     if input.is_cuda and (sequence_parallel or allreduce_dgrad):
         _advise_on_connections()
     apply: Callable[..., Any] = TensorParallelLinear.apply

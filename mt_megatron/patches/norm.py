@@ -27,11 +27,6 @@ def _init(
     """
     from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
 
-    hints = {
-        "persist_layer_norm": persist_layer_norm,
-        "zero_centered_gamma": zero_centered_gamma,
-        "normalization": normalization,
-    }
     if type(self) is not WrappedTorchLayerNorm:
         original(self, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
         return

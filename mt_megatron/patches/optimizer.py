@@ -95,11 +95,15 @@ def _load_state_dict(original: Callable[..., None], self: Any, state_dict: Any) 
 
 
 def _without_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """These treat every entry of a parameter's state as a tensor of the shard's shape."""
+    """These treat every entry of a parameter's state as a tensor of the shard's shape, and one of
+    them copies into parameters with autograd watching."""
+    import torch
+
     states = [state for state in self.optimizer.state.values() if "step" in state]
     steps = [state.pop("step") for state in states]
     try:
-        return original(self, *args, **kwargs)
+        with torch.no_grad():
+            return original(self, *args, **kwargs)
     finally:
         for state, step in zip(states, steps, strict=True):
             state["step"] = step
