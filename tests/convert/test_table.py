@@ -12,7 +12,12 @@ from mt_megatron.errors import CheckpointError
 from mt_megatron.models.weights import TensorRow
 
 SIZES = Sizes(
-    num_layers=2, num_attention_heads=6, num_query_groups=2, kv_channels=4, vocab_size=10, padded_vocab_size=16
+    num_layers=2,
+    num_attention_heads=6,
+    num_query_groups=2,
+    kv_channels=4,
+    vocab_size=10,
+    padded_vocab_size=16,
 )
 TABLE = {
     "embedding": TensorRow(sources=("embed",), vocabulary=True),
@@ -42,7 +47,18 @@ def test_query_groups_hold_their_own_heads_key_and_value() -> None:
     weights = published()
     packed = to_megatron(weights, TABLE, SIZES)["layers.1.qkv"]
     query, key, value = (weights[f"l.1.{name}"].reshape(-1, 4, 8) for name in "qkv")
-    expected = [query[0], query[1], query[2], key[0], value[0], query[3], query[4], query[5], key[1], value[1]]
+    expected = [
+        query[0],
+        query[1],
+        query[2],
+        key[0],
+        value[0],
+        query[3],
+        query[4],
+        query[5],
+        key[1],
+        value[1],
+    ]
     assert torch.equal(packed, torch.cat(expected))
 
 

@@ -1,0 +1,140 @@
+"""What every parity run has in common: a tiny Llama, its data, and the layouts that are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.config import TrainingConfig
+
+VOCABULARY = 128
+SEQUENCE = 32
+GLOBAL_BATCH = 8
+MICRO_BATCH = 2
+STEPS = 20
+CLIP = 1.0
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 176 "
+    f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 --seq-length {SEQUENCE} "
+    "--position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --activation-func silu "
+    "--gated-linear-unit --no-add-bias-linear --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.08"
+)
+OPTIMIZER = (
+    f"--train-iters {STEPS} --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 4 --lr-decay-style cosine "
+    f"--weight-decay 0.1 --adam-beta2 0.95 --clip-grad {CLIP} --micro-batch-size {MICRO_BATCH} "
+    f"--global-batch-size {GLOBAL_BATCH}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to run the same training."""
+
+    name: str
+    world: int = 1
+    flags: str = ""
+    tied: bool = False
+    sabotage: str | None = None
+    """A deliberate mistake (see ``run``); the comparison must then fail."""
+
+    bf16_always: bool = False
+    """Whether it runs in bf16 too, also without ``--soak``."""
+
+
+VPP = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+REFERENCES = (Layout(name="one"), Layout(name="one_tied", tied=True))
+
+LAYOUTS = (
+    Layout(name="recompute", flags=RECOMPUTE, bf16_always=True),
+    Layout(name="recompute_selective", flags="--recompute-granularity selective"),
+    Layout(name="tp2", world=2, flags="--tensor-model-parallel-size 2"),
+    Layout(
+        name="tp2_sp", world=2, flags="--tensor-model-parallel-size 2 --sequence-parallel", bf16_always=True
+    ),
+    Layout(name="pp2", world=2, flags="--pipeline-model-parallel-size 2"),
+    Layout(name="vpp2", world=2, flags=VPP, bf16_always=True),
+    Layout(name="dp2_zero1", world=2, flags=ZERO1, bf16_always=True),
+    Layout(name="dp2_zero1_buckets", world=2, flags=f"{ZERO1} --bucket-size 20000"),
+    Layout(name="dp2_overlap", world=2, flags="--overlap-grad-reduce --bucket-size 20000"),
+    Layout(name="pp2_tied", world=2, flags="--pipeline-model-parallel-size 2", tied=True),
+    Layout(name="tp2_pp2", world=4, flags="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    Layout(
+        name="tp2_sp_pp2_tied",
+        world=4,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        tied=True,
+    ),
+    Layout(name="pp2_dp2_zero1", world=4, flags=f"--pipeline-model-parallel-size 2 {ZERO1}"),
+    Layout(name="vpp2_dp2_zero1", world=4, flags=f"{VPP} {ZERO1}"),
+    Layout(
+        name="tp2_sp_dp2_zero1", world=4, flags=f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO1}"
+    ),
+)
+
+SABOTAGED = (
+    Layout(name="zeroed_gradient", sabotage="zero_gradient"),
+    Layout(name="doubled_gradient", sabotage="double_gradient"),
+    Layout(name="dropped_layer", sabotage="drop_layer"),
+    Layout(
+        name="no_norm_all_reduce",
+        world=2,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel",
+        sabotage="no_norm_all_reduce",
+    ),
+)
+
+
+def by_name(name: str) -> Layout:
+    """The layout called ``name``."""
+    return next(each for each in (*REFERENCES, *LAYOUTS, *SABOTAGED) if each.name == name)
+
+
+def config_of(layout: Layout, *, seed: int, bf16: bool = False) -> TrainingConfig:
+    """The configuration of ``layout``."""
+    untied = (
+        "--no-untie-embeddings-and-output-weights" if layout.tied else "--untie-embeddings-and-output-weights"
+    )
+    flags = f"{MODEL} {OPTIMIZER} {layout.flags} {untied} --seed {seed} --mock-data"
+    return load_config([*flags.split(), *(["--bf16"] if bf16 else [])])
+
+
+class Chain:
+    """Samples of a Markov chain with two likely successors per token: a model learns it in 20 steps.
+
+    Every seventh position does not count towards the loss, so that masks matter.
+    """
+
+    def __init__(self, seed: int, samples: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        successors = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=generator)
+        tokens = torch.empty(samples, SEQUENCE + 1, dtype=torch.int64)
+        tokens[:, 0] = torch.randint(VOCABULARY, (samples,), generator=generator)
+        choices = torch.randint(10, (samples, SEQUENCE), generator=generator)
+        for position in range(SEQUENCE):
+            second = (choices[:, position] == 0).long()
+            tokens[:, position + 1] = successors[tokens[:, position], second]
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self._tokens[index]
+        positions = torch.arange(SEQUENCE)
+        return {
+            "tokens": row[:-1],
+            "labels": row[1:],
+            "loss_mask": ((positions + index) % 7 != 0).float(),
+            "position_ids": positions,
+        }
+
+
+def training_data(seed: int) -> Chain:
+    """The samples of all steps, the same for every layout."""
+    return Chain(seed, STEPS * GLOBAL_BATCH)

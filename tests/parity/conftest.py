@@ -1,0 +1,71 @@
+"""Parity runs, each group of equal world size started once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, Layout
+from tests.parity.compare import Record, read_record
+
+CI_SEEDS = (1234,)
+SOAK_SEEDS = (1234, 7, 99)
+
+Runs = Callable[..., Record]
+Figures = Callable[[Mapping[str, float]], None]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every parity test runs for one seed, and under ``--soak`` for the others as well."""
+    if "seed" in metafunc.fixturenames:
+        extra = [pytest.param(seed, marks=pytest.mark.soak) for seed in SOAK_SEEDS if seed not in CI_SEEDS]
+        metafunc.parametrize("seed", [*CI_SEEDS, *extra])
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """``runs(name, seed=..., bf16=...)``: the record of a layout, run together with its peers."""
+    folders: dict[tuple[int, bool], Path] = {}
+    records: dict[tuple[str, int, bool], Record] = {}
+
+    def start(layouts: list[Layout], world: int, seed: int, bf16: bool) -> None:
+        folder = folders.setdefault((seed, bf16), tmp_path_factory.mktemp(f"seed{seed}{'_bf16' * bf16}"))
+        names = [layout.name for layout in layouts]
+        results = run_ranks(
+            world,
+            "tests.parity.run:run_layouts",
+            names,
+            str(folder),
+            seed,
+            bf16,
+            timeout=120 + 60 * len(names),
+        )
+        for name in names:
+            where = folder / ("bf16" if bf16 else "fp32") / name
+            records[name, seed, bf16] = read_record(where, [result[name] for result in results])
+
+    def get(name: str, *, seed: int, bf16: bool = False) -> Record:
+        peers = (*LAYOUTS, *SABOTAGED)
+        wanted = [each for each in peers if not bf16 or each.bf16_always or each.name == name]
+        if ("one", seed, bf16) not in records:
+            start([*REFERENCES, *(each for each in wanted if each.world == 1)], 1, seed, bf16)
+        if (name, seed, bf16) not in records:
+            world = next(each.world for each in wanted if each.name == name)
+            start([each for each in wanted if each.world == world], world, seed, bf16)
+        return records[name, seed, bf16]
+
+    return get
+
+
+@pytest.fixture
+def figures(record_property: Callable[[str, object], None]) -> Figures:
+    """Report the measured values of a test; the record of a ``--soak`` run keeps them."""
+
+    def report(values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            record_property(name, value)
+
+    return report
