@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.errors import BackendError, ConfigError, PatchError
+from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.seams import layout as rank_layout
 from mt_megatron.seams.layout import Coordinates, RankLayout
 from mt_megatron.training.config import TrainingConfig
@@ -126,20 +125,6 @@ def seed_everything(seed: int, job: Job) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def require_same_plan(digest: str, job: Job) -> None:
-    """Raise ``PatchError`` when another rank runs with other patches: it would compute something else."""
-    mine = {"digest": digest, "host": socket.gethostname(), "rank": job.rank}
-    found: list[dict[str, object]] = [{} for _ in range(job.layout.world_size)]
-    dist.all_gather_object(found, mine)
-    others = [entry for entry in found if entry["digest"] != found[0]["digest"]]
-    if others:
-        different = ", ".join(f"rank {entry['rank']} on {entry['host']}" for entry in others[:8])
-        raise PatchError(
-            f"{len(others)} of {len(found)} ranks run with other patches than rank 0 ({different}); install "
-            "the same mt_megatron, torch and numpy everywhere, and compare 'mt-megatron patches list' there"
-        )
 
 
 def require_precision(config: TrainingConfig, backend: Backend) -> None:

@@ -30,7 +30,7 @@ from mt_megatron.training.config_build import model_shape
 from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
 from mt_megatron.training.data.tokenizer import load_tokenizer
-from mt_megatron.training.distributed import Job, joined, require_precision, require_same_plan
+from mt_megatron.training.distributed import Job, joined, require_precision
 from mt_megatron.training.evaluate import Validation, evaluate
 from mt_megatron.training.lr import learning_rate
 from mt_megatron.training.metrics import Display, Metrics, perplexity
@@ -67,7 +67,7 @@ def train(config: TrainingConfig) -> Outcome:
     require_precision(config, backend)
     started = time.monotonic()
     with joined(config, backend) as job, _termination() as terminated:
-        require_same_plan(mt_megatron.report().plan_digest, job)
+        mt_megatron.compare_plan_across_ranks()
         run = _Run(config, job, started)
         try:
             return run.run(terminated)

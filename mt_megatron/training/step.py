@@ -83,8 +83,7 @@ def train_step(
     """
     reports = forward_backward(trainable, forward_step, batches, shape)
     loss, tokens, stop_requested = _agree(reports, job, iteration, stop)
-    with events.span("optimizer"):
-        updated, grad_norm, _ = trainable.optimizer.step()
+    updated, grad_norm, _ = trainable.optimizer.step()
     if updated:
         trainable.scheduler.step(shape.num_microbatches * shape.micro_batch_size * job.layout.dp)
     norm = float(grad_norm) if updated and grad_norm is not None else None
