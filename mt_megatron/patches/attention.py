@@ -26,6 +26,6 @@ def patches(backend: Backend) -> list[Patch]:
             feature="attention",
             reason="upstream's local attention builds the s x s scores and expands grouped heads",
             body=_local_spec,
-            digest="884b3e17752812cc24142720bbd8f68c8de23da9e2d78352250327f1481006b4",
+            digest="010e04f8034e502d7243e7964a5c5c63c1da7b6c50e61d6950b95dd9735d44a2",
         )
     ]

@@ -121,19 +121,19 @@ def patches(backend: Backend) -> list[Patch]:
                 "results_queue",
                 f"{module}:_get_write_results_queue",
                 _get_write_results_queue,
-                "b3adaa8f2c1a727a9b3d35a3ea433d594ff517ae3e469a6059b6e072732e3c77",
+                "9d19df883de78705d96d3f30492e6d61d91df53799601fd646d4be073882458a",
             ),
             (
                 "writers",
                 f"{module}:FileSystemWriterAsync.write_preloaded_data_multiproc",
                 _write_with_threads,
-                "d89f36656c64bda2b595d5a5529ca0a71dc0d72bc163c645a7b0cde3fbbc0e4e",
+                "f7dcde60a4b762365623bdf7cf5a3a2b587e20eabbcd20542034fad5b93eef6c",
             ),
             (
                 "async_caller",
                 f"{caller}.schedule_async_call",
                 _schedule_in_thread(backend),
-                "3acda647db2543ea70a3dadacf9f1c073d7169a5e475abad26999c980f408270",
+                "4ddff30d2ba2e4da9980104e3cf593243459175dbb04c9b8031b45a973320f85",
             ),
         )
     ]

@@ -15,17 +15,17 @@ _TYPE_STRINGS = (
     (
         "optimizer_float16",
         "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-        "541388936bae5ffef59fafe5578098321ae1ae6762e369819b38fe77e3b73811",
+        "25066be62d7cc0745738bf273f6374561796450d1303a6034f7532bc0e43b531",
     ),
     (
         "optimizer_distributed",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
-        "5e1bc27abc4b5aa4cc6d7d880c294ffb2bfd29ab2580000793eb9315cf5560e1",
+        "55439de415119aafbd2cc0b7b0df2c83b18fc54b739b6bb0c9ea186e23a641b9",
     ),
     (
         "clip_grads",
         "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
-        "ae8acffa03ba5330611b542be83d187e5260abc26470ba1f7667f248645b23f7",
+        "ee1e21a1e271b7401adc914bd249fafd5967d9868a010299fdf71e948417ed7c",
     ),
 )
 
@@ -96,7 +96,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="device",
             reason="it asserts is_cuda, which stays false for this backend's tensors",
             body=_on_device(backend.device_type),
-            digest="ce5dc76748011ab92e204df534c5017892073c645068345854847dd07e5f4d53",
+            digest="ddaae7643c5d66538913d7296c929db8f48404ba30e64cc5c73ea9fa88a66e02",
         )
     )
     found.append(
@@ -107,7 +107,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="device",
             reason="its default init_fn is the real torch.empty, bound before the module can be given a view",
             body=_init_data_on(DeviceTranslator(backend)),
-            digest="df23d585270721cbef8e86ebb3a005016f6c3f36c1b69343a0f8f3e225eb8408",
+            digest="f42124c5e75e67f4a68ce05d4af5f014e2f67ddfa82da1823b45de6ef2c24bfe",
         )
     )
     return found

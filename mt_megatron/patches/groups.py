@@ -45,6 +45,6 @@ def patches(backend: Backend) -> list[Patch]:
             feature="collectives",
             reason="0.9.0 drops its references and leaks every group's threads and sockets",
             body=_destroy_model_parallel,
-            digest="19a3dffcf202007ab9c8a7bac8392c46f7373a91abca3dbc42fa3847daeb9633",
+            digest="2e17a04aa396c4f23415e19ad10a3f6ac5a2d4b855c40dce8bb565e841395bd4",
         )
     ]

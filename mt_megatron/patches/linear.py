@@ -124,7 +124,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="linear",
             reason="its three GEMMs go through one seam, and accumulation fusion works without Apex",
             body=linear_with_grad_accumulation_and_async_allreduce,
-            digest="14ba16ca1899569be890ac47e20d68f1b595bacd6419b5e9f1761ddefc90295b",
+            digest="aba4f48d2050f19ae2b3a6599b0eb9283b5ffa53fd4e4cb5f1492a073d88fe77",
         ),
         Patch(
             id="linear.autograd",
@@ -133,7 +133,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="linear",
             reason="for whoever applies the autograd function itself; its source is what ours follows",
             body=_trainable,
-            digest="2b70ee7d6298e7006937f7edbcf8f82d6b711435cb408fb4a9d81b97af973a36",
+            digest="73cc7c7df188ed13a3a8e30cf77fbe3a118fa639e89c19e41307c10884a06290",
         ),
         Patch(
             id="linear.autograd_frozen",
@@ -142,7 +142,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="linear",
             reason="a frozen weight's two GEMMs go through the seam; a trainable bias gets its gradient",
             body=_frozen,
-            digest="bd7dadb4eb2ad832ab782b1ea9aedb88bc7e4874f6ba1031e4f96a4ac5e760fc",
+            digest="2a86b7157d7b046b655664012a06236d19e81efa7e65bd497b0c21c5b11262ec",
         ),
         Patch(
             id="linear.fusion_available",
@@ -159,7 +159,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="linear",
             reason="it imports Apex's extension",
             body=_drain_embedding_wgrad_compute,
-            digest="2c4b71be26ced7a884e5e00d6583f6d0e93494c64d1a88bb224925235d6ea4e9",
+            digest="e999b2d2512e37b4dfa235680bdb37d06b06855bc6936266289e257bbd178ca3",
         ),
         Patch(
             id="linear.column_without_buffer",
@@ -169,7 +169,7 @@ def patches(backend: Backend) -> list[Patch]:
             reason="deferring the output layer's weight gradient, every column linear appends to a buffer, "
             "but only the output layer has one",
             body=_column_init,
-            digest="7464725b623c552afca5ddfca469ee309845f35b228568e01b6739284e691ec3",
+            digest="687a4019533af8e7e224ae513e0f0e3526985f556d39e4d8cbc7d329287c0d1c",
         ),
         Patch(
             id="linear.wait_for_deferred_wgrad",
@@ -179,7 +179,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="linear",
             reason="a parameter whose weight gradient is deferred is not ready to be reduced",
             body=_make_backward_post_hook,
-            digest="7ff043c8ba186640695dccd59e808555e34ff8bcbe8066c28402963e5409d2be",
+            digest="fa1cd150de61d5cd2a1926f486b104193c1bec1de882b5f3b25286e532ecf8f9",
         ),
         Patch(
             id="linear.refuse_lost_wgrad",
@@ -188,6 +188,6 @@ def patches(backend: Backend) -> list[Patch]:
             feature="linear",
             reason="reducing gradients while some are still deferred would lose them silently",
             body=_start_grad_sync,
-            digest="313a4bc55e2545ab96b8936f280c977be42e29b0af6cd550161859bd97239a03",
+            digest="40d7290a3aecd61e6f0d9afb1f3c87c640423e794a8a5602ddc815fc0af03fa6",
         ),
     ]

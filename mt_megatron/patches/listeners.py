@@ -15,6 +15,6 @@ def patches(backend: Backend) -> list[Patch]:
             feature="device",
             reason="the straggler detector's control port listens on all interfaces, without a token",
             body={"0.0.0.0": "127.0.0.1"},
-            digest="77d4d0684a1396656f41594d358805cd6fb24ef4052654d20e45fe10ec7a5a0a",
+            digest="af7e81419077ee6e94d00418b4d3b4186665efab621ebf07701c31fbda414cac",
         )
     ]

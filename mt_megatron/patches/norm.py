@@ -47,6 +47,6 @@ def patches(backend: Backend) -> list[Patch]:
             feature="norm",
             reason="it refuses RMSNorm, sequence parallelism and zero-centred gain",
             body=_init,
-            digest="4cf7f9a080ac0b96ac69dbe603c9cb04f13427f6e5e0267d0289df0f095d434b",
+            digest="5fdcba3255f4adba0b7be50d7a13f871d03da0d136c57b25c04627a59c50940d",
         )
     ]

@@ -32,6 +32,6 @@ def patches(backend: Backend) -> list[Patch]:
             backends=frozenset({"cpu"}),
             reason="Gloo reads a sent tensor later; the schedule frees its memory at once",
             body=_p2p_ops,
-            digest="af4efe0e6379e66155198bdf3f994246df31773a469924228da199b71c31def4",
+            digest="0ac270f03d1f127aa96e6f80815a17644993c11c656cf91cd4641a04358f1598",
         )
     ]

@@ -115,21 +115,21 @@ def patches(backend: Backend) -> list[Patch]:
         trusted(
             "common",
             f"{common}.load_common",
-            "517bcb3207b7165bfff5843a35f9423e9a9878e570199992dac5646dfa99cbab",
+            "5930029c1de58a0b873dfacf93382be06af253e5effbddf7bb11c4245bd10a1c",
         ),
         trusted(
             "sharded_objects",
             f"{common}.load_sharded_objects",
-            "87cc12854bf2b7f0212189a936b713fc0b9ce485809b87b2048f96cfb162c787",
+            "4430c16978c39c63f27020dcd7401b07f1698a050366d8563732d9292a75f49b",
         ),
         trusted(
             "distributed_optimizer",
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state",
-            "6544e39c01453197f93bf1a8bb3296b0b3ce8528caf8e1463c851b855ec1316e",
+            "61e85e0b20b28ca14f9db37ac364627db6ecc5ed5183de65b217a574ee2004f2",
         ),
         trusted(
             "chained_optimizer",
             "megatron.core.optimizer.optimizer:ChainedOptimizer.load_parameter_state",
-            "90349db38524b0942a2a684e1006d8d6537dbc6d2cc4c7c2e143d4953915047f",
+            "a3ce895796e63b2784aeb447cf39dddd4a8ad15185811de49b681270fe0f76cc",
         ),
     ]

@@ -151,12 +151,12 @@ def patches(backend: Backend) -> list[Patch]:
         (
             "_create_zarr_array",
             _create_zarr_array,
-            "0ed3fa33d9263aa649ba0c47710ac1b5ddf46d4d64a4c7b651d3e17d208f8e74",
+            "d3af0669151a27ef91537b22dffa8fb60a2a80a45256e4f1a51e85f242013f7a",
         ),
         (
             "_open_zarr_array_verbose",
             _open_zarr_array_verbose,
-            "73e39a8cbc3227646795c9dae82191bd7f51935abce2a52f0509874c6add541e",
+            "c137e7fc0b6cf639974fa50a43f80f082e9b72325f08c4d5c4b5aeb46c3ac758",
         ),
     ):
         found.append(

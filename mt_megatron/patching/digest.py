@@ -25,11 +25,16 @@ from ..errors import PatchTargetError
 from .cache import DigestCache, Known
 from .source import Definition, define, locate, parse_target
 
-SCHEME = 1
+SCHEME = 2
 """Number of this digest definition; a cache written under another one is not read."""
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER, tokenize.TYPE_COMMENT}
-_MARKERS = {tokenize.NEWLINE: ";", tokenize.INDENT: ">", tokenize.DEDENT: "<"}
+# No token of Python begins with a blank.
+INDENT, DEDENT = " indent", " dedent"
+_STRUCTURE = {tokenize.NEWLINE: " end", tokenize.INDENT: INDENT, tokenize.DEDENT: DEDENT}
+_SEGMENT_END = " segment"
+MARKERS = {*_STRUCTURE.values(), _SEGMENT_END}
+"""Tokens that stand for structure and not for text."""
 # Python 3.12 splits an f-string into many tokens; joined again, digests agree between versions.
 _STRING_START = {getattr(tokenize, "FSTRING_START", -1), getattr(tokenize, "TSTRING_START", -1)}
 _STRING_END = {getattr(tokenize, "FSTRING_END", -1), getattr(tokenize, "TSTRING_END", -1)}
@@ -119,7 +124,7 @@ def meaningful_tokens(
     found: list[tuple[int, str]] = []
     for first, last in segments:
         found += _segment_tokens(lines[first - 1 : last], first, docstrings)
-        found.append((last, "="))
+        found.append((last, _SEGMENT_END))
     return found
 
 
@@ -152,7 +157,7 @@ def _segment_tokens(
             if not depth:
                 found.append((opened[0] + first - 1, _between(lines, opened, token.end)))
         elif not depth:
-            found.append((start[0], _MARKERS.get(token.type) or token.string))
+            found.append((start[0], _STRUCTURE.get(token.type) or token.string))
     if indented:
         del found[0]
         found = [pair for index, pair in enumerate(found) if index != _last_dedent(found)]
@@ -160,7 +165,7 @@ def _segment_tokens(
 
 
 def _last_dedent(found: list[tuple[int, str]]) -> int:
-    return max((index for index, (_, token) in enumerate(found) if token == "<"), default=-1)
+    return max((index for index, (_, token) in enumerate(found) if token == DEDENT), default=-1)
 
 
 def _between(lines: list[str], start: Position, end: Position) -> str:

@@ -12,19 +12,26 @@ from difflib import SequenceMatcher
 from itertools import groupby
 from pathlib import Path
 
-from .digest import Source, meaningful_tokens, parse_file
+from .digest import DEDENT, INDENT, MARKERS, Source, meaningful_tokens, parse_file
 
 _SHOWN = 12
 
 
 def fingerprint(source: Source) -> list[tuple[int, str]]:
-    """``(line number, hash of the line's tokens)`` of every line that carries meaning."""
+    """``(line number, hash of the line's tokens and nesting)`` of every line that carries meaning."""
     text, tree = parse_file(Path(source.path))
     tokens = meaningful_tokens(text, tree, source.definition.segments)
-    return [
-        (line, hashlib.sha256("\0".join(token for _, token in group).encode()).hexdigest()[:8])
-        for line, group in groupby(tokens, key=lambda pair: pair[0])
-    ]
+    found: list[tuple[int, str]] = []
+    depth = 0
+    for line, group in groupby(tokens, key=lambda pair: pair[0]):
+        words = [token for _, token in group]
+        # The nesting itself and not its change, which would mark the next line as drifted too.
+        depth += words.count(INDENT) - words.count(DEDENT)
+        state = hashlib.sha256(str(depth).encode())
+        state.update("\0".join(word for word in words if word not in MARKERS).encode())
+        if any(word not in MARKERS for word in words):
+            found.append((line, state.hexdigest()[:8]))
+    return found
 
 
 def write_fingerprints(path: Path, sources: Iterable[Source]) -> None:

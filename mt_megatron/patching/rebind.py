@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ..errors import PatchConflictError
 from .digest import parse_file
 from .places import Attribute, Defaults, Item, Place, parts
-from .referrers import Held, Holder, Search, search
+from .referrers import Held, Holder, Search, describe, search
 
 Reach = Literal["everywhere", "package", "away", "imports"]
 """How far the identity of a value says that a holder means the target that it is found at.
@@ -94,10 +94,9 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
             found.holders += _imported(original, packages[original.package])
     # Counted before anything found is kept, because what is kept is a reference too.
     outside = [(_outside(one), one) for one in everywhere]
-    unexplained = [one.held for count, one in outside if count > 0]
-    if not unexplained:
+    ids = {id(one.held.value) for count, one in outside if count > 0}
+    if not ids:
         return found
-    ids = {id(held.value) for held in unexplained}
     targets = {one.target.key for one in originals}
     concerned = {one.package for count, one in outside if count > 0}
     counted: Counter[int] = Counter()
@@ -105,14 +104,20 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
         quick = [Holder(place, value) for place, value in places if place.key not in targets]
         found.holders += quick
         counted.update(id(holder.held) for holder in quick)
-        unexplained = [one.held for count, one in outside if count > counted[id(one.held.value)]]
-        if not unexplained:
+        open_ones = [pair for pair in outside if pair[0] > counted[id(pair[1].held.value)]]
+        if not open_ones:
             return found
-    _search(found, unexplained, originals, ignored)
+    _search(found, open_ones, originals, ignored)
     return found
 
 
-def _search(found: Search, held: list[Held], originals: Sequence[Original], ignored: Collection[int]) -> None:
+def _search(
+    found: Search,
+    open_ones: list[tuple[int, Original]],
+    originals: Sequence[Original],
+    ignored: Collection[int],
+) -> None:
+    held = [one.held for _, one in open_ones]
     wrappers = [one.descriptor.value for one in originals if one.descriptor]
     own = [wrappers, *wrappers, *map(_attributes, wrappers), *found.holders]
     ours = {*ignored, *map(id, own), id(own)}
@@ -125,6 +130,12 @@ def _search(found: Search, held: list[Held], originals: Sequence[Original], igno
     found.holders += [holder for holder in deep.holders if holder.place.key not in known]
     found.stuck += deep.stuck
     found.passing += deep.passing
+    for count, one in open_ones:
+        in_target = one.descriptor is None and one.target.state(one.held.value) == "ours"
+        unseen = count + in_target - deep.tally[id(one.held.value)]
+        if unseen > 0:
+            what = describe(one.held.value)
+            found.passing.append(f"a call in progress or C code ({unseen} reference(s) to {what})")
 
 
 def _outside(original: Original) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import (
@@ -74,6 +75,11 @@ class Search:
     holders: list[Holder] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     passing: list[str] = field(default_factory=list)
+    """Calls in progress and references that the collector does not see: they go on with the
+    original and hold it no longer than they last."""
+
+    tally: Counter[int] = field(default_factory=Counter)
+    """References seen, by the id of the original."""
 
 
 def companions(cls: type) -> list[type]:
@@ -121,6 +127,7 @@ def search(originals: Sequence[Held], ignored: Collection[int]) -> Search:
                 continue
             inside = [value for value in gc.get_referents(referrer) if id(value) in ids]
             skip.add(id(inside))
+            found.tally.update(map(id, inside))
             if isinstance(referrer, _IMMUTABLE):
                 if id(referrer) not in seen:
                     deeper.append(referrer)
