@@ -108,7 +108,14 @@ def _patches() -> dict[str, Any]:
         found = json.loads(stdout)
     except ValueError:
         return {"ok": False, "error": f"`mt-megatron patches check` ended with {_ending(code, stderr)}"}
-    return {"ok": code == 0, "check": found}
+    return {
+        "ok": code == 0,
+        "backend": found.get("backend"),
+        "applicable": len(found.get("patches", [])),
+        "left_out": len(found.get("left_out", [])),
+        "plan_digest": found.get("plan_digest"),
+        "problems": [f"{each['error']}: {each['message']}" for each in found["problems"]],
+    }
 
 
 def _probe_problems(probe: dict[str, Any]) -> list[str]:
@@ -123,11 +130,7 @@ def _probe_problems(probe: dict[str, Any]) -> list[str]:
 
 
 def _patch_problems(patches: dict[str, Any]) -> list[str]:
-    if patches["ok"]:
-        return []
-    if "error" in patches:
-        return [patches["error"]]
-    return ["the patches do not fit what is installed; `mt-megatron patches check` says which and why"]
+    return [patches["error"]] if "error" in patches else list(patches["problems"])
 
 
 def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -214,7 +217,7 @@ def text(report: dict[str, Any]) -> str:
     lines.append(f"  {'host name is':<22}{network['hostname_address'] or 'not resolvable'}")
     lines.append(f"  {'GLOO_SOCKET_IFNAME':<22}{network['GLOO_SOCKET_IFNAME'] or 'not set'}")
     lines += [f"  - {each}" for each in network["listeners"]]
-    lines += ["", "patches", f"  {'fit' if report['patches']['ok'] else 'do not fit'} what is installed"]
+    lines += ["", "patches", _patch_line(report["patches"])]
     lines += ["", "would run"]
     lines += [
         f"  {'yes' if each['works'] else 'no ':<4}{name}: {each['why']}"
@@ -226,6 +229,15 @@ def text(report: dict[str, Any]) -> str:
         lines += ["", f"{kind}: {'none' if not report[kind] else ''}".rstrip()]
         lines += [f"  - {each}" for each in report[kind]]
     return "\n".join(lines)
+
+
+def _patch_line(patches: dict[str, Any]) -> str:
+    if not patches["ok"]:
+        return "  do not fit what is installed: see the problems below"
+    return (
+        f"  {patches['applicable']} for {patches['backend']} fit what is installed, "
+        f"{patches['left_out']} left out; plan {patches['plan_digest'][:12]}"
+    )
 
 
 def _facts(facts: dict[str, Any]) -> list[str]:

@@ -144,10 +144,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("restarts are torchrun's (--max-restarts); leave it out", "enable-ft-package"),
     # Reports.
     (
-        "reports are fixed; --metrics-path and --tensorboard-dir say where they go; leave it out",
+        "reports are fixed and go to --metrics-path as JSONL; leave it out",
         (
-            "log-params-norm log-throughput log-progress timing-log-option tensorboard-log-interval "
-            "tensorboard-queue-size log-timers-to-tensorboard no-log-loss-scale-to-tensorboard "
+            "tensorboard-dir tensorboard-log-interval log-params-norm log-throughput log-progress "
+            "timing-log-option tensorboard-queue-size log-timers-to-tensorboard no-log-loss-scale-to-tensorboard "
             "log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard "
             "logging-level"
         ),

@@ -251,9 +251,6 @@ class LoggingConfig:
     metrics_path: str | None = None
     """JSONL file that rank 0 appends one record per report to. None: no file."""
 
-    tensorboard_dir: str | None = None
-    """Directory for TensorBoard; needs the ``tensorboard`` extra. None: off."""
-
     config_logger_dir: str = ""
     """Directory that Megatron-Core dumps its configurations to. Empty: off."""
 

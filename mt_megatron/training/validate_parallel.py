@@ -105,6 +105,17 @@ def _pipeline(config: TrainingConfig) -> list[str]:
             f"{per_chunk} is not the {per_stage} layers per stage; expected them to agree. Leave "
             "--num-layers-per-virtual-pipeline-stage out."
         )
+    if model.defer_embedding_wgrad_compute and (stages == 1 or not model.gradient_accumulation_fusion):
+        found.append(
+            "defer_embedding_wgrad_compute is on; expected pipeline_model_parallel_size above 1 and "
+            "gradient_accumulation_fusion with it. Set --gradient-accumulation-fusion or leave "
+            "--defer-embedding-wgrad-compute out."
+        )
+    if model.wgrad_deferral_limit < 0:
+        found.append(
+            f"wgrad_deferral_limit is {model.wgrad_deferral_limit}; expected at least 0, where 0 is all "
+            "micro-batches. Set --wgrad-deferral-limit."
+        )
     if interleaved and stages == 2 and not model.overlap_p2p_comm:
         found.append(
             "overlap_p2p_comm is off with 2 interleaved stages; expected on: without it, batches of sends "

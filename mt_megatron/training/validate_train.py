@@ -62,8 +62,8 @@ def _learning_rate(config: TrainingConfig) -> list[str]:
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         found.append("decoupled_min_lr is set without decoupled_lr; expected both. Set --decoupled-lr.")
     fraction = train.lr_warmup_fraction
-    if fraction is not None and not 0 <= fraction <= 1:
-        found.append(f"lr_warmup_fraction is {fraction}; expected 0 to 1. Set --lr-warmup-fraction.")
+    if fraction is not None and not 0 <= fraction < 1:
+        found.append(f"lr_warmup_fraction is {fraction}; expected 0 <= share < 1. Set --lr-warmup-fraction.")
     if fraction is not None and train.lr_warmup_iters:
         found.append(
             f"lr_warmup_fraction is {fraction} and lr_warmup_iters is {train.lr_warmup_iters}; expected "

@@ -13,16 +13,17 @@ import pytest
 
 from mt_megatron.cli import doctor
 from mt_megatron.cli import doctor_host as host
+from mt_megatron.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def run(
-    *arguments: str, python: str = sys.executable, path: Path | None = None, **variables: str
+    *arguments: str, python: str = sys.executable, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """``mt-megatron doctor``, with ``path`` before everything else on the module path."""
     paths = [str(each) for each in (path, ROOT) if each is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [python, "-m", "mt_megatron.cli", "doctor", *arguments],
         capture_output=True,
@@ -45,6 +46,8 @@ def report() -> dict[str, Any]:
 def test_this_machine_is_fine(report: dict[str, Any]) -> None:
     assert report["problems"] == []
     assert report["patches"]["ok"] is True
+    assert report["patches"]["applicable"] > 0
+    assert len(report["patches"]["plan_digest"]) == 64
 
 
 def test_report_holds_what_a_bug_report_needs(report: dict[str, Any]) -> None:
@@ -97,15 +100,27 @@ def test_text_shows_every_part(report: dict[str, Any]) -> None:
     assert f"mt_megatron {report['mt_megatron']}" in text
 
 
-def test_text_is_the_default() -> None:
-    done = run()
-    assert done.stdout.startswith("mt_megatron ")
+@pytest.mark.parametrize(("problems", "code"), [([], 0), (["one"], 1)])
+def test_text_is_the_default_and_the_exit_code_tells_of_problems(
+    report: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    problems: list[str],
+    code: int,
+) -> None:
+    monkeypatch.setattr(doctor, "make_report", lambda: {**report, "problems": problems})
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().out.startswith("mt_megatron ")
+    assert main(["doctor", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["problems"] == problems
 
 
-def test_environment_holds_known_variables_only() -> None:
-    found = json.loads(run("--json", NCCL_DEBUG="INFO", SECRET_TOKEN="hidden").stdout)
-    assert found["environment"]["NCCL_DEBUG"] == "INFO"
-    assert "hidden" not in json.dumps(found)
+def test_environment_holds_known_variables_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    found = host.environment()
+    assert found["NCCL_DEBUG"] == "INFO"
+    assert "SECRET_TOKEN" not in found
 
 
 @pytest.mark.parametrize(
@@ -215,6 +230,23 @@ def test_warnings_name_what_may_surprise(report: dict[str, Any]) -> None:
 
 
 def test_patches_that_do_not_fit_are_a_problem() -> None:
-    assert "mt-megatron patches check" in doctor._patch_problems({"ok": False, "check": {}})[0]
+    assert doctor._patch_problems({"ok": False, "problems": ["a: b", "c: d"]}) == ["a: b", "c: d"]
     assert doctor._patch_problems({"ok": False, "error": "exit code 1: x"}) == ["exit code 1: x"]
-    assert doctor._patch_problems({"ok": True}) == []
+    assert doctor._patch_problems({"ok": True, "problems": []}) == []
+
+
+def test_another_megatron_core_is_reported_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 3\n")
+    done = run("--json", path=tmp_path)
+    assert done.returncode == 1
+    problems = "\n".join(json.loads(done.stdout)["problems"])
+    assert "megatron-core is 0.12.3" in problems and "pip install megatron-core==0.9.0" in problems
+
+
+def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, report: dict[str, Any]) -> None:
+    from mt_megatron import _session
+
+    monkeypatch.setattr(_session, "TESTED", {"numpy": "<1"})
+    assert any(line.startswith("numpy ") and "<1" in line for line in doctor._warnings(report))

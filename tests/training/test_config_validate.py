@@ -55,6 +55,11 @@ def config(extra: str = "") -> TrainingConfig:
         ("--lr-warmup-fraction 0.1 --lr-decay-style cosine --min-lr 1e-4", 1),
         ("--eval-interval none --eval-iters 0 --clip-grad 0", 1),
         ("--kv-channels 48", 1),
+        ("--window-size 64 0 --gradient-accumulation-fusion", 1),
+        (
+            "--pipeline-model-parallel-size 2 --gradient-accumulation-fusion --defer-embedding-wgrad-compute",
+            2,
+        ),
     ],
 )
 def test_sound_configurations_pass(extra: str, world: int) -> None:
@@ -207,6 +212,8 @@ WRONG = [
     ),
     ("--overlap-param-gather", 2, "overlap_param_gather is on without use_distributed_optimizer"),
     ("--align-param-gather", 2, "align_param_gather is on without overlap_param_gather"),
+    ("--defer-embedding-wgrad-compute", 1, "defer_embedding_wgrad_compute is on; expected"),
+    ("--wgrad-deferral-limit -1", 1, "wgrad_deferral_limit is -1; expected at least 0"),
     ("--bucket-size 0", 2, "bucket_size is 0; expected at least 1"),
     ("--expert-model-parallel-size 2", 2, "expert_model_parallel_size is 2 for a model without experts"),
     (
@@ -244,7 +251,7 @@ WRONG = [
     ("--min-lr 1", 1, "min_lr is 1.0; expected 0 to lr = 0.001"),
     ("--lr-warmup-init 1", 1, "lr_warmup_init is 1.0; expected 0 to lr = 0.001"),
     ("--decoupled-min-lr 1e-5", 1, "decoupled_min_lr is set without decoupled_lr"),
-    ("--lr-warmup-fraction 2", 1, "lr_warmup_fraction is 2.0; expected 0 to 1"),
+    ("--lr-warmup-fraction 2", 1, "lr_warmup_fraction is 2.0; expected 0 <= share < 1"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", 1, "expected one of the two"),
     ("--lr-warmup-iters 100", 1, "lr_warmup_iters is 100; expected less than the 100 steps"),
     ("--lr-decay-style WSD", 1, "lr_wsd_decay_iters is not set; expected a number with WSD"),
@@ -324,8 +331,7 @@ def test_existing_files_pass(tmp_path: Path) -> None:
     assert "b.idx does not exist" in "\n".join(problems(found))
 
 
-_OTHER = {"fp8": "hybrid", "window_size": "8 0", "wgrad_deferral_limit": "1"}
-_OTHER["num_microbatches_with_partial_activation_checkpoints"] = "1"
+_OTHER = {"fp8": "hybrid", "num_microbatches_with_partial_activation_checkpoints": "1"}
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

@@ -1,0 +1,127 @@
+"""What is built from a configuration: Megatron-Core's own objects hold what was asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mt_megatron.training.arguments import load_config
+
+_BUILD = """
+import dataclasses, json, sys, warnings
+warnings.simplefilter("ignore")
+import mt_megatron
+mt_megatron.patch("cpu")
+from mt_megatron.training.arguments import load_config
+def plain(value):
+    if callable(value):
+        return "callable:" + value.__qualname__
+    return str(value) if type(value).__name__ == "dtype" else value
+def fields(obj):
+    names = [f.name for f in dataclasses.fields(obj) if not f.name.startswith("_")]
+    return {name: plain(getattr(obj, name)) for name in names}
+found = []
+for argv in json.load(sys.stdin):
+    c = load_config(argv)
+    found.append([fields(c.transformer_config()), fields(c.optimizer_config()), fields(c.ddp_config())])
+print("built:" + json.dumps(found))
+"""
+
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+COMMANDS = {
+    "defaults": SMALL,
+    "llama3_8b": "--model llama3_8b",
+    "llama3_70b": "--model llama3_70b",
+    "llama3.1_405b": "--model llama3.1_405b",
+    "llama3_tiny": "--model llama3_tiny",
+    "parallel": SMALL
+    + " --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    + " --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --overlap-grad-reduce"
+    + " --overlap-param-gather --bf16 --ddp-bucket-size 1000 --no-check-for-nan-in-grad",
+    "fp16": SMALL + " --fp16 --loss-scale 128 --autocast-dtype float16 --recompute-activations",
+    "squared_relu": SMALL + " --squared-relu --init-method-xavier-uniform --no-grad-reduce-in-fp32",
+    "swiglu": SMALL + " --swiglu --ffn-hidden-size 96 --lr 1e-3 --adam-beta2 0.95",
+}
+CASES = {name: command.split() for name, command in COMMANDS.items()}
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list[dict[str, Any]]]:
+    """Fields of the three objects of every case, built by one patched process."""
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD],
+        input=json.dumps(list(CASES.values())),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.split("built:")[1])
+    return dict(zip(CASES, found, strict=True))
+
+
+def same(ours: object, theirs: object) -> bool:
+    """Whether a value by name is the object that it names."""
+    if isinstance(theirs, str) and theirs.startswith("callable:"):
+        named = {
+            "normal": "init_method_normal",
+            "scaled_normal": "scaled_init_method_normal",
+            "xavier_uniform": "xavier_uniform_",
+        }
+        return theirs.removeprefix("callable:").split(".")[0] == named.get(str(ours), ours)
+    if isinstance(theirs, str) and theirs.startswith("torch."):
+        return ours is None or theirs == f"torch.{ours}"
+    return (list(ours) if isinstance(ours, tuple) else ours) == theirs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_value_of_the_configuration_arrives(built: dict[str, list[dict[str, Any]]], case: str) -> None:
+    config = load_config(CASES[case])
+    transformer, optimizer, ddp = built[case]
+    for section, theirs in (
+        (config.model.core, transformer),
+        (config.optimizer, optimizer),
+        (config.ddp, ddp),
+    ):
+        for name, value in section.values.items():
+            assert same(value, theirs[name]), (name, value, theirs[name])
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("defaults", "float32"), ("parallel", "bfloat16"), ("fp16", "float16"), ("llama3_8b", "bfloat16")],
+)
+def test_precision_reaches_all_of_them(built: dict[str, list[dict[str, Any]]], case: str, dtype: str) -> None:
+    transformer, optimizer, _ = built[case]
+    assert transformer["params_dtype"] == transformer["pipeline_dtype"] == f"torch.{dtype}"
+    assert optimizer["params_dtype"] == f"torch.{dtype}"
+    for each in (transformer, optimizer):
+        assert (each["bf16"], each["fp16"]) == (dtype == "bfloat16", dtype == "float16")
+
+
+def test_layout_reaches_all_of_them(built: dict[str, list[dict[str, Any]]]) -> None:
+    transformer, optimizer, ddp = built["parallel"]
+    assert transformer["virtual_pipeline_model_parallel_size"] == 2
+    assert transformer["sequence_parallel"] is True
+    assert transformer["tensor_model_parallel_size"] == transformer["pipeline_model_parallel_size"] == 2
+    assert (transformer["overlap_p2p_comm"], transformer["batch_p2p_comm"]) == (True, False)
+    for each in (optimizer, ddp):
+        assert each["use_distributed_optimizer"] is True
+        assert each["overlap_grad_reduce"] is True
+        assert each["overlap_param_gather"] is True
+    assert (ddp["bucket_size"], ddp["check_for_nan_in_grad"]) == (1000, False)
+    assert ddp["grad_reduce_in_fp32"] is True
+    assert built["squared_relu"][2]["grad_reduce_in_fp32"] is False
+
+
+def test_squared_relu_is_relu_times_relu() -> None:
+    code = (
+        "import torch\nfrom mt_megatron.training.config_build import squared_relu\n"
+        "x = torch.linspace(-2, 2, 9)\n"
+        "assert torch.equal(squared_relu(x), torch.relu(x) * torch.relu(x))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
