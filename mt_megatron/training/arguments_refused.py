@@ -147,7 +147,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "reports are fixed and go to --metrics-path as JSONL; leave it out",
         (
             "tensorboard-dir tensorboard-log-interval log-params-norm log-throughput log-progress "
-            "timing-log-option tensorboard-queue-size log-timers-to-tensorboard no-log-loss-scale-to-tensorboard "
+            "timing-log-option tensorboard-queue-size log-timers-to-tensorboard "
+            "no-log-loss-scale-to-tensorboard "
             "log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard "
             "logging-level"
         ),
