@@ -88,9 +88,8 @@ def test_one_process_has_no_tensor_parallel_collectives():
     assert len(begins(seen, "layer")) == 2 * 4
 
 
-def moe() -> list[Any]:
-    """One forward and backward of an MoE layer over expert parallelism with all-to-all."""
-    from megatron.core import tensor_parallel
+def exchange() -> list[Any]:
+    """Forward and backward of one all-to-all, as MoE's token dispatcher calls it."""
     from megatron.core.tensor_parallel.mappings import all_to_all
 
     from mt_megatron.seams import events
@@ -99,7 +98,6 @@ def moe() -> list[Any]:
     small_gpt.start()
     from megatron.core import parallel_state
 
-    assert tensor_parallel is not None
     x = torch.arange(4.0).requires_grad_()
     seen: list[Any] = []
     stop = events.subscribe(lambda phase, name, attrs: seen.append([phase, name, dict(attrs)]))
@@ -109,6 +107,6 @@ def moe() -> list[Any]:
 
 
 def test_all_to_all_is_seen_both_ways():
-    for seen in run_ranks(2, f"{HERE}:moe"):
+    for seen in run_ranks(2, f"{HERE}:exchange"):
         check_nesting(seen)
         assert [(a["op"], a["bytes"]) for a in begins(seen, "collective")] == [("all_to_all", 16)] * 2
