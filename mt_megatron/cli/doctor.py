@@ -135,19 +135,28 @@ def _patch_problems(patches: dict[str, Any]) -> list[str]:
 
 def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    backends = report["backends"]
-    if "error" not in backends:
-        for name, facts in backends.items():
-            found[f"training on {name}"] = {"works": facts["available"], "why": facts["why"]}
+    backends = {} if "error" in report["backends"] else report["backends"]
+    blocked = ""
+    if report["megatron_core"]["path"] is None:
+        blocked = "megatron.core cannot be found"
+    elif not report["patches"]["ok"]:
+        blocked = "the patches do not fit what is installed"
+    for name, facts in backends.items():
+        found[f"training on {name}"] = {
+            "works": facts["available"] and not blocked,
+            "why": blocked if facts["available"] and blocked else facts["why"],
+        }
+    usable = [name for name in backends if found[f"training on {name}"]["works"]]
     flags = report["system"]["cpu_flags"]
     native = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
-    found["bf16 on cpu"] = {
-        "works": True,
-        "why": f"native ({', '.join(native)})" if native else "emulated: slower than fp32 on this processor",
-    }
+    if "cpu" in usable:
+        found["bf16 on cpu"] = {
+            "works": True,
+            "why": f"native ({', '.join(native)})" if native else "without instructions for it: slow",
+        }
     found["tensor, sequence, pipeline, interleaved and data parallelism"] = {
-        "works": True,
-        "why": "on every backend that can be used; one process per device, or per core on cpu",
+        "works": bool(usable),
+        "why": f"on {', '.join(usable)}" if usable else "no backend can be used",
     }
     found["context parallelism"] = {
         "works": False,

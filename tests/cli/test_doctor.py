@@ -161,6 +161,7 @@ def test_an_empty_environment_is_reported(tmp_path: Path) -> None:
     assert "pip install packaging" in problems
     assert "megatron.core cannot be found: pip install megatron-core==0.9.0" in problems
     assert "No module named 'torch'" in problems
+    assert not any(each["works"] for each in json.loads(done.stdout)["would_run"].values())
     assert "problems:\n" in run(python=python).stdout
 
 
