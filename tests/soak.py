@@ -40,6 +40,8 @@ class SoakReport:
             entry["outcome"] = report.outcome
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if not self._tests:
+            return
         record = {
             "date": self._started.isoformat(timespec="seconds"),
             "backend": self._config.getoption("--backend"),
