@@ -20,6 +20,7 @@ CONCERNS = (
     "linear",
     "norm",
     "attention",
+    "swiglu",
     "optimizer",
     "events",
 )
