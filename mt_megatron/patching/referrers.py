@@ -30,6 +30,7 @@ from .places import Arguments, Attribute, Cell, Defaults, Element, Item, Key, Pl
 _IMMUTABLE = (tuple, frozenset, staticmethod, classmethod, property, MethodType)
 _TRANSIENT = (FrameType, GeneratorType, CoroutineType, AsyncGeneratorType, TracebackType)
 _DEPTH = 6
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: members of other types are fields of C structures
 
 
 class Held:
@@ -177,16 +178,20 @@ def _places(referrer: Any, owner: Any, value: Any) -> Iterable[Place]:
 
 
 def _instance_places(instance: Any, value: Any) -> Iterable[Place]:
+    direct = gc.get_referents(instance)
     # Past any __getattr__ of the instance's class, which is foreign code.
     try:
         attributes = object.__getattribute__(instance, "__dict__")
     except AttributeError:
         attributes = {}
-    for name, item in list(attributes.items()):
-        if item is value:
-            yield Item(attributes, name, describe(instance))
+    # A dict that was there before is a referrer of its own; one made just now held its values in
+    # the instance itself.
+    if not any(one is attributes for one in direct):
+        for name, item in list(attributes.items()):
+            if item is value:
+                yield Item(attributes, name, describe(instance))
     for base in type(instance).__mro__:
-        for name, member in vars(base).items():
+        for name, member in vars(base).items() if base.__flags__ & _HEAP_TYPE else ():
             if isinstance(member, MemberDescriptorType):
                 try:
                     item = member.__get__(instance)

@@ -30,7 +30,8 @@ class Definition:
     """Where and how a qualified name is bound in a source file."""
 
     kind: DefinitionKind
-    """Of the last binding, which is the one that an import leaves behind."""
+    """Of the last binding, which is the one that an import leaves behind (of a property, the
+    getter)."""
 
     segments: tuple[tuple[int, int], ...]
     """1-based, inclusive line ranges in source order: every binding of the name, with the tests
@@ -134,7 +135,11 @@ def define(tree: ast.Module, qualname: str) -> Definition | None:
         for segment in binding.segments:
             if segment not in segments:
                 segments.append(segment)
-    return _describe(found[-1].node, name, tuple(sorted(segments)))
+    node = found[-1].node
+    accessors = (f"{name}.setter", f"{name}.deleter")
+    if any(ast.unparse(one) in accessors for one in getattr(node, "decorator_list", ())):
+        node = found[0].node  # what reads a property stands for it
+    return _describe(node, name, tuple(sorted(segments)))
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class Toy:
         **options: Any,
     ) -> Patch:
         target = self.target(qualname, module)
-        if kind in ("wrap", "replace", "constant"):
-            options.setdefault("digest", source_of(target).digest)
+        if kind in ("wrap", "replace", "constant") and "digest" not in options:
+            options["digest"] = source_of(target).digest
         return Patch(
             id=id or f"test.{qualname}.{kind}",
             target=target,
