@@ -110,6 +110,10 @@ def _make_backward_post_hook(
     return hook
 
 
+def _reduce(original: Callable[[Any], Any], input_: Any) -> Any:
+    return original(input_.contiguous())
+
+
 def _start_grad_sync(original: Callable[..., None], self: Any) -> None:
     require_no_pending_wgrad(self.params)
     original(self)
@@ -170,6 +174,15 @@ def patches(backend: Backend) -> list[Patch]:
             "but only the output layer has one",
             body=_column_init,
             digest="687a4019533af8e7e224ae513e0f0e3526985f556d39e4d8cbc7d329287c0d1c",
+        ),
+        Patch(
+            id="linear.reduce_strided",
+            target="megatron.core.tensor_parallel.mappings:_reduce",
+            kind="wrap",
+            feature="linear",
+            reason="a tensor that is not contiguous is summed in a copy, and returned as it was",
+            body=_reduce,
+            digest="e44b413ed10adfb74ea5d94592da43e5203b73ea9f05b8790d54b6be26806fda",
         ),
         Patch(
             id="linear.wait_for_deferred_wgrad",

@@ -229,3 +229,21 @@ def test_output_layer_gradients_put_off_by_the_schedule():
             assert losses == expected[0]
             for name, gradient in expected[1].items():
                 assert gradients[name] == pytest.approx(gradient, rel=1e-5, abs=1e-7), name
+
+
+def strided_sum(features: list[str] | None) -> Any:
+    from tests.patches import small_gpt
+
+    small_gpt.start(tp=2, features=features)
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    return reduce_from_tensor_model_parallel_region(torch.arange(4.0).view(2, 2).t()).tolist()
+
+
+def test_tensor_that_is_not_contiguous_is_summed_too():
+    for features, expected in (
+        (None, [[0.0, 4.0], [2.0, 6.0]]),
+        # Upstream alone sums a copy. Should that change one day, the patch can go.
+        (["device", "collectives", "compat"], [[0.0, 2.0], [1.0, 3.0]]),
+    ):
+        assert run_ranks(2, f"{HERE}:strided_sum", features) == [expected] * 2
