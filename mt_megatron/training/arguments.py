@@ -172,7 +172,8 @@ class _Reader:
             else:
                 self._convert(option, True if word.inline is None else word.inline, word.typed)
         elif option.is_list:
-            self._convert(option, word.given, word.typed)
+            # One value is passed bare, because it may be `none`.
+            self._convert(option, word.given[0] if len(word.given) == 1 else word.given, word.typed)
         else:
             value = self.one_value(word)
             if value is not None:

@@ -59,6 +59,7 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--data-path", "0.3", "a", "0.7", "b"], "data", "data_path", ("0.3", "a", "0.7", "b")),
         (["--data-path=a"], "data", "data_path", ("a",)),
         (["--window-size", "16", "0"], "model", "window_size", (16, 0)),
+        (["--window-size", "16", "0", "--window-size", "none"], "model", "window_size", None),
         (["--rotary-percent", "-0.5"], "model", "rotary_percent", -0.5),
         (["--autocast-dtype", "bfloat16"], "model", "autocast_dtype", "bfloat16"),
     ],

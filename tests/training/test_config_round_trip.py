@@ -66,7 +66,7 @@ def flags_can_say(value: Any) -> bool:
 
 
 @given(values=settings_by_option())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_flags_yaml_and_the_printed_configuration_agree(tmp_path: Path, values: dict[str, Any]) -> None:
     values = {name: value for name, value in values.items() if flags_can_say(value)}
     known = options()
