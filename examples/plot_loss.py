@@ -90,17 +90,17 @@ def draw(curve: Curve) -> str:
         loss = low + i * step
         parts.append(f'<path d="M{_LEFT} {y(loss):.1f}H{right}" stroke="#e9ecef"/>')
         parts.append(text(_LEFT - 8, y(loss) + 4, f"{loss:g}", anchor="end"))
-    for i in range(5):
-        tokens = most * i / 4
-        parts.append(text(x(tokens), _HEIGHT - _BOTTOM + 18, f"{tokens / 1e6:.2g}", anchor="middle"))
-    parts.append(text((_LEFT + right) / 2, _HEIGHT - 8, "million tokens", anchor="middle"))
-    parts.append(text(_LEFT + 6, _TOP + 12, "nats per token", fill=_LINE))
+    tick = _round_step(most / 5)
+    for i in range(int(most / tick + 1e-6) + 1):
+        words = f"{i * tick / 1e6:g}"
+        parts.append(text(x(i * tick), _HEIGHT - _BOTTOM + 18, words, anchor="middle"))
+    parts.append(text((_LEFT + right) / 2, _HEIGHT - 8, "million tokens of training", anchor="middle"))
     for name, value in lines:
         parts.append(f'<path d="M{_LEFT} {y(value):.1f}H{right}" stroke="{_LINE}" stroke-dasharray="5 4"/>')
         parts.append(text(right + 8, y(value) + 4, f"{name} {value:.3f}", fill=_LINE))
     path = "L".join(f"{x(tokens):.1f} {y(loss):.1f}" for tokens, loss in curve.train)
     parts.append(f'<path d="M{path}" fill="none" stroke="{_TRAIN}" stroke-width="1.6"/>')
-    parts.append(text(x(curve.train[0][0]) + 8, y(curve.train[0][1]) + 4, "training", fill=_TRAIN))
+    parts.append(text(right - 8, _TOP + 14, "training loss, nats per token", anchor="end", fill=_TRAIN))
     for tokens, loss in curve.valid:
         parts.append(f'<circle cx="{x(tokens):.1f}" cy="{y(loss):.1f}" r="3.5" fill="{_VALID}"/>')
     if curve.valid:
@@ -108,6 +108,12 @@ def draw(curve: Curve) -> str:
             text(right + 8, y(curve.valid[-1][1]) + 4, f"validation {curve.valid[-1][1]:.3f}", fill=_VALID)
         )
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _round_step(size: float) -> float:
+    """1, 2 or 5 times a power of ten, not below ``size``."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= size * 0.999)
 
 
 def main() -> int:
