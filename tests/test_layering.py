@@ -25,7 +25,7 @@ PUBLIC = {"__init__", "_session", "errors"}
 """The public API and what implements it; ``errors`` is below everything."""
 
 
-UPSTREAM_SHAPED = ("attention", "linear", "norm")
+UPSTREAM_SHAPED = ("attention", "linear", "norm", "swiglu")
 """Modules of ``models`` that take the place of upstream's own. The patches that put them there
 import them, upwards, when they are applied; in return they import nothing above the seams."""
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from mt_megatron.training.config import TrainingConfig
 
+_MOCK_VOCABULARY = 4095
+"""MockGPTLowLevelDataset counts from 1 to at most 4094."""
+
 
 def file_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
@@ -35,6 +38,12 @@ def _sources(config: TrainingConfig) -> list[str]:
         found.append("data_path is given without split; expected its shares. Set --split, such as 98,2,0.")
     if data.split is not None:
         found.extend(_split(data.split, bool(data.data_path)))
+    vocabulary = config.model.vocab_size
+    if data.mock_data and vocabulary is not None and vocabulary < _MOCK_VOCABULARY:
+        found.append(
+            f"vocab_size is {vocabulary} with mock_data; expected at least {_MOCK_VOCABULARY}: Megatron-Core "
+            "generates tokens up to there. Set --vocab-size."
+        )
     for name, blend in {"data_path": data.data_path, **per_split}.items():
         found.extend(_blend(name, blend))
     return found

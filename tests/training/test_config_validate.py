@@ -17,7 +17,7 @@ from mt_megatron.training.validate import problems, validate
 from mt_megatron.training.validate_supported import UNSUPPORTED
 
 BASE = (
-    "--model llama3_tiny --vocab-size 512 --tokenizer-type NullTokenizer --mock-data "
+    "--model llama3_tiny --vocab-size 4096 --tokenizer-type NullTokenizer --mock-data "
     "--train-iters 100 --lr 1e-3 --micro-batch-size 2"
 )
 
@@ -268,6 +268,7 @@ WRONG = [
     ("--loss-scale 2", 1, "loss_scale is 2.0 without fp16"),
     ("--fp16", 1, "check_for_nan_in_grad is on with dynamic loss scaling"),
     # Files.
+    ("--vocab-size 4094", 1, "vocab_size is 4094 with mock_data; expected at least 4095"),
     ("--no-mock-data", 1, "0 sources of data are given; expected one of"),
     ("--data-path /nonexistent/x --split 1,0,0", 1, "2 sources of data are given"),
     ("--no-mock-data --data-path /nonexistent/x", 1, "data_path is given without split"),
