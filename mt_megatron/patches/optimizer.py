@@ -23,8 +23,22 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 def _adam(original: Any, *, backend: Backend) -> Any:
     import torch
 
-    # Apex's or Transformer Engine's class, where they are installed, is what was asked for.
-    return backend.adamw if original is torch.optim.AdamW else original
+    if original is not torch.optim.AdamW:
+        return original  # Apex's or Transformer Engine's, which is fused already
+
+    class Fused(type):
+        """Calling makes the backend's optimizer; type checks answer for torch's class."""
+
+        def __call__(cls, params: Any, **options: Any) -> Any:
+            return backend.adamw(params, **options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, original)
+
+    return Fused("AdamW", (), {"__doc__": original.__doc__, "__module__": original.__module__})
 
 
 def _step_is_per_parameter() -> bool:

@@ -72,19 +72,23 @@ def all_gradients(sets: list[dict[str, Any]]) -> Any:
     return [gradients(dict(options)) for options in sets]
 
 
-@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_gradients_under_sequence_parallelism_are_summed(normalization):
-    options = {"normalization": normalization, "layernorm_zero_centered_gamma": normalization == "RMSNorm"}
-    ((alone,),) = run_ranks(1, f"{HERE}:all_gradients", [{**options, "tp": 1}])
-    parallel = {**options, "tp": 2, "sequence_parallel": True}
-    sets = [{**options, "tp": 2}, parallel, {**parallel, "skip_sum": True}]
-    for plain, sequence_parallel, unsummed in run_ranks(2, f"{HERE}:all_gradients", sets):
-        for name, expected in alone.items():
-            for found in (plain, sequence_parallel):
-                assert found[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
-        # Negative control: without upstream's sum over the ranks the comparison fails.
-        final = "decoder.final_layernorm.weight"
-        assert unsummed[final] != pytest.approx(alone[final], rel=1e-4, abs=1e-6)
+def test_gradients_under_sequence_parallelism_are_summed():
+    sets = [
+        {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True},
+        {"normalization": "LayerNorm"},
+    ]
+    (alone,) = run_ranks(1, f"{HERE}:all_gradients", [{**options, "tp": 1} for options in sets])
+    plain = [{**options, "tp": 2} for options in sets]
+    parallel = [{**options, "sequence_parallel": True} for options in plain]
+    unsummed = [{**options, "skip_sum": True} for options in parallel]
+    for found in run_ranks(2, f"{HERE}:all_gradients", plain + parallel + unsummed):
+        for i, expected in enumerate(alone):
+            for name, gradient in expected.items():
+                for mode in (found[i], found[2 + i]):
+                    assert mode[name] == pytest.approx(gradient, rel=1e-4, abs=1e-6), name
+            # Negative control: without upstream's sum over the ranks the comparison fails.
+            final = "decoder.final_layernorm.weight"
+            assert found[4 + i][final] != pytest.approx(expected[final], rel=1e-4, abs=1e-6)
 
 
 def orders() -> dict[str, Any]:

@@ -247,7 +247,7 @@ def which_adam() -> dict[str, Any]:
     from tests.patches import small_gpt
 
     small_gpt.start()
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer import Adam, distrib_optimizer
 
     _, optimizer = make(KINDS["fp32 distributed"])
     inner = optimizer.optimizer
@@ -257,9 +257,19 @@ def which_adam() -> dict[str, Any]:
         "decay": sorted(group["wd_mult"] for group in inner.param_groups),
         "flag": distrib_optimizer.HAVE_APEX_OR_TE,
         "adam": isinstance(inner, distrib_optimizer.Adam),
+        "checks": [isinstance(inner, Adam), isinstance(torch.optim.SGD([torch.ones(1)]), Adam)],
+        "subclass": issubclass(torch.optim.AdamW, Adam),
     }
 
 
 def test_adam_is_torchs_fused_adamw_and_the_flag_stays():
     (found,) = run_ranks(1, f"{HERE}:which_adam")
-    assert found == {"class": "AdamW", "fused": True, "decay": [0.0, 1.0], "flag": False, "adam": True}
+    assert found == {
+        "class": "AdamW",
+        "fused": True,
+        "decay": [0.0, 1.0],
+        "flag": False,
+        "adam": True,
+        "checks": [True, False],
+        "subclass": True,
+    }
