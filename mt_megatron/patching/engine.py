@@ -109,7 +109,8 @@ class AppliedPlan:
     def _withdraw(self) -> list[str]:
         self._hook.remove()
         self._scoped.give_back()
-        return give_back(self._given).stuck
+        given, self._given = self._given, []
+        return give_back(given).stuck
 
     def _watches(self, module: str) -> bool:
         return self.active and (module in self._owned or self._scoped.covers(module))
@@ -137,6 +138,8 @@ class AppliedPlan:
         except BaseException as error:
             self.failure = error
             left = self.roll_back()
+            if not isinstance(error, Exception):
+                raise
             raise PatchImportError(
                 f"importing {module.__name__} failed because a patch of it did, and all patches were undone"
                 f"{' except ' + '; '.join(left) if left else ''}: {error}",

@@ -277,7 +277,7 @@ def exchange(value: Any, old: Any, new: Any) -> Any:
     object when ``old`` is not in it."""
     if value is old:
         return new
-    if not contains(value, old):
+    if old is new or not contains(value, old):
         return value
     if isinstance(value, tuple):
         items = [exchange(item, old, new) for item in value]

@@ -238,14 +238,14 @@ def _aliases(tree: ast.Module, module: ModuleType, owner: str, name: str) -> Ite
 
 
 def scoped_places(module: ModuleType, ids: Set[int]) -> Iterator[tuple[Place, Any]]:
-    """Names of one module, of its classes, and default arguments of its functions that are bound
-    to one of the objects with these ids; the second value is what is there now."""
-    yield from _names(module, ids)
-    classes = list(_classes(module))
-    for cls in classes:
-        yield from _names(cls, ids)
-    for owner in (module, *classes):
-        for value in list(vars(owner).values()):
+    """Names of one module and of its classes, and default arguments of its functions, that are
+    bound to one of the objects with these ids, or to a tuple or descriptor of one; the second
+    value is what is there now."""
+    for owner in (module, *_classes(module)):
+        yield from _names(owner, ids)
+        for name, value in list(vars(owner).items()):
+            if any(id(one) in ids for one in parts(value)):
+                yield Attribute(owner, name), value
             for function in _functions(value, module):
                 yield from _defaults(function, ids)
 

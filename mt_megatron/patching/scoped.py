@@ -86,18 +86,21 @@ class ScopedRebinds:
             for prefix in scope:
                 for module in loaded_modules(prefix):
                     for place, held in list(scoped_places(module, back.keys())):
-                        new = held
-                        for meaning in back.values():
-                            new = exchange(new, meaning.original, meaning.replacement)
-                        place.swap(held, new)
+                        place.swap(held, _translate(held, back)[0])
+        self._meanings.clear()
 
     def _apply(self, module: ModuleType, meanings: dict[int, _Meaning]) -> None:
         for place, held in list(scoped_places(module, meanings.keys())):
             if isinstance(place, Attribute) and (module.__name__, place.name) in self._targets:
                 continue  # the owner keeps the original
-            new, patches = held, list[str]()
-            for meaning in meanings.values():
-                changed = exchange(new, meaning.original, meaning.replacement)
-                if changed is not new:
-                    new, patches = changed, [*patches, meaning.patch]
+            new, patches = _translate(held, meanings)
             self._journal.write(place, held, new, ", ".join(patches))
+
+
+def _translate(held: Any, meanings: dict[int, _Meaning]) -> tuple[Any, list[str]]:
+    patches: list[str] = []
+    for meaning in meanings.values():
+        changed = exchange(held, meaning.original, meaning.replacement)
+        if changed is not held:
+            held, patches = changed, [*patches, meaning.patch]
+    return held, patches

@@ -22,17 +22,21 @@ class Patch:
 
     kind: Kind
     """
-    * ``wrap``: ``body(original, *args, **kwargs)`` is called instead of the target.
-    * ``replace``: ``body`` itself (a function with the target's signature, or a class) takes
-      the target's place.
+    * ``wrap``: ``body(original, *args, **kwargs)`` is called instead of the target, a function.
+      Of a staticmethod, classmethod or property, ``original`` is the function inside.
+    * ``replace``: ``body`` (a function with the target's signature, or a class) takes the
+      target's place. A function is copied under the target's name; a class has to carry the
+      target's ``__module__`` and ``__qualname__`` itself, so that pickle finds its instances.
     * ``add``: ``body`` is put at a target that must not exist (for a class attribute: must not
       be in the class's own ``__dict__``).
-    * ``value``: ``body(original)`` returns the value to put at the target.
+    * ``value``: ``body(original)`` returns the value to put at the target, a raw descriptor where
+      ``original`` is one.
     * ``constant``: ``body`` maps literals to literals; they are swapped in the target
-      function's code object (nested code included). A literal that does not occur is an error.
+      function's code object (nested code included, default arguments not). A literal that does
+      not occur is an error; ``1``, ``True`` and ``1.0`` are different literals.
     * ``rebind``: the target keeps its value for everybody else, and every name bound to that
       very object in the modules of ``scope``, imported now or later, is bound to
-      ``body(original)``.
+      ``body(original)``: names of the modules and their classes, and default arguments.
     """
 
     reason: str
@@ -53,7 +57,8 @@ class Patch:
 
     digest: str | None = None
     """sha256 of the upstream source it was written against (see ``patching.digest``). Required
-    for ``wrap``, ``replace`` and ``constant``; ``value``, ``add`` and ``rebind`` may omit it."""
+    for ``wrap``, ``replace`` and ``constant``, except of packages in ``Settings.unpinned``;
+    ``value``, ``add`` and ``rebind`` may omit it."""
 
     after: tuple[str, ...] = ()
     """Ids of patches that must be applied before this one, when they are selected."""
