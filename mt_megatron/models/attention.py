@@ -188,13 +188,16 @@ _verdicts: Any = WeakIdKeyDictionary()
 
 
 def _is_exactly_causal(mask: Tensor) -> bool:
+    # Tensors made in inference mode count no versions, and may change without being noticed.
+    version = None if mask.is_inference() else mask._version
     known = _verdicts.get(mask)
-    if known is not None and known[0] == mask._version:
+    if version is not None and known is not None and known[0] == version:
         return bool(known[1])
     size = mask.size(-1)
     verdict = mask.dim() >= 2 and mask.size(-2) == size > 1
     if verdict:
         future = _outside_band(size, size, None, 0, mask.device)
         verdict = bool((mask == future).all())
-    _verdicts[mask] = (mask._version, verdict)
+    if version is not None:
+        _verdicts[mask] = (version, verdict)
     return verdict

@@ -183,12 +183,13 @@ def drain_embedding_wgrad(
 def _keep_weight(ctx: Any, weight: Tensor) -> None:
     # Not as a saved tensor: recomputation and offloading hand back a copy of those, and the
     # gradient has to reach the parameter itself, by its attributes.
-    ctx.weight, ctx.weight_version = weight, weight._version
+    ctx.weight = weight
+    ctx.weight_version = None if weight.is_inference() else weight._version
 
 
 def _kept_weight(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
-    if weight._version != ctx.weight_version:
+    if ctx.weight_version is not None and weight._version != ctx.weight_version:
         raise RuntimeError(
             f"a linear's weight {tuple(weight.shape)} was changed in place between forward and backward "
             f"(version {ctx.weight_version} -> {weight._version}); its gradients would belong to neither"

@@ -226,3 +226,19 @@ def test_causal_path_keeps_no_score_matrix():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         module()(q, k, v, None)
     assert sizes and max(sizes) < B * HEADS * 64 * 64
+
+
+def test_masks_made_in_inference_mode():
+    layer, (q, k, v) = module(), qkv()
+    with torch.inference_mode():
+        mask = future()[None, None].clone()
+        torch.testing.assert_close(layer(q, k, v, mask), layer(q, k, v, None))
+        mask[..., 5, 3] = True
+        found = layer(q, k, v, mask)
+    torch.testing.assert_close(found.double(), naive(q, k, v, mask.clone()).detach(), rtol=1e-5, atol=1e-5)
+    # What was cached there does for training afterwards.
+    window = module(window_size=(2, 0))
+    with torch.inference_mode():
+        window(q, k, v, None)
+    outside = torch.ones(S, S, dtype=torch.bool).tril(-3) | future()
+    check(window, q, k, v, None, outside)

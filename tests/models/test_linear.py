@@ -307,3 +307,11 @@ def test_cuda_asks_for_the_fp32_accumulators():
         out = torch.empty(N, K, dtype=torch.float32, device="cuda")
         assert seam.gemm("wgrad", dy, x, out=out, accumulate=True).dtype is torch.float32
     assert "aten.mm.dtype" in record.calls
+
+
+def test_inference_mode():
+    x, w, b, _ = make()
+    expected = ours(x, w, b).detach()
+    with torch.inference_mode():
+        assert torch.equal(ours(x, w, b), expected)
+        assert torch.equal(ours(x.clone(), torch.nn.Parameter(w.clone()), b.clone()), expected)
