@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MEGATRON_CORE = "0.9.0"
 """The one upstream version that the patches are written against."""
 
-TESTED = {"torch": ">=2.7,<2.14", "numpy": ">=1.26,<2.5"}
+TESTED = {"torch": ">=2.13,<2.14", "numpy": ">=2,<2.5"}
 """Outside of these versions everything may still work; ``patch()`` and ``doctor`` say so."""
 
 ALLOW_DRIFT = "MT_MEGATRON_ALLOW_DRIFT"

@@ -10,6 +10,7 @@ from ..patching.spec import Patch
 CONCERNS = (
     "device",
     "tensor_methods",
+    "rng",
     "eager",
     "groups",
     "p2p",

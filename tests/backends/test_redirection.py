@@ -236,3 +236,19 @@ def test_rng_tracker_changes_and_restores_dropout_masks() -> None:
         tracker.set_states(state)
         with tracker.fork(): assert torch.equal(mask(), third)
     """)
+
+
+def test_forking_the_tracker_says_nothing_of_the_cpu_generator_and_other_warnings_still_come() -> None:
+    run("""
+        import io, logging
+        import mt_megatron; mt_megatron.patch("cpu")
+        heard = io.StringIO(); logging.basicConfig(stream=heard, level=logging.INFO)
+        import torch
+        from megatron.core.tensor_parallel import random as mrandom
+        tracker = mrandom.CudaRNGStatesTracker(); tracker.reset(); tracker.add("a", 1)
+        with tracker.fork("a"): torch.rand(2)
+        mrandom.logging.getLogger("x").warning("something else")
+        assert "something else" in heard.getvalue() and "RNG" not in heard.getvalue(), heard.getvalue()
+        mt_megatron.unpatch(); tracker.reset()
+        assert mrandom.logging is logging
+    """)
