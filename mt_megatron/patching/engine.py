@@ -187,17 +187,16 @@ class AppliedPlan:
             changed = with_constants(function.__code__, patch.body, patch.target)
             self._journal.write(Code(function), function.__code__, changed, patch.id)
             return
-        new = new_value(patch, raw, step.module, step.qualname)
-        self._give(place, MISSING if patch.kind == "add" else raw, new, step)
-        self._journal.write(place, present, new, patch.id)
-
-    def _give(self, place: Attribute, old: Any, new: Any, step: Step) -> None:
+        new = Held(new_value(patch, raw, step.module, step.qualname))
+        unique = new.references() == 0
+        old = MISSING if patch.kind == "add" else raw
         for index, one in enumerate(self._given):
-            if one.new.value is old and one.place.key == place.key:  # a wrap of our own value
-                del self._given[index]
-                old = one.old
+            if one.new.value is present and one.place.key == place.key:  # a wrap of our own value
+                old = self._given.pop(index).old
                 break
-        self._given.append(Given(place, old, Held(new), step))
+        if new.value is not raw:
+            self._given.append(Given(place, old, new, step, unique))
+        self._journal.write(place, present, new.value, patch.id)
 
     def _ready(self, step: Step) -> bool:
         return step.module in sys.modules and not _initializing(step.module)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from .journal import Journal
@@ -24,6 +23,8 @@ class Given:
     old: Any
     new: Held
     step: Step
+    unique: bool
+    """Whether nobody else had ``new`` when it was put there."""
 
 
 def originals_of(steps: Iterable[Step], places: dict[str, Attribute]) -> list[Original]:
@@ -102,7 +103,7 @@ def give_back(given: Iterable[Given]) -> Search:
         (original, one)
         for one in given
         if one.old is not MISSING
-        for original in _pair(one.new, one.place, one.step, _reach_of_new(one))
+        for original in _pair(one.new, one.place, one.step, "everywhere" if one.unique else "imports")
     ]
     found = holders([original for original, _ in pairs])
     moves = [
@@ -113,10 +114,3 @@ def give_back(given: Iterable[Given]) -> Search:
     ]
     _write(Journal(), found, moves)
     return found
-
-
-def _reach_of_new(given: Given) -> Reach:
-    patch, value = given.step.patch, given.new.value
-    if patch.kind == "wrap" or (patch.kind == "replace" and type(patch.body) is FunctionType):
-        return "everywhere"  # made by the engine for this target alone
-    return "away" if callable(value) or isinstance(value, (list, dict, set)) else "imports"

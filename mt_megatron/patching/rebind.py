@@ -8,31 +8,27 @@ then still unexplained costs a pass of the collector.
 
 from __future__ import annotations
 
-import ast
 import gc
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from ..errors import PatchConflictError
-from .digest import parse_file
+from .imported import imported_places
 from .places import Attribute, Defaults, Item, Place, parts
 from .referrers import Held, Holder, Search, describe, search
 
-Reach = Literal["everywhere", "package", "away", "imports"]
+Reach = Literal["everywhere", "package", "imports"]
 """How far the identity of a value says that a holder means the target that it is found at.
 
-* ``everywhere``: it was made in the target's package, or is a container with an identity of its
-  own; whoever holds it means the target.
+* ``everywhere``: it was made for this target; whoever holds it means the target.
 * ``package``: a callable from elsewhere (``jit_fuser = torch.compile``); only names in modules of
   the target's package mean the target by it.
-* ``away``: a callable that a patch brought; names outside of its own package mean the target.
-* ``imports``: a value that means nothing by its identity, such as ``True``; only names bound by
-  ``from owner import name`` mean the target.
+* ``imports``: an object that others hold for reasons of their own, such as ``True``; only names
+  bound by ``from owner import name`` mean the target.
 """
 
 
@@ -88,10 +84,10 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
             everywhere.append(original)
         elif original.reach == "package":
             found.holders += _named(original, packages[original.package])
-        elif original.reach == "away":
-            found.holders += _named(original, _away(original))
         elif isinstance(original.target.owner, ModuleType):
-            found.holders += _imported(original, packages[original.package])
+            value = original.held.value
+            places = imported_places(original.module, original.target.name, value)
+            found.holders += [Holder(place, value) for place in places]
     # Counted before anything found is kept, because what is kept is a reference too.
     outside = [(_outside(one), one) for one in everywhere]
     ids = {id(one.held.value) for count, one in outside if count > 0}
@@ -100,8 +96,8 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
     targets = {one.target.key for one in originals}
     concerned = {one.package for count, one in outside if count > 0}
     counted: Counter[int] = Counter()
-    for places in (_places_in(concerned, ids), _places_outside(concerned, ids)):
-        quick = [Holder(place, value) for place, value in places if place.key not in targets]
+    for candidates in (_places_in(concerned, ids), _places_outside(concerned, ids)):
+        quick = [Holder(place, value) for place, value in candidates if place.key not in targets]
         found.holders += quick
         counted.update(id(holder.held) for holder in quick)
         open_ones = [pair for pair in outside if pair[0] > counted[id(pair[1].held.value)]]
@@ -191,17 +187,10 @@ def _names(owner: ModuleType | type, ids: Set[int]) -> Iterator[tuple[Attribute,
             yield Attribute(owner, name), value
 
 
-def _classes(module: ModuleType) -> Iterable[type]:
+def _classes(module: ModuleType) -> Collection[type]:
     values = list(vars(module).values())
     own = (one for one in values if isinstance(one, type) and one.__module__ == module.__name__)
     return {id(one): one for one in own}.values()  # once each, whatever a metaclass says of equality
-
-
-def _away(original: Original) -> Iterator[ModuleType]:
-    home = str(getattr(original.held.value, "__module__", "")).partition(".")[0]
-    for module in loaded_modules():
-        if home == original.package or not in_package(module.__name__, home):
-            yield module
 
 
 def _named(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder]:
@@ -212,36 +201,12 @@ def _named(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder
                 yield Holder(place, value)
 
 
-def _imported(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder]:
-    """Names bound by ``from owner import name`` in modules that are already imported."""
-    value, name = original.held.value, original.target.name
-    for module in modules:
-        path = getattr(module, "__file__", None)
-        bound = [known for known, one in list(vars(module).items()) if one is value]
-        if module is original.target.owner or not bound or not path or not path.endswith(".py"):
-            continue
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        if name not in text or original.module.rpartition(".")[2] not in text:
-            continue
-        for alias in _aliases(parse_file(Path(path))[1], module, original.module, name):
-            if alias in bound:
-                yield Holder(Attribute(module, alias), value)
-
-
-def _aliases(tree: ast.Module, module: ModuleType, owner: str, name: str) -> Iterator[str]:
-    package = str(getattr(module, "__package__", "") or "")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            if ".".join([*base, *([node.module] if node.module else [])]) == owner:
-                yield from (alias.asname or name for alias in node.names if alias.name == name)
-
-
 def scoped_places(module: ModuleType, ids: Set[int]) -> Iterator[tuple[Place, Any]]:
     """Names of one module and of its classes, and default arguments of its functions, that are
     bound to one of the objects with these ids, or to a tuple or descriptor of one; the second
     value is what is there now."""
-    for owner in (module, *_classes(module)):
+    owners: list[ModuleType | type] = [module, *_classes(module)]
+    for owner in owners:
         yield from _names(owner, ids)
         for name, value in list(vars(owner).items()):
             if any(id(one) in ids for one in parts(value)):

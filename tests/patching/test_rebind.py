@@ -544,6 +544,41 @@ def test_a_plain_value_is_rebound_where_it_was_imported(toy: Toy, statement: str
     assert getattr(user, name) is False and toy.load().FLAG is False
 
 
+CHAINS = {
+    "re-exported": {
+        "one": "from {toy}.owner import compile_it as x\n",
+        "user": "from {toy}.one import x as fuse\n",
+    },
+    "by a package": {
+        "sub.__init__": "from ..owner import *\n",
+        "user": "from .sub import compile_it as fuse\n",
+    },
+    "starred": {"one": "from {toy}.owner import *\n", "user": "from .one import *\nfuse = compile_it\n"},
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("new", [sorted, "text"], ids=["callable", "atom"])
+def test_a_value_that_others_hold_too_is_followed_by_its_imports(
+    toy: Toy, chain: str, new: Any, early: bool
+) -> None:
+    toy.write("owner", "compile_it = len\n" if callable(new) else "compile_it = 'before'\n")
+    toy.write("bystander", f"own, compile_it = {new.__name__ if callable(new) else repr(new)}, 1\n")
+    for name, source in CHAINS[chain].items():
+        toy.write(name, source)
+    old, bystander = toy.load().compile_it, toy.load("bystander")
+    if early:
+        toy.load("user")
+    applied = toy.commit(toy.patch("compile_it", "value", lambda original: new))
+    user = toy.load("user")
+    name = "compile_it" if chain == "starred" else "fuse"
+    assert getattr(user, name) is new
+    applied.revert()
+    assert getattr(user, name) is old is toy.load().compile_it
+    assert bystander.own is new and bystander.compile_it == 1
+
+
 def test_two_targets_that_are_one_object_are_a_conflict(toy: Toy) -> None:
     toy.write("owner", OWNER + "\ng = f\n")
     owner = toy.load()
