@@ -30,7 +30,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="value",
             feature="device",
             backends=frozenset({"cpu"}),
-            reason="every fork of the RNG tracker warns that the CPU's generator moved; here it is the device's",
+            reason="each fork of the tracker warns that the CPU generator moved; here it is the device generator",
             body=_without_the_warning,
         )
     ]
