@@ -89,7 +89,8 @@ class NgramModel:
         keys = self._key(previous, targets)
         at = np.minimum(np.searchsorted(self._pairs, keys), self._pairs.size - 1)
         seen = np.where(self._pairs[at] == keys, self._pair_counts[at], 0)
-        return seen / np.maximum(self._contexts[previous], 1)
+        shares: npt.NDArray[np.float64] = seen / np.maximum(self._contexts[previous], 1)
+        return shares
 
     def _mixed_nats(self, previous: Tokens, targets: Tokens, weight: float) -> npt.NDArray[np.float64]:
         weights = np.where(self._contexts[previous] > 0, weight, 0.0)
