@@ -67,17 +67,18 @@ def patch(
         raise PatchError(f"features={features!r} is one string: expected a list of names, [{features!r}]")
     wanted = None if features is None else frozenset(features)
     with _changing:
-        chosen, why = select(backend)
-        request = (chosen.name, wanted, strict)
         if _applied is not None and _applied.active and _request is not None:
-            if request == _request:
+            # Before anything is selected: it must be the same error where the other is not usable.
+            name = select(backend)[0].name if backend == "auto" else backend
+            if (name, wanted, strict) == _request:
                 return _applied.report()
             raise PatchError(
-                f"patch() is in force with {_describe(_request)}, and now {_describe(request)} was asked "
-                f"for: call mt_megatron.unpatch() first"
+                f"patch() is in force with {_describe(_request)}, and now "
+                f"{_describe((name, wanted, strict))} was asked for: call mt_megatron.unpatch() first"
             )
+        chosen, why = select(backend)
         applied = commit(make_plan_for(chosen, why, features=wanted, strict=strict))
-        _applied, _backend, _request = applied, chosen, request
+        _applied, _backend, _request = applied, chosen, (chosen.name, wanted, strict)
     found = applied.report()
     if os.environ.get("RANK", "0") == "0":
         _log.info("%s", found.summary())
@@ -94,9 +95,10 @@ def unpatch() -> None:
     """
     global _applied, _backend, _request
     with _changing:
-        if _applied is not None:
-            _applied.revert()
+        kept = _applied.revert() if _applied is not None else []
         _applied = _backend = _request = None
+    for holder in kept:
+        _log.warning("unpatch(): %s got a patched value after patch() and keeps it", holder)
 
 
 @contextmanager
