@@ -106,7 +106,7 @@ def _create_zarr_array(sharded_tensor: Any, checkpoint_dir: Path) -> _Array:
         compressor=None,
         fill_value=None,
         zarr_format=2,
-        config={"write_empty_chunks": True},  # type: ignore[arg-type]
+        config={"write_empty_chunks": True},
     )
     return _Array(array, path, tensorstore=False)
 
