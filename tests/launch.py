@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _GRACE_SECONDS = 3.0
+_STACK_SECONDS = 0.5
 _TAIL_CHARACTERS = 6000
 
 
@@ -126,6 +127,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, timeout: fl
                 return f"rank {rank} ended with exit code {codes[rank]}"
         elif time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
+            for rank in running:
+                processes[rank].send_signal(signal.SIGUSR1)  # writes every thread's stack to stderr
+            time.sleep(_STACK_SECONDS)
             return f"ranks {running} were not done after {timeout:g} s"
         time.sleep(0.02)
 
@@ -161,6 +165,7 @@ def _child(folder: Path) -> None:
     import faulthandler
 
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     _leave_when_parent_dies()
     call = json.loads((folder / "call.json").read_text())
     module, _, name = call["target"].partition(":")

@@ -147,10 +147,11 @@ def load_checkpoint(folder: Path, trainable: Trainable, job: Job) -> tuple[Progr
     document = read_manifest(folder)
     notes: list[str] = []
     with synchronised_parameters(trainable):
-        state = _load(
-            folder, _state(trainable, Progress(), is_loading=True), document, StrictHandling.RAISE_ALL
-        )
+        wanted = _state(trainable, Progress(), is_loading=True)
+        settings = _group_settings(wanted["optimizer"])
+        state = _load(folder, wanted, document, StrictHandling.RAISE_ALL)
         _load_chunks(trainable, state)
+        _keep_group_settings(state["optimizer"], settings)
         trainable.optimizer.load_state_dict(state["optimizer"])
     saved = state["opt_param_scheduler"]
     changes = schedule_changes(saved, trainable.scheduler)
@@ -210,6 +211,30 @@ def _load_chunks(trainable: Trainable, state: Mapping[str, Any]) -> None:
         chunk.load_state_dict(state[_key(index, chunks)])
 
 
+def _group_settings(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What this rank decided about its parameter groups, from a (nested) optimizer state."""
+    kept: dict[Any, Any] = {}
+    for key, value in state.items():
+        if key == "param_groups":
+            kept[key] = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in value]
+        elif isinstance(value, dict) and key not in ("state", "param_state"):
+            kept[key] = _group_settings(value)
+    return kept
+
+
+def _keep_group_settings(loaded: dict[Any, Any], own: Mapping[Any, Any]) -> None:
+    """Put ``own`` settings back into a loaded optimizer state.
+
+    The file holds rank 0's groups. A later pipeline stage meets a norm before a matrix, so its
+    groups come in another order: taken over as they are, they would swap who has weight decay.
+    """
+    for key, value in own.items():
+        if key == "param_groups":
+            loaded[key] = [{**theirs, **mine} for theirs, mine in zip(loaded[key], value, strict=True)]
+        elif key in loaded:
+            _keep_group_settings(loaded[key], value)
+
+
 def _key(index: int, chunks: list[torch.nn.Module]) -> str:
     return "model" if len(chunks) == 1 else f"model{index}"
 
@@ -232,8 +257,9 @@ def _load(folder: Path, wanted: dict[str, Any], document: Mapping[str, Any], str
 
 
 def _prepare(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
+    # Also what an earlier run was writing when it was killed.
+    for stale in partial.parent.glob(".iter_*.partial"):
+        shutil.rmtree(stale)
     partial.mkdir(parents=True)
 
 

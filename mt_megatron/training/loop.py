@@ -32,7 +32,6 @@ from mt_megatron.training.data.datasets import Datasets, build_datasets, order_f
 from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.distributed import Job, joined, require_precision
 from mt_megatron.training.evaluate import Validation, evaluate
-from mt_megatron.training.lr import learning_rate
 from mt_megatron.training.metrics import Display, Metrics, perplexity
 from mt_megatron.training.model import Trainable, build, family_of
 from mt_megatron.training.step import Batches, Shape, StepResult, make_forward_step, train_step
@@ -140,10 +139,11 @@ class _Run:
                 window = _Window()
             if result.stop_requested or self._due(self.config.train.exit_interval):
                 break
-            if self._due(self.config.checkpoint.save_interval):
-                self._save()
-            if self._due(self.config.train.eval_interval) and iteration < self.train_iters:
-                self._evaluate()
+            with window.paused():
+                if self._due(self.config.checkpoint.save_interval):
+                    self._save()
+                if self._due(self.config.train.eval_interval) and iteration < self.train_iters:
+                    self._evaluate()
         if result is not None:
             if window.results:
                 self._report(window, result)
@@ -276,7 +276,7 @@ class _Run:
         values = {
             "loss": window.loss(),
             "grad_norm": result.grad_norm,
-            "lr": learning_rate(self.trainable.optimizer),
+            "lr": result.lr,
             "tokens_per_second": window.tokens() / seconds,
             "step_seconds": seconds / len(window.results),
             "consumed_samples": self.progress.consumed_samples,
@@ -364,7 +364,7 @@ class _Run:
 
 
 class _Window:
-    """The steps since the last report."""
+    """The steps since the last report, and the time they took."""
 
     def __init__(self) -> None:
         self.results: list[StepResult] = []
@@ -372,6 +372,13 @@ class _Window:
 
     def add(self, result: StepResult) -> None:
         self.results.append(result)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens within is no training: it does not slow down the reported speed."""
+        before = time.monotonic()
+        yield
+        self._began += time.monotonic() - before
 
     def seconds(self) -> float:
         return time.monotonic() - self._began

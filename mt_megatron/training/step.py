@@ -16,7 +16,10 @@ from mt_megatron.seams import events
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.seams.schedule import ForwardStep, LossFunction, run_schedule
 from mt_megatron.training.distributed import Job
+from mt_megatron.training.lr import learning_rate
 from mt_megatron.training.model import Trainable
+
+_ADVICE = "Look at this iteration's data, lower --lr, or train in fp32 to see where it starts"
 
 Batches = Sequence[Iterator[dict[str, Tensor]]]
 """One iterator of micro-batches per model chunk, all yielding the same ones."""
@@ -47,6 +50,9 @@ class StepResult:
 
     grad_norm: float | None
     """Norm before clipping; None when clipping is off or the step was skipped."""
+
+    lr: float
+    """Learning rate of this step's update."""
 
     skipped: bool
     """Whether the update was left out (fp16 overflow)."""
@@ -81,8 +87,18 @@ def train_step(
     ``stop`` is this rank's wish to end the run. Raises ``NonFiniteLossError`` before the weights
     are touched when the loss is not finite, and after the update when the gradient norm was not.
     """
-    reports = forward_backward(trainable, forward_step, batches, shape)
+    try:
+        reports = forward_backward(trainable, forward_step, batches, shape)
+    except AssertionError as error:
+        # Megatron-Core's own check of gradients before they are reduced; it knows no iteration.
+        if "NaN in local grad norm" not in str(error):
+            raise
+        raise NonFiniteLossError(
+            f"iteration {iteration}: gradients are not finite on rank {job.rank}; the weights are unchanged "
+            f"since the iteration before. {_ADVICE}"
+        ) from error
     loss, tokens, stop_requested = _agree(reports, job, iteration, stop)
+    lr = learning_rate(trainable.optimizer)
     updated, grad_norm, _ = trainable.optimizer.step()
     if updated:
         trainable.scheduler.step(shape.num_microbatches * shape.micro_batch_size * job.layout.dp)
@@ -94,7 +110,7 @@ def train_step(
             "warm-up"
         )
     return StepResult(
-        loss=loss, tokens=tokens, grad_norm=norm, skipped=not updated, stop_requested=stop_requested
+        loss=loss, tokens=tokens, grad_norm=norm, lr=lr, skipped=not updated, stop_requested=stop_requested
     )
 
 
@@ -136,8 +152,7 @@ def _agree(reports: list[dict[str, Any]], job: Job, iteration: int, stop: bool) 
         culprits = [rank for rank in ranks if rank is not None]
         raise NonFiniteLossError(
             f"iteration {iteration}: the loss is {loss} on rank {', '.join(map(str, culprits))}; the weights "
-            "are unchanged since the iteration before. Look at this iteration's data, lower --lr, or train "
-            "in fp32 to see where it starts"
+            f"are unchanged since the iteration before. {_ADVICE}"
         )
     if tokens == 0:
         raise NonFiniteLossError(

@@ -1,0 +1,165 @@
+"""The ranks' side of the tests of the training loop: short runs on generated data."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import mt_megatron
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.models import llama
+from mt_megatron.training import checkpoint
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.checkpoint import load_weights
+from mt_megatron.training.distributed import joined
+from mt_megatron.training.evaluate import evaluate
+from mt_megatron.training.loop import train
+from mt_megatron.training.model import build, family_of
+from mt_megatron.training.step import Shape, make_forward_step
+from mt_megatron.training.validate import validate
+from tests.parity.case import SEQUENCE, Chain
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
+    "--vocab-size 4352 --make-vocab-size-divisible-by 64 --seq-length 32 --position-embedding-type rope "
+    "--normalization RMSNorm --activation-func silu --gated-linear-unit --no-add-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+TRAINING = (
+    "--lr 1e-2 --train-iters 6 --micro-batch-size 2 --global-batch-size 8 --eval-iters 2 --log-interval 1 "
+    "--mock-data --tokenizer-type NullTokenizer --num-workers 0"
+)
+
+
+def run(flags: str, folder: str, metrics: str) -> dict[str, Any]:
+    """One run in this process; what it recorded (rank 0), or the error it ended with."""
+    path = Path(folder) / f"{metrics}.jsonl"
+    config = load_config(f"{MODEL} {TRAINING} {flags} --metrics-path {path}".split())
+    try:
+        validate(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+        outcome = train(config)
+    except MtMegatronError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {
+        "steps": {
+            r["iteration"]: [r["loss"], r["grad_norm"], r["lr"]] for r in records if r["event"] == "train"
+        },
+        "valid": [[r["iteration"], r["loss"], r["tokens"]] for r in records if r["event"] == "valid"],
+        "iteration": outcome.progress.iteration,
+        "consumed_samples": outcome.progress.consumed_samples,
+        "finished": outcome.finished,
+        "checkpoint": None if outcome.checkpoint is None else outcome.checkpoint.name,
+    }
+
+
+def start() -> None:
+    """Patch, and make one default group for all runs of this process."""
+    mt_megatron.patch("cpu")
+    dist.init_process_group("gloo")
+
+
+def interrupted_and_not(folder: str, layouts: dict[str, str]) -> dict[str, Any]:
+    """For each layout a whole run of 6 steps, and one that stops after 3 and is continued."""
+    start()
+    results: dict[str, Any] = {}
+    for name, flags in layouts.items():
+        whole = run(f"{flags} --save {folder}/{name}_whole", folder, f"{name}_whole")
+        first = run(f"{flags} --save {folder}/{name} --exit-interval 3", folder, f"{name}_first")
+        second = run(f"{flags} --save {folder}/{name}", folder, f"{name}_second")
+        results[name] = {"whole": whole, "first": first, "second": second}
+    return results
+
+
+def moved_between_layouts(folder: str, before: str, after: list[str]) -> dict[str, Any]:
+    """Three steps under one layout, the rest under others; and the whole run under the first."""
+    start()
+    whole = run(f"{before} --save {folder}/whole", folder, "whole")
+    run(f"{before} --save {folder}/source --exit-interval 3", folder, "source")
+    continued = [
+        run(f"{flags} --resume {folder}/source --save {folder}/after{index}", folder, f"after{index}")
+        for index, flags in enumerate(after)
+    ]
+    return {"whole": whole, "continued": continued}
+
+
+def validations(folder: str, layouts: list[str], samples: int, limits: list[int | None]) -> list[Any]:
+    """The same weights evaluated under each layout: loss and counted tokens for each limit."""
+    start()
+    run(f"--save {folder}/weights --train-iters 1 --eval-iters 0", folder, "weights")
+    results = []
+    for flags in layouts:
+        config = load_config(f"{MODEL} {TRAINING} {flags}".split())
+        with joined(config, mt_megatron.backend()) as job:
+            family = family_of(config)
+            trainable = build(config, job, family)
+            load_weights(Path(folder) / "weights" / "iter_0000001", trainable)
+            shape = Shape(
+                num_microbatches=config.num_microbatches(job.layout.world_size),
+                micro_batch_size=config.train.micro_batch_size,
+                seq_length=SEQUENCE,
+            )
+            step = make_forward_step(family, job.backend.device())
+            found = [
+                evaluate(trainable, step, Chain(5, samples), shape, job, max_samples=limit)
+                for limit in limits
+            ]
+            results.append([[each.loss, each.tokens] for each in found])
+    return results
+
+
+def not_a_number(folder: str, flags: str, iteration: int, rank: int) -> dict[str, Any]:
+    """A run whose loss becomes NaN on one rank."""
+    start()
+    calls = 0
+    original = llama._masked_loss
+
+    def poisoned(model: Any, loss_mask: Any, losses: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        microbatches = 8 // (2 * dist.get_world_size())
+        if dist.get_rank() == rank and calls > (iteration - 1) * microbatches:
+            losses = losses * math.nan
+        return original(model, loss_mask, losses)
+
+    llama._masked_loss = poisoned
+    return run(f"{flags} --save {folder}/nan --save-interval 1", folder, "nan")
+
+
+def failing_save(folder: str) -> dict[str, Any]:
+    """Rank 0 cannot complete its second checkpoint."""
+    start()
+    original = checkpoint._publish
+
+    def fails_later(partial: Path, final: Path, document: Any) -> None:
+        if final.name == "iter_0000004":
+            raise OSError(28, "No space left on device")
+        original(partial, final, document)
+
+    checkpoint._publish = fails_later
+    result = run(f"--save {folder}/full --save-interval 2", folder, "full")
+    checkpoint._publish = original
+    return {"failed": result, "after": run(f"--save {folder}/full", folder, "again")}
+
+
+def refusals(folder: str) -> dict[str, Any]:
+    """Checkpoints that do not fit."""
+    start()
+    run(f"--save {folder}/four --exit-interval 1", folder, "four")
+    return {
+        "layers": run(f"--save {folder}/four --num-layers 2", folder, "two"),
+        "tied": run(f"--save {folder}/four --no-untie-embeddings-and-output-weights", folder, "tied"),
+        "missing": run(f"--resume {folder}/nowhere", folder, "nowhere"),
+        "strict": run(f"--save {folder}/four --lr 5e-3 --strict", folder, "strict"),
+        "uneven": run("--num-layers 3 --pipeline-model-parallel-size 2", folder, "uneven"),
+    }
+
+
+def out_of_time(folder: str) -> dict[str, Any]:
+    """A limit that is over before the first step is done."""
+    start()
+    return run(f"--save {folder}/timed --exit-duration-in-mins 0.00001", folder, "timed")
