@@ -33,7 +33,10 @@ def test_records_are_one_json_object_per_line_and_appended(tmp_path: Path) -> No
         metrics.record("train", iteration, {"loss": float(iteration)})
         metrics.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(r["event"], r["iteration"], r["loss"]) for r in records] == [("train", 1, 1.0), ("train", 2, 2.0)]
+    assert [(r["event"], r["iteration"], r["loss"]) for r in records] == [
+        ("train", 1, 1.0),
+        ("train", 2, 2.0),
+    ]
 
 
 def test_a_record_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
@@ -65,7 +68,9 @@ def test_plain_lines_without_a_terminal() -> None:
     display.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and "\r" not in stream.getvalue()
-    assert lines[0].startswith("step   1/100  loss 3.1416  lr 0.002  grad norm 1.250  12,346 tokens/s  0:50 left")
+    assert lines[0].startswith(
+        "step   1/100  loss 3.1416  lr 0.002  grad norm 1.250  12,346 tokens/s  0:50 left"
+    )
 
 
 def test_on_a_terminal_steps_overwrite_and_lines_stay() -> None:
