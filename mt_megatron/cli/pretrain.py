@@ -60,6 +60,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _quieten() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # What upstream says of itself once per rank, and what its missing extras mean here, is our business.
+    """Keep upstream's remarks about its own past off the screen; warnings of ours still show."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
+    with warnings.catch_warnings(record=True):
+        # It insists on its deprecation whatever the filters say; once imported it is silent.
+        import torch.distributed._sharded_tensor  # noqa: F401

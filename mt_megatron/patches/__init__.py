@@ -17,6 +17,7 @@ CONCERNS = (
     "torch_compat",
     "zarr_compat",
     "checkpoint_writers",
+    "padded_vocabulary",
     "listeners",
     "linear",
     "norm",

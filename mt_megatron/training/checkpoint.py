@@ -77,6 +77,7 @@ def save_checkpoint(
         document = {
             "progress": asdict(progress),
             "layout": asdict(job.layout),
+            "padded_vocab_size": _padded_vocab_size(trainable),
             **manifest,
         }
         dist.barrier()
@@ -145,7 +146,7 @@ def load_checkpoint(folder: Path, trainable: Trainable, job: Job) -> tuple[Progr
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     document = read_manifest(folder)
-    notes: list[str] = []
+    notes = _padding_notes(folder, document, trainable)
     with synchronised_parameters(trainable):
         wanted = _state(trainable, Progress(), is_loading=True)
         settings = _group_settings(wanted["optimizer"])
@@ -205,6 +206,25 @@ def _model_state(trainable: Trainable) -> dict[str, Any]:
     return state
 
 
+def _padded_vocab_size(trainable: Trainable) -> int | None:
+    size: int | None = getattr(trainable.bare_chunks()[0], "vocab_size", None)
+    return size
+
+
+def _padding_notes(folder: Path, document: Mapping[str, Any], trainable: Trainable) -> list[str]:
+    saved, wanted = document.get("padded_vocab_size"), _padded_vocab_size(trainable)
+    if saved == wanted:
+        return []
+    if trainable.chunks[0].ddp_config.use_distributed_optimizer:
+        # Megatron-Core leaves the state of rows that are not in the file uninitialised.
+        raise CheckpointError(
+            f"{folder} has a vocabulary padded to {saved}, this run pads it to {wanted}, and the distributed "
+            "optimizer's state cannot be padded anew. Choose --make-vocab-size-divisible-by so that both "
+            "agree, or start from the weights alone with --load"
+        )
+    return [f"the vocabulary is padded to {wanted} instead of {saved}: new rows start at zero"]
+
+
 def _load_chunks(trainable: Trainable, state: Mapping[str, Any]) -> None:
     chunks = trainable.bare_chunks()
     for index, chunk in enumerate(chunks):
@@ -250,8 +270,8 @@ def _load(folder: Path, wanted: dict[str, Any], document: Mapping[str, Any], str
         saved = document.get("config", {}).get("model", {})
         shape = ", ".join(f"{name} {saved[name]}" for name in _SHAPE if name in saved)
         raise CheckpointError(
-            f"{folder} ({shape}) does not load into this run's model: {type(error).__name__}: {error}. Use the "
-            f"configuration stored in its {MANIFEST}, or another checkpoint"
+            f"{folder} ({shape}) does not load into this run's model: {type(error).__name__}: {error}. Use "
+            f"the configuration stored in its {MANIFEST}, or another checkpoint"
         ) from error
     return state
 

@@ -87,6 +87,18 @@ def moved_between_layouts(folder: str, before: str, after: list[str]) -> dict[st
     return {"whole": whole, "continued": continued}
 
 
+def another_padding(folder: str, optimizer: str) -> dict[str, Any]:
+    """A vocabulary of 4,352 is stored as it is, then padded to 4,608 for two tensor-parallel ranks."""
+    start()
+    plain = f"--hidden-dropout 0 --attention-dropout 0 {optimizer} --make-vocab-size-divisible-by"
+    whole = run(f"{plain} 64 --save {folder}/whole", folder, "whole")
+    run(f"{plain} 64 --save {folder}/source --exit-interval 3", folder, "source")
+    flags = f"{plain} 256 --tensor-model-parallel-size 2 --resume {folder}/source --save {folder}/padded"
+    padded = run(flags, folder, "padded")
+    back = run(f"{plain} 64 --resume {folder}/padded --train-iters 8", folder, "back")
+    return {"whole": whole, "padded": padded, "back": back}
+
+
 def validations(folder: str, layouts: list[str], samples: int, limits: list[int | None]) -> list[Any]:
     """The same weights evaluated under each layout: loss and counted tokens for each limit."""
     start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -67,6 +68,21 @@ def test_a_checkpoint_continues_under_other_layouts(tmp_path: Path) -> None:
         assert "error" not in continued, continued
         for step in ("4", "5", "6"):
             assert continued["steps"][step] == pytest.approx(whole[step], rel=1e-5)
+
+
+def test_a_checkpoint_continues_with_another_padding_of_the_vocabulary(tmp_path: Path) -> None:
+    found = run_ranks(2, "tests.training.loop_cases:another_padding", str(tmp_path), "", timeout=200)[0]
+    for step in ("4", "5", "6"):
+        # Each row of zeros adds exp(0) to the softmax of a model that has hardly learnt.
+        added = found["padded"]["steps"][step][0] - found["whole"]["steps"][step][0]
+        assert 0 < added < 1.2 * math.log(4608 / 4352)
+    assert found["back"]["finished"] and found["back"]["iteration"] == 8
+
+
+def test_another_padding_under_the_distributed_optimizer_is_refused(tmp_path: Path) -> None:
+    flags = "--use-distributed-optimizer"
+    found = run_ranks(2, "tests.training.loop_cases:another_padding", str(tmp_path), flags, timeout=200)[0]
+    assert "padded to 4352, this run pads it to 4608" in found["padded"]["error"]
 
 
 def test_validation_counts_every_token_once_under_every_layout(tmp_path: Path) -> None:
