@@ -10,7 +10,7 @@ from ..patching.spec import Patch
 
 
 def _local_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from ..models.attention import DotProductAttention
+    from ..layers.attention import DotProductAttention
 
     spec = original(*args, **kwargs)
     spec.submodules.self_attention.submodules.core_attention = DotProductAttention

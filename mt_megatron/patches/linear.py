@@ -26,12 +26,12 @@ def linear_with_grad_accumulation_and_async_allreduce(
     grad_output_buffer: list[Any] | None = None,
     wgrad_deferral_limit: int | None = 0,
 ) -> Any:
-    """Upstream's function of this name; ``models.linear.TensorParallelLinear`` says what it does.
+    """Upstream's function of this name; ``layers.linear.TensorParallelLinear`` says what it does.
 
     ``async_grad_allreduce`` means nothing, as upstream; its warning is dropped, since its own layers
     pass the argument every time.
     """
-    from ..models.linear import TensorParallelLinear
+    from ..layers.linear import TensorParallelLinear
 
     if input.is_cuda and (sequence_parallel or allreduce_dgrad):
         _advise_on_connections()
@@ -62,7 +62,7 @@ def _advise_on_connections() -> None:
 def _drain_embedding_wgrad_compute(
     config: Any, embedding_activation_buffer: Any, grad_output_buffer: Any, weight: Any
 ) -> None:
-    from ..models.linear import drain_embedding_wgrad
+    from ..layers.linear import drain_embedding_wgrad
 
     drain_embedding_wgrad(config, embedding_activation_buffer, grad_output_buffer, weight)
 
@@ -81,13 +81,13 @@ def _column_init(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 
 def _trainable(original: Any) -> Any:
-    from ..models.linear import TensorParallelLinear
+    from ..layers.linear import TensorParallelLinear
 
     return TensorParallelLinear
 
 
 def _frozen(original: Any) -> Any:
-    from ..models.linear import FrozenLinear
+    from ..layers.linear import FrozenLinear
 
     return FrozenLinear
 

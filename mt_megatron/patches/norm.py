@@ -30,7 +30,7 @@ def _init(
     if type(self) is not WrappedTorchLayerNorm:
         original(self, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
         return
-    from ..models.norm import norm_class
+    from ..layers.norm import norm_class
 
     cls = norm_class(config)
     object.__setattr__(self, "__class__", cls)

@@ -9,7 +9,7 @@ from ..patching.spec import Patch
 
 
 def _bias_swiglu_impl(input: Any, bias: Any, fp8_input_store: bool = False) -> Any:
-    from ..models.swiglu import bias_swiglu
+    from ..layers.swiglu import bias_swiglu
 
     return bias_swiglu(input, bias, fp8_input_store)
 

@@ -38,7 +38,7 @@ def test_every_norm_of_a_gpt_is_ours():
     (found,) = run_ranks(1, f"{HERE}:built", ["RMSNorm", "LayerNorm"])
     places = ["final_layernorm", "input_layernorm", "k_layernorm", "pre_mlp_layernorm", "q_layernorm"]
     for name, parameters in (("RMSNorm", ["weight"]), ("LayerNorm", ["bias", "weight"])):
-        assert found[name]["classes"] == [f"mt_megatron.models.norm.{name}"]
+        assert found[name]["classes"] == [f"mt_megatron.layers.norm.{name}"]
         assert found[name]["places"] == places
         assert found[name]["final"] == [f"decoder.final_layernorm.{p}" for p in parameters]
         assert found[name]["sharded"] == sorted(
@@ -133,7 +133,7 @@ def test_names_bound_before_patching_build_ours_until_unpatched():
     (found,) = run_ranks(1, f"{HERE}:orders")
     refused, torch_norm = "(RMSNorm) is", "megatron.core.transformer.torch_layer_norm"
     assert found["before"] == [refused, torch_norm]
-    assert found["during"] == ["mt_megatron.models.norm"] * 2
+    assert found["during"] == ["mt_megatron.layers.norm"] * 2
     assert found["after"] == [refused, torch_norm]
     assert found["subclass"] == "Subclass"
     assert found["kept"] < 1e-6

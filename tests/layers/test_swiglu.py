@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mt_megatron.models.swiglu import bias_swiglu
+from mt_megatron.layers.swiglu import bias_swiglu
 
 WIDTH = 10
 
@@ -97,5 +97,5 @@ def against_upstream() -> list[Any]:
 def test_patched_into_the_mlp_it_agrees_with_upstreams():
     from tests.launch import run_ranks
 
-    ((name, difference),) = run_ranks(1, "tests.models.test_swiglu:against_upstream")
+    ((name, difference),) = run_ranks(1, "tests.layers.test_swiglu:against_upstream")
     assert name == "bias_swiglu_impl" and difference < 1e-5

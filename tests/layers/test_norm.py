@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.models.norm import LayerNorm, RMSNorm, norm_class
+from mt_megatron.layers.norm import LayerNorm, RMSNorm, norm_class
 
 H = 24
 

@@ -25,7 +25,7 @@ def make(dtype=torch.float32, bias=True, seed=0):
 
 
 def ours(x, w, b, *, fused=False, buffer=None, limit=0):
-    from mt_megatron.models.linear import TensorParallelLinear
+    from mt_megatron.layers.linear import TensorParallelLinear
 
     return TensorParallelLinear.apply(x, w, b, fused, False, False, buffer, limit)
 
@@ -174,7 +174,7 @@ def test_fusion_without_main_grad_says_what_to_do():
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, 3), (2, 2)])
 def test_output_layer_puts_micro_batches_off_and_drain_computes_them(limit, kept):
-    from mt_megatron.models.linear import drain_embedding_wgrad
+    from mt_megatron.layers.linear import drain_embedding_wgrad
 
     weight, expected, activations, buffer = None, torch.zeros(N, K), [], []
     for seed in range(3):
@@ -268,7 +268,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_conflicting_reductions_are_refused():
-    from mt_megatron.models.linear import TensorParallelLinear
+    from mt_megatron.layers.linear import TensorParallelLinear
 
     x, w, b, _ = make()
     with pytest.raises(ConfigError, match="both allreduce_dgrad and sequence_parallel"):
@@ -276,7 +276,7 @@ def test_conflicting_reductions_are_refused():
 
 
 def test_frozen_weight_gets_no_gradient_and_its_bias_does():
-    from mt_megatron.models.linear import FrozenLinear
+    from mt_megatron.layers.linear import FrozenLinear
 
     x, w, b, dy = make()
     w.requires_grad_(False)

@@ -26,7 +26,7 @@ def config(**overrides):
 def module(kind="causal", **overrides):
     from megatron.core.transformer.enums import AttnMaskType
 
-    from mt_megatron.models.attention import DotProductAttention
+    from mt_megatron.layers.attention import DotProductAttention
 
     scale = overrides.pop("softmax_scale", None)
     return DotProductAttention(config(**overrides), 1, AttnMaskType[kind], "self", softmax_scale=scale)
