@@ -56,7 +56,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="wrap",
             feature="collectives",
             backends=frozenset({"cpu"}),
-            reason="Gloo loses a transfer whose handle is dropped, and reads a sent tensor after it was freed",
+            reason="Gloo loses a transfer whose handle is dropped, and reads a sent tensor after its end",
             body=_p2p_ops,
             digest="0ac270f03d1f127aa96e6f80815a17644993c11c656cf91cd4641a04358f1598",
         )
