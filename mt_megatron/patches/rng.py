@@ -30,7 +30,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="value",
             feature="device",
             backends=frozenset({"cpu"}),
-            reason="forking the tracker warns that the CPU generator moved, which is the device generator here",
+            reason="forking the tracker warns that the CPU generator moved; here it is the device generator",
             body=_without_the_warning,
         )
     ]
