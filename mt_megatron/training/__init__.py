@@ -8,4 +8,13 @@ arguments.py     ``load_config``: preset, then YAML, then flags
 arguments_megatron.py  Megatron-LM 0.9's argument names that are no field names here
 arguments_refused.py   Megatron-LM 0.9's arguments that are refused, and what to do instead
 validate.py      every check that needs no process group, all problems at once
+distributed.py   the processes of a run: who this one is, the groups it joins, its random numbers
+model.py         model chunks, optimizer and schedule of one rank, wired together
+lr.py            learning rate and weight decay over a run
+step.py          one optimizer step, and what all ranks agree on about it
+evaluate.py      validation: the same tokens every time, each counted once
+checkpoint.py    whole or absent, loadable under any layout; rng.py: a rank's random states
+metrics.py       JSON records and the progress display; summary.py: the lines at the end
+loop.py          a run from its configuration to its figures
+data/            a corpus to micro-batches
 """

@@ -232,9 +232,10 @@ class _Run:
                 "flops_per_token": self.flops_per_token,
             },
         )
+        processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
         chunks = f" x {layout.vpp} chunks" if layout.interleaved else ""
         self.display.say(
-            f"{backend.name} ({backend.device_name()}), {layout.world_size} process(es): tensor {layout.tp}, "
+            f"{backend.name} ({backend.device_name()}), {processes}: tensor {layout.tp}, "
             f"pipeline {layout.pp}{chunks}, data {layout.dp}; {parameters:,} parameters in "
             f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
             f"{self.train_iters} steps"

@@ -37,18 +37,32 @@ class Layout:
     world: int = 1
     flags: str = ""
     tied: bool = False
+    """Whether embedding and output layer share their weights."""
+
+    per_token: bool = False
+    """Whether every token of the global batch weighs the same, not every micro-batch."""
+
     sabotage: str | None = None
     """A deliberate mistake (see ``run``); the comparison must then fail."""
 
     bf16_always: bool = False
     """Whether it runs in bf16 too, also without ``--soak``."""
 
+    @property
+    def reference(self) -> str:
+        """The run of one process that it is compared with."""
+        return "one" + "_tied" * self.tied + "_per_token" * self.per_token
+
 
 VPP = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
-REFERENCES = (Layout(name="one"), Layout(name="one_tied", tied=True))
+REFERENCES = (
+    Layout(name="one"),
+    Layout(name="one_tied", tied=True),
+    Layout(name="one_per_token", per_token=True),
+)
 
 LAYOUTS = (
     Layout(name="recompute", flags=RECOMPUTE, bf16_always=True),
@@ -101,6 +115,7 @@ def config_of(layout: Layout, *, seed: int, bf16: bool = False) -> TrainingConfi
         "--no-untie-embeddings-and-output-weights" if layout.tied else "--untie-embeddings-and-output-weights"
     )
     flags = f"{MODEL} {OPTIMIZER} {layout.flags} {untied} --seed {seed} --mock-data"
+    flags += " --calculate-per-token-loss" * layout.per_token
     return load_config([*flags.split(), *(["--bf16"] if bf16 else [])])
 
 

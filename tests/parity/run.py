@@ -38,7 +38,7 @@ def _train(layout: Layout, folder: Path, seed: int, bf16: bool) -> dict[str, Any
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
         trainable = build(config, job, family)
-        if layout.name in ("one", "one_tied") and not common.exists():
+        if layout.name == layout.reference and not common.exists():
             save_checkpoint(common, trainable, Progress(), job, manifest={})
         load_weights(common / "iter_0000000", trainable)
         _sabotage_model(layout.sabotage, trainable)

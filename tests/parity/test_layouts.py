@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.case import LAYOUTS, SABOTAGED, STEPS, Layout
+from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, STEPS, Layout
 from tests.parity.compare import FP32, Bounds, check
 from tests.parity.conftest import Figures, Runs
 
@@ -12,7 +12,7 @@ BF16 = Bounds(gradient=0.04, loss=0.003, norm=0.03, weight=0.05)
 """About 2.5 times the largest deviations seen over all layouts and three seeds."""
 
 
-@pytest.mark.parametrize("name", ["one", "one_tied"])
+@pytest.mark.parametrize("name", [each.name for each in REFERENCES])
 def test_the_reference_learns_and_is_clipped(runs: Runs, seed: int, name: str, figures: Figures) -> None:
     record = runs(name, seed=seed)
     figures({"first_loss": record.losses[0], "last_loss": record.losses[-1], "clipped_steps": record.clipped})
@@ -24,7 +24,7 @@ def test_the_reference_learns_and_is_clipped(runs: Runs, seed: int, name: str, f
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_equals_one_process(runs: Runs, seed: int, layout: Layout, figures: Figures) -> None:
-    reference = runs("one_tied" if layout.tied else "one", seed=seed)
+    reference = runs(layout.reference, seed=seed)
     figures(check(reference, runs(layout.name, seed=seed), FP32))
 
 
@@ -32,6 +32,11 @@ def test_layout_equals_one_process(runs: Runs, seed: int, layout: Layout, figure
 def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, layout: Layout) -> None:
     with pytest.raises(AssertionError, match="deviates by|different copies"):
         check(runs("one", seed=seed), runs(layout.name, seed=seed), FP32)
+
+
+def test_weighing_by_token_is_another_training(runs: Runs, seed: int) -> None:
+    with pytest.raises(AssertionError, match="deviates by"):
+        check(runs("one", seed=seed), runs("one_per_token", seed=seed), FP32)
 
 
 def test_recomputation_happens(runs: Runs, seed: int) -> None:
@@ -48,7 +53,7 @@ def test_recomputation_happens(runs: Runs, seed: int) -> None:
     ids=lambda layout: layout.name,
 )
 def test_layout_stays_close_in_bf16(runs: Runs, seed: int, layout: Layout, figures: Figures) -> None:
-    reference = runs("one_tied" if layout.tied else "one", seed=seed, bf16=True)
+    reference = runs(layout.reference, seed=seed, bf16=True)
     figures(check(reference, runs(layout.name, seed=seed, bf16=True), BF16))
 
 

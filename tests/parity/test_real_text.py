@@ -1,0 +1,26 @@
+"""Acceptance on real text: as good as Hugging Face after the same tokens, and better than bigrams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.training.data.prepare import prepare_corpus
+from tests.launch import run_ranks
+from tests.parity.conftest import Figures
+
+STEPS = 800
+
+
+@pytest.mark.soak
+def test_small_llama_learns_like_hugging_face(tmp_path: Path, figures: Figures) -> None:
+    prepare_corpus(tmp_path / "data")
+    [ours, _] = run_ranks(2, "tests.parity.real_text:ours", str(tmp_path), STEPS, timeout=3000)
+    [theirs] = run_ranks(
+        1, "tests.parity.real_text:theirs", str(tmp_path), STEPS, timeout=3000, env={"OMP_NUM_THREADS": "2"}
+    )
+    figures({**{f"ours_{k}": v for k, v in ours.items()}, "hugging_face_loss": theirs["loss"]})
+    assert ours["tokens"] == theirs["tokens"]
+    assert abs(ours["loss"] - theirs["loss"]) <= 0.02 * theirs["loss"], (ours, theirs)
+    assert ours["loss"] < ours["bigram"] < ours["unigram"], ours
