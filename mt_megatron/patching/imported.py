@@ -3,14 +3,14 @@ nothing, because others hold the same object for reasons of their own."""
 
 from __future__ import annotations
 
-import ast
+import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .digest import parse_file
 from .places import Attribute
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
@@ -24,7 +24,7 @@ def imported_places(owner: str, name: str, value: Any) -> Iterator[Attribute]:
         (module, bound)
         for key, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and key != owner and _concerns(key, package, value)
-        for bound in [{known for known, one in list(vars(module).items()) if one is value}]
+        for bound in [_bound(module, value)]
         if bound
     ]
     imports = {id(module): list(_imports(module)) for module, _ in candidates}
@@ -41,6 +41,13 @@ def imported_places(owner: str, name: str, value: Any) -> Iterator[Attribute]:
     yield from found.values()
 
 
+def _bound(module: ModuleType, value: Any) -> set[str]:
+    names = vars(module)
+    if {id(value)}.isdisjoint(map(id, names.values())):
+        return set()
+    return {name for name, one in list(names.items()) if one is value}
+
+
 def _concerns(module: str, package: str, value: Any) -> bool:
     # Thousands of modules hold True; one outside of the package rarely has it from there.
     inside = module == package or module.startswith(package + ".") or module == "__main__"
@@ -53,14 +60,36 @@ def _bound_by(sources: set[tuple[str, str]], source: str, imported: str, alias: 
     return [alias] if (source, imported) in sources else []
 
 
+# Parsing takes a hundred times as long, and what this finds wrongly in a string binds no name.
+_STATEMENT = re.compile(
+    r"(?:^|;)[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)", re.MULTILINE
+)
+_COMMENT = re.compile(r"#[^\n]*")
+
+
 def _imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
     """``(module, name, alias)`` of every ``from`` import in the module's source."""
     path = getattr(module, "__file__", None)
-    if not path or not path.endswith(".py") or not Path(path).exists():
+    if not isinstance(path, str) or not path.endswith(".py"):
         return
     package = str(getattr(module, "__package__", "") or "").split(".")
-    for node in ast.walk(parse_file(Path(path))[1]):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((source, one.name, one.asname or one.name) for one in node.names)
+    try:
+        changed = Path(path).stat().st_mtime_ns
+    except OSError:
+        return
+    for source, names in _statements(path, changed):
+        level = len(source) - len(source.lstrip("."))
+        base = package[: len(package) - level + 1] if level else []
+        full = ".".join([*base, *([source[level:]] if source[level:] else [])])
+        yield from ((full, name, alias) for name, alias in names)
+
+
+@lru_cache(maxsize=256)
+def _statements(path: str, changed: int) -> list[tuple[str, list[tuple[str, str]]]]:
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    found = []
+    for source, listed in _STATEMENT.findall(text):
+        plain = _COMMENT.sub("", listed).replace("\\\n", " ").strip("() \t\n")
+        pairs = [part.split() for part in plain.split(",")]
+        found.append((source, [(words[0], words[-1]) for words in pairs if words]))
+    return found

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ..errors import PatchConflictError
 from .imported import imported_places
 from .places import Attribute, Defaults, Item, Place, parts
-from .referrers import Held, Holder, Search, describe, search
+from .referrers import Held, Holder, Search, describe, safely, search
 
 Reach = Literal["everywhere", "package", "imports"]
 """How far the identity of a value says that a holder means the target that it is found at.
@@ -36,7 +36,7 @@ def reach(value: Any, package: str) -> Reach:
     """The reach of an original that is found at a target in ``package``."""
     if isinstance(value, (list, dict, set, staticmethod, classmethod, property)):
         return "everywhere"
-    home = getattr(value, "__module__", None)
+    home = safely(value, "__module__")
     if isinstance(home, str) and in_package(home, package) and not isinstance(value, tuple):
         return "everywhere"
     return "package" if callable(value) else "imports"

@@ -33,6 +33,15 @@ _DEPTH = 6
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: members of other types are fields of C structures
 
 
+def safely(value: Any, name: str) -> Any:
+    """An attribute of an object that nothing is known about: whose ``__getattr__`` may raise
+    anything, initialise a device, or answer to every name."""
+    try:
+        return getattr(value, name, None)
+    except Exception:  # noqa: BLE001 - foreign code
+        return None
+
+
 class Held:
     """The one reference of the engine to an original, while its other holders are counted."""
 
@@ -52,7 +61,7 @@ class Held:
         if not isinstance(self.value, type):
             return 0
         own = vars(self.value).values()
-        described = sum(getattr(one, "__objclass__", None) is self.value for one in own)
+        described = sum(safely(one, "__objclass__") is self.value for one in own)
         made = sum(one is self.value for cls in companions(self.value) for one in vars(cls).values())
         return 1 + described + len(class_cells(self.value)) + made
 
@@ -94,8 +103,8 @@ def class_cells(cls: type) -> set[int]:
     found: set[int] = set()
     for value in vars(cls).values():
         for function in (value, *parts(value)):
-            names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-            for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+            names = getattr(safely(function, "__code__"), "co_freevars", ())
+            for name, cell in zip(names, safely(function, "__closure__") or (), strict=False):
                 if name == "__class__":
                     found.add(id(cell))
     return found
@@ -224,7 +233,7 @@ def _class_dicts(candidates: list[Any], skip: set[int]) -> dict[int, type]:
 def _harmless(referrer: Any, value: Any) -> bool:
     """Annotations and their caches name a class and decide nothing when the program runs; the
     descriptors of a class belong to it."""
-    if isinstance(referrer, FunctionType) or getattr(referrer, "__objclass__", None) is value:
+    if isinstance(referrer, FunctionType) or safely(referrer, "__objclass__") is value:
         return True
     kind = type(referrer)
     return kind.__module__ in ("typing", "types") or kind.__name__ == "_lru_list_elem"
@@ -236,9 +245,9 @@ def describe(value: Any) -> str:
         return f"module {value.__name__!r}"
     if isinstance(value, type):
         return f"class {value.__module__}.{value.__qualname__}"
-    name = getattr(value, "__qualname__", None)
+    name = safely(value, "__qualname__")
     if isinstance(name, str):
-        return f"{type(value).__name__} {getattr(value, '__module__', '?')}.{name}"
+        return f"{type(value).__name__} {safely(value, '__module__')}.{name}"
     if type(value) is dict:
         keys = ", ".join(repr(key) for key in list(value)[:4] if isinstance(key, (str, int)))
         return f"a dict with the keys {keys}{', ...' if len(value) > 4 else ''}"

@@ -640,3 +640,38 @@ def test_a_late_patch_that_cannot_rebind_fails_the_import(toy: Toy) -> None:
         toy.load()
     assert not applied.active
     assert toy.load().f() == "original"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from {toy}.owner import FLAG",
+        "from  {toy}.owner  import  FLAG  as  FLAG",
+        "from {toy}.owner import (FLAG)",
+        "from {toy}.owner import (\n    f,  # a, comment\n    FLAG,\n)",
+        "from {toy}.owner import f, \\\n    FLAG",
+        "from {toy}.owner import f, FLAG # FLAG is a flag",
+        "import os; from {toy}.owner import FLAG; x = 1",
+        "if True:\n    from {toy}.owner import FLAG",
+        "try:\n    from .owner import FLAG\nexcept ImportError: FLAG = False",
+        "from .owner import f\nfrom .owner import FLAG",
+        "from {toy}.owner import *",
+    ],
+)
+def test_any_way_to_write_the_import_is_understood(toy: Toy, statement: str) -> None:
+    toy.write("owner", OWNER)
+    toy.write("user", statement + "\n")
+    user = toy.load("user")
+    applied = toy.commit(toy.patch("FLAG", "value", lambda original: True))
+    assert user.FLAG is True
+    applied.revert()
+    assert user.FLAG is False
+
+
+def test_a_module_whose_source_is_gone_is_left_alone(toy: Toy) -> None:
+    toy.write("owner", OWNER)
+    path = toy.write("user", "from .owner import FLAG\n")
+    user = toy.load("user")
+    path.unlink()
+    toy.commit(toy.patch("FLAG", "value", lambda original: True))
+    assert user.FLAG is False and toy.load().FLAG is True

@@ -1,0 +1,74 @@
+"""Real Megatron, real patches: whatever was imported before, everybody sees them, and they leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .scenarios import run_scenario
+
+EARLY = ("nothing", "half", "everything")
+
+
+@pytest.fixture(scope="module", params=EARLY)
+def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"early": request.param, **run_scenario("order", request.param)}
+
+
+def test_all_is_applied_once_everything_is_imported(outcome: dict[str, Any]) -> None:
+    assert outcome["applied"] >= 60
+    assert [one for one in outcome["pending"] if not one.startswith("zarr.")] == []
+    assert outcome["unrebindable"] == []
+
+
+def test_no_holder_keeps_an_original(outcome: dict[str, Any]) -> None:
+    assert outcome["holders"] == []
+    assert outcome["holders of the second round"] == []
+    if outcome["early"] == "everything":
+        assert outcome["kept"] >= 30 and outcome["rebound"] >= 50, "there was something to rebind"
+
+
+def test_patch_changes_something(outcome: dict[str, Any]) -> None:
+    assert outcome["changed"] >= (100 if outcome["early"] == "everything" else 5)
+
+
+def test_the_same_again_changes_nothing(outcome: dict[str, Any]) -> None:
+    assert outcome["again is a no-op"] is True
+
+
+def test_another_plan_on_top_is_refused(outcome: dict[str, Any]) -> None:
+    backend, features = outcome["on top"]
+    assert "backend 'cpu', all features" in backend and "now backend 'cuda'" in backend
+    assert "features compat" in features
+    assert all("call mt_megatron.unpatch() first" in text for text in outcome["on top"])
+
+
+def test_every_attribute_is_what_it_was(outcome: dict[str, Any]) -> None:
+    """Of torch only what importing more of torch changes may differ in the first round."""
+    assert outcome["not restored by the second round"] == []
+    expected_of_torch = (
+        "torch._C._distributed:Placement.",
+        "torch._weights_only_unpickler.",
+        "torch.distributed.",
+    )
+    assert [name for name in outcome["not restored"] if not name.startswith(expected_of_torch)] == []
+    if outcome["early"] == "everything":
+        assert outcome["not restored"] == []
+
+
+def test_nothing_of_ours_is_left_behind(outcome: dict[str, Any]) -> None:
+    assert outcome["left behind"] == []
+    assert outcome["finders are back"] is True
+
+
+def test_importing_the_package_changes_nothing() -> None:
+    found = run_scenario("importing")
+    assert found["finders"] is True
+    assert found["heavy"] == []
+
+
+@pytest.mark.parametrize(("method", "wrapped"), [("fork", True), ("spawn", False)])
+def test_data_loader_workers(method: str, wrapped: bool) -> None:
+    """A forked worker is patched as its parent is; a spawned one has imported nothing of us."""
+    assert run_scenario("workers", method)["wrapped"] == [wrapped]

@@ -1,0 +1,125 @@
+"""``mt-megatron patches``: exit codes, data, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mt_megatron import _session
+from mt_megatron.cli.main import main
+from mt_megatron.patching.drift import read_fingerprints
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = main(["patches", *arguments])
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def test_list_shows_every_patch_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output(capsys, "list", "--backend", "cpu")
+    assert code == 0
+    assert "+ device.torch " in text and "groups.destroy_model_parallel" in text
+    code, data, _ = output(capsys, "list", "--backend", "cpu", "--json")
+    found = json.loads(data)
+    assert code == 0 and len(found) >= 60
+    assert all(one["reason"] and one["target"] and one["state"] for one in found)
+
+
+def test_explain_shows_source_and_digest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output(capsys, "explain", "groups.destroy_model_parallel", "--backend", "cpu")
+    assert code == 0 and "parallel_state.py:" in text and "installed_digest" in text
+    code, data, _ = output(capsys, "explain", "groups.destroy_model_parallel", "--backend", "cpu", "--json")
+    found = json.loads(data)
+    assert found["digest"] == found["installed_digest"]
+
+
+def test_explain_of_an_unknown_patch_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, problem = output(capsys, "explain", "device.torhc", "--backend", "cpu")
+    assert (code, text) == (2, "") and "did you mean 'device.torch'" in problem
+
+
+def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output(capsys, "check", "--backend", "cpu")
+    assert code == 0 and "patches fit what is installed" in text
+    code, data, _ = output(capsys, "check", "--backend", "cpu", "--json")
+    found = json.loads(data)
+    assert code == 0 and found["ok"] and found["problems"] == []
+    assert len(found["plan_digest"]) == 64 and len(found["patches"]) >= 60
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_check_lists_every_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    import dataclasses
+
+    import mt_megatron.patches as patches_package
+
+    real = patches_package.collect
+
+    def two_wrong(backend: object) -> object:
+        found = real(backend)  # type: ignore[arg-type]
+        digested = [index for index, patch in enumerate(found) if patch.digest]
+        for index in digested[:2]:
+            found[index] = dataclasses.replace(found[index], digest="0" * 64)
+        return found
+
+    monkeypatch.setattr(patches_package, "collect", two_wrong)
+    code, text, _ = output(capsys, "check", "--backend", "cpu", *(["--json"] if as_json else []))
+    assert code == 1
+    if as_json:
+        found = json.loads(text)
+        assert not found["ok"]
+        assert [one["error"] for one in found["problems"]] == ["UpstreamDriftError"] * 2
+    else:
+        assert text.count("UpstreamDriftError:") == 2 and "2 problem(s) found" in text
+
+
+def test_check_of_another_version_is_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_session, "MEGATRON_CORE", "0.8.0")
+    code, text, _ = output(capsys, "check", "--backend", "cpu")
+    assert code == 1 and "UpstreamVersionError" in text and "pip install megatron-core==0.8.0" in text
+
+
+def test_an_unknown_backend_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output(capsys, "check", "--backend", "cpuu")
+    assert code == 1 and "did you mean 'cpu'" in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain"], ["check", "--wrong"], ["list", "x"]])
+def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert output(capsys, *arguments)[0] == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["list"], ["explain"], ["check"], ["record"]])
+def test_help_has_an_example_and_the_exit_codes(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    code, text, _ = output(capsys, *arguments, "--help")
+    assert code == 0 and "example" in text and "exit codes: 0" in text and "mt-megatron patches" in text
+
+
+def test_nothing_is_applied_or_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    finders = list(sys.meta_path)
+    for arguments in (["list"], ["check"], ["explain", "device.torch", "--backend", "cpu"]):
+        output(capsys, *arguments)
+    assert sys.meta_path == finders and _session._applied is None
+
+
+def test_record_rewrites_the_line_hashes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = read_fingerprints(_session.FINGERPRINTS)
+    monkeypatch.setattr(_session, "FINGERPRINTS", tmp_path / "upstream.json")
+    code, text, _ = output(capsys, "record")
+    assert code == 0 and f"{len(committed)} targets recorded" in text
+    assert read_fingerprints(tmp_path / "upstream.json") == committed
