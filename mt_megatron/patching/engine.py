@@ -46,7 +46,8 @@ class AppliedPlan:
         self.plan = plan
         self.failure: BaseException | None = None
         self._journal = Journal()
-        self._given: list[Given] = []
+        self._given: dict[Any, Given] = {}
+        """By place and patched value, so that threads that import at once do not collide."""
         self._done: set[str] = set()
         self._unrebindable: list[str] = []
         self._notes: list[str] = []
@@ -109,8 +110,8 @@ class AppliedPlan:
     def _withdraw(self) -> list[str]:
         self._hook.remove()
         self._scoped.give_back()
-        given, self._given = self._given, []
-        return give_back(given).stuck
+        given, self._given = self._given, {}
+        return give_back(list(given.values())).stuck
 
     def _watches(self, module: str) -> bool:
         return self.active and (module in self._owned or self._scoped.covers(module))
@@ -189,13 +190,11 @@ class AppliedPlan:
             return
         new = Held(new_value(patch, raw, step.module, step.qualname))
         unique = new.references() == 0
-        old = MISSING if patch.kind == "add" else raw
-        for index, one in enumerate(self._given):
-            if one.new.value is present and one.place.key == place.key:  # a wrap of our own value
-                old = self._given.pop(index).old
-                break
         if new.value is not raw:
-            self._given.append(Given(place, old, new, step, unique))
+            old = MISSING if patch.kind == "add" else raw
+            wrapped = self._given.pop((place.key, id(present)), None)  # a value of our own
+            given = Given(place, wrapped.old if wrapped else old, new, step, unique)
+            self._given[place.key, id(new.value)] = given
         self._journal.write(place, present, new.value, patch.id)
 
     def _ready(self, step: Step) -> bool:

@@ -68,10 +68,10 @@ class ImportHook:
         return None
 
     def _hook(self, spec: ModuleSpec) -> None:
-        if not hasattr(spec.loader, "exec_module"):
+        if not hasattr(spec.loader, "exec_module") or not hasattr(spec.loader, "__dict__"):
             raise PatchImportError(
-                f"{spec.name} is patched, but its loader {type(spec.loader).__name__} has no exec_module, "
-                f"so nobody can tell when it has been loaded: import it before patch()",
+                f"{spec.name} is patched, but its loader {type(spec.loader).__name__} has no exec_module "
+                f"that could be followed, so nobody can tell when it is loaded: import it before patch()",
                 name=spec.name,
             )
         if not isinstance(spec.loader, _OWN_LOADER):

@@ -27,7 +27,10 @@ def imported_places(owner: str, name: str, value: Any) -> Iterator[Attribute]:
         for bound in [_bound(module, value)]
         if bound
     ]
-    imports = {id(module): list(_imports(module)) for module, _ in candidates}
+    imports = {
+        id(module): list(_imports(module, "" if _inside(module.__name__, package) else package))
+        for module, _ in candidates
+    }
     sources = {(owner, name)}
     found: dict[tuple[int, str], Attribute] = {}
     before = -1
@@ -48,10 +51,13 @@ def _bound(module: ModuleType, value: Any) -> set[str]:
     return {name for name, one in list(names.items()) if one is value}
 
 
+def _inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".") or module == "__main__"
+
+
 def _concerns(module: str, package: str, value: Any) -> bool:
-    # Thousands of modules hold True; one outside of the package rarely has it from there.
-    inside = module == package or module.startswith(package + ".") or module == "__main__"
-    return inside or not isinstance(value, _ATOMS)
+    # Thousands of modules hold True, or logging; one outside of the package rarely has it from there.
+    return _inside(module, package) or not isinstance(value, (*_ATOMS, ModuleType))
 
 
 def _bound_by(sources: set[tuple[str, str]], source: str, imported: str, alias: str) -> list[str]:
@@ -67,8 +73,8 @@ _STATEMENT = re.compile(
 _COMMENT = re.compile(r"#[^\n]*")
 
 
-def _imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
-    """``(module, name, alias)`` of every ``from`` import in the module's source."""
+def _imports(module: ModuleType, prefix: str) -> Iterator[tuple[str, str, str]]:
+    """``(module, name, alias)`` of every ``from`` import in a source that mentions ``prefix``."""
     path = getattr(module, "__file__", None)
     if not isinstance(path, str) or not path.endswith(".py"):
         return
@@ -77,7 +83,7 @@ def _imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
         changed = Path(path).stat().st_mtime_ns
     except OSError:
         return
-    for source, names in _statements(path, changed):
+    for source, names in _statements(path, changed, prefix):
         level = len(source) - len(source.lstrip("."))
         base = package[: len(package) - level + 1] if level else []
         full = ".".join([*base, *([source[level:]] if source[level:] else [])])
@@ -85,9 +91,11 @@ def _imports(module: ModuleType) -> Iterator[tuple[str, str, str]]:
 
 
 @lru_cache(maxsize=256)
-def _statements(path: str, changed: int) -> list[tuple[str, list[tuple[str, str]]]]:
+def _statements(path: str, changed: int, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
     text = Path(path).read_text(encoding="utf-8", errors="replace")
-    found = []
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    if prefix not in text:
+        return found
     for source, listed in _STATEMENT.findall(text):
         plain = _COMMENT.sub("", listed).replace("\\\n", " ").strip("() \t\n")
         pairs = [part.split() for part in plain.split(",")]

@@ -152,8 +152,9 @@ def _attributes(descriptor: Any) -> dict[str, Any]:
 
 def loaded_modules(prefix: str | None = None) -> Iterator[ModuleType]:
     """Imported modules, those of one package when ``prefix`` is given."""
+    below = f"{prefix}."
     for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and (prefix is None or in_package(name, prefix)):
+        if (prefix is None or name.startswith(below) or name == prefix) and isinstance(module, ModuleType):
             yield module
 
 
