@@ -7,6 +7,7 @@ see torchrun's variables and use the ordinary ``env://`` rendezvous.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -137,11 +138,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, timeout: fl
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
-    try:
-        # Each rank leads a session of its own, so this reaches what it started and nothing else.
+    # Each rank leads a session of its own, so this reaches what it started and nothing else.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait()
 
 
