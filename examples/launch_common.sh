@@ -85,8 +85,12 @@ ensure_environment() {
 
 install_environment() {
     local base="$1" venv="$2"
-    act "$base" -m venv "$venv" ||
-        die "'$base -m venv' failed (on Debian and Ubuntu it needs the package python3-venv)"
+    # An environment that only lacks packages is completed: made again by another Python it would be
+    # the binary of one and the library of the other.
+    if ! supported_python "$venv/bin/python"; then
+        act "$base" -m venv "$venv" ||
+            die "'$base -m venv' failed (on Debian and Ubuntu it needs the package python3-venv)"
+    fi
     # torch first: with it in place the rest cannot choose another build.
     act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch<=2.13.0}" ||
         die "torch could not be installed; set TORCH_SPEC to the version or wheel that this machine needs"
