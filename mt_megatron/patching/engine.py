@@ -18,7 +18,7 @@ from .journal import Journal
 from .kinds import coded_function, describe_value, new_value, with_constants
 from .places import MISSING, Attribute, Code
 from .plan import Plan, Step
-from .rebind import holders
+from .rebind import Original, holders
 from .referrers import Held, Search
 from .report import PatchReport, State, make_report
 from .scoped import ScopedRebinds
@@ -111,14 +111,16 @@ class AppliedPlan:
         self._hook.remove()
         self._scoped.give_back()
         given, self._given = self._given, {}
-        return give_back(list(given.values())).stuck
+        return [holder for holder, _ in give_back(list(given.values())).stuck]
 
     def _watches(self, module: str) -> bool:
         return self.active and (module in self._owned or self._scoped.covers(module))
 
     def _loaded(self, name: str) -> bool:
-        """Whether the module can be patched now; False leaves it to the hook."""
-        if name in sys.modules and _initializing(name) and name not in self._hook.hooked:
+        """Whether the module is to be patched now; False leaves it to the hook."""
+        if name not in sys.modules or name in self._hook.hooked:
+            return False
+        if _initializing(name):
             # Another thread began before the hook was there. This waits for it.
             importlib.import_module(name)
             if _initializing(name):
@@ -126,7 +128,7 @@ class AppliedPlan:
                     f"module {name!r} is being imported by the very code that calls patch(): "
                     f"call patch() before that import, or after it"
                 )
-        return name in sys.modules and not _initializing(name)
+        return True
 
     def _imported(self, module: ModuleType) -> None:
         if not self.active:
@@ -152,12 +154,12 @@ class AppliedPlan:
         places = {step.patch.target: _target(step) for step in setting}
         originals = originals_of(setting, places)
         found = holders(originals, {one for step in setting for one in private_ids(step.patch.body)})
-        self._note(found)
+        self._note(found, setting, originals)
         for step in steps:
             if step.patch.kind != "rebind":
                 with _naming(step):
                     self._set(step, places[step.patch.target])
-            elif self._ready(step):
+            elif self._ready(step) and self._scoped.claim(step):
                 self._scoped.take(step, *self._meaning(step))
         blame: dict[Any, str] = {}
         for step in setting:
@@ -166,14 +168,19 @@ class AppliedPlan:
         write_holders(self._journal, originals, found, blame)
         self._done.update(step.patch.id for step in setting)
 
-    def _note(self, found: Search) -> None:
-        if found.stuck and self.plan.strict:
+    def _note(self, found: Search, steps: Sequence[Step], originals: Sequence[Original]) -> None:
+        keys = {id(one.held.value): one.target.key for one in originals}
+        stuck: list[str] = []
+        for holder, root in found.stuck:
+            mine = [step.patch for step in steps if _target(step).key == keys[root]]
+            stuck.append(f"{mine[0].target} (patch {', '.join(one.id for one in mine)}) by {holder}")
+        if stuck and self.plan.strict:
             raise PatchError(
-                "patched objects are held by what cannot be rebound: "
-                + "; ".join(found.stuck)
+                "originals are held by what cannot be rebound: "
+                + "; ".join(stuck)
                 + ". Call patch() before that holder is made, or use strict=False to leave it as it is"
             )
-        self._unrebindable += found.stuck
+        self._unrebindable += stuck
         self._notes += [f"{text} goes on with the original" for text in found.passing]
 
     def _set(self, step: Step, place: Attribute) -> None:

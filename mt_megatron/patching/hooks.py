@@ -32,7 +32,7 @@ class ImportHook:
         self._imported = imported
         self._thread = threading.local()
         self.hooked: set[str] = set()
-        """Names whose next execution will be called back."""
+        """Names that were found through this hook: their execution is called back."""
 
     def install(self) -> None:
         sys.meta_path.insert(0, self)
@@ -77,19 +77,15 @@ class ImportHook:
         if not isinstance(spec.loader, _OWN_LOADER):
             spec.loader = copy.copy(spec.loader)  # one zipimporter serves all modules of its archive
         self.hooked.add(spec.name)
-        vars(spec.loader)["exec_module"] = _Execution(spec.loader, self)
-
-    def executed(self, module: ModuleType) -> None:
-        self.hooked.discard(module.__name__)
-        self._imported(module)
+        vars(spec.loader)["exec_module"] = _Execution(spec.loader, self._imported)
 
 
 class _Execution:
     """Stands in for a loader's ``exec_module`` once."""
 
-    def __init__(self, loader: Any, hook: ImportHook) -> None:
+    def __init__(self, loader: Any, imported: Callable[[ModuleType], None]) -> None:
         self._loader = loader
-        self._hook = hook
+        self._imported = imported
         self._before = vars(loader).get("exec_module")
 
     def __call__(self, module: ModuleType) -> None:
@@ -98,7 +94,7 @@ class _Execution:
         else:
             self._loader.exec_module = self._before
         self._loader.exec_module(module)
-        self._hook.executed(module)
+        self._imported(module)
 
     def __reduce__(self) -> Any:
         # In another process nobody waits for this module; the loader's own method is what is left.

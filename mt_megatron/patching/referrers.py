@@ -83,7 +83,9 @@ class Search:
     """What was found: places that can be written, and descriptions of what cannot."""
 
     holders: list[Holder] = field(default_factory=list)
-    stuck: list[str] = field(default_factory=list)
+    stuck: list[tuple[str, int]] = field(default_factory=list)
+    """A holder that cannot be written, and the id of the original that it holds."""
+
     passing: list[str] = field(default_factory=list)
     """Calls in progress and references that the collector does not see: they go on with the
     original and hold it no longer than they last."""
@@ -118,6 +120,7 @@ def search(originals: Sequence[Held], ignored: Collection[int]) -> Search:
     modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, ModuleType)}
     wanted = [held.value for held in originals]
     belonging: set[int] = set()
+    roots = {id(value): id(value) for value in wanted}
     for value in wanted:
         if isinstance(value, type):
             skip |= class_cells(value) | {id(value.__mro__)}
@@ -141,18 +144,19 @@ def search(originals: Sequence[Held], ignored: Collection[int]) -> Search:
             if isinstance(referrer, _IMMUTABLE):
                 if id(referrer) not in seen:
                     deeper.append(referrer)
+                    roots[id(referrer)] = roots[id(inside[0])]
                 seen.add(id(referrer))
                 continue
             owner = modules.get(id(referrer)) or owners.get(id(referrer))
             if id(owner) in belonging:
                 continue
             for value in {id(one): one for one in inside}.values():
-                _place(referrer, owner, value, found)
+                _place(referrer, owner, value, found, roots[id(value)])
         wanted = deeper
     return found
 
 
-def _place(referrer: Any, owner: Any, value: Any, found: Search) -> None:
+def _place(referrer: Any, owner: Any, value: Any, found: Search, root: int) -> None:
     before = len(found.holders)
     if isinstance(referrer, _TRANSIENT):
         found.passing.append(describe(referrer))
@@ -160,9 +164,9 @@ def _place(referrer: Any, owner: Any, value: Any, found: Search) -> None:
     for place in _places(referrer, owner, value):
         found.holders.append(Holder(place, value))
     if len(found.holders) == before and not _harmless(referrer, value):
-        text = describe(referrer)
-        if text not in found.stuck:
-            found.stuck.append(text)
+        stuck = (describe(referrer), root)
+        if stuck not in found.stuck:
+            found.stuck.append(stuck)
 
 
 def _places(referrer: Any, owner: Any, value: Any) -> Iterable[Place]:

@@ -19,6 +19,7 @@ class _Meaning:
     original: Any
     replacement: Any
     patch: str
+    name: str
 
 
 class ScopedRebinds:
@@ -42,6 +43,11 @@ class ScopedRebinds:
     def covers(self, module: str) -> bool:
         return any(in_package(module, prefix) for prefix in self.prefixes)
 
+    def claim(self, step: Step) -> bool:
+        """Whether the caller is the one to resolve ``step``: two threads may end their imports at
+        the same time."""
+        return self._waiting.pop(step.patch.id, None) is not None
+
     def take(self, step: Step, original: Any, replacement: Any) -> None:
         """From now on ``step`` is known. Raises PatchConflictError when another rebind means
         something else by the same object."""
@@ -53,15 +59,13 @@ class ScopedRebinds:
                     f"patches {other.patch} and {step.patch.id} rebind the same object under two names: "
                     f"keep one"
                 )
+        name = (step.qualname or step.module).rpartition(".")[2]
         known = self._meanings.setdefault(step.patch.scope, {})
-        known.setdefault(id(original), _Meaning(original, replacement, step.patch.id))
-        self._waiting.pop(step.patch.id, None)
+        known.setdefault(id(original), _Meaning(original, replacement, step.patch.id, name))
 
     def resolve(self, ready: Callable[[Step], bool], find: Callable[[Step], tuple[Any, Any]]) -> bool:
         """Take every waiting step whose owner is ready; whether there was one."""
-        # Taken out first: two threads may end their imports at the same time.
-        found = [self._waiting.pop(step.patch.id, None) for step in self.waiting if ready(step)]
-        steps = [step for step in found if step is not None]
+        steps = [step for step in self.waiting if ready(step) and self.claim(step)]
         for step in steps:
             self.take(step, *find(step))
         return bool(steps)
@@ -79,14 +83,13 @@ class ScopedRebinds:
         """After everything recorded was written back: names in a scope that still mean a
         replacement got it later, from another module of the scope."""
         for scope, meanings in self._meanings.items():
-            back = {
-                id(one.replacement): _Meaning(one.replacement, one.original, one.patch)
-                for one in meanings.values()
-            }
-            for prefix in scope:
-                for module in loaded_modules(prefix):
-                    for place, held in list(scoped_places(module, back.keys())):
-                        place.swap(held, _translate(held, back)[0])
+            back: dict[int, list[_Meaning]] = {}
+            for one in meanings.values():
+                back.setdefault(id(one.replacement), []).append(one)
+            for module in (module for prefix in scope for module in loaded_modules(prefix)):
+                for place, held in list(scoped_places(module, back.keys())):
+                    name = place.name if isinstance(place, Attribute) else None
+                    place.swap(held, _originals(held, back, name))
         self._meanings.clear()
 
     def _apply(self, module: ModuleType, meanings: dict[int, _Meaning]) -> None:
@@ -104,3 +107,13 @@ def _translate(held: Any, meanings: dict[int, _Meaning]) -> tuple[Any, list[str]
         if changed is not held:
             held, patches = changed, [*patches, meaning.patch]
     return held, patches
+
+
+def _originals(held: Any, back: dict[int, list[_Meaning]], name: str | None) -> Any:
+    """``held`` with originals again. One replacement may stand for several originals; then the
+    name that it is bound to decides, and under another name it stays."""
+    for meanings in back.values():
+        for meaning in meanings:
+            if len(meanings) == 1 or meaning.name == name:
+                held = exchange(held, meaning.replacement, meaning.original)
+    return held

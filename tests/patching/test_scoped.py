@@ -253,6 +253,23 @@ def test_a_body_that_fails_undoes_the_rest(toy: Toy, lib: str) -> None:
     assert snapshot(user) == before
 
 
+def test_one_replacement_for_two_originals_is_told_apart_by_name(toy: Toy, lib: str) -> None:
+    toy.write("middle", f"from {lib} import call, device\n")
+    toy.write("third", "from .middle import call, device\n")
+
+    def same() -> None: ...
+
+    applied = toy.commit(
+        rebind(toy, lib, "call", lambda original: same), rebind(toy, lib, "device", lambda original: same)
+    )
+    third = toy.load("third")
+    assert third.call is third.device is same
+    applied.revert()
+    real = sys.modules[lib]
+    assert third.call is real.call and third.device is real.device
+    assert toy.load("middle").call is real.call and toy.load("middle").device is real.device
+
+
 def test_a_view_passed_on_inside_of_the_scope_is_given_back(toy: Toy, lib: str) -> None:
     toy.write("middle", f"import {lib} as library\nfrom {lib} import call\n")
     toy.write("third", "from .middle import library, call\ndef use(function=call): return function()\n")
