@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,16 @@ def test_small_llama_learns_like_hugging_face(tmp_path: Path, figures: Figures) 
     [theirs] = run_ranks(
         1, "tests.parity.real_text:theirs", str(tmp_path), STEPS, timeout=3000, env={"OMP_NUM_THREADS": "2"}
     )
-    figures({**{f"ours_{k}": v for k, v in ours.items()}, "hugging_face_loss": theirs["loss"]})
+    end = json.loads((tmp_path / "ours.jsonl").read_text().splitlines()[-1])
+    figures(
+        {
+            "ours": ours["loss"],
+            "hugging_face": theirs["loss"],
+            "unigram": end["unigram"],
+            "bigram": end["bigram"],
+            "tokens": ours["tokens"],
+        }
+    )
     assert ours["tokens"] == theirs["tokens"]
     assert abs(ours["loss"] - theirs["loss"]) <= 0.02 * theirs["loss"], (ours, theirs)
-    assert ours["loss"] < ours["bigram"] < ours["unigram"], ours
+    assert ours["loss"] < end["bigram"] < end["unigram"], (ours, end)
