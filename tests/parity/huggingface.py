@@ -11,8 +11,8 @@ from torch.nn import functional
 from tests.parity.case import CLIP, GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, STEPS, Chain
 
 
-def hugging_face_model(config: Any, weights: dict[str, torch.Tensor]) -> Any:
-    """``LlamaForCausalLM`` of the same shape with ``weights``."""
+def hugging_face_model(config: Any, weights: dict[str, torch.Tensor] | None) -> Any:
+    """``LlamaForCausalLM`` of the same shape with ``weights``; None leaves it as it initialises itself."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = config.model
@@ -31,6 +31,8 @@ def hugging_face_model(config: Any, weights: dict[str, torch.Tensor]) -> Any:
         attn_implementation="eager",
     )
     built = LlamaForCausalLM(shape).float()
+    if weights is None:
+        return built
     missing, unexpected = built.load_state_dict(weights, strict=False)
     assert not missing and not unexpected, (missing, unexpected)
     return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import torch
 from torch.nn import functional
 
 import mt_megatron
+from mt_megatron.convert.table import Sizes, from_megatron
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.batches import train_batches, valid_batches
 from mt_megatron.training.data.datasets import build_datasets
 from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.training.distributed import joined
 from mt_megatron.training.loop import train
+from mt_megatron.training.model import family_of
 from tests.parity.huggingface import learning_rate
 
 BATCH = 8
@@ -41,14 +45,15 @@ def ours(folder: str, steps: int) -> dict[str, float]:
     return {"loss": outcome.validation.loss, "tokens": outcome.validation.tokens}
 
 
-def theirs(folder: str, steps: int) -> dict[str, float]:
-    """Validation loss of ``LlamaForCausalLM`` as it initialises itself, under bf16 autocast, with torch's
-    fused AdamW and the same settings, on the same batches in the same order."""
+def theirs(folder: str, steps: int, our_weights: bool) -> dict[str, float]:
+    """Validation loss of ``LlamaForCausalLM`` under bf16 autocast, with torch's fused AdamW and the same
+    settings, on the same batches in the same order; from our initial weights, or as it initialises itself."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1234)
     config = configuration(folder, steps)
     tokenizer = load_tokenizer(config.data)
+    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     shape, length = config.model, int(config.train.seq_length or 0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -64,6 +69,8 @@ def theirs(folder: str, steps: int) -> dict[str, float]:
             tie_word_embeddings=False,
         )
     )
+    if our_weights:
+        model.load_state_dict(_initial_weights(config))
     datasets = build_datasets(
         config.data,
         tokenizer=tokenizer,
@@ -96,6 +103,16 @@ def theirs(folder: str, steps: int) -> dict[str, float]:
             loss, tokens = _cross_entropy(model, batch)
             total, counted = total + loss.item(), counted + tokens.item()
     return {"loss": total / counted, "tokens": counted}
+
+
+def _initial_weights(config: TrainingConfig) -> dict[str, torch.Tensor]:
+    mt_megatron.patch("cpu")
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        [model] = family.build_model(config, job.layout)
+        sizes = Sizes.of(config, model.vocab_size)
+        published = from_megatron(model.state_dict(), family.convert_table(config), sizes)
+        return {name: value.float() for name, value in published.items()}
 
 
 def _cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,22 @@ def logits_beside_hugging_face(seed: int) -> dict[str, float]:
         }
 
 
+def floating_point_operations(seed: int) -> dict[str, float]:
+    """The family's figure for a training step's token, and a third of it counted by torch on the other
+    model: forward is a third of forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = config_of(Layout(name="one"), seed=seed)
+    theirs = hugging_face_model(config, None)
+    tokens = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        theirs(tokens)
+    return {
+        "ours": family_of(config).flops(config),
+        "counted": 3 * counter.get_total_flops() / tokens.numel(),
+    }
+
+
 def causality(seed: int) -> dict[str, Any]:
     """Change the token at each position in turn: does any earlier logit change, and does any later one?"""
     mt_megatron.patch("cpu")

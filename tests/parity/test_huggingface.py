@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.launch import run_ranks
 from tests.parity.conftest import Figures
+from tests.parity.single import floating_point_operations
 
 
 def test_logits_equal_hugging_face(seed: int, figures: Figures) -> None:
@@ -24,6 +27,13 @@ def test_training_equals_hugging_face(tmp_path: Path, seed: int, figures: Figure
     for ours, theirs in zip(*found["norms"], strict=True):
         assert abs(ours - theirs) <= 1e-6 * theirs, found
     assert found["theirs"][0] - found["theirs"][-1] >= 1.0
+
+
+def test_floating_point_operations_are_those_that_torch_counts(seed: int) -> None:
+    found = floating_point_operations(seed)
+    # The other model computes its rotary angles by a product, too.
+    assert found["ours"] == pytest.approx(found["counted"], rel=1e-3)
+    assert found["ours"] <= found["counted"]
 
 
 def test_a_token_changes_no_earlier_logit(seed: int) -> None:
