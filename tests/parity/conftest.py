@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def get(name: str, *, seed: int, bf16: bool = False) -> Record:
         peers = (*LAYOUTS, *SABOTAGED)
-        wanted = [each for each in peers if not bf16 or each.bf16_always or each.name == name]
+        everything = not bf16 or os.environ.get("MT_MEGATRON_SOAK") == "1"
+        wanted = [each for each in peers if everything or each.bf16_always or each.name == name]
         if ("one", seed, bf16) not in records:
             start([*REFERENCES, *(each for each in wanted if each.world == 1)], 1, seed, bf16)
         if (name, seed, bf16) not in records:
