@@ -31,12 +31,16 @@ class SoakReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = self._tests.setdefault(
-            report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0, "figures": {}}
+            report.nodeid, {"test": report.nodeid, "outcome": "unfinished", "seconds": 0.0, "figures": {}}
         )
         entry["seconds"] = round(entry["seconds"] + report.duration, 2)
         entry["figures"].update(report.user_properties)
-        # A test has three phases, and is as good as the worst of them.
-        if report.outcome != "passed" and entry["outcome"] != "failed":
+        # A test has three phases, and is as good as the worst of them; one that was interrupted never
+        # reports the second, and must not read as passed.
+        if report.outcome == "passed":
+            if report.when == "call" and entry["outcome"] == "unfinished":
+                entry["outcome"] = "passed"
+        elif entry["outcome"] != "failed":
             entry["outcome"] = report.outcome
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -84,7 +88,8 @@ def as_markdown(record: dict[str, Any]) -> str:
         + ", ".join(f"{name} {version}" for name, version in where["packages"].items() if version)
         + f"; commit {where['commit']}.",
         "",
-        ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + ".",
+        ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        + f"; pytest ended with {record['exit_status']}.",
         "",
         "| test | outcome | seconds | figures |",
         "|---|---|---|---|",

@@ -79,7 +79,7 @@ def test_soak_runs_them_and_leaves_a_record(tmp_path: Path) -> None:
     assert tests["test_always"]["figures"] == {"soak": "1"}
     assert tests["test_broken"]["outcome"] == "failed" and tests["test_broken"]["figures"] == {"gap": 0.5}
     assert found["record"]["exit_status"] == 1
-    assert "1 failed, 2 passed." in found["markdown"]
+    assert "1 failed, 2 passed; pytest ended with 1." in found["markdown"]
     assert "| failed |" in found["markdown"] and "repetitions = 200" in found["markdown"]
 
 
@@ -91,7 +91,9 @@ def test_the_machine_is_named() -> None:
     here = machine()
     assert here["processor"] and here["cores"] >= 1 and here["memory_gib"] > 0
     assert here["packages"]["megatron-core"] == "0.9.0"
-    text = as_markdown({"date": "2026-01-01", "backend": "cpu", "machine": here, "tests": []})
+    text = as_markdown(
+        {"date": "2026-01-01", "backend": "cpu", "machine": here, "exit_status": 0, "tests": []}
+    )
     assert here["processor"] in text
 
 
@@ -123,3 +125,17 @@ def test_run_sh_knows_its_options(arguments: list[str], code: int, message: str)
     )
     assert run.returncode == code, run.stderr
     assert message in run.stdout + run.stderr
+
+
+def test_an_interrupted_test_is_unfinished(tmp_path: Path) -> None:
+    class Phase:
+        nodeid, outcome, duration, user_properties = "a", "passed", 1.0, ()
+
+        def __init__(self, when: str) -> None:
+            self.when = when
+
+    for phases, outcome in ((("setup",), "unfinished"), (("setup", "call", "teardown"), "passed")):
+        report = SoakReport(None, tmp_path)  # type: ignore[arg-type]
+        for when in phases:
+            report.pytest_runtest_logreport(Phase(when))  # type: ignore[arg-type]
+        assert [test["outcome"] for test in report._tests.values()] == [outcome]
