@@ -11,7 +11,7 @@ from mt_megatron.training.data.prepare import prepare_corpus
 from tests.launch import run_ranks
 from tests.parity.conftest import Figures
 
-STEPS = 640
+STEPS = 800
 
 
 @pytest.mark.soak
