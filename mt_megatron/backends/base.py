@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from .telemetry_types import Reading
+
 
 @runtime_checkable
 class Backend(Protocol):
@@ -63,6 +65,10 @@ class Backend(Protocol):
 
     def total_memory(self) -> int | None:
         """Bytes of memory of the current device; None when unknown."""
+
+    def telemetry(self, index: int | None = None) -> Reading:
+        """Utilization, memory, heat, power and clock of device ``index``, or of the current one; what
+        cannot be told is ``Unsupported`` and never an error."""
 
     def bf16_supported(self) -> bool:
         """Whether bf16 arithmetic works on the current device."""

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from ..errors import BackendError
+from . import telemetry
 from .collectives import distributed_overrides, translate_process_group_backend
 from .cpu_namespace import cuda_namespace
 from .translate import DeviceTranslator, torch_factories
@@ -109,6 +110,10 @@ class CpuBackend:
 
     def total_memory(self) -> int | None:
         return int(psutil.virtual_memory().total)
+
+    def telemetry(self, index: int | None = None) -> telemetry.Reading:
+        """The host's: every local rank shares it."""
+        return telemetry.host()
 
     def bf16_supported(self) -> bool:
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 
 from .cpu_streams import Event, Stream, StreamContext, StreamTable
 from .namespace import DeviceNamespace
+from .telemetry_types import number
 
 if TYPE_CHECKING:
     from .cpu import CpuBackend
@@ -139,20 +139,16 @@ def _memory(backend: CpuBackend) -> dict[str, Any]:
     }
 
 
-def _telemetry() -> dict[str, Any]:
+def _telemetry(backend: CpuBackend) -> dict[str, Any]:
     # torch.cuda gives numbers, and 0 would be a lie: what the host does not tell is NaN.
-    def unknown(device: Any = None) -> float:
-        return math.nan
-
-    def clock_rate(device: Any = None) -> float:
-        frequency = psutil.cpu_freq()
-        return frequency.current if frequency else math.nan
+    def field(name: str, scale: float = 1.0) -> Any:
+        return lambda device=None: scale * number(getattr(backend.telemetry(), name))
 
     return {
-        "utilization": lambda device=None: psutil.cpu_percent(interval=None),
-        "temperature": unknown,
-        "power_draw": unknown,
-        "clock_rate": clock_rate,
+        "utilization": field("utilization"),
+        "temperature": field("temperature"),
+        "power_draw": field("power", 1000.0),  # torch has milliwatts.
+        "clock_rate": field("clock"),
     }
 
 
@@ -218,5 +214,5 @@ def cuda_namespace(backend: CpuBackend) -> DeviceNamespace:
         ),
         "amp": _amp(backend),
     }
-    members |= _rng(backend) | _memory(backend) | _telemetry() | _properties(backend) | _tensor_types()
+    members |= _rng(backend) | _memory(backend) | _telemetry(backend) | _properties(backend) | _tensor_types()
     return DeviceNamespace("torch.cuda", backend.name, members)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import BackendError
+from . import telemetry
 
 # Dense peak FLOP/s of NVIDIA's data sheets, by a part of the device's name; the first match
 # counts. A device or dtype that is not here is unknown, never guessed.
@@ -85,6 +86,12 @@ class CudaBackend:
 
     def total_memory(self) -> int | None:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+    def telemetry(self, index: int | None = None) -> telemetry.Reading:
+        which = torch.cuda.current_device() if index is None else index
+        # CUDA and NVML may number the same GPUs differently; the UUID cannot be mistaken.
+        uuid = getattr(torch.cuda.get_device_properties(which), "uuid", None)
+        return telemetry.nvml(which, uuid=None if uuid is None else str(uuid))
 
     def bf16_supported(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

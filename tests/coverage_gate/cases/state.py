@@ -102,7 +102,7 @@ def straggler_detector_measures_with_events() -> None:
         assert 20 <= elapsed < 60_000 and 5 <= batch < 60_000, (elapsed, batch)
         for reading in (temperature, power, utilization, clock):
             assert math.isnan(reading) or reading >= 0, "a figure that nobody measured must be NaN"
-        assert math.isnan(temperature) and math.isnan(power)
+        assert math.isnan(power) and temperature != 0
     finally:
         StragglerDetector._configured = False
         logging.getLogger("megatron.core.utils").debug("straggler detector done")
