@@ -1,24 +1,27 @@
 """Core attention for Megatron's layer specs on torch's ``scaled_dot_product_attention``.
 
 Takes the place of ``megatron.core.transformer.dot_product_attention.DotProductAttention``, which
-builds the whole s x s score matrix and refuses sliding windows.
+builds the whole s x s score matrix and refuses sliding windows and context parallelism.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError
+from ..seams.context_parallel import positions
+from .context_parallel import RNG_STATE, Attending, attend, exchange_of
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -31,7 +34,12 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     number before the softmax and multiplies after, for fp16's sake) changes nothing and
     ``attention_softmax_in_fp32`` always holds. A row that may attend to nothing gives zeros.
 
-    Raises ConfigError for context parallelism, which needs an attention of its own.
+    With ``config.context_parallel_size`` above 1 each rank holds two chunks of the sequence (see
+    ``seams.context_parallel``) and the others' keys and values come as ``config.cp_comm_type``
+    says, if there is such a field: ``all_gather`` (also when it is None) or ``p2p``, a ring.
+
+    Raises ConfigError for context parallelism of cross attention or of another size than that of
+    Megatron's process groups.
     """
 
     def __init__(
@@ -44,11 +52,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size is {config.context_parallel_size}, and this attention sees only its "
-                "own part of the sequence; set context_parallel_size=1"
-            )
+        self.exchange = _context_exchange(config, attention_type)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
@@ -72,11 +76,18 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         [b, heads, sq, sk]. It holds in addition to causality when ``attn_mask_type`` (by default
         the layer's) is causal; None is the fast way to say causal and nothing else. With more keys
         than queries (a key-value cache) the last query is aligned with the last key.
+
+        Under context parallelism sq = sk is what this rank holds; a mask has this rank's rows, in
+        the order it holds them, and the columns of the whole sequence in its own order.
         """
         if packed_seq_params is not None:
             raise ConfigError(
                 "packed sequences reached an attention that cannot separate them: tokens would attend across "
                 "documents; pass packed_seq_params=None"
+            )
+        if self.exchange is not None:
+            return self._over_context_ranks(
+                query, key, value, attention_mask, attn_mask_type or self.attn_mask_type, self.exchange
             )
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal, allowed = self._allowed(attention_mask, attn_mask_type or self.attn_mask_type, query, key)
@@ -109,6 +120,50 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             context = attend()
         return context[..., :value_size].permute(2, 0, 1, 3).flatten(2).contiguous()
 
+    def _over_context_ranks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        forbidden: Tensor | None,
+        kind: AttnMaskType,
+        exchange: str,
+    ) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        held, keys = query.size(0), query.size(0) * group.size()
+        causal = kind in _CAUSAL
+        if key.size(0) != held or (kind is AttnMaskType.no_mask and self.attn_mask_type in _CAUSAL):
+            raise ConfigError(
+                "a key-value cache reached an attention over context_parallel_size "
+                f"{self.config.context_parallel_size}: each rank has only its own part of the sequence; "
+                "generate with context_parallel_size=1"
+            )
+        if held % 2:
+            raise ConfigError(
+                f"found {held} tokens on this rank; expected an even number, two chunks of the sequence. "
+                f"Change the sequence length to a multiple of 2 x {group.size()}"
+            )
+        if forbidden is not None:
+            _check_mask(forbidden, (query.size(1), query.size(2), held, keys))
+            if causal and _is_exactly_causal(forbidden, (group.rank(), group.size(), held)):
+                forbidden = None
+        if torch.is_autocast_enabled(query.device.type):
+            low = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (t.to(low) for t in (query, key, value))
+        how = Attending(
+            scale=self.softmax_scale,
+            causal=causal,
+            window=_window(self.config.window_size, keys),
+            dropout=self.attention_dropout.p if self.training else 0.0,
+            exchange=exchange,
+        )
+        value_size = value.size(-1)
+        query, key, value = _padded_to_one_size(query, key, value)
+        # Every rank of the layer has other scores: by heads, and here by queries as well.
+        with _random_state(RNG_STATE) if how.dropout else nullcontext():
+            context = attend(query, key, value, forbidden, how, group)
+        return context[..., :value_size].flatten(2).contiguous()
+
     def _allowed(
         self, forbidden: Tensor | None, kind: AttnMaskType, query: Tensor, key: Tensor
     ) -> tuple[bool, Tensor | None]:
@@ -127,7 +182,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             right = 0
         if forbidden is not None:
             _check_mask(forbidden, (batch, heads, sq, sk))
-            if left is None and right == 0 and sq == sk and _is_exactly_causal(forbidden):
+            if left is None and right == 0 and sq == sk and _is_exactly_causal(forbidden, (0, 1, sq)):
                 forbidden = None
         # One query is the last one: causality forbids it nothing.
         structural = left is not None or (right is not None and sq > 1)
@@ -136,6 +191,37 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         band = _outside_band(sq, sk, left, right, query.device) if structural else None
         both = [mask for mask in (forbidden, band) if mask is not None]
         return False, ~reduce(torch.logical_or, both) if both else None
+
+
+def _context_exchange(config: Any, attention_type: str) -> str | None:
+    """How keys and values travel; None without context parallelism."""
+    size, group = config.context_parallel_size, parallel_state.get_context_parallel_group(False)
+    joined = 1 if group is None else group.size()
+    if size != joined and not (group is None and size == 1):
+        raise ConfigError(
+            f"context_parallel_size is {size} and Megatron's context parallel groups have {joined} rank(s); "
+            "give the same size to TransformerConfig and to initialize_model_parallel"
+        )
+    if size == 1:
+        return None
+    if attention_type != "self":
+        raise ConfigError(
+            f"context_parallel_size is {size} with {attention_type} attention; expected self attention, "
+            "whose queries and keys are the same tokens. Set context_parallel_size=1"
+        )
+    return exchange_of(config)
+
+
+def _random_state(name: str) -> AbstractContextManager[None]:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    if name not in tracker.get_states():
+        raise ConfigError(
+            f"attention dropout needs the RNG state {name!r}, and Megatron's tracker has "
+            f"{', '.join(tracker.get_states()) or 'none'}; call model_parallel_cuda_manual_seed after "
+            "initialize_model_parallel, and load no RNG states that were saved without context parallelism"
+        )
+    fork: AbstractContextManager[None] = tracker.fork(name)
+    return fork
 
 
 def _padded_to_one_size(*tensors: Tensor) -> list[Tensor]:
@@ -182,22 +268,24 @@ def _outside_band(sq: int, sk: int, left: int | None, right: int | None, device:
     return outside
 
 
-# Mask -> (its version when it was looked at, the verdict). All layers get the same mask object, so
-# it is compared once; on an accelerator each comparison waits for the device.
+# Mask -> (its version and place when it was looked at, the verdict). All layers get the same mask
+# object, so it is compared once; on an accelerator each comparison waits for the device.
 _verdicts: Any = WeakIdKeyDictionary()
 
 
-def _is_exactly_causal(mask: Tensor) -> bool:
+def _is_exactly_causal(mask: Tensor, place: tuple[int, int, int]) -> bool:
+    """Whether ``mask`` forbids the future and nothing else; ``place``: context rank, ranks, queries."""
     # Tensors made in inference mode count no versions, and may change without being noticed.
-    version = None if mask.is_inference() else mask._version
+    version = None if mask.is_inference() else (mask._version, place)
     known = _verdicts.get(mask)
     if version is not None and known is not None and known[0] == version:
         return bool(known[1])
-    size = mask.size(-1)
-    verdict = mask.dim() >= 2 and mask.size(-2) == size > 1
+    rank, size, queries = place
+    verdict = mask.dim() >= 2 and mask.size(-2) == queries > 1 and mask.size(-1) == queries * size
     if verdict:
-        future = _outside_band(size, size, None, 0, mask.device)
-        verdict = bool((mask == future).all())
+        keys = torch.arange(mask.size(-1), device=mask.device)
+        own = positions(rank, size, queries, mask.device) if size > 1 else keys
+        verdict = bool((mask == (keys > own[:, None])).all())
     if version is not None:
         _verdicts[mask] = (version, verdict)
     return verdict

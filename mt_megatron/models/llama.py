@@ -18,6 +18,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.seams import family
+from mt_megatron.seams.context_parallel import part_of_sequence
 from mt_megatron.seams.layout import RankLayout
 from mt_megatron.seams.schedule import LossFunction
 
@@ -68,11 +69,26 @@ class LlamaFamily:
     def get_batch(self, iterator: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:
         """The next micro-batch on ``device``: ``tokens``, ``labels``, ``position_ids`` int64 [b, s],
         ``loss_mask`` float32 [b, s], and ``attention_mask`` bool [b, 1, s, s] (True = masked) or None
-        (causal)."""
-        batch: dict[str, Any] = {"attention_mask": None}
-        for name, value in next(iterator).items():
-            batch[name] = value.to(device, non_blocking=True)
-        return batch
+        (causal).
+
+        Under context parallelism these are the tokens that this rank holds, [b, n], and the rows of
+        the mask for them, [b, 1, n, s]. ``counted_tokens`` float32 [] says how many tokens of the
+        whole micro-batch, on all context-parallel ranks, count towards the loss.
+        """
+        from megatron.core import parallel_state
+
+        size = parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        host = next(iterator)
+        batch: dict[str, Any] = {"attention_mask": None, "counted_tokens": host["loss_mask"].sum()}
+        for name, value in host.items():
+            # Rows of the mask are queries, which a rank has its own of; columns are all the keys.
+            dim = 2 if name == "attention_mask" else 1
+            batch[name] = value if size == 1 else part_of_sequence(value, dim, rank, size)
+        return {
+            name: None if value is None else value.to(device, non_blocking=True)
+            for name, value in batch.items()
+        }
 
     def loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Tensor, LossFunction]:
         """Run one chunk forward: its output, and the last stage's loss function.
@@ -81,11 +97,15 @@ class LlamaFamily:
         returns the mean over the tokens that ``loss_mask`` counts and a report; or, when the
         configuration weighs tokens over the global batch (``calculate_per_token_loss``), their sum,
         their number and the report. The report holds ``loss`` (the sum) and ``tokens``, both float64.
+
+        Under context parallelism sum, number and report are of the tokens that this rank holds; the
+        mean is their sum over the mean number of all its ranks, so that the average of the
+        gradients over them is the gradient of the micro-batch's mean.
         """
         output = model(
             batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
         )
-        return output, partial(_masked_loss, model, batch["loss_mask"])
+        return output, partial(_masked_loss, model, batch["loss_mask"], batch["counted_tokens"])
 
     def flops(self, config: Any) -> float:
         """Floating-point operations per token of one training step, forward and backward.
@@ -137,17 +157,20 @@ def _padded_vocab_size(config: Any) -> int:
     )
 
 
-def _masked_loss(model: torch.nn.Module, loss_mask: Tensor, losses: Tensor) -> tuple[Any, ...]:
+def _masked_loss(
+    model: torch.nn.Module, loss_mask: Tensor, counted_tokens: Tensor, losses: Tensor
+) -> tuple[Any, ...]:
     from megatron.core.utils import get_model_config
 
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum()
     report = {"loss": total.detach().double(), "tokens": tokens.double()}
-    if get_model_config(model).calculate_per_token_loss:
+    config = get_model_config(model)
+    if config.calculate_per_token_loss:
         return total, tokens.to(torch.int), report
     # A micro-batch without a single counted token has loss 0, not 0/0.
-    return total / tokens.clamp(min=1.0), report
+    return total / (counted_tokens.clamp(min=1.0) / config.context_parallel_size), report
 
 
 def _check_layers(config: Any, stages: int, chunks: int) -> None:

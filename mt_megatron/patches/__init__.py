@@ -22,6 +22,7 @@ CONCERNS = (
     "linear",
     "norm",
     "attention",
+    "context_parallel",
     "swiglu",
     "optimizer",
     "events",

@@ -92,6 +92,9 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Processes that share every sequence."""
 
+    cp_comm_type: Literal["all_gather", "p2p"] | None = None
+    """How they exchange keys and values: at once, or round a ring while computing. None: at once."""
+
     expert_model_parallel_size: int = 1
     """Processes that share the experts."""
 

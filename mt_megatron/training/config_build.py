@@ -31,7 +31,7 @@ def transformer_config(config: TrainingConfig) -> Any:
     for name in ("init_method", "output_layer_init_method"):
         values[name] = _init_method(values.pop(name))
     parallel = config.parallel
-    return TransformerConfig(
+    built = TransformerConfig(
         **values,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -47,6 +47,10 @@ def transformer_config(config: TrainingConfig) -> Any:
         barrier_with_L1_time=False,
         config_logger_dir=config.logging.config_logger_dir,
     )
+    if parallel.cp_comm_type is not None:
+        # A field of later versions, read by the attention of mt_megatron.layers.
+        built.cp_comm_type = parallel.cp_comm_type
+    return built
 
 
 def optimizer_config(config: TrainingConfig) -> Any:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.backends.collectives import prepare_environment
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.seams import layout as rank_layout
 from mt_megatron.seams.layout import Coordinates, RankLayout
@@ -43,7 +44,8 @@ class Job:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss counts: one tensor-parallel rank of the last stage does."""
+        """Whether this rank's loss counts: one tensor-parallel rank of the last stage does, for the
+        tokens it holds."""
         return self.is_last_stage and self.at.tp == 0
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
@@ -107,7 +109,7 @@ def _init_alone(backend: Backend, timeout: timedelta) -> None:
             f"found WORLD_SIZE={os.environ['WORLD_SIZE']} without RANK; start the processes with torchrun, "
             "or unset WORLD_SIZE to run one"
         )
-    os.environ.update(backend.collective_environment(1))
+    prepare_environment(backend, nodes=1)
     backend.set_device(0)
     dist.init_process_group(backend.collective, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
@@ -125,6 +127,17 @@ def seed_everything(seed: int, job: Job) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def seed_dropout(seed: int, job: Job) -> None:
+    """Let the ranks that hold other tokens of a sequence drop other activations; nothing without
+    context parallelism. For when the model is built: they must have drawn the same weights."""
+    from megatron.core import tensor_parallel
+
+    if job.layout.cp > 1:
+        seed += 100 * job.at.pp + 100_003 * job.at.cp
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def require_precision(config: TrainingConfig, backend: Backend) -> None:

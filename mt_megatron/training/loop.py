@@ -234,9 +234,10 @@ class _Run:
         )
         processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
         chunks = f" x {layout.vpp} chunks" if layout.interleaved else ""
+        context = f"context {layout.cp}, " if layout.cp > 1 else ""
         self.display.say(
             f"{backend.name} ({backend.device_name()}), {processes}: tensor {layout.tp}, "
-            f"pipeline {layout.pp}{chunks}, data {layout.dp}; {parameters:,} parameters in "
+            f"pipeline {layout.pp}{chunks}, {context}data {layout.dp}; {parameters:,} parameters in "
             f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
             f"{self.train_iters} steps"
         )
@@ -250,7 +251,7 @@ class _Run:
                 data_parallel_rank=self.job.at.dp,
                 data_parallel_size=self.job.layout.dp,
                 num_workers=self.config.data.num_workers,
-                pin_memory=self.job.backend.device_type != "cpu",
+                pin_memory=self.job.backend.pins_host_memory(),
             )
             for _ in self.trainable.chunks
         ]

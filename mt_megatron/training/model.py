@@ -12,7 +12,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.seams import family as families
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.distributed import Job
+from mt_megatron.training.distributed import Job, seed_dropout
 from mt_megatron.training.lr import build_scheduler
 
 _BUILT_IN = {"llama": "mt_megatron.models.llama"}
@@ -66,6 +66,7 @@ def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
     optimizer = get_megatron_optimizer(config.optimizer_config(), chunks)
     scheduler = build_scheduler(config, optimizer, config.global_batch_size(job.layout.world_size))
     _connect(core, chunks, optimizer)
+    seed_dropout(config.train.seed, job)
     return Trainable(chunks=chunks, core=core, optimizer=optimizer, scheduler=scheduler)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.config import TrainingConfig
 
@@ -23,7 +25,13 @@ def parallel_problems(config: TrainingConfig, world_size: int) -> list[str]:
             )
     if found:
         return found
-    return [*_tensor(config), *_pipeline(config), *_data(config, world_size), *_expert(config, world_size)]
+    return [
+        *_tensor(config),
+        *_context(config),
+        *_pipeline(config),
+        *_data(config, world_size),
+        *_expert(config, world_size),
+    ]
 
 
 def _tensor(config: TrainingConfig) -> list[str]:
@@ -44,12 +52,36 @@ def _tensor(config: TrainingConfig) -> list[str]:
                 "processes it splits the sequence over. Leave --sequence-parallel out or raise "
                 "--tensor-model-parallel-size."
             )
-        if length is not None and length % size:
+        # With context parallelism _context asks for more than this.
+        if length is not None and length % size and config.parallel.context_parallel_size == 1:
             found.append(
                 f"seq_length is {length}; expected a multiple of tensor_model_parallel_size = {size} with "
                 "sequence_parallel. Change --seq-length."
             )
     return found
+
+
+def _context(config: TrainingConfig) -> list[str]:
+    parallel, length = config.parallel, config.train.seq_length
+    size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if size == 1:
+        if parallel.cp_comm_type is None:
+            return []
+        return [
+            (
+                f"cp_comm_type is {parallel.cp_comm_type} with context_parallel_size 1; expected a size "
+                "above 1, whose processes exchange keys and values. Leave --cp-comm-type out or raise "
+                "--context-parallel-size."
+            )
+        ]
+    # Each process holds two chunks, which sequence parallelism divides again.
+    divisor = math.lcm(2 * size, size * tensor) if parallel.sequence_parallel else 2 * size
+    if length is None or length % divisor == 0:
+        return []
+    why = f"2 x context_parallel_size = {2 * size}"
+    if parallel.sequence_parallel:
+        why += f" and of context x tensor parallel size = {size * tensor} with sequence_parallel"
+    return [f"seq_length is {length}; expected a multiple of {why}. Change --seq-length."]
 
 
 def _pipeline(config: TrainingConfig) -> list[str]:

@@ -45,13 +45,6 @@ def support_problems(config: TrainingConfig) -> list[str]:
             found.append(
                 f"{name} is {values[name]}; expected {option.default}: {reason}. Leave {option.flag} out."
             )
-    context = config.parallel.context_parallel_size
-    if context != 1:
-        found.append(
-            f"context_parallel_size is {context}; expected 1: megatron-core 0.9.0 has context parallelism "
-            "only with Transformer Engine, which this version does not use. Use tensor parallelism with "
-            "--sequence-parallel for long sequences."
-        )
     if config.model.family == "llama" and config.model.num_moe_experts is not None:
         found.append(
             f"num_moe_experts is {config.model.num_moe_experts}; expected none: the family llama is dense. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,7 @@ class Layout:
 
 VPP = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+CP = "--context-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 REFERENCES = (
@@ -63,6 +65,27 @@ REFERENCES = (
     Layout(name="one_tied", tied=True),
     Layout(name="one_per_token", per_token=True),
 )
+
+_CONTEXT_PARALLEL = (
+    Layout(name="cp2", world=2, flags=CP, bf16_always=True),
+    Layout(name="cp2_tp2_sp", world=4, flags=f"{CP} --tensor-model-parallel-size 2 --sequence-parallel"),
+    Layout(name="cp2_pp2", world=4, flags=f"{CP} --pipeline-model-parallel-size 2"),
+)
+_CONTEXT_PARALLEL_SOAK = (
+    Layout(name="cp2_ring", world=2, flags=f"{CP} --cp-comm-type p2p"),
+    Layout(name="cp2_recompute", world=2, flags=f"{CP} {RECOMPUTE}"),
+    Layout(name="cp2_recompute_selective", world=2, flags=f"{CP} --recompute-granularity selective"),
+    Layout(name="cp2_per_token", world=2, flags=CP, per_token=True),
+    Layout(name="cp4", world=4, flags="--context-parallel-size 4"),
+    Layout(name="cp4_ring", world=4, flags="--context-parallel-size 4 --cp-comm-type p2p"),
+    Layout(name="cp2_dp2_zero1", world=4, flags=f"{CP} {ZERO1}"),
+    Layout(name="cp2_vpp2", world=4, flags=f"{CP} {VPP}"),
+    Layout(name="cp2_pp2_per_token", world=4, flags=f"{CP} --pipeline-model-parallel-size 2", per_token=True),
+)
+CONTEXT_PARALLEL = _CONTEXT_PARALLEL + (
+    _CONTEXT_PARALLEL_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()
+)
+"""Sequences spread over processes; many more of them with ``--soak``."""
 
 LAYOUTS = (
     Layout(name="recompute", flags=RECOMPUTE, bf16_always=True),
@@ -89,6 +112,7 @@ LAYOUTS = (
     Layout(
         name="tp2_sp_dp2_zero1", world=4, flags=f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO1}"
     ),
+    *CONTEXT_PARALLEL,
 )
 
 SABOTAGED = (

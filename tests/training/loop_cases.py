@@ -130,13 +130,13 @@ def not_a_number(folder: str, flags: str, iteration: int, rank: int) -> dict[str
     calls = 0
     original = llama._masked_loss
 
-    def poisoned(model: Any, loss_mask: Any, losses: Any) -> Any:
+    def poisoned(model: Any, loss_mask: Any, counted_tokens: Any, losses: Any) -> Any:
         nonlocal calls
         calls += 1
         microbatches = 8 // (2 * dist.get_world_size())
         if dist.get_rank() == rank and calls > (iteration - 1) * microbatches:
             losses = losses * math.nan
-        return original(model, loss_mask, losses)
+        return original(model, loss_mask, counted_tokens, losses)
 
     llama._masked_loss = poisoned
     return run(f"{flags} --save {folder}/nan --save-interval 1", folder, "nan")

@@ -153,7 +153,18 @@ WRONG = [
     ("", 0, "world size is 0; expected a multiple of"),
     ("--global-batch-size 3", 1, "global_batch_size is 3; expected a multiple of"),
     ("--global-batch-size 4", 4, "global_batch_size is 4; expected a multiple of micro_batch_size x data"),
-    ("--context-parallel-size 2", 2, "context_parallel_size is 2; expected 1: megatron-core 0.9.0 has"),
+    (
+        "--context-parallel-size 4 --seq-length 252",
+        4,
+        "seq_length is 252; expected a multiple of 2 x context_parallel_size = 8. Change --seq-length",
+    ),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 252",
+        8,
+        "2 x context_parallel_size = 4 and of context x tensor parallel size = 8 with sequence_parallel",
+    ),
+    ("--context-parallel-size 2", 3, "world size is 3; expected a multiple of tensor x pipeline x context"),
+    ("--cp-comm-type p2p", 1, "cp_comm_type is p2p with context_parallel_size 1; expected a size above 1"),
     (
         "--pipeline-model-parallel-size 3",
         3,
