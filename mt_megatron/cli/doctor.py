@@ -15,6 +15,7 @@ from typing import Any
 
 import mt_megatron
 from mt_megatron._session import untested_versions
+from mt_megatron.cli import doctor_cards as cards
 from mt_megatron.cli import doctor_host as host
 from mt_megatron.cli.doctor_probe import MARKER
 
@@ -55,6 +56,7 @@ def make_report() -> dict[str, Any]:
         "torch": probe["torch_facts"],
         "backends": probe["backend_facts"],
         "auto": probe["selected"],
+        "cards": _cards(probe["backend_facts"]),
         "network": host.network(),
         "patches": patches,
         "environment": host.environment(),
@@ -100,6 +102,18 @@ def _probe() -> dict[str, Any]:
         return found
     error = {"error": f"a process that imports torch ended with {_ending(code, stderr)}"}
     return {"torch_facts": error, "backend_facts": error, "selected": error}
+
+
+def _cards(backends: dict[str, Any]) -> list[dict[str, Any]]:
+    code, stdout, stderr = _run(["-m", "mt_megatron.cli.doctor_cards"])
+    _, marker, payload = stdout.partition(cards.MARKER + "\n")
+    if code != 0 or not marker:
+        reason = f"a process that loads the driver libraries ended with {_ending(code, stderr)}"
+        seen: dict[str, Any] = {"mtml": [], "nvml": [], "mtml_reason": reason, "nvml_reason": reason}
+        seen["pci"] = cards.pci_devices()
+    else:
+        seen = json.loads(payload)
+    return cards.describe(seen, {} if "error" in backends else backends)
 
 
 def _patches() -> dict[str, Any]:
@@ -154,13 +168,9 @@ def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "works": True,
             "why": f"native ({', '.join(native)})" if native else "without instructions for it: slow",
         }
-    found["tensor, sequence, pipeline, interleaved and data parallelism"] = {
+    found["tensor, sequence, context, pipeline, interleaved and data parallelism"] = {
         "works": bool(usable),
         "why": f"on {', '.join(usable)}" if usable else "no backend can be used",
-    }
-    found["context parallelism"] = {
-        "works": False,
-        "why": "megatron-core 0.9.0 has it only with Transformer Engine, which this version does not use",
     }
     found["fp8"] = {
         "works": False,
@@ -220,6 +230,10 @@ def text(report: dict[str, Any]) -> str:
             devices = f"; {len(facts['devices'])} x {facts['devices'][0]}" if facts["devices"] else ""
             lines.append(f"  {name:<22}{state}: {facts['why']}{devices}")
     lines.append(f"  {'auto takes':<22}{report['auto'].get('name', report['auto'].get('error'))}")
+    lines += ["", "cards"]
+    lines += [
+        f"  {each['name']} ({each['found_by']}): {'; '.join(each['can'])}" for each in report["cards"]
+    ] or ["  no NVIDIA or Moore Threads card was found"]
     network = report["network"]
     lines += ["", "network"]
     lines.append(f"  {'loopback':<22}{network['loopback_interface']}")

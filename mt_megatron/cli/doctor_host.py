@@ -25,7 +25,15 @@ REQUIRED = {
 }
 """Distributions that this package needs and the versions it declares; kept equal to pyproject.toml."""
 
-OPTIONAL = ("transformer-engine", "apex", "flash-attn", "transformers", "torch-musa")
+OPTIONAL = (
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "transformers",
+    "torch-musa",
+    "nvidia-ml-py",
+    "mthreads-ml-py",
+)
 """Distributions that are reported when present; none of them is imported."""
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")

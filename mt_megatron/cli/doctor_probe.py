@@ -48,9 +48,18 @@ def backend_facts() -> dict[str, Any]:
                 found[name]["memory_bytes"] = backend.total_memory()
                 found[name]["bf16"] = backend.bf16_supported()
                 found[name]["fp8"] = list(backend.fp8_granularities())
+                found[name]["capabilities"] = _capabilities(backend.device_type, backend.device_count())
+                found[name]["telemetry"] = backend.telemetry().plain()
         except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others.
             found[name] = {"available": False, "why": f"{type(error).__name__}: {error}", "devices": []}
     return found
+
+
+def _capabilities(device_type: str, count: int) -> list[tuple[int, int]]:
+    import torch
+
+    of_device = getattr(getattr(torch, device_type, None), "get_device_capability", None)
+    return [] if of_device is None else [of_device(index) for index in range(count)]
 
 
 def selected() -> dict[str, str]:
