@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from .patching.engine import AppliedPlan
     from .patching.plan import Plan, Settings
     from .patching.report import PatchReport
+    from .patching.scope import Scope
 
 MEGATRON_CORE = "0.9.0"
 """The one upstream version that the patches are written against."""
@@ -34,11 +37,34 @@ _log = logging.getLogger("mt_megatron")
 _changing = threading.RLock()
 _applied: AppliedPlan | None = None
 _backend: Backend | None = None
-_request: tuple[str, frozenset[str] | None, bool] | None = None
+_request: _Request | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What ``patch()`` was asked for, by which a second call is told from another wish."""
+
+    backend: str
+    features: frozenset[str] | None
+    strict: bool
+    scope: Scope
+
+    def __str__(self) -> str:
+        which = "all features" if self.features is None else f"features {', '.join(sorted(self.features))}"
+        beside = f", scope {self.scope}" if self.scope else ""
+        return f"backend {self.backend!r}, {which}, strict={self.strict}{beside}"
+
+    def grants(self, other: _Request) -> bool:
+        """Whether ``other`` asks for nothing else; who names no scope is content with any."""
+        return replace(other, scope=other.scope or self.scope) == self
 
 
 def patch(
-    backend: str = "auto", *, features: Iterable[str] | None = None, strict: bool = True
+    backend: str = "auto",
+    *,
+    features: Iterable[str] | None = None,
+    strict: bool = True,
+    scope: Iterable[str | Path] = (),
 ) -> PatchReport:
     """Make Megatron-Core use ``backend``. All or nothing, reversible with ``unpatch()``.
 
@@ -52,6 +78,8 @@ def patch(
             None means all.
         strict: whether a holder of a patched object that cannot be rebound is an error. Without
             it such holders are listed in the report.
+        scope: whose code sees the backend as its ``torch.cuda`` beside Megatron's: module names
+            (``"mytrainer"`` with all below it, ``"__main__"``) and folders (docs/09).
 
     Raises:
         UpstreamVersionError: megatron-core is missing or is not 0.9.0.
@@ -61,24 +89,30 @@ def patch(
     """
     global _applied, _backend, _request
     from .backends.registry import select
+    from .patches.scope import redirect
     from .patching.engine import commit
+    from .patching.scope import Scope
 
     if isinstance(features, str):
         raise PatchError(f"features={features!r} is one string: expected a list of names, [{features!r}]")
     wanted = None if features is None else frozenset(features)
+    request = _Request(backend=backend, features=wanted, strict=strict, scope=Scope.of(scope))
     with _changing:
         if _applied is not None and _applied.active and _request is not None:
             # Before anything is selected: it must be the same error where the other is not usable.
-            name = select(backend)[0].name if backend == "auto" else backend
-            if (name, wanted, strict) == _request:
+            asked = replace(request, backend=select(backend)[0].name) if backend == "auto" else request
+            if _request.grants(asked):
                 return _applied.report()
             raise PatchError(
-                f"patch() is in force with {_describe(_request)}, and now "
-                f"{_describe((name, wanted, strict))} was asked for: call mt_megatron.unpatch() first"
+                f"patch() is in force with {_request}, and now {asked} was asked for: "
+                f"call mt_megatron.unpatch() first"
             )
         chosen, why = select(backend)
-        applied = commit(make_plan_for(chosen, why, features=wanted, strict=strict))
-        _applied, _backend, _request = applied, chosen, (chosen.name, wanted, strict)
+        plan = make_plan_for(chosen, why, features=wanted, strict=strict)
+        # First, since methods decide by their caller from the moment they are patched.
+        redirect(request.scope)
+        applied = commit(plan, request.scope)
+        _applied, _backend, _request = applied, chosen, replace(request, backend=chosen.name)
     found = applied.report()
     if os.environ.get("RANK", "0") == "0":
         _log.info("%s", found.summary())
@@ -97,20 +131,29 @@ def unpatch() -> None:
     with _changing:
         kept = _applied.revert() if _applied is not None else []
         _applied = _backend = _request = None
+        if "mt_megatron.patches.scope" in sys.modules:
+            from .patches.scope import redirect
+            from .patching.scope import Scope
+
+            redirect(Scope())
     for holder in kept:
         _log.warning("unpatch(): %s got a patched value after patch() and keeps it", holder)
 
 
 @contextmanager
 def patched(
-    backend: str = "auto", *, features: Iterable[str] | None = None, strict: bool = True
+    backend: str = "auto",
+    *,
+    features: Iterable[str] | None = None,
+    strict: bool = True,
+    scope: Iterable[str | Path] = (),
 ) -> Iterator[PatchReport]:
     """``patch()`` on entry and ``unpatch()`` on exit. Raises PatchError where a plan is already in
     force, since leaving the block would undo it."""
     with _changing:
         if _applied is not None and _applied.active:
             raise PatchError("patched() undoes its patches at its end, but patch() is already in force")
-        found = patch(backend, features=features, strict=strict)
+        found = patch(backend, features=features, strict=strict, scope=scope)
     try:
         yield found
     finally:
@@ -238,9 +281,3 @@ def _in_force() -> AppliedPlan:
     if _applied.failure is not None:
         raise PatchError(f"nothing is patched any more, a late patch failed: {_applied.failure}")
     return _applied
-
-
-def _describe(request: tuple[str, frozenset[str] | None, bool]) -> str:
-    name, features, strict = request
-    which = "all features" if features is None else f"features {', '.join(sorted(features))}"
-    return f"backend {name!r}, {which}, strict={strict}"

@@ -45,3 +45,7 @@ class DataError(MtMegatronError):
 
 class CheckpointError(MtMegatronError):
     """A checkpoint is missing, incomplete, damaged, or does not fit the configuration."""
+
+
+class RunError(MtMegatronError):
+    """``mt-megatron run`` was asked for something that is not there; nothing was started."""

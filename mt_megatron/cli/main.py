@@ -17,9 +17,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import mt_megatron
-from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.errors import ConfigError, MtMegatronError, RunError
 
-COMMANDS = ("pretrain", "prepare", "plan", "doctor", "patches")
+COMMANDS = ("run", "pretrain", "prepare", "plan", "doctor", "patches")
 """Subcommands, in the order of ``--help``."""
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unknown arguments: {' '.join(rest)}")
         args.config_argv = rest
         return int(args.func(args))
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         return _fail(error, 2)
     except MtMegatronError as error:
         return _fail(error, 1)

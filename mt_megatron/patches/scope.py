@@ -1,21 +1,37 @@
-"""Whose calls are redirected: the modules of Megatron, and nobody else's."""
+"""Whose calls are redirected: the modules of Megatron, those that a caller names, and nobody else's."""
 
 from __future__ import annotations
 
 import sys
 
+from ..patching.rebind import in_package
+from ..patching.scope import Scope
+
 PREFIXES = ("megatron",)
 """Dotted module-name prefixes. ``megatron`` is a namespace package: a Megatron-LM checkout on the
 path (``megatron.training``) is inside, another library's own ``megatron_x`` is not."""
 
+_scope = Scope(PREFIXES)
+
+
+def redirect(extra: Scope) -> None:
+    """From now on ``extra`` is in scope beside Megatron; an empty one leaves Megatron alone."""
+    global _scope
+    _scope = Scope(PREFIXES) | extra
+
 
 def in_scope(module_name: str | None) -> bool:
-    """Whether a module of this name sees the active backend as its CUDA."""
-    return module_name is not None and (
-        module_name in PREFIXES or module_name.startswith(tuple(p + "." for p in PREFIXES))
-    )
+    """Whether a module of this name is in scope, as far as the name alone can tell."""
+    return module_name is not None and _scope.names(module_name)
 
 
 def caller_in_scope(depth: int = 2) -> bool:
     """Whether the code ``depth`` Python frames above this function belongs to the scope."""
-    return in_scope(sys._getframe(depth).f_globals.get("__name__"))
+    return _scope.covers(sys._getframe(depth).f_globals)
+
+
+def caller_beside_core(depth: int = 2) -> bool:
+    """Like ``caller_in_scope``, without ``megatron.core``: where it compares the names of tensor
+    types, its literals are exchanged instead."""
+    names = sys._getframe(depth).f_globals
+    return _scope.covers(names) and not in_package(str(names.get("__name__")), "megatron.core")

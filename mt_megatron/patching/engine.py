@@ -21,16 +21,17 @@ from .plan import Plan, Step
 from .rebind import Original, holders
 from .referrers import Held, Search
 from .report import PatchReport, State, make_report
+from .scope import Scope
 from .scoped import ScopedRebinds
 
 
-def commit(plan: Plan) -> AppliedPlan:
+def commit(plan: Plan, scope: Scope | None = None) -> AppliedPlan:
     """Apply ``plan``. Imports nothing: what is imported already is patched and rebound now, the
-    rest when it is imported.
+    rest when it is imported. Rebinds reach ``scope`` too, beside their own.
 
     Raises PatchError (or what a patch's body raised, as its cause) after undoing everything.
     """
-    applied = AppliedPlan(plan)
+    applied = AppliedPlan(plan, scope)
     try:
         applied.start()
     except BaseException:
@@ -42,7 +43,7 @@ def commit(plan: Plan) -> AppliedPlan:
 class AppliedPlan:
     """A plan in force, until ``revert`` or until a late patch fails."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, scope: Scope | None = None) -> None:
         self.plan = plan
         self.failure: BaseException | None = None
         self._journal = Journal()
@@ -51,7 +52,8 @@ class AppliedPlan:
         self._done: set[str] = set()
         self._unrebindable: list[str] = []
         self._notes: list[str] = []
-        self._scoped = ScopedRebinds((s for s in plan.steps if s.patch.kind == "rebind"), self._journal)
+        rebinds = (step for step in plan.steps if step.patch.kind == "rebind")
+        self._scoped = ScopedRebinds(rebinds, self._journal, scope)
         self._owned: dict[str, list[Step]] = defaultdict(list)
         for step in plan.steps:
             if step.patch.kind != "rebind":
@@ -88,6 +90,7 @@ class AppliedPlan:
         if self._owned or self._scoped.prefixes:
             # First, so that no module slips in between.
             self._hook.install()
+        self._scoped.start()
         now = {name for name in self._owned if self._loaded(name)}
         self._apply([step for step in self.plan.steps if step.module in now or step.patch.kind == "rebind"])
         self._scoped.apply()

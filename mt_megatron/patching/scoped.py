@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from ..errors import PatchConflictError
+from .import_statement import unwatch, watch
 from .journal import Journal
 from .places import Attribute, exchange
 from .plan import Step
 from .rebind import in_package, loaded_modules, scoped_places
+from .scope import Scope
+from .seen import Seen
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,21 @@ class _Meaning:
 
 class ScopedRebinds:
     """All rebinds of a plan, as one map per scope from the identity of an original, so that a
-    module is looked through once however many there are."""
+    module is looked through once however many there are.
 
-    def __init__(self, steps: Iterable[Step], journal: Journal) -> None:
+    ``extra`` is whom the caller of the plan wants every rebind to reach beside its own scope."""
+
+    def __init__(self, steps: Iterable[Step], journal: Journal, extra: Scope | None = None) -> None:
         self._waiting = {step.patch.id: step for step in steps}
         self._journal = journal
         self._meanings: dict[tuple[str, ...], dict[int, _Meaning]] = {}
         self._targets: set[tuple[str, str]] = {
             (step.module, step.qualname) for step in self._waiting.values()
         }
-        self.prefixes = tuple({prefix for step in self._waiting.values() for prefix in step.patch.scope})
+        self._own = Scope(prefix for step in self._waiting.values() for prefix in step.patch.scope)
+        self._extra = (extra or Scope()) if self._waiting else Scope()
+        self._seen = Seen()
+        self.prefixes = (self._own | self._extra).prefixes
 
     @property
     def waiting(self) -> list[Step]:
@@ -42,6 +50,11 @@ class ScopedRebinds:
 
     def covers(self, module: str) -> bool:
         return any(in_package(module, prefix) for prefix in self.prefixes)
+
+    def start(self) -> None:
+        """Answer import statements from now on, until ``give_back``."""
+        if self._own or self._extra:
+            watch(self)
 
     def claim(self, step: Step) -> bool:
         """Whether the caller is the one to resolve ``step``: two threads may end their imports at
@@ -54,7 +67,7 @@ class ScopedRebinds:
         for scope, meanings in self._meanings.items():
             other = meanings.get(id(original))
             overlap = any(in_package(a, b) or in_package(b, a) for a in scope for b in step.patch.scope)
-            if other is not None and overlap and other.replacement is not replacement:
+            if other is not None and (overlap or self._extra) and other.replacement is not replacement:
                 raise PatchConflictError(
                     f"patches {other.patch} and {step.patch.id} rebind the same object under two names: "
                     f"keep one"
@@ -73,24 +86,59 @@ class ScopedRebinds:
     def apply(self, modules: Sequence[ModuleType] | None = None) -> None:
         """Rebind in the given modules, or in all imported ones that a scope covers."""
         for scope, meanings in list(self._meanings.items()):
-            for prefix in scope:
-                found = loaded_modules(prefix) if modules is None else modules
-                for module in found:
-                    if in_package(module.__name__, prefix):
-                        self._apply(module, meanings)
+            found = list(self._loaded(scope)) if modules is None else modules
+            for module in found:
+                if self._inside(vars(module), scope):
+                    self._apply(module, meanings)
+
+    def see(
+        self, module: ModuleType, names: Mapping[str, Any], wanted: Sequence[str], *, in_function: bool
+    ) -> Any:
+        """Answer one import statement of the module with the ``__dict__`` ``names``."""
+        if self._own.covers(names):
+            if not in_function:
+                return module  # its own names are rebound when its import is over
+        elif not self._extra.covers(names):
+            return module
+        known = [each for scope, each in list(self._meanings.items()) if self._inside(names, scope)]
+
+        def lookup(value: Any) -> Any:
+            for meanings in known:
+                meaning = meanings.get(id(value))
+                if meaning is not None and meaning.original is value:
+                    return meaning.replacement
+            return value
+
+        return self._seen.answer(module, wanted, lookup)
 
     def give_back(self) -> None:
         """After everything recorded was written back: names in a scope that still mean a
-        replacement got it later, from another module of the scope."""
+        replacement got it later, from another module of the scope or by a statement."""
+        unwatch(self)
+        handed = [_Meaning(old, new, "", name) for new, old, name in self._seen.handed]
         for scope, meanings in self._meanings.items():
             back: dict[int, list[_Meaning]] = {}
-            for one in meanings.values():
+            for one in (*meanings.values(), *handed):
                 back.setdefault(id(one.replacement), []).append(one)
-            for module in (module for prefix in scope for module in loaded_modules(prefix)):
+            for module in self._loaded(scope):
                 for place, held in list(scoped_places(module, back.keys())):
                     name = place.name if isinstance(place, Attribute) else None
                     place.swap(held, _originals(held, back, name))
         self._meanings.clear()
+        self._seen.clear()
+
+    def _inside(self, names: Mapping[str, Any], scope: tuple[str, ...]) -> bool:
+        name = names.get("__name__")
+        if isinstance(name, str) and any(in_package(name, prefix) for prefix in scope):
+            return True
+        return self._extra.covers(names)
+
+    def _loaded(self, scope: tuple[str, ...]) -> Iterator[ModuleType]:
+        if not self._extra:
+            for prefix in scope:
+                yield from loaded_modules(prefix)
+            return
+        yield from (module for module in loaded_modules() if self._inside(vars(module), scope))
 
     def _apply(self, module: ModuleType, meanings: dict[int, _Meaning]) -> None:
         for place, held in list(scoped_places(module, meanings.keys())):
@@ -114,6 +162,6 @@ def _originals(held: Any, back: dict[int, list[_Meaning]], name: str | None) -> 
     name that it is bound to decides, and under another name it stays."""
     for meanings in back.values():
         for meaning in meanings:
-            if len(meanings) == 1 or meaning.name == name:
+            if len({id(one.original) for one in meanings}) == 1 or meaning.name == name:
                 held = exchange(held, meaning.replacement, meaning.original)
     return held

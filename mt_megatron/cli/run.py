@@ -1,0 +1,111 @@
+"""``mt-megatron run``: any script that uses Megatron-Core, unchanged, on another device."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mt_megatron import _session
+from mt_megatron.errors import RunError, UpstreamVersionError
+from mt_megatron.launching.choice import BACKEND, Choice
+from mt_megatron.launching.script import find
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "run",
+        help="run a script that uses Megatron-Core, unchanged, on another device",
+        description="Run a script, or a module, with Megatron-Core patched. Megatron, the script, the\n"
+        "modules beside it and those below every --scope folder see the backend where they say cuda;\n"
+        "all other libraries see the machine as it is. So do the processes that it starts.",
+        usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] -- SCRIPT|-m MODULE [ARGS ...]",
+        epilog="examples:\n"
+        "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data ...\n"
+        "  torchrun --nproc-per-node 2 -m mt_megatron.cli run --backend cpu -- pretrain_gpt.py ...\n"
+        "  mt-megatron run --backend cpu --scope tests -- -m pytest tests\n\n"
+        "exit codes: the script's own; 2 when it was not started",
+    )
+    parser.add_argument(
+        "--backend",
+        default=None,
+        metavar="NAME",
+        help=f"cpu, cuda, musa or another installed one (default: ${BACKEND}, else auto)",
+    )
+    parser.add_argument(
+        "--scope", action="append", default=[], metavar="FOLDER", help="also redirect the modules below it"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check what can be checked without torch, then become the script's interpreter."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    script = find(command)
+    folders = [_existing(folder) for folder in args.scope]
+    backend = args.backend or os.environ.get(BACKEND) or "auto"
+    _check_backend(backend)
+    sys.path.insert(0, script.path0)  # where the script will look for Megatron
+    try:
+        _session.check_upstream_version()
+    except UpstreamVersionError as error:
+        raise RunError(str(error)) from error
+    _check_interpreter()
+    if script.folder is not None:
+        folders.insert(0, script.folder)
+    elif not folders:
+        print(
+            f"mt-megatron: {command[1]} is installed, so it is not redirected itself; "
+            f"name the folders of your own modules with --scope",
+            file=sys.stderr,
+        )
+    choice = Choice(backend=backend, folders=tuple(dict.fromkeys(folders)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The process stays the same for who waits for it, and runs the script as python itself does:
+    # arguments, path, tracebacks, signals and exit codes are python's.
+    os.execve(
+        sys.executable,
+        [sys.executable, *_interpreter_options(), *script.arguments],
+        choice.environment(os.environ),
+    )
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        raise RunError(f"--scope {folder}: no such folder here ({os.getcwd()})")
+    return path.resolve()
+
+
+def _check_backend(name: str) -> None:
+    from mt_megatron.backends import registry
+    from mt_megatron.patching.plan import suggest
+
+    if name != "auto" and name not in registry.names():
+        known = registry.names()
+        raise RunError(
+            f"no backend is called {name!r}; installed are {', '.join(known)}{suggest(name, known)}"
+        )
+
+
+def _check_interpreter() -> None:
+    flags = sys.flags
+    if flags.isolated or flags.ignore_environment or flags.no_site:
+        raise RunError(
+            "python was started with -I, -E or -S, and with them it reads neither PYTHONPATH nor "
+            "sitecustomize, through which the script is patched: start it without"
+        )
+
+
+def _interpreter_options() -> list[str]:
+    import subprocess
+
+    # What multiprocessing gives its children: -O, -W, -X and the like.
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return options

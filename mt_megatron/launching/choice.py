@@ -1,0 +1,60 @@
+"""Which backend a process and its children use, and for whose code: as environment variables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+BACKEND = "MT_MEGATRON_BACKEND"
+SCOPE = "MT_MEGATRON_SCOPE"
+"""Folders, separated like a path list."""
+MODULES = "MT_MEGATRON_SCOPE_MODULES"
+"""Dotted names, separated by commas."""
+PREFIX = "MT_MEGATRON_PREFIX"
+"""``sys.prefix`` of the installation the choice was made for; other interpreters ignore it."""
+MAIN = "MT_MEGATRON_MAIN"
+"""Process id of the program that ``mt-megatron run`` became."""
+
+STARTUP = Path(__file__).parent / "startup"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What ``mt-megatron run`` was asked for."""
+
+    backend: str
+    folders: tuple[Path, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` with the choice in it, and with the startup folder first on the path."""
+        path = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        return {
+            **base,
+            BACKEND: self.backend,
+            SCOPE: os.pathsep.join(map(str, self.folders)),
+            MODULES: ",".join(self.modules),
+            PREFIX: sys.prefix,
+            MAIN: str(os.getpid()),
+            "PYTHONPATH": os.pathsep.join([str(STARTUP), *(one for one in path if one != str(STARTUP))]),
+        }
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Choice | None:
+        """The choice that this process was started with; None when it is none of ours."""
+        backend = environment.get(BACKEND)
+        if not backend or environment.get(PREFIX) != sys.prefix:
+            return None
+        return cls(
+            backend=backend,
+            folders=tuple(Path(one) for one in environment.get(SCOPE, "").split(os.pathsep) if one),
+            modules=tuple(one for one in environment.get(MODULES, "").split(",") if one),
+        )
+
+
+def is_main(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the program itself and none of its children."""
+    return environment.get(MAIN) == str(os.getpid())

@@ -1,0 +1,41 @@
+"""Runs at the start of every interpreter below ``mt-megatron run``: another sitecustomize first, then ours."""
+
+import os
+import sys
+
+
+def _chain(folder):  # type: ignore[no-untyped-def]
+    """Import the sitecustomize that this one stands before, if there is one."""
+    ours = sys.modules.pop("sitecustomize", None)
+    # Programs shall find neither this module nor the folder; children get it from the environment.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != folder]
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        if ours is not None:
+            sys.modules["sitecustomize"] = ours
+
+
+def _prepare(root):  # type: ignore[no-untyped-def]
+    """Import what is needed of the package without leaving its folder on the path."""
+    sys.path.insert(0, root)
+    try:
+        from mt_megatron.launching.activation import prepare
+    finally:
+        sys.path.remove(root)
+    prepare()
+
+
+def _start():  # type: ignore[no-untyped-def]
+    folder = os.path.realpath(os.path.dirname(__file__))
+    try:
+        _chain(folder)
+    finally:
+        # Another interpreter, which may be too old even to read the package, has another prefix.
+        if os.environ.get("MT_MEGATRON_BACKEND") and os.environ.get("MT_MEGATRON_PREFIX") == sys.prefix:
+            _prepare(os.path.dirname(os.path.dirname(os.path.dirname(folder))))
+
+
+_start()

@@ -1,0 +1,67 @@
+"""Let ``import`` statements of some modules answer with a view, in functions too.
+
+A name that a module bound while it was imported can be rebound afterwards; ``import x`` inside of a
+function binds anew on every call, and a script's own statements run before anybody could rebind
+them. So ``builtins.__import__`` gets a wrapper for as long as somebody wants to see statements. For
+everybody else it costs a dict lookup on each statement, and they get what they would have got.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+
+class Viewer(Protocol):
+    """Who answers import statements."""
+
+    def see(
+        self, module: ModuleType, names: Mapping[str, Any], wanted: Sequence[str], *, in_function: bool
+    ) -> Any:
+        """What a statement of the module with the ``__dict__`` ``names`` gets instead of ``module``
+        (which may be ``module``); ``wanted`` are the names after ``import`` in a ``from`` statement."""
+
+
+_changing = threading.Lock()
+_viewers: tuple[Viewer, ...] = ()
+_real: Any = None
+
+
+def watch(viewer: Viewer) -> None:
+    """From now on ``viewer`` is asked; twice is once."""
+    global _viewers, _real
+    with _changing:
+        if any(one is viewer for one in _viewers):
+            return
+        if builtins.__import__ is not _import and not _viewers:
+            _real = builtins.__import__
+            builtins.__import__ = _import
+        _viewers = (*_viewers, viewer)
+
+
+def unwatch(viewer: Viewer) -> None:
+    """Ask ``viewer`` no more; the last one takes the wrapper away. Where somebody else has put a
+    wrapper around ours, it stays and answers nothing."""
+    global _viewers
+    with _changing:
+        _viewers = tuple(one for one in _viewers if one is not viewer)
+        if not _viewers and builtins.__import__ is _import:
+            builtins.__import__ = _real
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    module = _real(name, globals, locals, fromlist, level)
+    if globals is not None:
+        for viewer in _viewers:
+            # A function's statements pass no locals.
+            module = viewer.see(module, globals, fromlist or (), in_function=locals is None)
+    return module
