@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -89,6 +89,13 @@ class Backend(Protocol):
 
     def adamw(self, params: Any, **options: Any) -> torch.optim.Optimizer:
         """The fastest AdamW that torch (or the vendor) has for this device."""
+
+    def fused(self, name: str) -> Callable[..., Any] | None:
+        """The vendor's fused operation called ``name``, or None where torch's own has to do.
+        ``swiglu``: (..., 2 f) -> (..., f), ``silu(first half) * second half``, differentiable."""
+
+    def pins_host_memory(self) -> bool:
+        """Whether host memory can be pinned here, which makes transfers asynchronous."""
 
     def torch_overrides(self) -> Mapping[str, Any]:
         """Dotted names below ``torch`` and the object Megatron's modules see there instead, for

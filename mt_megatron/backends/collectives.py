@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import BackendError
 from .base import Backend
 from .translate import DeviceTranslator
 
@@ -69,6 +70,44 @@ def single_node() -> bool:
     return world <= int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
+_VARIABLES = {"nccl": ("NCCL_", "TORCH_NCCL_"), "mccl": ("MCCL_",)}
+
+
+def prepare_environment(backend: Backend, *, nodes: int) -> None:
+    """Set what ``backend``'s collective library needs, where the user has not, and take the settings
+    of another vendor's library out of this process: the two share code and would read each other's."""
+    for name, value in backend.collective_environment(nodes).items():
+        os.environ.setdefault(name, value)
+    if backend.collective not in _VARIABLES:
+        return
+    foreign = tuple(p for library, own in _VARIABLES.items() if library != backend.collective for p in own)
+    dropped = sorted(name for name in os.environ if name.startswith(foreign))
+    for name in dropped:
+        del os.environ[name]
+    if dropped:
+        logger.warning(
+            "%s configure another library than %s and are taken out of this process; use its own variables",
+            ", ".join(dropped),
+            backend.collective,
+        )
+
+
+def local_device(backend: Backend) -> int:
+    """Index of this process's device: its local rank, or 0 where the launcher shows each process one
+    device of its own (by ``<NAME>_VISIBLE_DEVICES``). Raises BackendError when it has none."""
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), backend.device_count()
+    if rank < count:
+        return rank
+    variable = f"{backend.name.upper()}_VISIBLE_DEVICES"
+    if count == 1 and variable in os.environ:
+        return 0
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
+    raise BackendError(
+        f"found {count} {backend.name} device(s) and {ranks} processes on this node: local rank {rank} has "
+        f"none; start fewer processes per node, or make more devices visible ({variable})"
+    )
+
+
 class _Works:
     """Several pending collectives as one."""
 
@@ -117,8 +156,7 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
     @functools.wraps(dist.init_process_group)
     def init_process_group(backend_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         backend_name = kwargs.pop("backend", backend_name)
-        for name, value in backend.collective_environment(1 if single_node() else 2).items():
-            os.environ.setdefault(name, value)
+        prepare_environment(backend, nodes=1 if single_node() else 2)
         _drop_nccl_options(kwargs, backend.collective)
         device_id = kwargs.pop("device_id", None)
         if device_id is not None and backend.device_type != "cpu":

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -135,6 +135,13 @@ class CpuBackend:
 
     def adamw(self, params: Any, **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, fused=True, **options)
+
+    def fused(self, name: str) -> Callable[..., Any] | None:
+        return None
+
+    def pins_host_memory(self) -> bool:
+        """Pinned memory serves transfers to a device; without one torch refuses to make it."""
+        return False
 
     def torch_overrides(self) -> Mapping[str, Any]:
         translator = DeviceTranslator(self)

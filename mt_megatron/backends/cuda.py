@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,12 @@ class CudaBackend:
 
     def adamw(self, params: Any, **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, fused=True, **options)
+
+    def fused(self, name: str) -> Callable[..., Any] | None:
+        return None
+
+    def pins_host_memory(self) -> bool:
+        return True
 
     def torch_overrides(self) -> Mapping[str, Any]:
         return {}

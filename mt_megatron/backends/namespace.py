@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import BackendError
@@ -18,14 +18,25 @@ class DeviceNamespace(types.ModuleType):
 
     Falling through to the real ``torch.cuda`` would answer for another device without a word, so
     an unknown name is an ``AttributeError`` (``hasattr`` works) that says which backend lacks it.
+    ``computed`` members are called for at every access: the vendor's module has them later, or others.
     """
 
-    def __init__(self, name: str, backend_name: str, members: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend_name: str,
+        members: Mapping[str, Any],
+        computed: Mapping[str, Callable[[], Any]] | None = None,
+    ) -> None:
         super().__init__(name, f"{name} as the {backend_name} backend answers it")
         self.__dict__.update(members)
         self.__dict__["_backend_name"] = backend_name
+        self.__dict__["_computed"] = dict(computed or {})
 
     def __getattr__(self, name: str) -> Any:
+        computed = self.__dict__.get("_computed", {})
+        if name in computed:
+            return computed[name]()
         backend = self.__dict__.get("_backend_name", "active")
         raise UnsupportedDeviceCall(f"the {backend} backend has no {self.__name__}.{name}")
 

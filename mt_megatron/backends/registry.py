@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from ..errors import BackendError
-from .base import Backend
+
+if TYPE_CHECKING:
+    from .base import Backend
 
 GROUP = "mt_megatron.backends"
 
@@ -16,6 +19,7 @@ GROUP = "mt_megatron.backends"
 _BUILT_IN = {
     "cpu": "mt_megatron.backends.cpu:CpuBackend",
     "cuda": "mt_megatron.backends.cuda:CudaBackend",
+    "musa": "mt_megatron.backends.musa:MusaBackend",
 }
 
 _instances: dict[str, Backend] = {}
@@ -59,6 +63,8 @@ def get(name: str) -> Backend:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         installed = ", ".join(sorted(references))
         raise BackendError(f"no backend is called {name!r}; installed are {installed}{hint}")
+    from .base import Backend  # here, since the names can be asked for without importing torch
+
     backend = _load(references[name])()
     if not isinstance(backend, Backend):
         raise BackendError(f"{references[name]} does not implement the mt_megatron Backend protocol")

@@ -65,8 +65,7 @@ class DeviceTranslator:
             args = tuple(self.device(a) if self.is_foreign(a) else a for a in args)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
-        if kwargs.get("pin_memory") and self.backend.device_type == "cpu":
-            # Pinned memory serves transfers to a device; without one torch refuses to make it.
+        if kwargs.get("pin_memory") and not self.backend.pins_host_memory():
             kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
         return args, kwargs
 

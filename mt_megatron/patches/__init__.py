@@ -10,6 +10,7 @@ from ..patching.spec import Patch
 CONCERNS = (
     "device",
     "tensor_methods",
+    "moved_parameters",
     "rng",
     "eager",
     "groups",
@@ -26,6 +27,9 @@ CONCERNS = (
     "swiglu",
     "optimizer",
     "events",
+    "dataset_helpers",
+    "param_groups",
+    "training",
 )
 """Modules of this package; each has ``patches(backend) -> list[Patch]``."""
 

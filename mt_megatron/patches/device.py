@@ -88,6 +88,18 @@ def patches(backend: Backend) -> list[Patch]:
         )
         for name, target, digest in _TYPE_STRINGS
     ]
+    if backend.device_type != "cpu":
+        found.append(
+            Patch(
+                id="device.straggler_collective",
+                target="megatron.core.utils:StragglerDetector.configure",
+                kind="constant",
+                feature="device",
+                reason="with any library but nccl it gathers cpu tensors, which an accelerator's refuses",
+                body={"nccl": backend.collective},
+                digest="512b6207c31f91f220102cd7a9ebf0216b2ec3bec97509759497d67af2f5d76c",
+            )
+        )
     found.append(
         Patch(
             id="device.inference_tensor_check",

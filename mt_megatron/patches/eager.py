@@ -27,6 +27,9 @@ _FUSED = {
 }
 
 
+_WHERE = frozenset({"cpu", "musa"})
+
+
 def _run_eagerly(function: Any) -> Any:
     return function
 
@@ -36,15 +39,16 @@ def _inside(compiled: Any) -> Any:
 
 
 def patches(backend: Backend) -> list[Patch]:
-    """On cpu only: compiling one SwiGLU there takes about 20 s and needs a C++ compiler."""
+    """On cpu, where compiling one SwiGLU takes about 20 s and needs a C++ compiler, and on musa, where it
+    needs the vendor's Triton, which is no part of torch_musa."""
     found = [
         Patch(
             id="eager.jit_fuser",
             target="megatron.core.jit:jit_fuser",
             kind="value",
             feature="device",
-            backends=frozenset({"cpu"}),
-            reason="torch.compile takes about 20 s for a SwiGLU on cpu and needs a C++ compiler",
+            backends=_WHERE,
+            reason="torch.compile takes 20 s for a SwiGLU on cpu, and needs a Triton of its own on musa",
             body=lambda original: _run_eagerly,
         )
     ]
@@ -55,7 +59,7 @@ def patches(backend: Backend) -> list[Patch]:
                 target=f"{module}:{function}",
                 kind="value",
                 feature="device",
-                backends=frozenset({"cpu"}),
+                backends=_WHERE,
                 reason="already decorated with jit_fuser when its module was imported first",
                 body=_inside,
             )

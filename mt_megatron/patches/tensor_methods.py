@@ -1,4 +1,4 @@
-"""``.cuda()``, ``.to('cuda')`` and their kin, decided by the module that calls them.
+"""``.cuda()``, ``.to('cuda')``, ``.is_cuda`` and their kin, decided by the module that calls them.
 
 Methods cannot be rebound per module, so each gets a thin wrapper that looks at its caller: code in
 scope reaches the active backend, every other library gets the method it always had.
@@ -13,7 +13,7 @@ from typing import Any
 from ..backends.base import Backend
 from ..backends.translate import DeviceTranslator
 from ..patching.spec import Patch
-from .scope import caller_in_scope
+from .scope import caller_beside_core, caller_in_scope
 
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
@@ -54,14 +54,57 @@ def _new(original: Callable[..., Any], translator: DeviceTranslator) -> Callable
     return new
 
 
+def _to_empty(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to_empty(self: Any, *, device: Any, recurse: bool = True) -> Any:
+        if caller_in_scope():
+            device = translator.device(device)
+        return original(self, device=device, recurse=recurse)
+
+    return to_empty
+
+
 def _pin_memory(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
     @functools.wraps(original)
     def pin_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if caller_in_scope() and translator.backend.device_type == "cpu":
+        if caller_in_scope() and not translator.backend.pins_host_memory():
             return self
         return original(self, *args, **kwargs)
 
     return pin_memory
+
+
+def _is_cuda(original: Any, translator: DeviceTranslator) -> property:
+    """A property instead of torch's slot: where code asks, the backend's device is what it means."""
+
+    def is_cuda(self: Any) -> bool:
+        if caller_in_scope():
+            return bool(self.device.type == translator.backend.device_type)
+        answer: bool = original.__get__(self)
+        return answer
+
+    return property(is_cuda, doc=original.__doc__)
+
+
+def _type(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
+    device_type = translator.backend.device_type
+    own = "torch." if device_type == "cpu" else f"torch.{device_type}."
+
+    @functools.wraps(original)
+    def type(self: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if not caller_beside_core():
+            return original(self, dtype, non_blocking, **kwargs)
+        if dtype is None:
+            name: str = original(self)
+            return f"torch.cuda.{name[len(own) :]}" if self.device.type == device_type else name
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            dtype = own + dtype[len("torch.cuda.") :]
+        stands_for = getattr(dtype, "dtype", None)
+        if stands_for is not None and getattr(dtype, "__module__", "") == f"torch.{device_type}":
+            return self.to(translator.backend.device(), stands_for, non_blocking=non_blocking)
+        return original(self, dtype, non_blocking, **kwargs)
+
+    return type
 
 
 def patches(backend: Backend) -> list[Patch]:
@@ -88,4 +131,7 @@ def patches(backend: Backend) -> list[Patch]:
         *(method(tensor, name, _new) for name in _NEW),
         method(module, "to", _to),
         method(module, "cuda", _cuda),
+        method(module, "to_empty", _to_empty),
+        method(tensor, "is_cuda", _is_cuda),
+        method(tensor, "type", _type),
     ]

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..backends.base import Backend
+from ..backends.collectives import local_device, prepare_environment
 from ..errors import ConfigError
 
 _AXES = ("tp", "cp", "ep", "edp", "pp")
@@ -138,9 +139,8 @@ def initialize(layout: RankLayout, backend: Backend, timeout: timedelta = timede
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
         _require_world(launched, layout)
-        for name, value in backend.collective_environment(math.ceil(launched / local)).items():
-            os.environ.setdefault(name, value)
-        backend.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        prepare_environment(backend, nodes=math.ceil(launched / local))
+        backend.set_device(local_device(backend))
         dist.init_process_group(backend.collective, timeout=timeout)
         _made_default_group = True
     _require_world(dist.get_world_size(), layout)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
+from mt_megatron.backends.collectives import local_device, prepare_environment
 from mt_megatron.seams import events
 from mt_megatron.training import checkpoint
 from mt_megatron.training.checkpoint import Progress, load_weights, save_checkpoint
@@ -26,9 +29,12 @@ Pieces = list[tuple[str, list[int], list[int], torch.Tensor]]
 
 def run_layouts(names: list[str], folder: str, seed: int, bf16: bool) -> dict[str, Any]:
     """Train every layout of ``names`` one after the other in this set of processes."""
-    mt_megatron.patch("cpu")
+    mt_megatron.patch(os.environ.get("MT_MEGATRON_TEST_BACKEND", "cpu"))
+    backend = mt_megatron.backend()
+    prepare_environment(backend, nodes=1)
+    backend.set_device(local_device(backend))
     # One default group for all layouts: a store keeps the addresses of a group that was destroyed.
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend.collective)
     return {name: _train(by_name(name), Path(folder), seed, bf16) for name in names}
 
 
@@ -74,7 +80,7 @@ def _train(layout: Layout, folder: Path, seed: int, bf16: bool) -> dict[str, Any
             norms.append(result.grad_norm)
         stop_listening()
         with checkpoint.synchronised_parameters(trainable):
-            weights = _pieces(trainable, lambda parameter: parameter.detach().clone())
+            weights = _pieces(trainable, lambda parameter: parameter.detach().cpu().clone())
         target = folder / ("bf16" if bf16 else "fp32") / layout.name
         target.mkdir(parents=True, exist_ok=True)
         torch.save({"gradients": gradients, "weights": weights}, target / f"rank_{job.rank}.pt")
@@ -99,7 +105,7 @@ def _batches(job: Job, seed: int) -> Any:
 
 def _gradient(trainable: Trainable, parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's reduced gradient; NaN where another data-parallel rank holds it."""
-    gradient = parameter.main_grad.detach().float().clone()
+    gradient = parameter.main_grad.detach().float().cpu().clone()
     if not torch.isfinite(gradient).all():
         raise AssertionError("a gradient is not finite")
     if not trainable.chunks[0].ddp_config.use_distributed_optimizer:
@@ -150,6 +156,12 @@ def _sabotage_model(what: str | None, trainable: Trainable) -> None:
                 chunk.finish_grad_sync()
 
         trainable.core.finalize_model_grads_func = only_data_parallel
+    elif what == "leaking_mask":
+        # In one layer every token sees the next one.
+        attention = trainable.bare_chunks()[0].decoder.layers[1].self_attention
+        attention.attn_mask_type = type(attention.attn_mask_type).padding
+        attention.core_attention.config = copy.copy(trainable.core)
+        attention.core_attention.config.window_size = (SEQUENCE, 1)
 
 
 def _sabotage_gradients(what: str | None, trainable: Trainable) -> None:

@@ -1,0 +1,22 @@
+"""Stand-ins for accelerators that are not here. They prove code paths, never speed and never a driver."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SURFACE = FOLDER / "torch_musa_surface.txt"
+"""The public names of torch_musa 2.7.1, with their signatures."""
+
+
+def environment() -> dict[str, str]:
+    """Variables for a process (``run_ranks(env=...)``) that shall find the emulated ``torch_musa``."""
+    root = FOLDER.parent.parent
+    path = [str(FOLDER), str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "MT_MEGATRON_TEST_BACKEND": "musa",
+        # Each process has one emulated device, as where a launcher shows every process its own.
+        "MUSA_VISIBLE_DEVICES": "0",
+    }
