@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -156,6 +157,12 @@ def _sabotage_model(what: str | None, trainable: Trainable) -> None:
                 chunk.finish_grad_sync()
 
         trainable.core.finalize_model_grads_func = only_data_parallel
+    elif what == "leaking_mask":
+        # In one layer every token sees the next one.
+        attention = trainable.bare_chunks()[0].decoder.layers[1].self_attention
+        attention.attn_mask_type = type(attention.attn_mask_type).padding
+        attention.core_attention.config = copy.copy(trainable.core)
+        attention.core_attention.config.window_size = (SEQUENCE, 1)
     elif what == "leaking_mask":
         # In one layer every token sees the next one.
         attention = trainable.bare_chunks()[0].decoder.layers[1].self_attention
