@@ -67,6 +67,7 @@ REFERENCES = (
 )
 
 _CONTEXT_PARALLEL = (
+    Layout(name="cp2_per_token", world=2, flags=CP, per_token=True),
     Layout(name="cp2", world=2, flags=CP, bf16_always=True),
     Layout(name="cp2_tp2_sp", world=4, flags=f"{CP} --tensor-model-parallel-size 2 --sequence-parallel"),
     Layout(name="cp2_pp2", world=4, flags=f"{CP} --pipeline-model-parallel-size 2"),
@@ -75,7 +76,6 @@ _CONTEXT_PARALLEL_SOAK = (
     Layout(name="cp2_ring", world=2, flags=f"{CP} --cp-comm-type p2p"),
     Layout(name="cp2_recompute", world=2, flags=f"{CP} {RECOMPUTE}"),
     Layout(name="cp2_recompute_selective", world=2, flags=f"{CP} --recompute-granularity selective"),
-    Layout(name="cp2_per_token", world=2, flags=CP, per_token=True),
     Layout(name="cp4", world=4, flags="--context-parallel-size 4"),
     Layout(name="cp4_ring", world=4, flags="--context-parallel-size 4 --cp-comm-type p2p"),
     Layout(name="cp2_dp2_zero1", world=4, flags=f"{CP} {ZERO1}"),
@@ -125,6 +125,7 @@ SABOTAGED = (
         flags="--tensor-model-parallel-size 2 --sequence-parallel",
         sabotage="no_norm_all_reduce",
     ),
+    Layout(name="cp2_leaking_mask", world=2, flags=CP, sabotage="leaking_mask"),
 )
 
 
