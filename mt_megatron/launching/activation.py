@@ -13,10 +13,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from .._session import MEGATRON_CORE
 from ..errors import MtMegatronError
 from ..patching.hooks import ImportHook
 from ..patching.import_statement import unwatch, watch
 from .choice import BACKEND, Choice, is_main
+from .dataset_helpers import DatasetHelpers
 
 
 def prepare() -> None:
@@ -68,6 +70,7 @@ def activate(choice: Choice) -> None:
     """Patch now; a failure ends the process, since nobody can use what is half a backend."""
     import mt_megatron
 
+    DatasetHelpers(MEGATRON_CORE).install()
     try:
         found = mt_megatron.patch(choice.backend, scope=(*choice.modules, *choice.folders))
     except MtMegatronError as error:

@@ -70,7 +70,7 @@ def trusted_globals() -> list[Any]:
     ]
 
 
-def _load_with_trusted_globals(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load_with_trusted_globals(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch
 
     with torch.serialization.safe_globals(trusted_globals()):
@@ -86,7 +86,7 @@ def patches(backend: Backend) -> list[Patch]:
             feature="compat",
             requires={"torch": ">=2.6"},
             reason="torch.load builds plain weights only since 2.6; Megatron's own plain data is trusted",
-            body=_load_with_trusted_globals,
+            body=load_with_trusted_globals,
             digest=digest,
         )
 
