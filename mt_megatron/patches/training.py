@@ -6,6 +6,7 @@ asks for a compiler of CUDA, or for torch as it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..backends.base import Backend
@@ -16,6 +17,17 @@ from .torch_compat import load_with_trusted_globals
 
 def _load_no_kernels(args: Any) -> None:
     """Upstream's function asks nvcc for its version, makes a folder, and compiles nothing."""
+
+
+def _with_own_generator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An iterator of a loader draws one seed for its workers. On CUDA that leaves the device's
+    generator alone; here the loader needs a generator of its own for that."""
+    import torch
+
+    loader = original(*args, **kwargs)
+    if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+    return loader
 
 
 def patches(backend: Backend) -> list[Patch]:
@@ -31,6 +43,20 @@ def patches(backend: Backend) -> list[Patch]:
                 reason="it runs CUDA's nvcc, to compile no kernel in the end",
                 body=_load_no_kernels,
                 digest="27212f80da6d79bfd980921112415ec3db98a2360deef20dce98bf9f728283d3",
+            )
+        )
+    if exists("megatron.legacy.data.data_samplers"):
+        found.append(
+            Patch(
+                id="training.loader_generator",
+                target="megatron.legacy.data.data_samplers:build_pretraining_data_loader",
+                kind="wrap",
+                feature="device",
+                backends=frozenset({"cpu"}),
+                reason="loaders draw from the host's generator, which on cpu is the device's too, so a "
+                "resumed run would drop other units",
+                body=_with_own_generator,
+                digest="66268d5424ec0dbc84f235b760ed011120600de0bedb27ab77e633c9f07145b3",
             )
         )
     if not exists("megatron.training.checkpointing"):
