@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "mt_megatron"
 LEVELS = (
     {"cli"},
+    {"diverge"},
     {"training", "convert", "scan", "scope", "launching"},
     {"models", "fp8", "pipeline"},
     {"comm", "patches"},

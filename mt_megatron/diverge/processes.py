@@ -1,0 +1,130 @@
+"""Starts the processes of one side, which find each other over loopback only, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.errors import MtMegatronError
+
+from .side import Side
+
+_GRACE_SECONDS = 3.0
+_TAIL_CHARACTERS = 3000
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class SideFailedError(MtMegatronError):
+    """A side ended without its records; the message holds the end of what it said."""
+
+
+def run_side(side: Side, folder: Path, timeout: float) -> None:
+    """Run ``side`` to its end; its records are then below ``folder``.
+
+    Raises ``SideFailedError`` when a process fails or ``timeout`` seconds pass; by then all are gone.
+    """
+    own = folder / side.name
+    own.mkdir(parents=True, exist_ok=True)
+    for stale in own.glob("rank_*"):
+        stale.unlink()
+    side.write(own / "side.json")
+    store, port = _loopback_store() if side.processes > 1 else (None, 0)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(side.processes):
+            processes.append(_start(side, folder, rank, port))
+        problem = _wait(processes, timeout)
+    finally:
+        for process in processes:
+            _end(process)
+        del store
+    if problem is not None:
+        rank, why = problem
+        said = (own / f"stderr.{rank}").read_text(errors="replace").strip()[-_TAIL_CHARACTERS:]
+        raise SideFailedError(
+            f"side {side.name} ({side.backend}): rank {rank} {why}. The end of what it said:\n{said}"
+        )
+
+
+def _loopback_store() -> tuple[Any, int]:
+    """A rendezvous store on a socket bound to 127.0.0.1: one that torch binds listens on every address."""
+    from torch.distributed import TCPStore
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    # The store owns the descriptor from here on.
+    descriptor = listener.detach()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    return store, port
+
+
+def _start(side: Side, folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    if side.processes > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // side.processes)))
+        count = str(side.processes)
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    own = folder / side.name
+    with open(own / f"stderr.{rank}", "wb") as stderr, open(own / f"stdout.{rank}", "wb") as stdout:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mt_megatron.diverge.worker", str(folder), side.name],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:
+    """None when all are done; else a rank and what became of it."""
+    deadline = time.monotonic() + timeout
+    failed: tuple[int, float] | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes):
+            return None
+        first = next((rank for rank, code in enumerate(codes) if code), None)
+        if first is not None and failed is None:
+            failed = (first, time.monotonic())
+        if failed is not None and (None not in codes or time.monotonic() - failed[1] > _GRACE_SECONDS):
+            return failed[0], f"ended with exit code {codes[failed[0]]}"
+        if time.monotonic() > deadline:
+            return codes.index(None), f"was not done after {timeout:g} s"
+        time.sleep(0.02)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    # Each process leads a session of its own, so this reaches what it started and nothing else.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,130 @@
+"""One side of a comparison: its backend, configuration and processes; and which pairs can be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.models.parameters import padded_vocab_size
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.validate import problems
+
+_SAME_TOKENS = "both sides must compute the same loss from the same tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What one side runs."""
+
+    name: str
+    """``a`` or ``b``: its folder below the run's."""
+
+    backend: str
+    arguments: tuple[str, ...]
+    """Options for ``load_config``."""
+
+    processes: int
+    imports: tuple[str, ...] = ()
+    """Modules, or paths of Python files, that are imported before the model is built."""
+
+    def config(self) -> TrainingConfig:
+        """The configuration of this side."""
+        return load_config(self.arguments)
+
+    def write(self, path: Path) -> None:
+        """As JSON, for the processes of this side."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Side:
+        """Read what ``write`` wrote."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        return cls(**plain)
+
+
+def make_side(
+    name: str,
+    *,
+    backend: str,
+    common: Sequence[str],
+    own: Sequence[str] = (),
+    processes: int | None = None,
+    imports: Sequence[str] = (),
+) -> Side:
+    """A checked side: ``common`` options, then its ``own``, on ``processes`` (the fewest that its parallel
+    sizes need). Raises ``ConfigError`` when the configuration is wrong for that many."""
+    arguments = [*common, *own, "--backend", backend]
+    config = load_config(arguments)
+    if config.train.train_iters is None:
+        arguments += ["--train-iters", "1"]
+    if _core_value(config, "hidden_dropout") or _core_value(config, "attention_dropout"):
+        # Dropout masks belong to a layout: there is nothing to compare.
+        arguments += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    config = load_config(arguments)
+    parallel = config.parallel
+    if processes is None:
+        processes = (
+            parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * parallel.context_parallel_size
+            * parallel.expert_model_parallel_size
+        )
+    found = problems(config, world_size=processes)
+    if found:
+        lines = "\n".join(f"- {line}" for line in found)
+        raise ConfigError(f"side {name}, {processes} process(es) on {backend}, cannot run:\n{lines}")
+    return Side(
+        name=name,
+        backend=backend,
+        arguments=tuple(arguments),
+        processes=processes,
+        imports=tuple(imports),
+    )
+
+
+def check_pair(a: Side, b: Side) -> list[str]:
+    """Raise ``ConfigError`` when the two sides do not do the same work; else what is worth a note."""
+    one, other = a.config(), b.config()
+    found: list[str] = []
+
+    def same(what: str, x: object, y: object, why: str = _SAME_TOKENS) -> None:
+        if x != y:
+            found.append(f"{what} is {x} on side a and {y} on side b; {why}")
+
+    same("seed", one.train.seed, other.train.seed)
+    same("seq_length", one.train.seq_length, other.train.seq_length)
+    batches = one.global_batch_size(a.processes), other.global_batch_size(b.processes)
+    same("global_batch_size", *batches, "give --global-batch-size")
+    same("data", one.data, other.data)
+    per_token = [bool(_core_value(each, "calculate_per_token_loss")) for each in (one, other)]
+    same("calculate_per_token_loss", *per_token)
+    if not all(per_token):
+        why = "the loss is a mean per micro-batch: use the same, or --calculate-per-token-loss"
+        same("micro_batch_size", one.train.micro_batch_size, other.train.micro_batch_size, why)
+    if one.model.vocab_size is not None and other.model.vocab_size is not None:
+        why = "choose --make-vocab-size-divisible-by so that both agree"
+        same("the padded vocabulary", _padded(one), _padded(other), why)
+    if found:
+        raise ConfigError("the two sides cannot be compared:\n" + "\n".join(f"- {line}" for line in found))
+    notes = []
+    if "--hidden-dropout" in a.arguments[-6:] or "--hidden-dropout" in b.arguments[-6:]:
+        notes.append("dropout is switched off on both sides: its masks differ between layouts and devices")
+    return notes
+
+
+def _core_value(config: TrainingConfig, name: str) -> object:
+    sections = config.to_dict().values()
+    return next((section[name] for section in sections if name in section), None)
+
+
+def _padded(config: TrainingConfig) -> int:
+    return padded_vocab_size(
+        config.model.vocab_size or 0,
+        divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel=config.parallel.tensor_model_parallel_size,
+    )

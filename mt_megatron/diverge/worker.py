@@ -1,0 +1,235 @@
+"""One process of a side: load the common weights, run one step, write down what every module computed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mt_megatron
+from mt_megatron.errors import ConfigError
+from mt_megatron.seams.context_parallel import positions
+from mt_megatron.training.checkpoint import Progress, load_weights, save_checkpoint
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.data.batches import train_batches
+from mt_megatron.training.data.datasets import SampleDataset, build_datasets
+from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.training.distributed import Job, joined, require_precision
+from mt_megatron.training.evaluate import synchronised_parameters
+from mt_megatron.training.lr import learning_rate
+from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.step import Shape, forward_backward, make_forward_step, summed
+
+from .pieces import Piece, RankFacts, save, write_facts
+from .place import Frame
+from .record import Recorder
+from .side import Side
+from .weights import current_value, parameter_pieces, reduced_gradient
+
+INITIAL = "initial"
+
+
+def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) -> None:
+    """Run the step of ``side`` in this process and its peers, and write ``folder/<side>/rank_*``.
+
+    The first side to run writes ``folder/initial``; every side loads its weights from there. Megatron
+    must be patched for the side's backend. ``dataset`` takes the place of the configured data.
+    """
+    config = side.config()
+    backend = mt_megatron.backend()
+    require_precision(config, backend)
+    tokenizer = None
+    if dataset is None or config.model.vocab_size is None:
+        tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
+    if config.model.vocab_size is None and tokenizer is not None:
+        config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    with joined(config, backend) as job:
+        mt_megatron.compare_plan_across_ranks()
+        if dataset is None:
+            dataset = _dataset(config, tokenizer, folder, job)
+        family = family_of(config)
+        trainable = build(config, job, family)
+        initial = folder / INITIAL
+        if not (initial / "iter_0000000").exists():
+            save_checkpoint(initial, trainable, Progress(), job, manifest={"config": config.to_dict()})
+        load_weights(initial / "iter_0000000", trainable)
+        pieces, facts = _step(config, job, trainable, make_forward_step(family, backend.device()), dataset)
+        target = folder / side.name
+        target.mkdir(parents=True, exist_ok=True)
+        save(pieces, target / f"rank_{job.rank}.pt")
+        write_facts(facts, target / f"rank_{job.rank}.json")
+
+
+def _dataset(config: TrainingConfig, tokenizer: Any, folder: Path, job: Job) -> SampleDataset:
+    # As a training run would build it, so that the step is that run's first.
+    return build_datasets(
+        config.data,
+        tokenizer=tokenizer,
+        sequence_length=config.train.seq_length or 0,
+        train_samples=(config.train.train_iters or 1) * config.global_batch_size(job.layout.world_size),
+        valid_samples=0 if config.data.mock_data else None,
+        test_samples=0 if config.data.mock_data else None,
+        seed=config.train.seed,
+        cache_dir=folder / "index_cache",
+    ).train
+
+
+def _step(
+    config: TrainingConfig, job: Job, trainable: Trainable, forward_step: Any, dataset: SampleDataset
+) -> tuple[list[Piece], RankFacts]:
+    shape = Shape(
+        num_microbatches=config.num_microbatches(job.layout.world_size),
+        micro_batch_size=config.train.micro_batch_size,
+        seq_length=config.train.seq_length or 0,
+    )
+    frames = _Frames(shape, job)
+    core = trainable.core
+    # Back to the gradient of one micro-batch's own loss: the schedule divides by their number, a
+    # context-parallel rank's loss is that many times its share, and fp16 scales everything.
+    scale = 1.0 if core.calculate_per_token_loss else shape.num_microbatches / job.layout.cp
+    scale /= float(trainable.optimizer.get_loss_scale())
+    recorder = Recorder(frame=frames.of, gradient_scale=scale, gated=core.gated_linear_unit)
+    stages = [chunk * job.layout.pp + job.at.pp for chunk in range(len(trainable.chunks))]
+    started: dict[int, int] = {}
+    for chunk, stage in zip(trainable.bare_chunks(), stages, strict=True):
+        recorder.attach(chunk, stage)
+
+    def recorded_step(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+        microbatch = started.get(id(model), 0)
+        started[id(model)] = microbatch + 1
+        return recorder.run(microbatch, lambda: forward_step(batches, model))
+
+    batches = [_batches(dataset, shape, job) for _ in trainable.chunks]
+    with synchronised_parameters(trainable):
+        pieces = parameter_pieces(trainable, "initial weight", stages, current_value)
+    pieces += _tokens(_batches(dataset, shape, job), frames)
+    notes: list[str] = []
+    loss = None
+    try:
+        reports = forward_backward(trainable, recorded_step, batches, shape)
+        total, tokens = job.sum_over_ranks(summed(reports, job))
+        loss = total / tokens if tokens else None
+        pieces += parameter_pieces(trainable, "parameter gradient", stages, reduced_gradient(trainable))
+        rate = learning_rate(trainable.optimizer)
+        trainable.optimizer.step()
+        with synchronised_parameters(trainable):
+            pieces += parameter_pieces(trainable, "updated weight", stages, current_value)
+    except AssertionError as error:
+        # Megatron-Core's own check; what came before it is recorded and shows where it began.
+        if "NaN in local grad norm" not in str(error):
+            raise
+        rate = learning_rate(trainable.optimizer)
+        notes.append("gradients are not finite: there are no reduced gradients and no update to compare")
+    recorder.detach()
+    facts = RankFacts(
+        loss=loss,
+        learning_rate=rate,
+        dtype=config.params_dtype,
+        device=job.backend.device_name(),
+        layout=asdict(job.layout),
+        not_placed=list(recorder.not_placed),
+        notes=notes,
+    )
+    return pieces + recorder.pieces, facts
+
+
+class _Frames:
+    """Where each micro-batch of this rank lies; the samplers of training deal them out in rounds."""
+
+    def __init__(self, shape: Shape, job: Job) -> None:
+        self._shape = shape
+        self._job = job
+        held = shape.seq_length // job.layout.cp
+        whole = torch.arange(shape.seq_length)
+        self._positions = positions(job.at.cp, job.layout.cp, held) if job.layout.cp > 1 else whole
+
+    def of(self, microbatch: int) -> Frame:
+        size, dp = self._shape.micro_batch_size, self._job.layout.dp
+        first = (microbatch * dp + self._job.at.dp) * size
+        return Frame(
+            sequence=self._shape.seq_length,
+            batch=self._shape.num_microbatches * size * dp,
+            positions=self._positions,
+            samples=torch.arange(size) + first,
+            tp_rank=self._job.at.tp,
+            tp_size=self._job.layout.tp,
+        )
+
+    def __len__(self) -> int:
+        return self._shape.num_microbatches
+
+
+def _batches(dataset: SampleDataset, shape: Shape, job: Job) -> Iterator[Any]:
+    return train_batches(
+        dataset,
+        consumed_samples=0,
+        micro_batch_size=shape.micro_batch_size,
+        data_parallel_rank=job.at.dp,
+        data_parallel_size=job.layout.dp,
+    )
+
+
+def _tokens(batches: Iterator[Any], frames: _Frames) -> list[Piece]:
+    """The input itself: that both sides see the same is checked, not assumed."""
+    pieces = []
+    for microbatch in range(len(frames)):
+        batch, frame = next(batches), frames.of(microbatch)
+        for at, name in enumerate(("tokens", "labels", "loss_mask", "position_ids")):
+            pieces.append(
+                Piece(
+                    phase="batch",
+                    name=name,
+                    order=(0, at),
+                    shape=(frame.batch, frame.sequence),
+                    index=(frame.samples, None),
+                    tensor=batch[name].double(),
+                )
+            )
+    return pieces
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import what the user wants on this side: dotted names, or paths of Python files."""
+    for name in names:
+        path = Path(name)
+        if path.suffix != ".py":
+            importlib.import_module(name)
+            continue
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ConfigError(f"{name} is no Python file that can be imported; give a path or a dotted name")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+
+
+def _leave_with_the_parent() -> None:
+    """The parent holds the other end of stdin: when it is gone, so is whoever could read the records."""
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(folder: Path, name: str) -> None:
+    """A process that ``processes.run_side`` started."""
+    _leave_with_the_parent()
+    side = Side.read(folder / name / "side.json")
+    mt_megatron.patch(side.backend)
+    import_modules(side.imports)
+    record_side(side, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
