@@ -1,0 +1,70 @@
+"""Model, gradient buffers and optimizer are built, and forward runs, with everything on the rank's GPU.
+
+The tensors are torch's fake ones, the collectives do nothing, and ``torch.cuda`` is a stand-in: this
+shows devices, shapes and dtypes, not numbers, and nothing of backward (see tests/device for that).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.layouts import FACTORS, covering
+from tests.fake_cuda.pairwise import Row
+from tests.launch import run_ranks
+
+PROCESSES = 2
+
+
+PLAIN = {name: values[0] for name, values in FACTORS.items()}
+CONTROLS = ({**PLAIN, "pp": 2}, {**PLAIN, "build": "megatron", "tp": 2})
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    """All ranks of all jobs, with and without a planted tensor, in one launch."""
+    jobs: list[tuple[Row, str | None]] = [(row, None) for row in (*covering(), *CONTROLS)]
+    jobs += [(row, device) for row in CONTROLS for device in ("cpu", "cuda:0")]
+    shares = run_ranks(PROCESSES, "tests.fake_cuda.forward:run_share", jobs, timeout=400)
+    return [outcome for share in shares for outcome in share]
+
+
+@pytest.fixture(scope="module")
+def found(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [outcome for outcome in outcomes if outcome["plant"] is None]
+
+
+def describe(outcome: dict[str, Any]) -> str:
+    return f"rank {outcome['rank']} ({outcome['stage']} stage) of {outcome['row']}"
+
+
+def test_every_layout_runs_forward(found: list[dict[str, Any]]) -> None:
+    failed = [f"{describe(outcome)}\n{outcome['error']}" for outcome in found if outcome["error"]]
+    assert not failed, f"{len(failed)} of {len(found)} ranks failed, the first:\n{failed[0]}"
+    assert len(found) > len(covering())
+
+
+def test_everything_is_on_the_device_of_the_rank(found: list[dict[str, Any]]) -> None:
+    for outcome in found:
+        assert outcome["devices"] == [outcome["device"]], describe(outcome)
+        assert outcome["held"] > 20 and outcome["hooks"] > 0, describe(outcome)
+    assert len({outcome["device"] for outcome in found}) >= 4, "some index other than 0 must occur"
+
+
+def test_every_micro_batch_passed_every_chunk(found: list[dict[str, Any]]) -> None:
+    for outcome in found:
+        row = outcome["row"]
+        assert outcome["forwards"] == row["pp"] * row["vpp"], describe(outcome)
+        last = outcome["stage"] == "last" or row["pp"] == 1
+        assert outcome["reports"] == (row["pp"] if last else 0), describe(outcome)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_planted_tensor_elsewhere_is_noticed(outcomes: list[dict[str, Any]], device: str) -> None:
+    """Negative control: on the host, and on another GPU than the rank's. Without it the same rows pass."""
+    planted = [outcome for outcome in outcomes if outcome["plant"] == device]
+    assert len(planted) == 3
+    for outcome in planted:
+        assert "FakeTensorDeviceMismatchError" in outcome["error"], describe(outcome)
+        assert device in outcome["error"] and outcome["device"] in outcome["error"]
