@@ -10,7 +10,7 @@ import torch
 VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
 
 
-def start(tp: int = 1, pp: int = 1, **patching: Any) -> None:
+def start(tp: int = 1, pp: int = 1, cp: int = 1, **patching: Any) -> None:
     """Patch for the CPU and make this job's process groups, in place of earlier ones."""
     import torch.distributed as dist
 
@@ -25,7 +25,7 @@ def start(tp: int = 1, pp: int = 1, **patching: Any) -> None:
     elif parallel_state.model_parallel_is_initialized():
         layout.destroy()
     layout.initialize(
-        layout.RankLayout(world_size=dist.get_world_size(), tp=tp, pp=pp), mt_megatron.backend()
+        layout.RankLayout(world_size=dist.get_world_size(), tp=tp, pp=pp, cp=cp), mt_megatron.backend()
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
