@@ -62,7 +62,7 @@ def test_report_holds_what_a_bug_report_needs(report: dict[str, Any]) -> None:
     assert Path(report["megatron_core"]["dataset_helper"]).is_file()
     assert report["auto"]["name"] in report["backends"]
     assert report["would_run"]["training on cpu"]["works"] is True
-    assert report["would_run"]["context parallelism"]["works"] is False
+    assert report["would_run"]["fp8"]["works"] is False
     for facts in report["backends"].values():
         assert facts["why"]
 
