@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.models.layer_spec import gpt_layer_spec, uses_transformer_engine
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.seams import family
@@ -47,13 +48,12 @@ class LlamaFamily:
 
     def _chunk(self, config: Any, transformer: Any) -> torch.nn.Module:
         from megatron.core import parallel_state
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         model = config.model
         chunk: torch.nn.Module = GPTModel(
             config=transformer,
-            transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm),
+            transformer_layer_spec=gpt_layer_spec(config, transformer),
             vocab_size=_padded_vocab_size(config),
             max_sequence_length=model.max_position_embeddings or _seq_length(config),
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -126,18 +126,21 @@ class LlamaFamily:
         """Hugging Face's ``LlamaForCausalLM`` (already half-rotated: nothing is permuted)."""
         ours, theirs = "decoder.layers.{layer}.", "model.layers.{layer}."
         attention, mlp = theirs + "self_attn.", theirs + "mlp."
+        # Transformer Engine's layers hold the norms inside of the linears that follow them.
+        input_norm, mlp_norm = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        if uses_transformer_engine(config):
+            input_norm = "self_attention.linear_qkv.layer_norm_weight"
+            mlp_norm = "mlp.linear_fc1.layer_norm_weight"
         table = {
             "embedding.word_embeddings.weight": TensorRow(
                 sources=("model.embed_tokens.weight",), vocabulary=True
             ),
-            ours + "input_layernorm.weight": TensorRow(sources=(theirs + "input_layernorm.weight",)),
+            ours + input_norm: TensorRow(sources=(theirs + "input_layernorm.weight",)),
             ours + "self_attention.linear_qkv.weight": TensorRow(
                 sources=tuple(f"{attention}{name}_proj.weight" for name in "qkv"), packing="query_groups"
             ),
             ours + "self_attention.linear_proj.weight": TensorRow(sources=(attention + "o_proj.weight",)),
-            ours + "pre_mlp_layernorm.weight": TensorRow(
-                sources=(theirs + "post_attention_layernorm.weight",)
-            ),
+            ours + mlp_norm: TensorRow(sources=(theirs + "post_attention_layernorm.weight",)),
             ours + "mlp.linear_fc1.weight": TensorRow(
                 sources=(mlp + "gate_proj.weight", mlp + "up_proj.weight"), packing="stacked"
             ),

@@ -118,13 +118,6 @@ _ALIASES = (
     _anyway("no-one-logger", "there is no one-logger"),
     _anyway("exit-on-missing-checkpoint", "a checkpoint that is asked for and missing is always an error"),
     Alias(
-        name="transformer-impl",
-        takes_value=True,
-        values=("local",),
-        otherwise="Transformer Engine's layers are not used in this version; leave it out",
-        note="layers are always Megatron-Core's own",
-    ),
-    Alias(
         name="ckpt-format",
         takes_value=True,
         values=("torch_dist",),

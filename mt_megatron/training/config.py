@@ -40,6 +40,10 @@ class ModelConfig:
     family: str = "llama"
     """Key of the model family that builds the model (``mt_megatron.seams.family``)."""
 
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Whose layers: Megatron-Core's local ones or its Transformer Engine spec. auto: Transformer
+    Engine on CUDA where it is installed."""
+
     vocab_size: int | None = None
     """Entries of the vocabulary before padding. None: the tokenizer's."""
 

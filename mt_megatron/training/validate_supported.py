@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
 from mt_megatron.training.config import TrainingConfig
@@ -45,6 +46,12 @@ def support_problems(config: TrainingConfig) -> list[str]:
             found.append(
                 f"{name} is {values[name]}; expected {option.default}: {reason}. Leave {option.flag} out."
             )
+    engine = config.model.transformer_impl == "transformer_engine"
+    if engine and importlib.util.find_spec("transformer_engine") is None:
+        found.append(
+            "transformer_impl is transformer_engine, which is not installed; expected auto or local. Install "
+            "Transformer Engine or leave --transformer-impl out."
+        )
     if config.model.family == "llama" and config.model.num_moe_experts is not None:
         found.append(
             f"num_moe_experts is {config.model.num_moe_experts}; expected none: the family llama is dense. "

@@ -77,6 +77,7 @@ class OnCuda(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)  # Pinned or not, memory of the host is on the host.
         if "device" in kwargs:
             kwargs["device"] = self._indexed(kwargs["device"])
         if func is torch.Tensor.cuda:

@@ -16,6 +16,7 @@ import torch
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.backends.cuda import CudaBackend
+from mt_megatron.backends.musa import MusaBackend
 from mt_megatron.errors import BackendError
 from tests.fake_cuda.stand_in import GIB, RecordingCuda
 
@@ -157,6 +158,10 @@ def test_the_stand_in_leaves_torch_as_it_was() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_each_collective_library_gets_its_own_variables_alone(nodes: int) -> None:
-    for backend, foreign in ((CudaBackend(), ("MCCL_", "GLOO_")), (CpuBackend(), ("NCCL_", "MCCL_"))):
+    for backend, foreign in (
+        (CudaBackend(), ("MCCL_", "GLOO_")),
+        (CpuBackend(), ("NCCL_", "MCCL_")),
+        (MusaBackend(), ("NCCL_", "GLOO_")),
+    ):
         names = list(backend.collective_environment(nodes))
         assert not [name for name in names if name.startswith(foreign)], names

@@ -119,7 +119,7 @@ def test_yaml_merge_keys_are_understood(tmp_path: Path) -> None:
         (["--model", "../secrets"], "there is no model preset"),
         (["--group-query-attention"], "--group-query-attention is given without --num-query-groups"),
         (["--no-position-embedding"], "only true with position_embedding_type = rope"),
-        (["--transformer-impl", "transformer_engine"], "expected local"),
+        (["--transformer-impl", "te"], "expected one of auto, local, transformer_engine."),
         (["--ckpt-format", "zarr"], "expected torch_dist"),
         (["--num-query-groups", "--swiglu"], "--num-query-groups takes one value; found none"),
     ],

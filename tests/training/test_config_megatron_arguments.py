@@ -138,4 +138,5 @@ def test_a_llama_command_line_of_megatron_lm_is_understood_as_it_is() -> None:
     assert config.model.recompute_granularity == "selective"
     assert config.optimizer.adam_beta2 == 0.95 and config.optimizer.lr == 3e-4
     assert config.parallel.overlap_param_gather and config.train.bf16
-    assert len(config.notes) == 6
+    assert config.model.transformer_impl == "local"
+    assert len(config.notes) == 5

@@ -1,0 +1,50 @@
+"""The process that asks which layers it would get."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+
+
+def chosen(backend: str, arguments: list[str], path: str) -> dict[str, str]:
+    """Names of the classes in the spec, what was logged, and the row of the first norm; or ``error``."""
+    if path:
+        sys.path.insert(0, path)
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    import mt_megatron
+    from mt_megatron.errors import ConfigError
+    from mt_megatron.models.layer_spec import gpt_layer_spec
+    from mt_megatron.training.arguments import load_config
+    from mt_megatron.training.model import family_of
+    from tests.fake_cuda.stand_in import RecordingCuda
+
+    with contextlib.ExitStack() as stack:
+        if backend == "cuda":
+            stack.enter_context(RecordingCuda().installed())
+        mt_megatron.patch(backend)
+        common = (
+            "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64 --seq-length 16 "
+            "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+        )
+        config = load_config([*common.split(), *arguments])
+        logger = logging.getLogger("mt_megatron")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(Keep())
+        try:
+            spec = gpt_layer_spec(config, config.transformer_config())
+        except ConfigError as error:
+            return {"error": str(error)}
+        attention = spec.submodules.self_attention.submodules
+        table = family_of(config).convert_table(config)
+        return {
+            "linear_qkv": attention.linear_qkv.__name__,
+            "core_attention": attention.core_attention.__name__,
+            "norm_row": next(name for name, row in table.items() if "input_layernorm" in row.sources[0]),
+            "log": "\n".join(lines),
+        }
