@@ -37,7 +37,7 @@ class Kind:
     """How a module's output is laid out, by what the module is."""
 
     batch_first: bool = False
-    """[b, s, ...] instead of Megatron's [s, b, ...]."""
+    """[b, s, h] instead of Megatron's [s, b, h]."""
 
     split: str | None = None
     """What tensor parallelism splits: ``last`` dimension, ``heads`` (dimension 2 of 4), ``gated`` (the last,
@@ -61,12 +61,16 @@ def kind_of(name: str, module: torch.nn.Module, *, gated: bool) -> Kind:
     return Kind()
 
 
+def sequence_first(kind: Kind, tensor: Tensor) -> Tensor:
+    """``tensor`` as a view in Megatron's [s, b, h]: whether embeddings are depends on the layout."""
+    return tensor.transpose(0, 1) if kind.batch_first and tensor.dim() == 3 else tensor
+
+
 def place(kind: Kind, tensor: Tensor, frame: Frame) -> Place | None:
-    """Where ``tensor`` lies; None when its shape is not one that this knows."""
+    """Where ``tensor``, sequence first unless it is [b, s], lies; None when its shape is not known."""
     if tensor.dim() not in (2, 3, 4):
         return None
-    batch_first = kind.batch_first or tensor.dim() == 2
-    sequence, batch = (1, 0) if batch_first else (0, 1)
+    sequence, batch = (1, 0) if tensor.dim() == 2 else (0, 1)
     shape, index = list(tensor.shape), [None] * tensor.dim()
     found = _tokens(tensor.shape[sequence], frame)
     samples = _samples(tensor.shape[batch], frame)

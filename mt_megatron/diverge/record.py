@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .pieces import Piece
-from .place import Frame, Kind, Place, kind_of, place
+from .place import Frame, Kind, Place, kind_of, place, sequence_first
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 # Containers whose output is that of their last module; attention's and experts' inner tensors have shapes
@@ -72,7 +72,7 @@ class Recorder:
                 # A schedule runs the backward passes of a chunk in the order of its micro-batches.
                 microbatch = self._recomputed[name]
                 self._recomputed[name] += 1
-            where = place(kind, tensor, self._frame(microbatch))
+            where = place(kind, sequence_first(kind, tensor), self._frame(microbatch))
             if where is None:
                 self.not_placed[name] = None
                 return
@@ -80,11 +80,11 @@ class Recorder:
                 position[name] = len(position)
             order = (stage, position[name])
             if self._current is not None:
-                self._take("forward", name, order, where, tensor)
+                self._take("forward", name, order, where, sequence_first(kind, tensor))
             if tensor.requires_grad:
                 tensor.register_hook(
                     lambda gradient: self._take(
-                        "backward", name, order, where, gradient.detach(), self._scale
+                        "backward", name, order, where, sequence_first(kind, gradient), self._scale
                     )
                 )
 

@@ -31,6 +31,9 @@ class Side:
     imports: tuple[str, ...] = ()
     """Modules, or paths of Python files, that are imported before the model is built."""
 
+    dropout_switched_off: bool = False
+    """Whether the configuration asked for dropout and does not get it."""
+
     def config(self) -> TrainingConfig:
         """The configuration of this side."""
         return load_config(self.arguments)
@@ -55,14 +58,17 @@ def make_side(
     own: Sequence[str] = (),
     processes: int | None = None,
     imports: Sequence[str] = (),
+    check_files: bool = True,
 ) -> Side:
     """A checked side: ``common`` options, then its ``own``, on ``processes`` (the fewest that its parallel
-    sizes need). Raises ``ConfigError`` when the configuration is wrong for that many."""
+    sizes need). ``check_files`` is that of ``validate``. Raises ``ConfigError`` when the configuration is
+    wrong for that many."""
     arguments = [*common, *own, "--backend", backend]
     config = load_config(arguments)
     if config.train.train_iters is None:
         arguments += ["--train-iters", "1"]
-    if _core_value(config, "hidden_dropout") or _core_value(config, "attention_dropout"):
+    dropout = bool(_core_value(config, "hidden_dropout") or _core_value(config, "attention_dropout"))
+    if dropout:
         # Dropout masks belong to a layout: there is nothing to compare.
         arguments += ["--hidden-dropout", "0", "--attention-dropout", "0"]
     config = load_config(arguments)
@@ -74,7 +80,7 @@ def make_side(
             * parallel.context_parallel_size
             * parallel.expert_model_parallel_size
         )
-    found = problems(config, world_size=processes)
+    found = problems(config, world_size=processes, check_files=check_files)
     if found:
         lines = "\n".join(f"- {line}" for line in found)
         raise ConfigError(f"side {name}, {processes} process(es) on {backend}, cannot run:\n{lines}")
@@ -84,6 +90,7 @@ def make_side(
         arguments=tuple(arguments),
         processes=processes,
         imports=tuple(imports),
+        dropout_switched_off=dropout,
     )
 
 
@@ -112,7 +119,7 @@ def check_pair(a: Side, b: Side) -> list[str]:
     if found:
         raise ConfigError("the two sides cannot be compared:\n" + "\n".join(f"- {line}" for line in found))
     notes = []
-    if "--hidden-dropout" in a.arguments[-6:] or "--hidden-dropout" in b.arguments[-6:]:
+    if a.dropout_switched_off or b.dropout_switched_off:
         notes.append("dropout is switched off on both sides: its masks differ between layouts and devices")
     return notes
 
