@@ -7,7 +7,7 @@ builds the whole s x s score matrix and refuses sliding windows and context para
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError
 from ..seams.context_parallel import positions
-from .context_parallel import RNG_STATE, Attending, attend, exchange_of
+from .context_parallel import Attending, attend, exchange_of, random_numbers_of
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -159,8 +159,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         )
         value_size = value.size(-1)
         query, key, value = _padded_to_one_size(query, key, value)
-        # Every rank of the layer has other scores: by heads, and here by queries as well.
-        with _random_state(RNG_STATE) if how.dropout else nullcontext():
+        with random_numbers_of(group.rank(), query.device) if how.dropout else nullcontext():
             context = attend(query, key, value, forbidden, how, group)
         return context[..., :value_size].flatten(2).contiguous()
 
@@ -210,18 +209,6 @@ def _context_exchange(config: Any, attention_type: str) -> str | None:
             "whose queries and keys are the same tokens. Set context_parallel_size=1"
         )
     return exchange_of(config)
-
-
-def _random_state(name: str) -> AbstractContextManager[None]:
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    if name not in tracker.get_states():
-        raise ConfigError(
-            f"attention dropout needs the RNG state {name!r}, and Megatron's tracker has "
-            f"{', '.join(tracker.get_states()) or 'none'}; call model_parallel_cuda_manual_seed after "
-            "initialize_model_parallel, and load no RNG states that were saved without context parallelism"
-        )
-    fork: AbstractContextManager[None] = tracker.fork(name)
-    return fork
 
 
 def _padded_to_one_size(*tensors: Tensor) -> list[Tensor]:

@@ -14,13 +14,14 @@ fused kernel or one tile does, and under a causal mask no block needs a mask:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,9 +29,6 @@ from ..errors import ConfigError
 from ..seams.context_parallel import chunks, positions
 from .context_parallel_blocks import Merged, Scores, block_backward, block_forward
 from .context_parallel_exchange import EXCHANGES
-
-RNG_STATE = "context-parallel-rng"
-"""State of Megatron's RNG tracker that differs on every rank that holds other scores of a layer."""
 
 _DEFAULT = "all_gather"
 
@@ -64,6 +62,24 @@ def exchange_of(config: Any) -> str:
             f"cp_comm_type is {name!r}; expected one of {', '.join(EXCHANGES)}, the same for all layers"
         )
     return name
+
+
+@contextmanager
+def random_numbers_of(rank: int, device: torch.device) -> Iterator[None]:
+    """Random numbers on ``device`` that differ between ranks with other heads (by Megatron's RNG
+    tracker) and, by ``rank``, between ranks with other queries.
+
+    The tracker has no state for the latter: a checkpoint of Megatron-LM's keeps one context rank's
+    states for all. So that is all this takes, one number of the state that they share.
+    """
+    host = device.type == "cpu"
+    devices = [] if host else [device.index or 0]
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        seed = int(torch.randint(2**62, (), device=device))
+        with torch.random.fork_rng(devices, device_type="cuda" if host else device.type):
+            generator = torch.default_generator if host else torch.get_device_module(device)
+            generator.manual_seed(seed + rank)
+            yield
 
 
 def attend(

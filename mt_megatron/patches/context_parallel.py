@@ -52,21 +52,6 @@ def _forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     return original(self, *args, **kwargs)
 
 
-def _manual_seed(original: Callable[[int], None], seed: int) -> None:
-    """Context-parallel ranks share upstream's states, and would drop the same scores of other queries."""
-    original(seed)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return
-    from ..layers.context_parallel import RNG_STATE
-
-    # Apart from upstream's own offsets (2718 + tp, 1024 + 100 ep + tp, 100 a pipeline stage).
-    offset = 1_000_003 + 10_007 * parallel_state.get_context_parallel_rank()
-    get_cuda_rng_tracker().add(RNG_STATE, seed + offset + parallel_state.get_tensor_model_parallel_rank())
-
-
 def _finalize(original: Callable[..., None], model: Any, num_tokens: Any = None) -> None:
     """Upstream counts the tokens of data-parallel ranks and forgets those of context-parallel ones,
     whose gradients it does add up."""
@@ -106,13 +91,6 @@ def patches(backend: Backend) -> list[Patch]:
             _forward,
             "rotary positions of packed sequences and caches would be wrong without a word",
             digest="52ba92bd540a379102f00eb24c47b405b31c1c2bbc08464308b98a9cbe5b5a76",
-        ),
-        wrap(
-            "manual_seed",
-            "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
-            _manual_seed,
-            "attention dropout must differ between ranks that hold other queries",
-            digest="4a3b0e7cc59c56e3eb67c7858b7564f37e8a0154f4e51a2c1d8aac1d4afc672e",
         ),
         wrap(
             "finalize_model_grads",
