@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fake_cuda.layouts import MICRO_BATCH, SEQUENCE, flags, stages
+from tests.fake_cuda.layouts import HIDDEN, MICRO_BATCH, SEQUENCE, flags, stages
 from tests.fake_cuda.pairwise import Row
 
 
@@ -138,7 +138,7 @@ def _plant(trainable: Any, device: str) -> None:
     import torch
 
     layer = trainable.bare_chunks()[0].decoder.layers[0]
-    planted = torch.ones(64, device=device)
+    planted = torch.ones(HIDDEN, device=device)
     layer.mlp.linear_fc2.register_forward_hook(
         lambda module, inputs, output: (output[0] + planted, output[1])
     )

@@ -47,7 +47,7 @@ def test_every_layout_runs_forward(found: list[dict[str, Any]]) -> None:
 
 def test_everything_is_on_the_device_of_the_rank(found: list[dict[str, Any]]) -> None:
     for outcome in found:
-        assert outcome["devices"] == [outcome["device"]], describe(outcome)
+        assert outcome.get("devices") == [outcome["device"]], describe(outcome)
         assert outcome["held"] > 20 and outcome["hooks"] > 0, describe(outcome)
     assert len({outcome["device"] for outcome in found}) >= 4, "some index other than 0 must occur"
 
@@ -55,7 +55,7 @@ def test_everything_is_on_the_device_of_the_rank(found: list[dict[str, Any]]) ->
 def test_every_micro_batch_passed_every_chunk(found: list[dict[str, Any]]) -> None:
     for outcome in found:
         row = outcome["row"]
-        assert outcome["forwards"] == row["pp"] * row["vpp"], describe(outcome)
+        assert outcome.get("forwards") == row["pp"] * row["vpp"], describe(outcome)
         last = outcome["stage"] == "last" or row["pp"] == 1
         assert outcome["reports"] == (row["pp"] if last else 0), describe(outcome)
 
