@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
 
 from .compare import Comparison, Entry
 
-_LEFT, _RIGHT, _TOP, _PANEL, _GAP, _BOTTOM = 64, 24, 46, 150, 46, 30
+_LEFT, _RIGHT, _TOP, _PANEL, _GAP, _BOTTOM = 64, 24, 70, 150, 46, 30
 _OK, _BAD, _GREY, _INK = "#2f6fde", "#d9480f", "#868e96", "#343a40"
 _LOW = -9
 """Errors below 1e-9 are drawn there; equal to the bit is a hollow mark on that line."""
@@ -29,12 +30,21 @@ def draw(comparison: Comparison, title: str) -> str:
         'font-family="system-ui, sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>',
         _text(_LEFT, 22, title, size=13),
+        _subtitle(comparison),
     ]
     for row, (phase, words) in enumerate(_PANELS):
         top = _TOP + row * (_PANEL + _GAP)
         parts += _panel(_of(comparison, phase), words, top, width, comparison.first)
     parts.append(_legend(width, height))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _subtitle(comparison: Comparison) -> str:
+    first = comparison.first
+    if first is None:
+        return _text(_LEFT, 40, "no difference beyond rounding", fill=_GREY)
+    words = f"{first.phase} of {first.name} differs first; look at {comparison.suspect()}"
+    return _text(_LEFT, 40, words, fill=_BAD)
 
 
 def _of(comparison: Comparison, phase: str) -> list[Entry]:
@@ -78,16 +88,17 @@ def _panel(entries: list[Entry], words: str, top: float, width: float, first: En
         parts.append(f'<circle {centre} fill="{fill}" stroke="{colour}"><title>{tip}</title></circle>')
         if entry is first:
             left = x(at) > width / 2
-            anchor, shift = ("end", -9) if left else ("start", 9)
-            parts.append(
-                _text(x(at) + shift, y(entry.error) + 4, f"first: {entry.name}", anchor=anchor, fill=_BAD)
-            )
+            anchor, shift = ("end", -8) if left else ("start", 8)
+            upright = f'd="M{x(at):.1f} {top}V{bottom}"'
+            parts.append(f'<path {upright} stroke="{_BAD}" stroke-width="0.8"/>')
+            label, below = f"first: {entry.name}", y(entry.error) + 22
+            parts.append(_text(x(at) + shift, below, label, anchor=anchor, fill=_BAD, halo=True))
     return parts
 
 
-def _layers(entries: list[Entry], x: object, top: float, bottom: float) -> list[str]:
-    assert callable(x)
-    parts, previous = [], ""
+def _layers(entries: list[Entry], x: Callable[[int], float], top: float, bottom: float) -> list[str]:
+    parts: list[str] = []
+    previous = ""
     for at, entry in enumerate(entries):
         words = entry.name.split(".")
         layer = words[2] if words[:2] == ["decoder", "layers"] and len(words) > 2 else ""
@@ -108,7 +119,15 @@ def _legend(width: float, height: float) -> str:
 
 
 def _text(
-    x: float, y: float, words: str, *, anchor: str = "start", fill: str = _INK, size: int | None = None
+    x: float,
+    y: float,
+    words: str,
+    *,
+    anchor: str = "start",
+    fill: str = _INK,
+    size: int | None = None,
+    halo: bool = False,
 ) -> str:
-    scale = f' font-size="{size}"' if size else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{scale}>{escape(words)}</text>'
+    more = f' font-size="{size}"' if size else ""
+    more += ' paint-order="stroke" stroke="#ffffff" stroke-width="4"' if halo else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{more}>{escape(words)}</text>'

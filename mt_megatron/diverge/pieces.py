@@ -102,8 +102,9 @@ def _region(piece: Piece) -> tuple[Tensor, ...]:
     return tuple(parts)
 
 
-def row_error(a: Tensor, b: Tensor, *, by_element: bool = False) -> tuple[float, int]:
-    """Largest error of a row, and which row: ``|a - b| / max(|a|, root mean square of all |a|)``.
+def row_error(a: Tensor, b: Tensor, *, by_element: bool = False, smallest: float = 0.0) -> tuple[float, int]:
+    """Largest error of a row, and which row: ``|a - b| / max(|a|, root mean square of all |a|)``, where
+    ``smallest`` is the least size of an element, by root mean square, that an error is measured against.
 
     A row is the last dimension: one token's features, one output's weights; with ``by_element``, or in a
     vector, a single element. Infinite where one side is finite and the other is not.
@@ -120,7 +121,8 @@ def row_error(a: Tensor, b: Tensor, *, by_element: bool = False) -> tuple[float,
     zero = torch.zeros((), dtype=torch.float64)
     x, y = torch.where(finite, x, zero), torch.where(finite, y, zero)
     norms, differences = x.norm(dim=1), (x - y).norm(dim=1)
-    scale = torch.maximum(norms, norms.square().mean().sqrt())
+    typical = max(float(norms.square().mean().sqrt()), smallest * max(width, 1) ** 0.5)
+    scale = norms.clamp(min=typical)
     errors = torch.where(differences == 0, zero, differences / scale)
     worst = int(errors.argmax())
     return float(errors[worst]), worst

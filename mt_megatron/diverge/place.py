@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +38,9 @@ class Kind:
     batch_first: bool = False
     """[b, s, h] instead of Megatron's [s, b, h]."""
 
+    per_sample: bool = True
+    """Whether the batch dimension counts samples; rotary angles are the same for all."""
+
     split: str | None = None
     """What tensor parallelism splits: ``last`` dimension, ``heads`` (dimension 2 of 4), ``gated`` (the last,
     holding this rank's share of the gate and then of the other half); None when every rank has all of it."""
@@ -50,6 +52,8 @@ def kind_of(name: str, module: torch.nn.Module, *, gated: bool) -> Kind:
     last = name.rpartition(".")[2]
     if last in ("word_embeddings", "position_embeddings", "tokentype_embeddings"):
         return Kind(batch_first=not getattr(module, "reduce_scatter_embeddings", False))
+    if last == "rotary_pos_emb":
+        return Kind(per_sample=False)
     if last in ("q_layernorm", "k_layernorm"):
         return Kind(split="heads")
     if last == "core_attention":
@@ -71,9 +75,10 @@ def place(kind: Kind, tensor: Tensor, frame: Frame) -> Place | None:
     if tensor.dim() not in (2, 3, 4):
         return None
     sequence, batch = (1, 0) if tensor.dim() == 2 else (0, 1)
-    shape, index = list(tensor.shape), [None] * tensor.dim()
+    shape = list(tensor.shape)
+    index: list[Tensor | None] = [None] * tensor.dim()
     found = _tokens(tensor.shape[sequence], frame)
-    samples = _samples(tensor.shape[batch], frame)
+    samples = _samples(tensor.shape[batch], frame, kind.per_sample)
     if found is None or samples is None:
         return None
     (shape[sequence], index[sequence]), (shape[batch], index[batch]) = found, samples
@@ -83,7 +88,7 @@ def place(kind: Kind, tensor: Tensor, frame: Frame) -> Place | None:
     return tuple(shape), tuple(index)
 
 
-def _tokens(length: int, frame: Frame) -> tuple[int, Any] | None:
+def _tokens(length: int, frame: Frame) -> tuple[int, Tensor | None] | None:
     held = len(frame.positions)
     if length == held:
         return frame.sequence, None if held == frame.sequence else frame.positions
@@ -94,8 +99,8 @@ def _tokens(length: int, frame: Frame) -> tuple[int, Any] | None:
     return (length, None) if length in (1, frame.sequence) else None
 
 
-def _samples(count: int, frame: Frame) -> tuple[int, Any] | None:
-    if count == len(frame.samples):
+def _samples(count: int, frame: Frame, per_sample: bool) -> tuple[int, Tensor | None] | None:
+    if per_sample and count == len(frame.samples):
         return frame.batch, None if count == frame.batch else frame.samples
     return (1, None) if count == 1 else None
 

@@ -63,7 +63,7 @@ def run_side(side: Side, folder: Path, timeout: float) -> None:
 
 def _loopback_store() -> tuple[Any, int]:
     """A rendezvous store on a socket bound to 127.0.0.1: one that torch binds listens on every address."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))

@@ -46,8 +46,8 @@ class Side:
     def read(cls, path: Path) -> Side:
         """Read what ``write`` wrote."""
         found = json.loads(path.read_text(encoding="utf-8"))
-        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-        return cls(**plain)
+        found |= {name: tuple(found[name]) for name in ("arguments", "imports")}
+        return cls(**found)
 
 
 def make_side(
@@ -105,11 +105,11 @@ def check_pair(a: Side, b: Side) -> list[str]:
 
     same("seed", one.train.seed, other.train.seed)
     same("seq_length", one.train.seq_length, other.train.seq_length)
-    batches = one.global_batch_size(a.processes), other.global_batch_size(b.processes)
-    same("global_batch_size", *batches, "give --global-batch-size")
+    batch, other_batch = one.global_batch_size(a.processes), other.global_batch_size(b.processes)
+    same("global_batch_size", batch, other_batch, "give --global-batch-size")
     same("data", one.data, other.data)
     per_token = [bool(_core_value(each, "calculate_per_token_loss")) for each in (one, other)]
-    same("calculate_per_token_loss", *per_token)
+    same("calculate_per_token_loss", per_token[0], per_token[1])
     if not all(per_token):
         why = "the loss is a mean per micro-batch: use the same, or --calculate-per-token-loss"
         same("micro_batch_size", one.train.micro_batch_size, other.train.micro_batch_size, why)
