@@ -19,6 +19,7 @@ from ..patching.hooks import ImportHook
 from ..patching.import_statement import unwatch, watch
 from .choice import BACKEND, Choice, is_main
 from .dataset_helpers import DatasetHelpers
+from .tracebacks import keep_clean
 
 
 def prepare() -> None:
@@ -41,6 +42,7 @@ class _Waiting:
         # The statement that imports torch is under way when the patches come, so what it returns
         # has to be looked at by somebody who was there before.
         watch(self)
+        keep_clean()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -27,6 +27,9 @@ def _to(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[
                 args = (translator.device(args[0]), *args[1:])
             elif kwargs.get("device") is not None:
                 kwargs["device"] = translator.device(kwargs["device"])
+            if kwargs.get("non_blocking") and not translator.backend.pins_host_memory():
+                # A copy to the host that does not wait goes to pinned memory.
+                kwargs["non_blocking"] = False
         return original(self, *args, **kwargs)
 
     return to
@@ -72,6 +75,17 @@ def _pin_memory(original: Callable[..., Any], translator: DeviceTranslator) -> C
         return original(self, *args, **kwargs)
 
     return pin_memory
+
+
+def _loader(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Pinning happens in a thread of torch's, where nobody could tell for whom it is done.
+        if self.pin_memory and caller_in_scope() and not translator.backend.pins_host_memory():
+            self.pin_memory = False
+
+    return __init__
 
 
 def _is_cuda(original: Any, translator: DeviceTranslator) -> property:
@@ -132,6 +146,7 @@ def patches(backend: Backend) -> list[Patch]:
         method(module, "to", _to),
         method(module, "cuda", _cuda),
         method(module, "to_empty", _to_empty),
+        method("torch.utils.data.dataloader:DataLoader", "__init__", _loader),
         method(tensor, "is_cuda", _is_cuda),
         method(tensor, "type", _type),
     ]

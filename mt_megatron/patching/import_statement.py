@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Mapping, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Protocol
 
 
@@ -65,3 +65,8 @@ def _import(
             # A function's statements pass no locals.
             module = viewer.see(module, globals, fromlist or (), in_function=locals is None)
     return module
+
+
+def is_wrapper(code: CodeType) -> bool:
+    """Whether a frame with this code is the wrapper's, for who shows tracebacks."""
+    return code is _import.__code__

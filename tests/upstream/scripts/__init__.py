@@ -1,0 +1,1 @@
+"""What is run: files of a stranger, and beside them a module of theirs."""
