@@ -109,24 +109,31 @@ class Merged:
 
 def _fused_kernel(q: Tensor, scores: Scores) -> str | None:
     """Whose kernel of torch's can do this block and returns the logarithm; None: compute it in tiles."""
+    kind, dtype, size = q.device.type, q.dtype, q.size(-1)
     if scores.forbidden is not None or scores.dropout:
-        return None  # They give 0 instead of -inf for a row without keys, or none at all for dropout.
-    kind = q.device.type
-    if kind == "cpu":
+        # For a row without keys they return 0 instead of -inf, and some know no dropout.
+        why = "masks and sliding windows" if scores.forbidden is not None else "dropout"
+    elif kind == "cpu":
         return "cpu"
-    if kind == "cuda":
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        return "cuda" if half and q.size(-1) % 8 == 0 and q.size(-1) <= 256 else None
-    _say_tiled(kind)
+    elif kind != "cuda":
+        why = "this device"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        why = str(dtype)
+    elif size % 8 or size > 256:
+        why = f"a head size of {size}"
+    else:
+        return "cuda"
+    _say_tiled(kind, why)
     return None
 
 
 @functools.cache
-def _say_tiled(kind: str) -> None:
+def _say_tiled(kind: str, why: str) -> None:
     logger.warning(
-        "context parallel attention on %s: a fused kernel that returns the log-sum-exp was asked for, torch "
-        "names none for this device, so the scores are computed in tiles of fp32",
+        "context parallel attention on %s: a fused kernel that returns the log-sum-exp was asked for, there "
+        "is none for %s, so the scores are computed in tiles, in fp32 or wider",
         kind,
+        why,
     )
 
 

@@ -232,6 +232,47 @@ def dropout(world: int) -> dict[str, Any]:
     }
 
 
+def what_runs(world: int) -> dict[str, Any]:
+    """Kernels, collectives and what is kept for the backward pass of plain causal attention."""
+    start(world)
+    from mt_megatron.layers import context_parallel
+    from mt_megatron.layers.context_parallel_blocks import kernel_of
+    from mt_megatron.seams import events
+
+    found: dict[str, Any] = {"own keys": mine(qkv(2, D, torch.float32)[1]).numel()}
+    forward = context_parallel.block_forward
+    for exchange in ("all_gather", "p2p"):
+        kernels, collectives, kept = set(), [], []
+
+        def spy(q: Tensor, k: Tensor, v: Tensor, scores: Any) -> Any:
+            kernels.add(kernel_of(q, scores))  # noqa: B023
+            return forward(q, k, v, scores)
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor.numel())  # noqa: B023
+            return tensor
+
+        def listen(phase: str, name: str, attrs: Any) -> None:
+            if (phase, name) == ("begin", "collective"):
+                assert attrs["group"] == "cp" and attrs["bytes"] > 0
+                collectives.append(attrs["op"])  # noqa: B023
+
+        context_parallel.block_forward = spy
+        stop = events.subscribe(listen)
+        parts = [mine(t).requires_grad_() for t in qkv(2, D, torch.float32)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            output = module(cp_comm_type=exchange)(*parts, mine(future()))
+        output.sum().backward()
+        stop()
+        context_parallel.block_forward = forward
+        found[exchange] = {
+            "kernels": sorted(kernels),
+            "collectives": collectives,
+            "largest kept": max(kept),
+        }
+    return found
+
+
 def refusals(world: int) -> dict[str, str]:
     """What is said to what cannot be right."""
     start(world)

@@ -157,11 +157,15 @@ def test_which_kernel_is_taken() -> None:
     assert blocks.kernel_of(q.to("meta"), plain) == "tiles"
 
 
-def test_another_device_says_that_it_computes_in_tiles(caplog: pytest.LogCaptureFixture) -> None:
+def test_tiles_are_taken_with_one_line_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
     blocks._say_tiled.cache_clear()
     for _ in range(2):
         blocks.kernel_of(torch.zeros(1, 1, 2, 8, device="meta"), Scores(scale=1.0))
-    assert len(caplog.records) == 1 and "on meta" in caplog.text and "tiles of fp32" in caplog.text
+        blocks.kernel_of(torch.zeros(1, 1, 2, 8), Scores(scale=1.0, dropout=0.1))
+        blocks.kernel_of(torch.zeros(1, 1, 2, 8), Scores(scale=1.0))
+    assert len(caplog.records) == 2
+    assert "on meta" in caplog.text and "there is none for this device" in caplog.text
+    assert "on cpu" in caplog.text and "there is none for dropout" in caplog.text
 
 
 def test_cudas_kernel_takes_what_is_passed() -> None:
