@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.emulators import environment
 from tests.launch import run_ranks
 from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, Layout
 from tests.parity.compare import Record, read_record
+from tests.parity.run import record_folder
 
 CI_SEEDS = (1234,)
 SOAK_SEEDS = (1234, 7, 99)
@@ -28,13 +30,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """``runs(name, seed=..., bf16=...)``: the record of a layout, run together with its peers."""
+    """``runs(name, seed=..., bf16=..., backend=..., peers=...)``: the record of a layout, run together with
+    its peers (by default all layouts of its world size) from the weights that the cpu's reference had."""
     folders: dict[tuple[int, bool], Path] = {}
-    records: dict[tuple[str, int, bool], Record] = {}
+    records: dict[tuple[str, int, bool, str], Record] = {}
 
-    def start(layouts: list[Layout], world: int, seed: int, bf16: bool) -> None:
+    def start(layouts: list[Layout], world: int, seed: int, bf16: bool, backend: str) -> None:
         folder = folders.setdefault((seed, bf16), tmp_path_factory.mktemp(f"seed{seed}{'_bf16' * bf16}"))
         names = [layout.name for layout in layouts]
+        emulated = environment() if backend == "musa" else {}
         results = run_ranks(
             world,
             "tests.parity.run:run_layouts",
@@ -43,21 +47,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             seed,
             bf16,
             timeout=120 + 60 * len(names),
+            env={"MT_MEGATRON_TEST_BACKEND": backend, **emulated},
         )
         for name in names:
-            where = folder / ("bf16" if bf16 else "fp32") / name
-            records[name, seed, bf16] = read_record(where, [result[name] for result in results])
+            where = folder / record_folder(bf16, backend) / name
+            records[name, seed, bf16, backend] = read_record(where, [result[name] for result in results])
 
-    def get(name: str, *, seed: int, bf16: bool = False) -> Record:
-        peers = (*LAYOUTS, *SABOTAGED)
+    def get(
+        name: str, *, seed: int, bf16: bool = False, backend: str = "cpu", peers: Sequence[str] | None = None
+    ) -> Record:
+        every = (*LAYOUTS, *SABOTAGED)
         everything = not bf16 or os.environ.get("MT_MEGATRON_SOAK") == "1"
-        wanted = [each for each in peers if everything or each.bf16_always or each.name == name]
-        if ("one", seed, bf16) not in records:
-            start([*REFERENCES, *(each for each in wanted if each.world == 1)], 1, seed, bf16)
-        if (name, seed, bf16) not in records:
+        wanted = [each for each in every if everything or each.bf16_always or each.name == name]
+        if ("one", seed, bf16, "cpu") not in records:
+            start([*REFERENCES, *(each for each in wanted if each.world == 1)], 1, seed, bf16, "cpu")
+        if (name, seed, bf16, backend) not in records:
+            if peers is not None:
+                wanted = [each for each in (*REFERENCES, *every) if each.name in {*peers, name}]
             world = next(each.world for each in wanted if each.name == name)
-            start([each for each in wanted if each.world == world], world, seed, bf16)
-        return records[name, seed, bf16]
+            missing = [
+                each
+                for each in wanted
+                if each.world == world and (each.name, seed, bf16, backend) not in records
+            ]
+            start(missing, world, seed, bf16, backend)
+        return records[name, seed, bf16, backend]
 
     return get
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -37,6 +36,11 @@ def run_layouts(names: list[str], folder: str, seed: int, bf16: bool) -> dict[st
     # One default group for all layouts: a store keeps the addresses of a group that was destroyed.
     dist.init_process_group(backend.collective)
     return {name: _train(by_name(name), Path(folder), seed, bf16) for name in names}
+
+
+def record_folder(bf16: bool, backend: str) -> str:
+    """Where the records of one precision and backend lie, so that backends share initial weights."""
+    return ("bf16" if bf16 else "fp32") + ("" if backend == "cpu" else f"_{backend}")
 
 
 def _train(layout: Layout, folder: Path, seed: int, bf16: bool) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def _train(layout: Layout, folder: Path, seed: int, bf16: bool) -> dict[str, Any
         stop_listening()
         with checkpoint.synchronised_parameters(trainable):
             weights = _pieces(trainable, lambda parameter: parameter.detach().cpu().clone())
-        target = folder / ("bf16" if bf16 else "fp32") / layout.name
+        target = folder / record_folder(bf16, job.backend.name) / layout.name
         target.mkdir(parents=True, exist_ok=True)
         torch.save({"gradients": gradients, "weights": weights}, target / f"rank_{job.rank}.pt")
         return {
@@ -157,12 +161,6 @@ def _sabotage_model(what: str | None, trainable: Trainable) -> None:
                 chunk.finish_grad_sync()
 
         trainable.core.finalize_model_grads_func = only_data_parallel
-    elif what == "leaking_mask":
-        # In one layer every token sees the next one.
-        attention = trainable.bare_chunks()[0].decoder.layers[1].self_attention
-        attention.attn_mask_type = type(attention.attn_mask_type).padding
-        attention.core_attention.config = copy.copy(trainable.core)
-        attention.core_attention.config.window_size = (SEQUENCE, 1)
     elif what == "leaking_mask":
         # In one layer every token sees the next one.
         attention = trainable.bare_chunks()[0].decoder.layers[1].self_attention

@@ -1,0 +1,57 @@
+"""The parity suite on the emulated musa device: every layout equals one process there, and the cpu.
+
+The emulator runs CPU kernels behind another device type, other streams of random numbers, other
+process groups and other optimizer classes. So this proves the redirection, not the hardware.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, Layout
+from tests.parity.compare import FP32, Bounds, Record, check
+from tests.parity.conftest import Figures, Runs
+
+CPU = Bounds(gradient=1e-6, loss=1e-6, norm=1e-6, weight=1e-4)
+"""The two differ in their attention kernels alone: the cpu's is blocked, the emulated device's is not."""
+
+ALWAYS = ("one", "recompute", "tp2_sp", "vpp2", "dp2_zero1")
+SABOTAGED_ALWAYS = ("no_norm_all_reduce",)
+BF16 = Bounds(gradient=0.04, loss=0.003, norm=0.03, weight=0.05)
+
+
+def _marked(names: tuple[str, ...], layouts: tuple[Layout, ...]) -> list[object]:
+    return [pytest.param(each.name, marks=() if each.name in names else pytest.mark.soak) for each in layouts]
+
+
+def _run(runs: Runs, name: str, seed: int, bf16: bool = False) -> Record:
+    soak = os.environ.get("MT_MEGATRON_SOAK") == "1"
+    peers = None if soak else (*ALWAYS, *SABOTAGED_ALWAYS)
+    if name in {each.name for each in REFERENCES} and soak:
+        peers = tuple(each.name for each in REFERENCES)
+    return runs(name, seed=seed, bf16=bf16, backend="musa", peers=peers)
+
+
+@pytest.mark.parametrize("name", _marked(ALWAYS, (*REFERENCES, *LAYOUTS)))
+def test_layout_equals_the_cpu(runs: Runs, seed: int, name: str, figures: Figures) -> None:
+    figures(check(runs(name, seed=seed), _run(runs, name, seed), CPU))
+
+
+@pytest.mark.parametrize("name", _marked(ALWAYS, LAYOUTS))
+def test_layout_equals_one_process(runs: Runs, seed: int, name: str, figures: Figures) -> None:
+    reference = next(each.reference for each in LAYOUTS if each.name == name)
+    figures(check(_run(runs, reference, seed), _run(runs, name, seed), FP32))
+
+
+@pytest.mark.parametrize("name", _marked(SABOTAGED_ALWAYS, SABOTAGED))
+def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, name: str) -> None:
+    with pytest.raises(AssertionError, match="deviates by|different copies"):
+        check(runs("one", seed=seed), _run(runs, name, seed), FP32)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["one", *(each.name for each in LAYOUTS if each.bf16_always)])
+def test_layout_stays_close_to_the_cpu_in_bf16(runs: Runs, seed: int, name: str, figures: Figures) -> None:
+    figures(check(runs(name, seed=seed, bf16=True), _run(runs, name, seed, bf16=True), BF16))
