@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 SURFACE = FOLDER / "torch_musa_surface.txt"
@@ -20,3 +21,14 @@ def environment() -> dict[str, str]:
         # Each process has one emulated device, as where a launcher shows every process its own.
         "MUSA_VISIBLE_DEVICES": "0",
     }
+
+
+def needs_emulated_musa() -> Any:
+    """A mark for tests on the emulated device: this torch must let Python code register one."""
+    import pytest
+    from torch.utils import backend_registration
+
+    return pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch registers PrivateUse1 devices from C++ only: nothing to emulate musa with",
+    )

@@ -10,9 +10,12 @@ import os
 
 import pytest
 
+from tests.emulators import needs_emulated_musa
 from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, Layout
 from tests.parity.compare import FP32, Bounds, Record, check
 from tests.parity.conftest import Figures, Runs
+
+pytestmark = needs_emulated_musa()
 
 CPU = Bounds(gradient=1e-6, loss=1e-6, norm=1e-6, weight=1e-4)
 """The two differ in their attention kernels alone: the cpu's is blocked, the emulated device's is not."""
