@@ -119,25 +119,27 @@ class _Attention(torch.autograd.Function):
             for source, shard in EXCHANGES[how.exchange].shards(own, group):
                 rows, keys, scores = _block(how, group, source, q, forbidden)
                 k, v = (_heads_first(each)[:, :, keys] for each in shard)
-                output, lse, masks = block_forward(q[:, :, rows], k, v, scores)
+                output, lse, again = block_forward(q[:, :, rows], k, v, scores)
                 merged.add(rows, output, lse)
-                kept.append(masks)
+                kept.append(again)
             result = _tokens_first(merged.output).to(query.dtype).contiguous()
         ctx.save_for_backward(
-            query, own, forbidden, result, merged.lse, *(m for masks in kept for m in masks)
+            query, own, forbidden, result, merged.lse, *(each for block in kept for each in block)
         )
-        ctx.how, ctx.group, ctx.kept = how, group, [len(masks) for masks in kept]
+        ctx.how, ctx.group, ctx.kept = how, group, [len(block) for block in kept]
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, own, forbidden, result, lse, *masks = ctx.saved_tensors
+        query, own, forbidden, result, lse, *every = ctx.saved_tensors
         wide = torch.promote_types(query.dtype, torch.float32)
         with _autocast_off(query):
-            q, grad, output = _heads_first(query), _heads_first(grad_output), _heads_first(result)
+            q, output = _heads_first(query), _heads_first(result)
+            # Kernels want the last dimension dense, and a sum's gradient is one number seen often.
+            grad = _heads_first(grad_output.contiguous())
             grad_q = torch.zeros_like(q, dtype=wide)
-            left, counts = iter(masks), iter(ctx.kept)
+            left, counts = iter(every), iter(ctx.kept)
 
             def of(source: int, shard: Tensor) -> Tensor:
                 rows, keys, scores = _block(ctx.how, ctx.group, source, q, forbidden)

@@ -40,8 +40,9 @@ class Scores:
     """Probability with which a weight is dropped."""
 
 
-Kept = tuple[Tensor, ...]
-"""What the forward pass of a block keeps for its backward pass (dropout masks)."""
+Kept = tuple[Tensor | None, ...]
+"""What the forward pass of a block keeps for its backward pass: dropout masks, or what a kernel wants
+to see again."""
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Kept]:
@@ -55,10 +56,11 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tens
         )
         return output, lse, ()
     if kernel == "cuda":
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+        output, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(
             q, *_expanded(q, k, v), 0.0, scores.causal, False, scale=scores.scale
-        )[:2]
-        return output, lse, ()
+        )
+        sequences_q, sequences_k, _, _, random_state, unused = rest[:6]
+        return output, lse, (sequences_q, sequences_k, random_state, unused)
     return _tiled_forward(q, k, v, scores)
 
 
@@ -76,11 +78,10 @@ def block_backward(
             grad, q, k, v, output, lse, 0.0, scores.causal, scale=scores.scale
         )
     else:
-        # Without dropout the random state and the sizes of packed sequences are not looked at.
-        none = torch.empty(0, dtype=torch.int64, device=q.device)
+        sequences_q, sequences_k, random_state, unused = kept
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, output, lse.contiguous(), none, none, q.size(2), k.size(2),
-            0.0, scores.causal, none, none, scale=scores.scale,
+            grad, q, k, v, output, lse.contiguous(), sequences_q, sequences_k, q.size(2), k.size(2),
+            0.0, scores.causal, random_state, unused, scale=scores.scale,
         )  # fmt: skip
     return dq, _summed_over_groups(dk, groups), _summed_over_groups(dv, groups)
 
@@ -186,7 +187,7 @@ def _unfolded(groups: Tensor, heads: int) -> Tensor:
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Kept]:
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, dtype = q.to(wide), k.to(wide), v.to(wide), q.dtype
-    outputs, logs, kept = [], [], []
+    outputs, logs, kept = [], [], list[Tensor]()
     for rows in _tiles(q, k):
         found = _tile_scores(q, k, rows, scores)
         lse = found.logsumexp(-1)
@@ -219,7 +220,9 @@ def _tiled_backward(
         through = _unfolded(incoming @ v.mT, heads)
         dropped = weights
         if scores.dropout:
-            factor = kept[index] / (1 - scores.dropout)
+            mask = kept[index]
+            assert mask is not None
+            factor = mask / (1 - scores.dropout)
             dropped, through = weights * factor, through * factor
         dv += _folded(dropped, groups).mT @ incoming
         through = _folded(weights.mul_(through - delta[:, :, rows]), groups).mul_(scores.scale)
