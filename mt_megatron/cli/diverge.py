@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     )
     found.notes.extend(notes)
     document = as_json(found, a, b)
-    title = f"a: {a.backend}, {a.processes} process(es); b: {b.backend}, {b.processes} process(es)"
+    counts = ["1 process" if side.processes == 1 else f"{side.processes} processes" for side in (a, b)]
+    title = f"a: {a.backend}, {counts[0]}; b: {b.backend}, {counts[1]}"
     (folder / "picture.svg").write_text(draw(found, title), encoding="utf-8")
     (folder / "report.md").write_text(as_markdown(found, a, b, "picture.svg"), encoding="utf-8")
     (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

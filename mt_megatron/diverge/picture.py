@@ -43,7 +43,9 @@ def _subtitle(comparison: Comparison) -> str:
     first = comparison.first
     if first is None:
         return _text(_LEFT, 40, "no difference beyond rounding", fill=_GREY)
-    words = f"{first.phase} of {first.name} differs first; look at {comparison.suspect()}"
+    words = f"{first.phase} of {first.name} differs first"
+    if comparison.suspect() != first.name:
+        words += f"; {comparison.suspect()} computed it"
     return _text(_LEFT, 40, words, fill=_BAD)
 
 

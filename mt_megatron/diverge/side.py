@@ -108,6 +108,7 @@ def check_pair(a: Side, b: Side) -> list[str]:
     batch, other_batch = one.global_batch_size(a.processes), other.global_batch_size(b.processes)
     same("global_batch_size", batch, other_batch, "give --global-batch-size")
     same("data", one.data, other.data)
+    same("load", one.checkpoint.load, other.checkpoint.load, "both sides start from the same weights")
     per_token = [bool(_core_value(each, "calculate_per_token_loss")) for each in (one, other)]
     same("calculate_per_token_loss", per_token[0], per_token[1])
     if not all(per_token):

@@ -18,7 +18,7 @@ import torch
 import mt_megatron
 from mt_megatron.errors import ConfigError
 from mt_megatron.seams.context_parallel import positions
-from mt_megatron.training.checkpoint import Progress, load_weights, save_checkpoint
+from mt_megatron.training.checkpoint import Progress, load_weights, resolve_checkpoint, save_checkpoint
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.data.datasets import SampleDataset, build_datasets
@@ -41,8 +41,9 @@ INITIAL = "initial"
 def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) -> None:
     """Run the step of ``side`` in this process and its peers, and write ``folder/<side>/rank_*``.
 
-    The first side to run writes ``folder/initial``; every side loads its weights from there. Megatron
-    must be patched for the side's backend. ``dataset`` takes the place of the configured data.
+    Every side loads its weights from the configuration's ``load``, or else from ``folder/initial``, which
+    the first side to run writes. Megatron must be patched for the side's backend. ``dataset`` takes the
+    place of the configured data.
     """
     config = side.config()
     backend = mt_megatron.backend()
@@ -58,15 +59,21 @@ def record_side(side: Side, folder: Path, dataset: SampleDataset | None = None) 
             dataset = _dataset(config, tokenizer, folder, job)
         family = family_of(config)
         trainable = build(config, job, family)
-        initial = folder / INITIAL
-        if not (initial / "iter_0000000").exists():
-            save_checkpoint(initial, trainable, Progress(), job, manifest={"config": config.to_dict()})
-        load_weights(initial / "iter_0000000", trainable)
+        load_weights(_initial(config, folder, trainable, job), trainable)
         pieces, facts = _step(config, job, trainable, make_forward_step(family, backend.device()), dataset)
         target = folder / side.name
         target.mkdir(parents=True, exist_ok=True)
         save(pieces, target / f"rank_{job.rank}.pt")
         write_facts(facts, target / f"rank_{job.rank}.json")
+
+
+def _initial(config: TrainingConfig, folder: Path, trainable: Trainable, job: Job) -> Path:
+    if config.checkpoint.load is not None:
+        return resolve_checkpoint(Path(config.checkpoint.load))
+    initial = folder / INITIAL / "iter_0000000"
+    if not initial.exists():
+        save_checkpoint(initial.parent, trainable, Progress(), job, manifest={"config": config.to_dict()})
+    return initial
 
 
 def _dataset(config: TrainingConfig, tokenizer: Any, folder: Path, job: Job) -> SampleDataset:

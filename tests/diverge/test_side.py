@@ -32,6 +32,7 @@ def test_a_side_comes_back_from_its_file(tmp_path: Path) -> None:
         ("--global-batch-size 8", "global_batch_size is 4 on side a and 8 on side b"),
         ("--micro-batch-size 2", "calculate-per-token-loss"),
         ("--vocab-size 96", "the padded vocabulary is 64 on side a and 96 on side b"),
+        ("--load elsewhere", "load is None on side a and elsewhere on side b"),
         ("--seq-length 8", "seq_length is 16 on side a and 8"),
     ],
 )
