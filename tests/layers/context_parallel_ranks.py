@@ -113,9 +113,20 @@ def band(left: int, right: int) -> Tensor:
     return (distance < -left) | (distance > right)
 
 
-def against_one_process(world: int) -> dict[str, list[float]]:
-    """``differences`` of every case, by name."""
+def everything(world: int) -> dict[str, Any]:
+    """All cases below, by the name of their function."""
     start(world)
+    cases = (against_one_process, later_tokens, dropout, what_runs, refusals)
+    return {case.__name__: case() for case in cases}
+
+
+def only_against_one_process(world: int) -> dict[str, Any]:
+    start(world)
+    return {"against_one_process": against_one_process()}
+
+
+def against_one_process() -> dict[str, list[float]]:
+    """``differences`` of every case, by name."""
     found: dict[str, list[float]] = {}
     unseen = padding().expand(B, 1, S, S).clone()
     unseen[1, 0, 5] = True
@@ -176,9 +187,8 @@ def contiguous_chunks() -> Any:
         context_parallel.positions = original
 
 
-def later_tokens(world: int) -> dict[str, bool]:
+def later_tokens() -> dict[str, bool]:
     """Change one token of the whole sequence at a time: does anything before it change, and the token?"""
-    start(world)
     found = {"before": False, "at": True}
     place = mine(torch.arange(S))
     for exchange in ("all_gather", "p2p"):
@@ -194,11 +204,11 @@ def later_tokens(world: int) -> dict[str, bool]:
     return found
 
 
-def dropout(world: int) -> dict[str, Any]:
+def dropout() -> dict[str, Any]:
     """What dropout does on this rank, by weights of 1 / n: its output tells which were dropped."""
-    start(world)
     from megatron.core import tensor_parallel
 
+    world = dist.get_world_size()
     zeros = torch.zeros(S // world, B, HEADS, D)
     # Column j of the values tells key j apart from the others.
     values = torch.zeros(S // world, B, HEADS, S)
@@ -232,9 +242,8 @@ def dropout(world: int) -> dict[str, Any]:
     }
 
 
-def what_runs(world: int) -> dict[str, Any]:
+def what_runs() -> dict[str, Any]:
     """Kernels, collectives and what is kept for the backward pass of plain causal attention."""
-    start(world)
     from mt_megatron.layers import context_parallel
     from mt_megatron.layers.context_parallel_blocks import kernel_of
     from mt_megatron.seams import events
@@ -273,9 +282,8 @@ def what_runs(world: int) -> dict[str, Any]:
     return found
 
 
-def refusals(world: int) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     """What is said to what cannot be right."""
-    start(world)
     import mt_megatron
     from tests.patches import small_gpt
 
@@ -287,8 +295,8 @@ def refusals(world: int) -> dict[str, str]:
         except mt_megatron.errors.ConfigError as error:
             found[name] = str(error)
 
-    half = S // world
-    q = torch.zeros(half, B, HEADS, D)
+    world = dist.get_world_size()
+    q = torch.zeros(S // world, B, HEADS, D)
     refused("other size", lambda: module(context_parallel_size=2 * world))
     refused("no size", lambda: module(context_parallel_size=1))
     refused("cross", lambda: module("no_mask", "cross"))

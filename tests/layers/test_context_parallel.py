@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.launch import run_ranks
@@ -9,10 +11,23 @@ from tests.launch import run_ranks
 RANKS = "tests.layers.context_parallel_ranks:"
 
 
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Ranks:
+    """What each of two ranks found."""
+    return run_ranks(2, RANKS + "everything", 2, timeout=240)
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_equals_one_process_and_leaks_are_noticed(world: int) -> None:
-    ranks = run_ranks(world, RANKS + "against_one_process", world, timeout=240)
-    cases = {name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+def test_equals_one_process_and_leaks_are_noticed(world: int, request: pytest.FixtureRequest) -> None:
+    if world == 2:
+        ranks = request.getfixturevalue("ranks")
+    else:
+        ranks = run_ranks(world, RANKS + "only_against_one_process", world, timeout=240)
+    found = [rank["against_one_process"] for rank in ranks]
+    cases = {name: [max(each) for each in zip(*(f[name] for f in found), strict=True)] for name in found[0]}
     leaks = {name: values for name, values in cases.items() if name.startswith("leak")}
     assert len(leaks) == 3 and len(cases) == 3 + 2 * 13
     for name, values in cases.items():
@@ -22,20 +37,20 @@ def test_equals_one_process_and_leaks_are_noticed(world: int) -> None:
             assert max(values) < (2e-2 if "bf16" in name else 3e-6), (name, values)
 
 
-def test_later_tokens_change_nothing_before_them() -> None:
-    assert run_ranks(2, RANKS + "later_tokens", 2) == [{"before": False, "at": True}] * 2
+def test_later_tokens_change_nothing_before_them(ranks: Ranks) -> None:
+    assert [rank["later_tokens"] for rank in ranks] == [{"before": False, "at": True}] * 2
 
 
-def test_dropout_differs_between_ranks_and_comes_back_in_recomputation() -> None:
-    ranks = run_ranks(2, RANKS + "dropout", 2)
-    for found in ranks:
+def test_dropout_differs_between_ranks_and_comes_back_in_recomputation(ranks: Ranks) -> None:
+    both = [rank["dropout"] for rank in ranks]
+    for found in both:
         assert found["values"] == [0.0, pytest.approx(1 / 0.75, abs=1e-3)]
         assert 0.70 < found["share"] < 0.80
         assert found["moves"] and not found["default_moves"]
         assert found["recompute"] and found["off_in_eval"]
     # What Megatron-LM saves of one rank must do for the others.
-    assert ranks[0]["tracker"] == ranks[1]["tracker"]
-    same = [a == b for a, b in zip(*(found["pattern"] for found in ranks), strict=True)]
+    assert both[0]["tracker"] == both[1]["tracker"]
+    same = [a == b for a, b in zip(*(found["pattern"] for found in both), strict=True)]
     # Of independent patterns 0.75 * 0.75 + 0.25 * 0.25 agree.
     assert 0.55 < sum(same) / len(same) < 0.70
 
@@ -56,15 +71,15 @@ EXPECTED = {
 }
 
 
-def test_what_cannot_be_right_is_refused() -> None:
-    for found in run_ranks(2, RANKS + "refusals", 2):
+def test_what_cannot_be_right_is_refused(ranks: Ranks) -> None:
+    for found in (rank["refusals"] for rank in ranks):
         assert found.keys() == EXPECTED.keys()
         for name, text in EXPECTED.items():
             assert text in found[name], (name, found[name])
 
 
-def test_the_causal_path_uses_fused_kernels_and_one_collective_each_way() -> None:
-    for found in run_ranks(2, RANKS + "what_runs", 2):
+def test_the_causal_path_uses_fused_kernels_and_one_collective_each_way(ranks: Ranks) -> None:
+    for found in (rank["what_runs"] for rank in ranks):
         assert found["all_gather"]["kernels"] == found["p2p"]["kernels"] == ["cpu"]
         assert found["all_gather"]["collectives"] == ["all_gather", "all_gather", "reduce_scatter"]
         assert found["p2p"]["collectives"] == ["ring"] * 4  # keys and values twice, gradients home

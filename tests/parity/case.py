@@ -67,7 +67,6 @@ REFERENCES = (
 )
 
 _CONTEXT_PARALLEL = (
-    Layout(name="cp2_per_token", world=2, flags=CP, per_token=True),
     Layout(name="cp2", world=2, flags=CP, bf16_always=True),
     Layout(name="cp2_tp2_sp", world=4, flags=f"{CP} --tensor-model-parallel-size 2 --sequence-parallel"),
     Layout(name="cp2_pp2", world=4, flags=f"{CP} --pipeline-model-parallel-size 2"),
@@ -76,6 +75,7 @@ _CONTEXT_PARALLEL_SOAK = (
     Layout(name="cp2_ring", world=2, flags=f"{CP} --cp-comm-type p2p"),
     Layout(name="cp2_recompute", world=2, flags=f"{CP} {RECOMPUTE}"),
     Layout(name="cp2_recompute_selective", world=2, flags=f"{CP} --recompute-granularity selective"),
+    Layout(name="cp2_per_token", world=2, flags=CP, per_token=True),
     Layout(name="cp4", world=4, flags="--context-parallel-size 4"),
     Layout(name="cp4_ring", world=4, flags="--context-parallel-size 4 --cp-comm-type p2p"),
     Layout(name="cp2_dp2_zero1", world=4, flags=f"{CP} {ZERO1}"),
@@ -115,6 +115,19 @@ LAYOUTS = (
     *CONTEXT_PARALLEL,
 )
 
+_DROPPING = "--hidden-dropout 0.1 --attention-dropout 0.1"
+DROPOUT = (
+    Layout(name="dropout", flags=_DROPPING),
+    Layout(name="dropout_recompute", flags=f"{_DROPPING} {RECOMPUTE}"),
+    Layout(name="tp2_dropout", world=2, flags=f"{_DROPPING} --tensor-model-parallel-size 2"),
+    Layout(
+        name="tp2_sp_dropout",
+        world=2,
+        flags=f"{_DROPPING} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+)
+"""Masks differ from layout to layout, but not between devices, nor when a forward pass is repeated."""
+
 SABOTAGED = (
     Layout(name="zeroed_gradient", sabotage="zero_gradient"),
     Layout(name="doubled_gradient", sabotage="double_gradient"),
@@ -131,7 +144,7 @@ SABOTAGED = (
 
 def by_name(name: str) -> Layout:
     """The layout called ``name``."""
-    return next(each for each in (*REFERENCES, *LAYOUTS, *SABOTAGED) if each.name == name)
+    return next(each for each in (*REFERENCES, *LAYOUTS, *DROPOUT, *SABOTAGED) if each.name == name)
 
 
 def config_of(layout: Layout, *, seed: int, bf16: bool = False) -> TrainingConfig:
