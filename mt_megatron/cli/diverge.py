@@ -108,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
     title = f"a: {a.backend}, {counts[0]}; b: {b.backend}, {counts[1]}"
     (folder / "picture.svg").write_text(draw(found, title), encoding="utf-8")
     (folder / "report.md").write_text(as_markdown(found, a, b, "picture.svg"), encoding="utf-8")
-    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(
+        json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+    )
     if args.json:
         print(json.dumps(document))
     else:

@@ -77,7 +77,6 @@ class Record:
     """Of its rank 0."""
 
     not_placed: list[str]
-    notes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,6 @@ def read_record(folder: Path, processes: int) -> Record:
         wholes={key: assemble(found) for key, found in pieces.items()},
         facts=facts[0],
         not_placed=sorted({name for each in facts for name in each.not_placed}),
-        notes=sorted({note for each in facts for note in each.notes}),
     )
 
 
@@ -157,7 +155,7 @@ def compare(
             keys.reverse()
         entries += [_entry(phase, name, a, b, allowed, smallest) for _, name in keys]
     modules_a, modules_b = ({name for phase, name in r.wholes if phase == "forward"} for r in (a, b))
-    notes = [f"side a: {each}" for each in a.notes] + [f"side b: {each}" for each in b.notes]
+    notes = []
     if 0.0 in (a.facts.learning_rate, b.facts.learning_rate):
         notes.append(
             "the learning rate of the first step is 0: the updated weights compare nothing but weight decay "

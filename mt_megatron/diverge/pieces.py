@@ -133,7 +133,7 @@ class RankFacts:
     """What a rank says about its run, beside the tensors."""
 
     loss: float | None
-    """Mean over the counted tokens of the global batch; None when it could not be formed."""
+    """Mean over the counted tokens of the global batch; None when none counts."""
 
     learning_rate: float
     dtype: str
@@ -141,8 +141,6 @@ class RankFacts:
     layout: dict[str, int | None]
     not_placed: list[str]
     """Modules whose outputs have a shape that this package cannot place in the whole."""
-
-    notes: list[str]
 
 
 def write_facts(facts: RankFacts, path: Path) -> None:

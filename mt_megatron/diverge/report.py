@@ -14,28 +14,36 @@ _AROUND = 6
 
 
 def as_json(comparison: Comparison, a: Side, b: Side) -> dict[str, Any]:
-    """Everything, as plain data. An infinite error is the string ``inf``: JSON has no such number."""
+    """Everything, as plain data. What is not finite is a string, ``inf`` or ``nan``: JSON has no such
+    numbers."""
     first = comparison.first
-    return {
-        "equal": first is None,
-        "suspect": comparison.suspect(),
-        "first": None if first is None else _plain(first),
-        "sides": {side.name: asdict(side) for side in (a, b)},
-        "ranks": {"a": asdict(comparison.facts_a), "b": asdict(comparison.facts_b)},
-        "only_a": comparison.only_a,
-        "only_b": comparison.only_b,
-        "not_compared": comparison.not_placed,
-        "notes": comparison.notes,
-        "entries": [_plain(entry) for entry in comparison.entries],
-    }
+    document: dict[str, Any] = _finite(
+        {
+            "equal": first is None,
+            "suspect": comparison.suspect(),
+            "first": None if first is None else _plain(first),
+            "sides": {side.name: asdict(side) for side in (a, b)},
+            "ranks": {"a": asdict(comparison.facts_a), "b": asdict(comparison.facts_b)},
+            "only_a": comparison.only_a,
+            "only_b": comparison.only_b,
+            "not_compared": comparison.not_placed,
+            "notes": comparison.notes,
+            "entries": [_plain(entry) for entry in comparison.entries],
+        }
+    )
+    return document
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
-    found = {**asdict(entry), "differs": entry.differs, "equal_to_the_bit": entry.equal}
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in found.items()
-    }
+    return {**asdict(entry), "differs": entry.differs, "equal_to_the_bit": entry.equal}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verdict(comparison: Comparison) -> str:

@@ -119,32 +119,25 @@ def _step(
     with synchronised_parameters(trainable):
         pieces = parameter_pieces(trainable, "initial weight", stages, current_value)
     pieces += _tokens(_batches(dataset, shape, job), frames)
-    notes: list[str] = []
-    loss = None
-    try:
-        reports = forward_backward(trainable, recorded_step, batches, shape)
-        total, tokens = job.sum_over_ranks(summed(reports, job))
-        loss = total / tokens if tokens else None
-        pieces += parameter_pieces(trainable, "parameter gradient", stages, reduced_gradient(trainable))
-        rate = learning_rate(trainable.optimizer)
-        trainable.optimizer.step()
-        with synchronised_parameters(trainable):
-            pieces += parameter_pieces(trainable, "updated weight", stages, current_value)
-    except AssertionError as error:
-        # Megatron-Core's own check; what came before it is recorded and shows where it began.
-        if "NaN in local grad norm" not in str(error):
-            raise
-        rate = learning_rate(trainable.optimizer)
-        notes.append("gradients are not finite: there are no reduced gradients and no update to compare")
+    for wrapped in trainable.chunks:
+        # Megatron's check stops the ranks that see a NaN and leaves the others waiting for them; here the
+        # comparison is what finds it.
+        wrapped.ddp_config.check_for_nan_in_grad = False
+    reports = forward_backward(trainable, recorded_step, batches, shape)
+    total, tokens = job.sum_over_ranks(summed(reports, job))
+    pieces += parameter_pieces(trainable, "parameter gradient", stages, reduced_gradient(trainable))
+    rate = learning_rate(trainable.optimizer)
+    trainable.optimizer.step()
+    with synchronised_parameters(trainable):
+        pieces += parameter_pieces(trainable, "updated weight", stages, current_value)
     recorder.detach()
     facts = RankFacts(
-        loss=loss,
+        loss=total / tokens if tokens else None,
         learning_rate=rate,
         dtype=config.params_dtype,
         device=job.backend.device_name(),
         layout=asdict(job.layout),
         not_placed=list(recorder.not_placed),
-        notes=notes,
     )
     return pieces + recorder.pieces, facts
 

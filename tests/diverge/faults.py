@@ -79,6 +79,18 @@ def mask_off_by_one(attention: Any) -> None:
     attention.forward = leaking
 
 
+def not_finite(linear: Any) -> None:
+    """One number of one token."""
+    forward = linear.forward
+
+    def spoiled(hidden: Any) -> Any:
+        output = forward(hidden)[0].clone()
+        output[3, -1, 5] = float("nan")
+        return output, None
+
+    linear.forward = spoiled
+
+
 def wrong_backward(linear: Any) -> None:
     """Its output is right; the gradient that it hands back is 5 % too large."""
     forward = linear.forward
@@ -101,6 +113,7 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "bf16_cast": (bf16_cast, LAYER.format(1) + "mlp.linear_fc2"),
     "missing_all_reduce": (missing_all_reduce, LAYER.format(0) + "self_attention.linear_proj"),
     "mask_off_by_one": (mask_off_by_one, LAYER.format(0) + "self_attention.core_attention"),
+    "not_finite": (not_finite, LAYER.format(1) + "mlp.linear_fc1"),
     "wrong_backward": (wrong_backward, LAYER.format(1) + "mlp.linear_fc2"),
 }
 """Fault -> what plants it, and where."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from xml.etree import ElementTree
 
 from mt_megatron.diverge.compare import Comparison, Entry
@@ -14,7 +15,7 @@ from mt_megatron.diverge.side import Side
 
 A, B = (Side(name=name, backend="cpu", arguments=("--lr", "1"), processes=1) for name in "ab")
 FACTS = RankFacts(
-    loss=4.25, learning_rate=1e-3, dtype="float32", device="a <processor>", layout={}, not_placed=[], notes=[]
+    loss=4.25, learning_rate=1e-3, dtype="float32", device="a <processor>", layout={}, not_placed=[]
 )
 
 
@@ -83,8 +84,10 @@ def test_a_wrong_gradient_is_put_down_to_who_computed_it() -> None:
 
 def test_an_infinite_error_is_valid_json_and_is_drawn() -> None:
     found = comparison(entry("forward", "embedding", 0.0), entry("forward", "loss", math.inf))
+    found = replace(found, facts_b=replace(FACTS, loss=math.nan))
     document = json.loads(json.dumps(as_json(found, A, B), allow_nan=False))
     assert document["first"]["error"] == "inf" and document["suspect"] == "loss"
+    assert document["ranks"]["b"]["loss"] == "nan" and document["ranks"]["a"]["loss"] == 4.25
     assert "first: loss" in draw(found, "a < b")
 
 
