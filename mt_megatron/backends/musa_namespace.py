@@ -104,17 +104,17 @@ def _properties(musa: Any) -> dict[str, Any]:
 
 
 def _telemetry(backend: MusaBackend) -> dict[str, Any]:
-    def asking(field: str) -> Callable[..., float]:
+    def asking(field: str, scale: float = 1.0) -> Callable[..., float]:
         def ask(device: Any = None) -> float:
             index = device if isinstance(device, int) else None
-            return telemetry.number(getattr(backend.telemetry(index), field))
+            return scale * telemetry.number(getattr(backend.telemetry(index), field))
 
         return ask
 
     return {
         "utilization": asking("utilization"),
         "temperature": asking("temperature"),
-        "power_draw": asking("power"),
+        "power_draw": asking("power", 1000.0),  # torch has milliwatts.
         "clock_rate": asking("clock"),
     }
 
