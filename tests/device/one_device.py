@@ -1,0 +1,242 @@
+"""The checks of a single device, run in a process of their own: numbers are compared with the host's."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import mt_megatron
+from tests.device.result import Unsupported, checked
+
+CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {}
+MIB = 2**20
+
+
+def check(function: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Register a check; it takes the backend and returns figures."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run() -> list[dict[str, Any]]:
+    """Every check, on device 0."""
+    mt_megatron.patch(os.environ["MT_MEGATRON_TEST_BACKEND"])
+    backend = mt_megatron.backend()
+    backend.set_device(0)
+    return [asdict(checked("device", name, lambda f=f: f(backend))) for name, f in CHECKS.items()]
+
+
+def cuda_of(backend: Any) -> Any:
+    """What Megatron sees as ``torch.cuda`` on this backend."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    return megatron_random.torch.cuda
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> float:
+    scale = max(expected.abs().max().item(), 1e-30)
+    worst = (found.detach().cpu().double() - expected.detach().double()).abs().max().item() / scale
+    assert worst <= bound, f"deviates by {worst:.3g} of the largest element, allowed {bound:g}"
+    return worst
+
+
+def _model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.GELU(), torch.nn.Linear(128, 64)
+    )
+
+
+@check
+def what_it_is(backend: Any) -> dict[str, Any]:
+    reading = backend.telemetry()
+    telemetry = {name: str(value) for name, value in asdict(reading).items()}
+    return {
+        "name": backend.device_name(0),
+        "devices": backend.device_count(),
+        "memory_bytes": backend.total_memory(),
+        "bf16": backend.bf16_supported(),
+        "fp8_granularities": list(backend.fp8_granularities()),
+        "telemetry": telemetry,
+    }
+
+
+@check
+def backward_equals_the_host(backend: Any) -> dict[str, Any]:
+    host = _model(1)
+    device = copy.deepcopy(host).to(backend.device())
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
+    host(x).square().mean().backward()
+    device(x.to(backend.device())).square().mean().backward()
+    pairs = zip(host.parameters(), device.parameters(), strict=True)
+    return {"largest_deviation": max(_close(d.grad, h.grad, 1e-4) for h, d in pairs)}
+
+
+@check
+def attention_equals_the_host(backend: Any) -> dict[str, Any]:
+    q, k, v = (torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(s)) for s in (1, 2, 3))
+    figures = {}
+    for name, dtype, bound in (("fp32", torch.float32, 1e-4), ("bf16", torch.bfloat16, 3e-2)):
+        host = [t.to(dtype).float().clone().requires_grad_() for t in (q, k, v)]
+        device = [t.detach().to(backend.device(), dtype).requires_grad_() for t in host]
+        expected = F.scaled_dot_product_attention(*host, is_causal=True)
+        found = F.scaled_dot_product_attention(*device, is_causal=True)
+        expected.sum().backward()
+        found.sum().backward()
+        figures[name] = _close(found, expected, bound)
+        figures[f"{name}_gradient"] = _close(device[0].grad, host[0].grad, 2 * bound)
+    return figures
+
+
+@check
+def optimizer_steps_equal_the_host(backend: Any) -> dict[str, Any]:
+    host = _model(3)
+    device = copy.deepcopy(host).to(backend.device())
+    reference = torch.optim.AdamW(host.parameters(), lr=1e-2, weight_decay=0.1)
+    fused = backend.adamw(list(device.parameters()), lr=1e-2, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(5):
+        for h, d in zip(host.parameters(), device.parameters(), strict=True):
+            h.grad = torch.randn(h.shape, generator=generator)
+            d.grad = h.grad.to(backend.device())
+        reference.step()
+        fused.step()
+    pairs = zip(host.parameters(), device.parameters(), strict=True)
+    return {"optimizer": type(fused).__name__, "largest_deviation": max(_close(d, h, 1e-5) for h, d in pairs)}
+
+
+@check
+def random_state_is_kept_and_restored(backend: Any) -> dict[str, Any]:
+    def draw() -> torch.Tensor:
+        return F.dropout(torch.ones(4096, device=backend.device()), 0.5).cpu()
+
+    backend.manual_seed(7)
+    first = draw()
+    backend.manual_seed(7)
+    state = backend.get_rng_state()
+    assert state.device.type == "cpu" and state.dtype is torch.uint8
+    assert torch.equal(draw(), first), "one seed gave two masks"
+    assert not torch.equal(draw(), first), "the state does not move"
+    backend.set_rng_state(state)
+    assert torch.equal(draw(), first), "a restored state gave another mask"
+    return {"kept": float((first != 0).float().mean())}
+
+
+@check
+def trackers_fork_and_return(backend: Any) -> dict[str, Any]:
+    """Megatron's tracker, through what it calls ``torch.cuda``: lazy calls must have run."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    def draw() -> torch.Tensor:
+        return F.dropout(torch.ones(4096, device=backend.device()), 0.5).cpu()
+
+    tracker = CudaRNGStatesTracker()
+    backend.manual_seed(1)
+    tracker.add("tensor", 2)
+    tracker.add("expert", 3)
+    outside = draw()
+    states = tracker.get_states()
+    with tracker.fork("tensor"):
+        tensor = draw()
+    with tracker.fork("expert"):
+        expert = draw()
+    backend.manual_seed(1)
+    tracker.set_states(states)
+    with tracker.fork("tensor"):
+        assert torch.equal(draw(), tensor), "a restored tracker gave another mask"
+    assert torch.equal(draw(), outside), "a fork moved the state outside"
+    assert not torch.equal(tensor, expert) and not torch.equal(tensor, outside)
+    return {}
+
+
+@check
+def events_and_streams_order_work(backend: Any) -> dict[str, Any]:
+    cuda = cuda_of(backend)
+    a = torch.randn(1024, 1024, device=backend.device())
+    side, start, end = cuda.Stream(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(10):
+        b = a @ a
+    end.record()
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        c = b + 1
+    cuda.current_stream().wait_stream(side)
+    total = (c - b).sum().item()
+    cuda.synchronize()
+    assert abs(total - 1024 * 1024) < 1e-3 * 1024 * 1024, "work on a side stream was not waited for"
+    milliseconds = start.elapsed_time(end)
+    assert milliseconds > 0
+    return {"ten_products_ms": milliseconds}
+
+
+@check
+def memory_counters_follow_allocations(backend: Any) -> dict[str, Any]:
+    backend.synchronize()
+    before, peak = backend.memory_allocated(), backend.max_memory_allocated()
+    if before is None or peak is None:
+        raise Unsupported("the backend has no memory counters")
+    block = torch.ones(64 * MIB, dtype=torch.uint8, device=backend.device())
+    during = backend.memory_allocated()
+    assert during - before >= 60 * MIB, (before, during)
+    assert backend.max_memory_allocated() >= during - 8 * MIB
+    del block
+    after = backend.memory_allocated()
+    if backend.device_type != "cpu":
+        # The host counts the process's resident memory, which need not shrink.
+        assert after <= before + 4 * MIB, (before, after)
+    return {"before": before, "with_64_MiB": during, "after": after, "peak": backend.max_memory_allocated()}
+
+
+@check
+def bf16_products_are_right(backend: Any) -> dict[str, Any]:
+    if not backend.bf16_supported():
+        raise Unsupported("the device has no bf16 arithmetic")
+    a, b = (torch.randn(256, 256, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
+    found = a.to(backend.device()) @ b.to(backend.device())
+    return {"largest_deviation": _close(found.float(), a.double() @ b.double(), 1e-2)}
+
+
+@check
+def fp8_scalings_that_are_claimed_work(backend: Any) -> dict[str, Any]:
+    claimed = backend.fp8_granularities()
+    if not claimed:
+        raise Unsupported("the backend claims no FP8 GEMM for this device")
+    a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    figures = {}
+    for granularity in claimed:
+        dim = None if granularity == "tensor" else 1
+        pairs = []
+        for value in (a, b.t().contiguous()):
+            top = value.abs().amax() if dim is None else value.abs().amax(dim=dim, keepdim=True)
+            scale = (top / 448.0).float()
+            pairs.append(
+                ((value / scale).to(torch.float8_e4m3fn).to(backend.device()), scale.to(backend.device()))
+            )
+        (x, x_scale), (y, y_scale) = pairs
+        found = torch._scaled_mm(
+            x,
+            y.t(),
+            scale_a=x_scale,
+            scale_b=y_scale if dim is None else y_scale.t(),
+            out_dtype=torch.bfloat16,
+        )
+        figures[granularity] = _close(found.float(), a.double() @ b.double(), 0.1)
+    return figures
+
+
+@check
+def the_host_sees_a_planted_error(backend: Any) -> dict[str, Any]:
+    """Negative control of the comparison that the others use."""
+    wrong = torch.ones(8, device=backend.device()) * 1.01
+    try:
+        _close(wrong, torch.ones(8), 1e-4)
+    except AssertionError:
+        return {}
+    raise AssertionError("a deviation of 1 % was not noticed")

@@ -1,0 +1,75 @@
+"""The file that a device run leaves: readable text, and the same as JSON at its end."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.device.result import Result
+
+
+def write(
+    folder: Path, backend: str, facts: dict[str, Any], results: Sequence[Result], now: datetime.datetime
+) -> Path:
+    """Write ``device-BACKEND-DATE.md`` below ``folder`` and return its path; never over an older one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"device-{backend}-{now:%Y-%m-%d}"
+    path = folder / f"{stem}.md"
+    number = 2
+    while path.exists():
+        path = folder / f"{stem}-{number}.md"
+        number += 1
+    path.write_text(as_text(backend, facts, results, now), encoding="utf-8")
+    return path
+
+
+def as_text(backend: str, facts: dict[str, Any], results: Sequence[Result], now: datetime.datetime) -> str:
+    """The report's text."""
+    counts = Counter(result.outcome for result in results)
+    lines = [
+        f"# Device run on {backend}, {now.isoformat(timespec='seconds')}",
+        "",
+        ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped")) + ".",
+        "",
+        *(f"- {name}: {_plain(value)}" for name, value in facts.items()),
+    ]
+    for section in dict.fromkeys(result.section for result in results):
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            "| check | outcome | seconds | figures or reason |",
+            "|---|---|---|---|",
+        ]
+        for result in results:
+            if result.section == section:
+                note = "; ".join(f"{name} = {_plain(value)}" for name, value in result.figures.items())
+                if result.reason:
+                    # The whole traceback is in the JSON.
+                    note = result.reason.strip().splitlines()[-1][:300]
+                lines.append(
+                    f"| {result.name} | {result.outcome} | {result.seconds} | {note.replace('|', '/')} |"
+                )
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "backend": backend,
+        "facts": facts,
+        "results": [asdict(result) for result in results],
+    }
+    lines += ["", "## The same as JSON", "", "```json", json.dumps(record, indent=1, default=str), "```", ""]
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return str(value)
