@@ -10,7 +10,7 @@ import pytest
 
 from tests.emulators import environment
 from tests.launch import run_ranks
-from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, Layout
+from tests.parity.case import DROPOUT, LAYOUTS, REFERENCES, SABOTAGED, Layout
 from tests.parity.compare import Record, read_record
 from tests.parity.run import record_folder
 
@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def get(
         name: str, *, seed: int, bf16: bool = False, backend: str = "cpu", peers: Sequence[str] | None = None
     ) -> Record:
-        every = (*LAYOUTS, *SABOTAGED)
+        every = (*LAYOUTS, *DROPOUT, *SABOTAGED)
         everything = not bf16 or os.environ.get("MT_MEGATRON_SOAK") == "1"
         wanted = [each for each in every if everything or each.bf16_always or each.name == name]
         if ("one", seed, bf16, "cpu") not in records:

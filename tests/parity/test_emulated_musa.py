@@ -11,7 +11,7 @@ import os
 import pytest
 
 from tests.emulators import needs_emulated_musa
-from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, Layout
+from tests.parity.case import DROPOUT, LAYOUTS, REFERENCES, SABOTAGED, Layout
 from tests.parity.compare import FP32, Bounds, Record, check
 from tests.parity.conftest import Figures, Runs
 
@@ -20,7 +20,7 @@ pytestmark = needs_emulated_musa()
 CPU = Bounds(gradient=1e-6, loss=1e-6, norm=1e-6, weight=1e-4)
 """The two differ in their attention kernels alone: the cpu's is blocked, the emulated device's is not."""
 
-ALWAYS = ("one", "recompute", "tp2_sp", "vpp2", "dp2_zero1")
+ALWAYS = ("one", "recompute", "tp2_sp", "vpp2", "dp2_zero1", "dropout", "dropout_recompute", "tp2_sp_dropout")
 SABOTAGED_ALWAYS = ("no_norm_all_reduce",)
 BF16 = Bounds(gradient=0.04, loss=0.003, norm=0.03, weight=0.05)
 
@@ -37,7 +37,7 @@ def _run(runs: Runs, name: str, seed: int, bf16: bool = False) -> Record:
     return runs(name, seed=seed, bf16=bf16, backend="musa", peers=peers)
 
 
-@pytest.mark.parametrize("name", _marked(ALWAYS, (*REFERENCES, *LAYOUTS)))
+@pytest.mark.parametrize("name", _marked(ALWAYS, (*REFERENCES, *LAYOUTS, *DROPOUT)))
 def test_layout_equals_the_cpu(runs: Runs, seed: int, name: str, figures: Figures) -> None:
     figures(check(runs(name, seed=seed), _run(runs, name, seed), CPU))
 
@@ -58,3 +58,12 @@ def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, name: str) -> No
 @pytest.mark.parametrize("name", ["one", *(each.name for each in LAYOUTS if each.bf16_always)])
 def test_layout_stays_close_to_the_cpu_in_bf16(runs: Runs, seed: int, name: str, figures: Figures) -> None:
     figures(check(runs(name, seed=seed, bf16=True), _run(runs, name, seed, bf16=True), BF16))
+
+
+def test_a_repeated_forward_pass_draws_the_same_masks(runs: Runs, seed: int, figures: Figures) -> None:
+    figures(check(_run(runs, "dropout", seed), _run(runs, "dropout_recompute", seed), FP32))
+
+
+def test_dropout_drops_something(runs: Runs, seed: int) -> None:
+    with pytest.raises(AssertionError, match="deviates by"):
+        check(_run(runs, "one", seed), _run(runs, "dropout", seed), FP32)

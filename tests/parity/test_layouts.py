@@ -39,6 +39,10 @@ def test_weighing_by_token_is_another_training(runs: Runs, seed: int) -> None:
         check(runs("one", seed=seed), runs("one_per_token", seed=seed), FP32)
 
 
+def test_a_repeated_forward_pass_draws_the_same_masks(runs: Runs, seed: int, figures: Figures) -> None:
+    figures(check(runs("dropout", seed=seed), runs("dropout_recompute", seed=seed), FP32))
+
+
 def test_recomputation_happens(runs: Runs, seed: int) -> None:
     plain, full = runs("one", seed=seed), runs("recompute", seed=seed)
     selective = runs("recompute_selective", seed=seed)
