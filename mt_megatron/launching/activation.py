@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from .._session import MEGATRON_CORE
 from ..errors import MtMegatronError
 from ..patching.hooks import ImportHook
-from ..patching.import_statement import unwatch, watch
+from ..patching.importlib_bootstrap import unwatch, watch
 from .choice import BACKEND, Choice, is_main
 from .dataset_helpers import DatasetHelpers
 from .tracebacks import keep_clean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from ..patching.import_statement import is_wrapper
+from ..patching.importlib_bootstrap import is_wrapper
 
 
 def keep_clean() -> None:

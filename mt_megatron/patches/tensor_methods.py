@@ -47,6 +47,19 @@ def _cuda(original: Callable[..., Any], translator: DeviceTranslator) -> Callabl
     return cuda
 
 
+def _storage(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
+    """For ``torch.load(map_location=lambda storage, place: storage.cuda(0))``."""
+
+    @functools.wraps(original)
+    def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not caller_in_scope():
+            return original(self, device, *args, **kwargs)
+        wanted = translator.backend.device() if device is None else translator.device(device)
+        return self.cpu() if wanted.type == "cpu" else self.to(device=wanted)
+
+    return cuda
+
+
 def _new(original: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +160,8 @@ def patches(backend: Backend) -> list[Patch]:
         method(module, "cuda", _cuda),
         method(module, "to_empty", _to_empty),
         method("torch.utils.data.dataloader:DataLoader", "__init__", _loader),
+        method("torch.storage:UntypedStorage", "cuda", _storage),
+        method("torch.storage:TypedStorage", "cuda", _storage),
         method(tensor, "is_cuda", _is_cuda),
         method(tensor, "type", _type),
     ]

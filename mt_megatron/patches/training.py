@@ -68,7 +68,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="wrap",
             feature="compat",
             requires={"torch": ">=2.6"},
-            reason="torch.load builds plain weights only since 2.6; a checkpoint of Megatron holds its arguments",
+            reason="torch.load builds plain weights only since 2.6; these files hold the arguments too",
             body=load_with_trusted_globals,
             digest="b30bf1f996beea4376f30d463f32bebe73f02a5d1be4c5f2c03821d92f1b4960",
         )

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import PatchConflictError
-from .import_statement import unwatch, watch
+from .importlib_bootstrap import unwatch, watch
 from .journal import Journal
 from .places import Attribute, exchange
 from .plan import Step

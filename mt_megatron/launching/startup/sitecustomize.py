@@ -1,16 +1,17 @@
-"""Runs at the start of every interpreter below ``mt-megatron run``: another sitecustomize first, then ours."""
+"""Runs first in every interpreter below ``mt-megatron run``: any other sitecustomize, then ours."""
 
+import importlib
 import os
 import sys
 
 
-def _chain(folder):  # type: ignore[no-untyped-def]
+def _chain(folder: str) -> None:
     """Import the sitecustomize that this one stands before, if there is one."""
     ours = sys.modules.pop("sitecustomize", None)
     # Programs shall find neither this module nor the folder; children get it from the environment.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != folder]
     try:
-        import sitecustomize  # noqa: F401
+        importlib.import_module("sitecustomize")
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
@@ -18,7 +19,7 @@ def _chain(folder):  # type: ignore[no-untyped-def]
             sys.modules["sitecustomize"] = ours
 
 
-def _prepare(root):  # type: ignore[no-untyped-def]
+def _prepare(root: str) -> None:
     """Import what is needed of the package without leaving its folder on the path."""
     sys.path.insert(0, root)
     try:
@@ -28,7 +29,7 @@ def _prepare(root):  # type: ignore[no-untyped-def]
     prepare()
 
 
-def _start():  # type: ignore[no-untyped-def]
+def _start() -> None:
     folder = os.path.realpath(os.path.dirname(__file__))
     try:
         _chain(folder)

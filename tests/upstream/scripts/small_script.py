@@ -10,9 +10,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-from small_data import SEQUENCE, VOCABULARY, Tokens
-from torch.cuda import current_device, is_available
-
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -21,6 +18,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from small_data import SEQUENCE, VOCABULARY, Tokens
+from torch.cuda import current_device, is_available
 
 STEPS, SAVED, MICRO_BATCH = 6, 3, 2
 
@@ -130,9 +129,10 @@ def main(folder):
     repeated = list(train(again, resumed, loader(rank, SAVED), STEPS - SAVED))
     if rank == 0:
         torch.multiprocessing.spawn(child, (folder,), nprocs=1)
-        other = "import torch, small_data; print(torch.cuda.is_available(), small_data.is_available())"
-        told = subprocess.run([sys.executable, "-c", other.replace("small_data.is", "small_data.torch.cuda.is")],
-                              cwd=os.path.dirname(__file__), capture_output=True, text=True)  # fmt: skip
+        other = "import torch, small_data as d; print(torch.cuda.is_available(), d.torch.cuda.is_available())"
+        told = subprocess.run(
+            [sys.executable, "-c", other], cwd=os.path.dirname(__file__), capture_output=True, text=True
+        )
         with open(os.path.join(folder, "losses.json"), "w") as file:
             json.dump({"losses": losses, "repeated": repeated, "told": told.stdout.split()}, file)
     dist.barrier()

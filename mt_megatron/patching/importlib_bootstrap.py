@@ -4,6 +4,9 @@ A name that a module bound while it was imported can be rebound afterwards; ``im
 function binds anew on every call, and a script's own statements run before anybody could rebind
 them. So ``builtins.__import__`` gets a wrapper for as long as somebody wants to see statements. For
 everybody else it costs a dict lookup on each statement, and they get what they would have got.
+
+The file has its name because ``warnings`` looks through frames of files that are named so: a warning
+about an import names the statement, and not the wrapper.
 """
 
 from __future__ import annotations

@@ -1,0 +1,163 @@
+"""20 steps, checkpoints and resumption of the unmodified pretrain_gpt.py, under several layouts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.emulators import environment as emulator
+from tests.upstream.checkout import checked, unchanged
+from tests.upstream.data import write_dataset
+from tests.upstream.gate import judge_checkout
+from tests.upstream.job import ONE_DEVICE, Output, pretrain
+
+STEPS, SAVED = 20, 10
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+NO_DROPOUT = ("--attention-dropout", "0.0", "--hidden-dropout", "0.0")
+DISTRIBUTED = ("--ckpt-format", "torch_dist", "--use-dist-ckpt")
+PER_RANK = ("--ckpt-format", "torch")
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout, a form of checkpoint and where the samples come from."""
+
+    name: str
+    ranks: int = 1
+    arguments: tuple[str, ...]
+    files: bool = False
+    """Samples from a .bin/.idx pair instead of mock data."""
+    continues: str = ""
+    """Another case whose checkpoint it also goes on from, to losses that differ by rounding alone."""
+
+
+CASES = (
+    Case(name="one", arguments=(*NO_DROPOUT, *DISTRIBUTED)),
+    Case(name="one-torch", arguments=(*DROPOUT, *PER_RANK)),
+    Case(name="files-llama", arguments=(*DROPOUT, *DISTRIBUTED, *LLAMA), files=True),
+    Case(
+        name="tp2",
+        ranks=2,
+        arguments=(*NO_DROPOUT, *DISTRIBUTED, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        continues="one",
+    ),
+    Case(
+        name="pp2",
+        ranks=2,
+        arguments=(*NO_DROPOUT, *DISTRIBUTED, "--pipeline-model-parallel-size", "2"),
+        continues="one",
+    ),
+    Case(name="pp2-torch", ranks=2, arguments=(*DROPOUT, *PER_RANK, "--pipeline-model-parallel-size", "2")),
+    Case(
+        name="distributed-optimizer",
+        ranks=2,
+        arguments=(*DROPOUT, *DISTRIBUTED, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
+                   "--overlap-param-gather"),
+    ),  # fmt: skip
+    Case(
+        name="distributed-optimizer-torch",
+        ranks=2,
+        arguments=(*DROPOUT, *PER_RANK, "--use-distributed-optimizer"),
+    ),
+)
+ROUNDING = 2e-5
+"""Relative: losses are printed with seven digits, and layouts add in other orders."""
+
+
+class Proof:
+    """The cases on one checkout and backend."""
+
+    def __init__(self, checkout: Path, backend: str, scratch: Path) -> None:
+        self._checkout, self._backend, self._scratch = checkout, backend, scratch
+        self._data = write_dataset(scratch / "text", vocabulary=4096)
+        self._first: dict[str, Output] = {}
+
+    def run(self, case: Case) -> None:
+        """Raises AssertionError or JobError; prints the losses."""
+        started = time.monotonic()
+        saved = self._scratch / case.name
+        first = self._pretrain(case, "train", "--save", str(saved), "--save-interval", str(SAVED))
+        assert list(first.losses) == list(range(1, STEPS + 1)), f"{case.name}: {first.text[-3000:]}"
+        print(f"{case.name}: " + " ".join(first.losses.values()))
+        self._first[case.name] = first
+        _rewind(saved)
+        self._compare(case, "resumed", self._pretrain(case, "resume", "--load", str(saved)), first)
+        if case.continues in self._first:
+            other = self._scratch / case.continues
+            found = self._pretrain(case, "continue", "--load", str(other), "--no-load-rng")
+            self._compare(case, f"from {case.continues}", found, self._first[case.continues], ROUNDING)
+        print(f"{case.name}: {time.monotonic() - started:.0f} s", flush=True)
+
+    def _pretrain(self, case: Case, what: str, *more: str) -> Output:
+        samples = ("--data-path", str(self._data), "--split", "90,5,5") if case.files else ("--mock-data",)
+        if case.files:
+            samples = (*samples, "--data-cache-path", str(self._scratch / "index"))
+        return pretrain(
+            self._checkout,
+            self._scratch / f"{case.name}.{what}.log",
+            (*case.arguments, *samples, *more),
+            backend=self._backend,
+            ranks=case.ranks,
+            environment=surroundings(self._backend),
+        )
+
+    def _compare(
+        self, case: Case, what: str, found: Output, expected: Output, tolerance: float = 0.0
+    ) -> None:
+        wanted = {step: loss for step, loss in expected.losses.items() if step > SAVED}
+        assert list(found.losses) == list(wanted), f"{case.name} {what}: {found.text[-3000:]}"
+        worst = max(abs(float(found.losses[step]) / float(loss) - 1) for step, loss in wanted.items())
+        same = found.losses == wanted and found.norms == {step: expected.norms[step] for step in wanted}
+        print(f"{case.name} {what}: largest relative difference of losses 11 to 20 is {worst:.1e}")
+        assert same if not tolerance else worst <= tolerance, (
+            f"{case.name} {what}: {wanted} became {found.losses}"
+        )
+
+
+def surroundings(backend: str) -> Mapping[str, str]:
+    """Variables for the emulator, where the device is not here."""
+    if backend != "musa" or importlib.util.find_spec("torch_musa") is not None:
+        return {}
+    return {**emulator(), ONE_DEVICE: "1"}
+
+
+def _rewind(saved: Path) -> None:
+    """Make the checkpoint of step 10 the latest."""
+    shutil.rmtree(saved / f"iter_{STEPS:07d}")
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tests/upstream/run.sh", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="root of a core_r0.9.0 checkout of Megatron-LM")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="these cases alone")
+    parser.add_argument("--no-gate", action="store_true", help="leave the coverage gate out")
+    options = parser.parse_args()
+    checkout = checked(options.checkout)
+    os.environ.pop("PYTHONPATH", None)
+    said = " (the emulator of tests/emulators)" if surroundings(options.backend) else ""
+    print(f"pretrain_gpt.py of {checkout} on {options.backend}{said}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mt_megatron_upstream_") as folder, unchanged(checkout):
+        proof = Proof(checkout, options.backend, Path(folder))
+        for case in CASES:
+            if not options.only or case.name in options.only:
+                proof.run(case)
+        if options.backend == "cpu" and not options.no_gate:
+            print(judge_checkout(checkout, Path(folder)))
+    print("passed")
+
+
+if __name__ == "__main__":
+    main()
