@@ -88,7 +88,8 @@ _DUMP = """
 import inspect, json, types, torch, torch_musa
 def parameters(value):
     try:
-        return [[p.name, p.kind.name, p.default is not p.empty] for p in inspect.signature(value).parameters.values()]
+        all = inspect.signature(value).parameters.values()
+        return [[p.name, p.kind.name, p.default is not p.empty] for p in all]
     except (TypeError, ValueError):
         return None
 found = {}

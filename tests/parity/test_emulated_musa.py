@@ -6,8 +6,6 @@ process groups and other optimizer classes. So this proves the redirection, not 
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.emulators import needs_emulated_musa
@@ -30,10 +28,9 @@ def _marked(names: tuple[str, ...], layouts: tuple[Layout, ...]) -> list[object]
 
 
 def _run(runs: Runs, name: str, seed: int, bf16: bool = False) -> Record:
-    soak = os.environ.get("MT_MEGATRON_SOAK") == "1"
-    peers = None if soak else (*ALWAYS, *SABOTAGED_ALWAYS)
-    if name in {each.name for each in REFERENCES} and soak:
-        peers = tuple(each.name for each in REFERENCES)
+    # What always runs shares launches; the rest is started when it is asked for.
+    always = (*ALWAYS, *SABOTAGED_ALWAYS)
+    peers = always if name in always else tuple(each.name for each in (*REFERENCES, *LAYOUTS, *DROPOUT))
     return runs(name, seed=seed, bf16=bf16, backend="musa", peers=peers)
 
 
@@ -54,7 +51,7 @@ def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, name: str) -> No
         check(runs("one", seed=seed), _run(runs, name, seed), FP32)
 
 
-@pytest.mark.soak
+@pytest.mark.backend("musa")
 @pytest.mark.parametrize("name", ["one", *(each.name for each in LAYOUTS if each.bf16_always)])
 def test_layout_stays_close_to_the_cpu_in_bf16(runs: Runs, seed: int, name: str, figures: Figures) -> None:
     figures(check(runs(name, seed=seed, bf16=True), _run(runs, name, seed, bf16=True), BF16))
