@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
         read_record(folder / "b", b.processes),
         tolerance=args.tolerance,
         gradient_tolerance=args.gradient_tolerance,
+        notes=notes,
     )
-    found.notes.extend(notes)
     document = as_json(found, a, b)
     counts = ["1 process" if side.processes == 1 else f"{side.processes} processes" for side in (a, b)]
     title = f"a: {a.backend}, {counts[0]}; b: {b.backend}, {counts[1]}"

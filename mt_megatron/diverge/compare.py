@@ -131,7 +131,12 @@ def read_record(folder: Path, processes: int) -> Record:
 
 
 def compare(
-    a: Record, b: Record, *, tolerance: float | None = None, gradient_tolerance: float | None = None
+    a: Record,
+    b: Record,
+    *,
+    tolerance: float | None = None,
+    gradient_tolerance: float | None = None,
+    notes: Sequence[str] = (),
 ) -> Comparison:
     """Compare everything that both sides have. ``tolerance`` and ``gradient_tolerance`` replace the
     dtype's for outputs and for gradients. Raises ``RecordsMissingError`` without common modules."""
@@ -155,9 +160,9 @@ def compare(
             keys.reverse()
         entries += [_entry(phase, name, a, b, allowed, smallest) for _, name in keys]
     modules_a, modules_b = ({name for phase, name in r.wholes if phase == "forward"} for r in (a, b))
-    notes = []
+    said = list(notes)
     if 0.0 in (a.facts.learning_rate, b.facts.learning_rate):
-        notes.append(
+        said.append(
             "the learning rate of the first step is 0: the updated weights compare nothing but weight decay "
             "(--lr-warmup-iters 0 changes that)"
         )
@@ -168,7 +173,7 @@ def compare(
         not_placed=sorted({*a.not_placed, *b.not_placed}),
         facts_a=a.facts,
         facts_b=b.facts,
-        notes=notes,
+        notes=said,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.backends.rendezvous import loopback_store
 from mt_megatron.errors import MtMegatronError
 
 from .side import Side
@@ -43,7 +43,7 @@ def run_side(side: Side, folder: Path, timeout: float) -> None:
     for stale in own.glob("rank_*"):
         stale.unlink()
     side.write(own / "side.json")
-    store, port = _loopback_store() if side.processes > 1 else (None, 0)
+    store, port = loopback_store() if side.processes > 1 else (None, 0)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(side.processes):
@@ -59,20 +59,6 @@ def run_side(side: Side, folder: Path, timeout: float) -> None:
         raise SideFailedError(
             f"side {side.name} ({side.backend}): rank {rank} {why}. The end of what it said:\n{said}"
         )
-
-
-def _loopback_store() -> tuple[Any, int]:
-    """A rendezvous store on a socket bound to 127.0.0.1: one that torch binds listens on every address."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    # The store owns the descriptor from here on.
-    descriptor = listener.detach()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-    return store, port
 
 
 def _start(side: Side, folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:

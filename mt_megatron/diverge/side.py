@@ -11,6 +11,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.validate import problems
 
 _SAME_TOKENS = "both sides must compute the same loss from the same tokens"
@@ -114,9 +115,8 @@ def check_pair(a: Side, b: Side) -> list[str]:
     if not all(per_token):
         why = "the loss is a mean per micro-batch: use the same, or --calculate-per-token-loss"
         same("micro_batch_size", one.train.micro_batch_size, other.train.micro_batch_size, why)
-    if one.model.vocab_size is not None and other.model.vocab_size is not None:
-        why = "choose --make-vocab-size-divisible-by so that both agree"
-        same("the padded vocabulary", _padded(one), _padded(other), why)
+    why = "choose --make-vocab-size-divisible-by so that both agree"
+    same("the padded vocabulary", _padded(one), _padded(other), why)
     if found:
         raise ConfigError("the two sides cannot be compared:\n" + "\n".join(f"- {line}" for line in found))
     notes = []
@@ -131,8 +131,9 @@ def _core_value(config: TrainingConfig, name: str) -> object:
 
 
 def _padded(config: TrainingConfig) -> int:
+    size = config.model.vocab_size
     return padded_vocab_size(
-        config.model.vocab_size or 0,
+        load_tokenizer(config.data).vocab_size if size is None else size,
         divisible_by=config.model.make_vocab_size_divisible_by,
         tensor_parallel=config.parallel.tensor_model_parallel_size,
     )
