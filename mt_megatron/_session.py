@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 MEGATRON_CORE = "0.9.0"
 """The one upstream version that the patches are written against."""
 
-TESTED = {"torch": ">=2.13,<2.14", "numpy": ">=2,<2.5"}
-"""Outside of these versions everything may still work; ``patch()`` and ``doctor`` say so."""
+TESTED = {"torch": ">=2.13,<2.14 || ==2.7.1", "numpy": ">=1.26,<2.5"}
+"""Alternatives are joined by ``||``. Outside of these versions everything may still work; ``patch()``
+and ``doctor`` say so."""
 
 ALLOW_DRIFT = "MT_MEGATRON_ALLOW_DRIFT"
 """Environment variable; ``1`` turns UpstreamDriftError into a warning that the report records."""
@@ -270,7 +271,7 @@ def untested_versions() -> tuple[str, ...]:
     found: list[str] = []
     for name, tested in TESTED.items():
         version = installed_version(name)
-        if version is not None and not within(version, tested):
+        if version is not None and not any(within(version, one) for one in tested.split("||")):
             found.append(f"{name} {version} is outside of the tested versions ({tested})")
     return tuple(found)
 

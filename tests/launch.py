@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -48,10 +47,13 @@ def run_ranks(
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a positive integer, found {world_size!r}")
+    # Here, so that the ranks, which run this file too, import nothing that their target does not.
+    from mt_megatron.backends.rendezvous import loopback_store
+
     with tempfile.TemporaryDirectory(prefix="mt_megatron_ranks_") as scratch:
         folder = Path(scratch)
         (folder / "call.json").write_text(json.dumps({"target": target, "args": args}))
-        store, port = _loopback_store()
+        store, port = loopback_store()
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
@@ -64,20 +66,6 @@ def run_ranks(
         if problem:
             raise RankError(_report(problem, target, processes, folder))
         return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(world_size)]
-
-
-def _loopback_store() -> tuple[Any, int]:
-    from torch.distributed import TCPStore
-
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    # detach(): the store owns the descriptor from here and closes it when it is deleted.
-    store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, port
 
 
 def _start(

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from mt_megatron.backends.rendezvous import loopback_store
 from mt_megatron.errors import MtMegatronError
