@@ -31,16 +31,18 @@ class Viewer(Protocol):
 _changing = threading.Lock()
 _viewers: tuple[Viewer, ...] = ()
 _real: Any = None
+_inside = False
+"""Whether ours is somewhere in the chain of wrappers, where somebody else has put another around it."""
 
 
 def watch(viewer: Viewer) -> None:
     """From now on ``viewer`` is asked; twice is once."""
-    global _viewers, _real
+    global _viewers, _real, _inside
     with _changing:
         if any(one is viewer for one in _viewers):
             return
-        if builtins.__import__ is not _import and not _viewers:
-            _real = builtins.__import__
+        if not _inside or builtins.__import__ is _real:
+            _real, _inside = builtins.__import__, True
             builtins.__import__ = _import
         _viewers = (*_viewers, viewer)
 
@@ -48,11 +50,11 @@ def watch(viewer: Viewer) -> None:
 def unwatch(viewer: Viewer) -> None:
     """Ask ``viewer`` no more; the last one takes the wrapper away. Where somebody else has put a
     wrapper around ours, it stays and answers nothing."""
-    global _viewers
+    global _viewers, _inside
     with _changing:
         _viewers = tuple(one for one in _viewers if one is not viewer)
         if not _viewers and builtins.__import__ is _import:
-            builtins.__import__ = _real
+            builtins.__import__, _inside = _real, False
 
 
 def _import(

@@ -16,6 +16,9 @@ from mt_megatron.cli.main import main
 from tests.launch import ROOT
 
 
+Done = subprocess.CompletedProcess[str]
+
+
 def write(folder: Path, **files: str) -> None:
     for name, text in files.items():
         path = folder / (name.replace("__in__", "/") + ".py")
@@ -23,7 +26,7 @@ def write(folder: Path, **files: str) -> None:
         path.write_text(textwrap.dedent(text))
 
 
-def python(*words: str, cwd: Path, path: str = str(ROOT), **variables: str) -> subprocess.CompletedProcess[str]:
+def python(*words: str, cwd: Path, path: str = str(ROOT), **variables: str) -> Done:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MT_MEGATRON_BACKEND"):
         environment.pop(name, None)
@@ -32,12 +35,12 @@ def python(*words: str, cwd: Path, path: str = str(ROOT), **variables: str) -> s
     )
 
 
-def run(*words: str, cwd: Path, options: tuple[str, ...] = (), **more: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str, cwd: Path, options: tuple[str, ...] = (), **more: str) -> Done:
     command = ("-m", "mt_megatron.cli", "run", "--backend", "cpu", *options, "--", *words)
     return python(*command, cwd=cwd, **more)
 
 
-def report(done: subprocess.CompletedProcess[str]) -> Any:
+def report(done: Done) -> Any:
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -50,4 +50,6 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 
 def _files(folder: Path) -> set[Path]:
-    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts}
+    return {
+        path for path in folder.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts
+    }

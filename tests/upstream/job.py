@@ -17,12 +17,12 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 4351 "
     "--transformer-impl local --seed 1234"
-).split()
+)
 SCHEDULE = (
     "--train-iters 20 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --lr-decay-iters 20 "
     "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --eval-interval 1000 "
     "--eval-iters 1"
-).split()
+)
 ONE_RANK = Path(__file__).with_name("one_rank.py")
 ONE_DEVICE = "MT_MEGATRON_TEST_ONE_DEVICE"
 """Set where every process sees one device of its own, as the emulator's do: all are then number 0."""
@@ -69,7 +69,7 @@ def pretrain(
     command = [sys.executable, *launcher, str(ONE_RANK), "--backend", backend, "--"]
     with open(log, "w") as file:
         done = subprocess.run(
-            [*command, "pretrain_gpt.py", *MODEL, *SCHEDULE, *arguments],
+            [*command, "pretrain_gpt.py", *MODEL.split(), *SCHEDULE.split(), *arguments],
             cwd=checkout, env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False,
         )  # fmt: skip
     text = log.read_text(errors="replace")

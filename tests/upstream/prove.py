@@ -26,7 +26,7 @@ PER_RANK = ("--ckpt-format", "torch")
 LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
-).split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Case:
 CASES = (
     Case(name="one", arguments=(*NO_DROPOUT, *DISTRIBUTED)),
     Case(name="one-torch", arguments=(*DROPOUT, *PER_RANK)),
-    Case(name="files-llama", arguments=(*DROPOUT, *DISTRIBUTED, *LLAMA), files=True),
+    Case(name="files-llama", arguments=(*DROPOUT, *DISTRIBUTED, *LLAMA.split()), files=True),
     Case(
         name="tp2",
         ranks=2,
@@ -62,8 +62,14 @@ CASES = (
     Case(
         name="distributed-optimizer",
         ranks=2,
-        arguments=(*DROPOUT, *DISTRIBUTED, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
-                   "--overlap-param-gather"),
+        arguments=(
+            *DROPOUT,
+            *DISTRIBUTED,
+            "--bf16",
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+        ),
     ),  # fmt: skip
     Case(
         name="distributed-optimizer-torch",
