@@ -82,7 +82,15 @@ def losses_of_documents() -> dict[str, list[float]]:
 
     data = Chain(3, 2)
     found: dict[str, list[float]] = {}
-    for name, flags in {"data": "", "context": CP2, "ring": f"{CP2} --cp-comm-type p2p"}.items():
+    learned = f"--position-embedding-type learned_absolute --max-position-embeddings {SEQUENCE}"
+    layouts = {
+        "data": "",
+        "context": CP2,
+        "ring": f"{CP2} --cp-comm-type p2p",
+        "data, learned": learned,
+        "context, learned": f"{CP2} {learned}",
+    }
+    for name, flags in layouts.items():
         with joined(config_of(Layout(name=name, flags=flags), seed=1), mt_megatron.backend()) as job:
             for masked in (True, False):
                 config = config_of(Layout(name=name, flags=flags), seed=1)
@@ -96,11 +104,11 @@ def losses_of_documents() -> dict[str, list[float]]:
                 output, loss = family.loss(model, mine)
                 value, report = loss(output)
                 value.backward()
-                share = 1.0 if name == "data" else 1.0 / job.layout.cp
+                share = 1.0 / job.layout.cp
                 grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
                 gradient = torch.cat(grads) * share
                 totals = torch.stack([report["loss"], report["tokens"], share * value.detach().double()])
-                if name != "data":
+                if job.layout.cp > 1:
                     dist.all_reduce(gradient)
                     dist.all_reduce(totals)
                 key = f"{name}{'' if masked else ' without mask'}"
@@ -157,6 +165,9 @@ def test_a_mask_of_documents_means_the_same(ranks: list[Any]) -> None:
         for name in ("context", "ring"):
             assert found[name] == pytest.approx(found["data"], rel=1e-5)
             assert found[f"{name} without mask"] == pytest.approx(found["data without mask"], rel=1e-5)
+        for masked in ("", " without mask"):
+            expected = found[f"data, learned{masked}"]
+            assert found[f"context, learned{masked}"] == pytest.approx(expected, rel=1e-5)
         assert abs(found["data"][0] / found["data without mask"][0] - 1) > 1e-4
 
 
