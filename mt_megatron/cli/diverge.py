@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.diverge.compare import compare, read_record
     from mt_megatron.diverge.picture import draw
     from mt_megatron.diverge.processes import run_side
-    from mt_megatron.diverge.report import as_json, as_markdown, verdict
+    from mt_megatron.diverge.report import as_json, as_markdown, jump, verdict
 
     for side in (a, b):
         run_side(side, folder, args.timeout)
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         print(verdict(found))
-        for note in found.notes:
+        for note in (*found.notes, *filter(None, [jump(found)])):
             print(f"note: {note}")
         print(f"report: {folder / 'report.md'}")
     return 0 if found.first is None else 1

@@ -19,6 +19,10 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 _LEFT_OUT = re.compile(r"^(decoder|decoder\.layers)$|\.core_attention\.|\.experts\b")
 
 
+# What a layer spec leaves empty hands its input on; another spec may have a norm of that name there.
+_EMPTY = ("ModuleList", "IdentityOp", "IdentityFuncOp")
+
+
 class Recorder:
     """Collects the pieces of one step on this rank."""
 
@@ -38,7 +42,7 @@ class Recorder:
         position = Counter[str]()
         for local, module in chunk.named_modules():
             name = whole_name(chunk, local)
-            if _LEFT_OUT.search(name) or isinstance(module, torch.nn.ModuleList):
+            if _LEFT_OUT.search(name) or type(module).__name__ in _EMPTY:
                 continue
             if not name:
                 if not getattr(chunk, "post_process", True):

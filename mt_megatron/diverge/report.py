@@ -11,6 +11,7 @@ from .pieces import PHASES
 from .side import Side
 
 _AROUND = 6
+_QUIET, _RISE = 0.02, 8.0
 
 
 def as_json(comparison: Comparison, a: Side, b: Side) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def as_json(comparison: Comparison, a: Side, b: Side) -> dict[str, Any]:
             "only_b": comparison.only_b,
             "not_compared": comparison.not_placed,
             "notes": comparison.notes,
+            "jump": jump(comparison),
             "entries": [_plain(entry) for entry in comparison.entries],
         }
     )
@@ -63,6 +65,27 @@ def verdict(comparison: Comparison) -> str:
     if comparison.suspect() != first.name:
         line += f"; that gradient is computed by {comparison.suspect()}"
     return line
+
+
+def jump(comparison: Comparison) -> str | None:
+    """Where the error of the outputs rises most without being more than rounding, if it does: what to look
+    at when a limit that suits a whole network is too wide for one module."""
+    highest, found = 0.0, None
+    for entry in comparison.entries:
+        if entry.phase != "forward" or entry.differs:
+            continue
+        # Rounding of the first sums, from 0 to something, is no rise.
+        before = max(highest, entry.tolerance * _QUIET)
+        if entry.error > _RISE * before and (found is None or entry.error / before > found[0]):
+            found = entry.error / before, entry, before
+        highest = max(highest, entry.error)
+    if found is None:
+        return None
+    rise, entry, before = found
+    return (
+        f"the error rises {rise:.0f}-fold at {entry.name}, from at most {before:.2g} to {entry.error:.2g}, "
+        f"which is within {entry.tolerance:.2g}; --tolerance sets another limit"
+    )
 
 
 def as_markdown(comparison: Comparison, a: Side, b: Side, picture: str) -> str:
@@ -114,7 +137,7 @@ def as_markdown(comparison: Comparison, a: Side, b: Side, picture: str) -> str:
         ("Only on side a", comparison.only_a),
         ("Only on side b", comparison.only_b),
         ("Not compared: the place of their output in the whole is not known", comparison.not_placed),
-        ("Notes", comparison.notes),
+        ("Notes", [*comparison.notes, *filter(None, [jump(comparison)])]),
     ):
         if names:
             lines += ["", f"## {title}", "", *(f"- {name}" for name in names)]

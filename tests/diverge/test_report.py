@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from mt_megatron.diverge.compare import Comparison, Entry
 from mt_megatron.diverge.picture import draw
 from mt_megatron.diverge.pieces import RankFacts
-from mt_megatron.diverge.report import as_json, as_markdown, verdict
+from mt_megatron.diverge.report import as_json, as_markdown, jump, verdict
 from mt_megatron.diverge.side import Side
 
 A, B = (Side(name=name, backend="cpu", arguments=("--lr", "1"), processes=1) for name in "ab")
@@ -80,6 +80,17 @@ def test_a_wrong_gradient_is_put_down_to_who_computed_it() -> None:
     backward = [entry("backward", name, 1.0 if name == NETWORK[2] else 0.0) for name in NETWORK[::-1]]
     last = comparison(*forward, entry("forward", "output_layer", 0.0), *backward)
     assert last.suspect() == "output_layer"
+
+
+def test_a_rise_within_rounding_is_worth_a_note() -> None:
+    errors = [0.0, 3e-7, 6e-5, 5e-5]
+    found = comparison(*(entry("forward", *pair) for pair in zip(NETWORK, errors, strict=True)))
+    said = jump(found)
+    assert found.first is None and said is not None
+    assert f"rises 30-fold at {NETWORK[2]}, from at most 2e-06 to 6e-05" in said
+    assert said in as_markdown(found, A, B, "picture.svg") and as_json(found, A, B)["jump"] == said
+    quiet = comparison(*(entry("forward", name, 1e-6) for name in NETWORK))
+    assert jump(quiet) is None
 
 
 def test_an_infinite_error_is_valid_json_and_is_drawn() -> None:
