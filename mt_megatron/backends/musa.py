@@ -48,11 +48,9 @@ class MusaBackend:
             visible = os.environ.get("MUSA_VISIBLE_DEVICES")
             chosen = "" if visible is None else f" (MUSA_VISIBLE_DEVICES={visible!r})"
             return False, f"torch_musa is installed, but no device or driver was found{chosen}"
-        name = self.device_name(0)
-        what = f"{_musa().device_count()} x {name}"
-        known = musa_cards.card(name)
-        if known is not None and known.mccl is False:
-            return True, f"{what}, without MCCL: one device per run"
+        what = f"{_musa().device_count()} x {self.device_name(0)}"
+        if not torch.distributed.is_mccl_available():  # type: ignore[attr-defined]
+            return False, f"{what}, but without MCCL, and Megatron needs a process group even on one device"
         ignored = "; CUDA_VISIBLE_DEVICES has no effect on it" if self._misled() else ""
         return True, f"{what}, MCCL{ignored}"
 

@@ -292,6 +292,23 @@ def test_the_visible_devices_of_musa_are_the_truth(monkeypatch: pytest.MonkeyPat
     assert "CUDA_VISIBLE_DEVICES has no effect" in said
 
 
+def test_a_card_without_mccl_is_refused_with_the_reason() -> None:
+    run(
+        """
+        import torch, torch_musa
+        torch.distributed.is_mccl_available = lambda: False
+        import mt_megatron
+        try:
+            mt_megatron.patch("musa")
+        except mt_megatron.errors.BackendError as error:
+            assert "without MCCL" in str(error) and "MTT S4000" in str(error), error
+        else:
+            raise AssertionError("patched without MCCL")
+        """,
+        patched=False,
+    )
+
+
 class _Counted:
     name = "musa"
 
