@@ -14,7 +14,7 @@ from .places import Attribute, exchange
 from .plan import Step
 from .rebind import in_package, loaded_modules, scoped_places
 from .scope import Scope
-from .seen import Seen
+from .seen import answer, inside
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class ScopedRebinds:
         }
         self._own = Scope(prefix for step in self._waiting.values() for prefix in step.patch.scope)
         self._extra = (extra or Scope()) if self._waiting else Scope()
-        self._seen = Seen()
         self.prefixes = (self._own | self._extra).prefixes
 
     @property
@@ -109,23 +108,23 @@ class ScopedRebinds:
                     return meaning.replacement
             return value
 
-        return self._seen.answer(module, wanted, lookup)
+        return answer(module, wanted, lookup)
 
     def give_back(self) -> None:
         """After everything recorded was written back: names in a scope that still mean a
         replacement got it later, from another module of the scope or by a statement."""
         unwatch(self)
-        handed = [_Meaning(old, new, "", name) for new, old, name in self._seen.handed]
         for scope, meanings in self._meanings.items():
             back: dict[int, list[_Meaning]] = {}
-            for one in (*meanings.values(), *handed):
+            for one in meanings.values():
                 back.setdefault(id(one.replacement), []).append(one)
+                for held_as, old, new in inside(one.original, one.replacement):
+                    back.setdefault(id(new), []).append(_Meaning(old, new, one.patch, held_as))
             for module in self._loaded(scope):
                 for place, held in list(scoped_places(module, back.keys())):
                     name = place.name if isinstance(place, Attribute) else None
                     place.swap(held, _originals(held, back, name))
         self._meanings.clear()
-        self._seen.clear()
 
     def _inside(self, names: Mapping[str, Any], scope: tuple[str, ...]) -> bool:
         name = names.get("__name__")

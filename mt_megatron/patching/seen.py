@@ -1,55 +1,48 @@
-"""What an import statement gets in a scope, and which object each such name stands for."""
+"""What an import statement gets in a scope, and which objects a view has in place of others."""
 
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
-
-from .places import MISSING
 
 Lookup = Callable[[Any], Any]
 """The replacement that a scope means by an object, or the object itself."""
 
 
-class Seen:
-    """Answers statements and remembers what was handed out, so that it can be taken back."""
+def answer(module: ModuleType, wanted: Sequence[str], lookup: Lookup) -> Any:
+    """For one statement: ``module`` itself, the view of it, or a copy in which the ``wanted`` names are
+    replaced."""
+    shown = _view_of(module, lookup)
+    if not wanted or shown is not module:
+        return shown
+    real = vars(module)
+    if "*" in wanted:
+        wanted = [*real]
+    changed = {name: lookup(real[name]) for name in wanted if name in real}
+    changed = {name: new for name, new in changed.items() if new is not real[name]}
+    return _Replaced(module, changed) if changed else module
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._handed: dict[tuple[int, str], tuple[Any, Any, str]] = {}
 
-    @property
-    def handed(self) -> list[tuple[Any, Any, str]]:
-        """Replacement, original and name of everything a ``from`` statement got out of a view."""
-        with self._lock:
-            return list(self._handed.values())
+def inside(original: Any, replacement: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, original and replacement of all that a view of a module has in place of the module's own:
+    what a scope may have taken out of it."""
+    waiting, seen = [(original, replacement)], set[int]()
+    while waiting:
+        real, view = waiting.pop()
+        if real is view or id(view) in seen or not _modules(real, view):
+            continue
+        seen.add(id(view))
+        for name, new in list(vars(view).items()):
+            old = vars(real).get(name, new)
+            if old is not new and not name.startswith("__"):
+                yield name, old, new
+                waiting.append((old, new))
 
-    def clear(self) -> None:
-        with self._lock:
-            self._handed.clear()
 
-    def answer(self, module: ModuleType, wanted: Sequence[str], lookup: Lookup) -> Any:
-        """``module`` itself, the view of it, or a copy in which the ``wanted`` names are replaced."""
-        shown = _view_of(module, lookup)
-        if not wanted:
-            return shown
-        if "*" in wanted:
-            wanted = [*getattr(shown, "__all__", vars(shown))]
-        real = vars(module)
-        changed: dict[str, Any] = {}
-        for name in wanted:
-            old = real.get(name, MISSING)
-            # A name that the view refuses is an ImportError of the statement, as python words it.
-            new = lookup(old) if shown is module else getattr(shown, name, MISSING)
-            if old is MISSING or new is MISSING or new is old:
-                continue
-            changed[name] = new
-            with self._lock:
-                self._handed.setdefault((id(new), name), (new, old, name))
-        return _Replaced(module, changed) if changed and shown is module else shown
+def _modules(*values: Any) -> bool:
+    return all(isinstance(value, ModuleType) for value in values)
 
 
 class _Replaced(ModuleType):
@@ -73,5 +66,5 @@ def _view_of(module: ModuleType, lookup: Lookup) -> Any:
     shown = _view_of(around, lookup)
     if shown is around:
         return module
-    inside = getattr(shown, name, module)
-    return inside if isinstance(inside, ModuleType) else module
+    below = getattr(shown, name, module)
+    return below if isinstance(below, ModuleType) else module

@@ -15,7 +15,6 @@ import pytest
 from mt_megatron.cli.main import main
 from tests.launch import ROOT
 
-
 Done = subprocess.CompletedProcess[str]
 
 

@@ -170,6 +170,65 @@ def order(what: str) -> dict[str, Any]:
     return result
 
 
+def scoped(folder: str, early: str) -> dict[str, Any]:
+    """Patch with a folder and a name in scope, import the rest of the modules in it, unpatch."""
+    import builtins
+
+    import mt_megatron
+    from mt_megatron.errors import PatchError
+
+    sys.path[:0] = [folder, f"{folder}/venv/site-packages"]
+    for name in ("one", "package.two", "installed"):
+        text = (
+            "import torch, torch.distributed as dist\nfrom torch import zeros, cuda\n"
+            "from torch.cuda import is_available\nclass Holder:\n    torch = torch\n"
+            "def inner(device=torch.device):\n    import torch\n"
+            "    from torch.cuda import is_available\n    return is_available(), torch.ones(1).is_cuda\n"
+        )
+        path = Path(folder, "venv/site-packages" if name == "installed" else "", *name.split("."))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".py").write_text(text)
+    names = ("one", "package.two", "installed")
+    importer, finders = builtins.__import__, list(sys.meta_path)
+    load(names if early == "everything" else ())
+    before = attributes("torch", *(name.partition(".")[0] for name in names))
+    request = {"scope": [Path(folder), "package"]}
+    report = mt_megatron.patch("cpu", **request)  # type: ignore[arg-type]
+    load(names)
+    found: dict[str, Any] = {"seen": {}, "again": []}
+    for name in names:
+        module = sys.modules[name]
+        told = [
+            module.torch.cuda.is_available(),
+            module.cuda.is_available(),
+            module.Holder.torch is module.torch,
+        ]
+        found["seen"][name] = [*told, module.dist.new_group is sys.modules["torch"].distributed.new_group]
+        found["seen"][name] += module.inner()
+    for asked in (request, {}, {"scope": ["package"]}):
+        try:
+            found["again"].append(mt_megatron.patch("cpu", **asked).plan_digest == report.plan_digest)  # type: ignore[arg-type]
+        except PatchError as error:
+            found["again"].append(str(error))
+    mt_megatron.unpatch()
+    torch = sys.modules["torch"]
+    found["importer is back"] = builtins.__import__ is importer and sys.meta_path == finders
+    found["originals"] = [
+        getattr(sys.modules[name], at) is value
+        for name in names
+        for at, value in {
+            "torch": torch, "dist": torch.distributed, "zeros": torch.zeros, "cuda": torch.cuda,
+            "is_available": torch.cuda.is_available,
+        }.items()
+    ] + [sys.modules[name].Holder.torch is torch for name in names]  # fmt: skip
+    found["defaults"] = [sys.modules[name].inner.__defaults__ == (torch.device,) for name in names]
+    found["honest"] = [list(sys.modules[name].inner()) for name in names]
+    if early == "everything":
+        kept = attributes("torch", *(name.partition(".")[0] for name in names))
+        found["not restored"] = difference(before, kept)
+    return found
+
+
 def left_behind() -> list[str]:
     """Functions and modules of mt_megatron that Megatron or torch still refer to."""
     found: list[str] = []
@@ -338,6 +397,7 @@ def compare(features_of_last: list[str]) -> str:
 
 SCENARIOS = {
     "order": order,
+    "scoped": scoped,
     "importing": importing,
     "plan_of": plan_of,
     "logging_of": logging_of,

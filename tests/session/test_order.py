@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +73,21 @@ def test_importing_the_package_changes_nothing() -> None:
 def test_data_loader_workers(method: str, wrapped: bool) -> None:
     """A forked worker is patched as its parent is; a spawned one has imported nothing of us."""
     assert run_scenario("workers", method)["wrapped"] == [wrapped]
+
+
+@pytest.mark.parametrize("early", ["nothing", "everything"])
+def test_a_scope_beside_megatron(tmp_path: Path, early: str) -> None:
+    """Modules of a folder and of a name see the device whenever they were imported, and are left as
+    they were; an installed module below the folder sees the truth throughout."""
+    found = run_scenario("scoped", str(tmp_path), early)
+    redirected, truth = [True, True, True, False, True, True], [False, False, True, True, False, False]
+    if early == "everything":
+        redirected[1] = True  # a module imported from torch is rebound too
+    assert found["seen"] == {"one": redirected, "package.two": redirected, "installed": truth}
+    same, less, other = found["again"]
+    assert same is True and less is True, "who names no scope is content with the one in force"
+    assert "scope package was asked for" in other and "unpatch() first" in other
+    assert found["importer is back"] is True
+    assert all(found["originals"]) and len(found["originals"]) == 18
+    assert found["defaults"] == [True] * 3 and found["honest"] == [[False, False]] * 3
+    assert found.get("not restored", []) == []
