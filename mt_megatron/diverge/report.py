@@ -68,11 +68,11 @@ def verdict(comparison: Comparison) -> str:
 
 
 def jump(comparison: Comparison) -> str | None:
-    """Where the error of the outputs rises most without being more than rounding, if it does: what to look
-    at when a limit that suits a whole network is too wide for one module."""
+    """Where the error of the outputs rises most when nothing is more than rounding: what to look at when
+    a limit that suits a whole network is too wide for one module. None without such a rise."""
     highest, found = 0.0, None
-    for entry in comparison.entries:
-        if entry.phase != "forward" or entry.differs:
+    for entry in comparison.entries if comparison.first is None else ():
+        if entry.phase != "forward":
             continue
         # Rounding of the first sums, from 0 to something, is no rise.
         before = max(highest, entry.tolerance * _QUIET)
