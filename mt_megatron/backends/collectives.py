@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,14 +110,19 @@ def local_device(backend: Backend) -> int:
 
 
 class _Works:
-    """Several pending collectives as one."""
+    """Several pending collectives as one, and what is left to do after them."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], then: Callable[[], object] | None = None) -> None:
         self._works = works
+        self._then = then
 
     def wait(self, *args: Any) -> bool:
         for work in self._works:
             work.wait(*args)
+        then, self._then = self._then, None
+        if then is not None:
+            with torch.no_grad():
+                then()
         return True
 
     def is_completed(self) -> bool:
@@ -140,6 +146,31 @@ def all_gather_of_any_sizes(
         if part.numel()
     ]
     pending = _Works([work for work in works if work is not None])
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+@functools.wraps(dist.reduce_scatter)
+def reduce_scatter_by_reduces(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gloo of older torch has no reduce_scatter of a list: one reduce to each rank instead."""
+    group = dist.group.WORLD if group is None else group
+    own = dist.get_rank(group)
+    # A reduce leaves half-made sums with the ranks that are not its target.
+    parts = [part.clone() for part in input_list]
+    works = [
+        dist.reduce(part, dist.get_global_rank(group, rank), op, group, async_op=True)
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]
+    pending = _Works([work for work in works if work is not None], then=lambda: output.copy_(parts[own]))
     if async_op:
         return pending
     pending.wait()
@@ -198,6 +229,8 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
     }
     if backend.collective == "gloo":
         overrides["all_gather"] = all_gather_of_any_sizes
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+            overrides["reduce_scatter"] = reduce_scatter_by_reduces
     make_mesh = getattr(dist, "init_device_mesh", None)
     if make_mesh is not None:
 

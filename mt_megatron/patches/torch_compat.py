@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -63,10 +64,23 @@ def trusted_globals() -> list[Any]:
         io.BytesIO,
         numpy.ndarray,
         numpy.dtype,
-        numpy._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-        numpy._core.multiarray.scalar,  # type: ignore[attr-defined]
+        *_numpy_builders(),
         *(type(numpy.dtype(kind)) for kind in ("u1", "u4", "i4", "i8", "f4", "f8", "?")),
         *choices,
+    ]
+
+
+def _numpy_builders() -> list[tuple[Any, str]]:
+    """The functions that build numpy's arrays and numbers, under the names that numpy 1 and numpy 2
+    write into files: either reads the other's."""
+    import numpy
+
+    home = "numpy._core.multiarray" if numpy.lib.NumpyVersion(numpy.__version__) >= "2.0.0" else None
+    module = import_module(home or "numpy.core.multiarray")
+    return [
+        (getattr(module, name), f"{package}.multiarray.{name}")
+        for name in ("_reconstruct", "scalar")
+        for package in ("numpy.core", "numpy._core")
     ]
 
 
