@@ -40,7 +40,8 @@ class ScopedRebinds:
         }
         self._own = Scope(prefix for step in self._waiting.values() for prefix in step.patch.scope)
         self._extra = (extra or Scope()) if self._waiting else Scope()
-        self.prefixes = (self._own | self._extra).prefixes
+        self._everyone = self._own | self._extra
+        self.prefixes = self._everyone.prefixes
 
     @property
     def waiting(self) -> list[Step]:
@@ -94,11 +95,10 @@ class ScopedRebinds:
         self, module: ModuleType, names: Mapping[str, Any], wanted: Sequence[str], *, in_function: bool
     ) -> Any:
         """Answer one import statement of the module with the ``__dict__`` ``names``."""
-        if self._own.covers(names):
-            if not in_function:
-                return module  # its own names are rebound when its import is over
-        elif not self._extra.covers(names):
+        if not self._everyone.covers(names):
             return module
+        if not in_function and self._own.covers(names):
+            return module  # its own names are rebound when its import is over
         known = [each for scope, each in list(self._meanings.items()) if self._inside(names, scope)]
 
         def lookup(value: Any) -> Any:
