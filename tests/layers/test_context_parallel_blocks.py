@@ -46,9 +46,11 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def causal_in_three_blocks(groups: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def causal_in_three_blocks(
+    groups: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Tensor]:
     """Causal attention over 12 keys: two squares on the diagonal and the full one below."""
-    q, k, v = qkv(groups, dtype)
+    q, k, v = (t.to(device) for t in qkv(groups, dtype))
     scale, half = 1 / math.sqrt(D), slice(0, S // 2)
     other = slice(S // 2, S)
     cut = ((half, half, True), (other, other, True), (other, half, False))
@@ -60,7 +62,7 @@ def causal_in_three_blocks(groups: int, dtype: torch.dtype = torch.float32) -> l
         merged.add(rows, output, lse)
         done.append((rows, keys, scores, kept))
     output = merged.output.to(dtype)
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v))
     for rows, keys, scores, kept in done:
         parts = block_backward(
@@ -70,7 +72,7 @@ def causal_in_three_blocks(groups: int, dtype: torch.dtype = torch.float32) -> l
         dq[:, :, rows] += parts[0]
         dk[:, :, keys] += parts[1]
         dv[:, :, keys] += parts[2]
-    return [merged.output, merged.lse, dq, dk, dv]
+    return [t.cpu() for t in (merged.output, merged.lse, dq, dk, dv)]
 
 
 def expected(groups: int, forbidden: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -166,6 +168,18 @@ def test_tiles_are_taken_with_one_line_that_says_why(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 2
     assert "on meta" in caplog.text and "there is none for this device" in caplog.text
     assert "on cpu" in caplog.text and "there is none for dropout" in caplog.text
+
+
+@pytest.mark.backend("cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_three_blocks_equal_one_softmax_on_cuda(groups: int, dtype: torch.dtype) -> None:
+    q = torch.zeros(1, 1, 2, D, dtype=dtype, device="cuda")
+    assert blocks.kernel_of(q, Scores(scale=1.0)) == ("tiles" if dtype is torch.float32 else "cuda")
+    bound = 1e-4 if dtype is torch.float32 else 3e-2
+    found = causal_in_three_blocks(groups, dtype, "cuda")
+    for a, b in zip(found, expected(groups, future(), dtype), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)
 
 
 def test_cudas_kernel_takes_what_is_passed() -> None:
