@@ -10,6 +10,7 @@ from tests.coverage_gate.case import all_cases
 from tests.coverage_gate.gate import judge, read_unreachable
 from tests.coverage_gate.points import installed_root, list_points
 from tests.coverage_gate.runs import run_cases
+from tests.emulators import environment
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("action", choices=("list", "run"))
     parser.add_argument("--root", type=Path, default=None, help="a megatron/core folder; default: installed")
     parser.add_argument("--all", action="store_true", help="list: also what the rules set aside")
+    parser.add_argument("--target", choices=("cpu", "musa"), default="cpu", help="run: on which backend")
     parser.add_argument("--tests", action="store_true", help="run: print the tests that execute each point")
     chosen = parser.parse_args(arguments)
     points = list_points(chosen.root or installed_root())
@@ -28,8 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
             elif chosen.all:
                 print(f"{'-':13s} {point.where}\n              {point.set_aside}")
         return 0
-    run = run_cases(all_cases())
-    verdict = judge(points, run.records, read_unreachable(), run.patches)
+    emulator = environment() if chosen.target == "musa" else None
+    run = run_cases(all_cases(), chosen.target, environment=emulator)
+    unreachable = read_unreachable(target=chosen.target)
+    verdict = judge(points, run.records, unreachable, run.patches, chosen.target)
     for name, error in run.errors.items():
         print(f"FAILED {name}\n{error}")
     if chosen.tests:

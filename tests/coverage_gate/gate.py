@@ -12,6 +12,9 @@ from tests.coverage_gate.points import Point
 from tests.coverage_gate.tracer import IMPORTS
 
 UNREACHABLE = Path(__file__).with_name("unreachable.toml")
+FAKE_CUDA = Path(__file__).with_name("unreachable_fake_cuda.toml")
+TARGETS = ("cpu", "musa", "cuda")
+"""Backends that points are executed on: the cpu, the emulated musa device, fake CUDA tensors."""
 
 
 class GateError(AssertionError):
@@ -20,11 +23,13 @@ class GateError(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Unreachable:
-    """Why a touch point cannot be executed on the cpu backend."""
+    """Why a touch point cannot be executed on a target."""
 
     reason: str
     patch: str = ""
     """Id of the patch that puts other code in the point's place, when that is the reason."""
+    device: bool = False
+    """Whether a named test executes it on the cpu here and, by ``tests/device``, on a real device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +43,19 @@ class Verdict:
     set_aside: Mapping[str, int]
     """Rule -> number of mentions that it set aside."""
     problems: Sequence[str]
+    target: str = "cpu"
 
     def summary(self) -> str:
         """The two counts, and what was set aside by rule."""
         replaced = sum(1 for entry in self.unreachable.values() if entry.patch)
+        deferred = sum(1 for entry in self.unreachable.values() if entry.device)
+        place = {"cpu": "cpu", "musa": "emulated musa", "cuda": "fake cuda"}[self.target]
+        on_device = f", {deferred} left to a named test on a real device" if deferred else ""
         lines = [
             "device touch points in megatron.core:",
-            f"  {len(self.executed):3d} executed by a named test on cpu",
-            f"  {len(self.unreachable):3d} unreachable there, with a reason ({replaced} replaced by a patch)",
+            f"  {len(self.executed):3d} executed by a named test on {place}",
+            f"  {len(self.unreachable):3d} unreachable there, with a reason ({replaced} replaced by a patch"
+            f"{on_device})",
             "mentions that are no touch point:",
             *(f"  {count:3d} {rule}" for rule, count in sorted(self.set_aside.items())),
         ]
@@ -57,25 +67,31 @@ class Verdict:
             raise GateError("\n".join([f"{len(self.problems)} problem(s):", *self.problems, self.summary()]))
 
 
-def read_unreachable(path: Path = UNREACHABLE) -> dict[str, Unreachable]:
-    """Point key -> reason, from ``[[group]]`` tables of ``file``, ``reason``, ``points``, ``patch``."""
+def read_unreachable(path: Path = UNREACHABLE, target: str = "cpu") -> dict[str, Unreachable]:
+    """Point key -> reason on ``target``, from ``[[group]]`` tables of ``file``, ``reason``, ``points``,
+    ``patch``, ``device`` and ``targets`` (by default all of them)."""
     import tomllib
 
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     entries: dict[str, Unreachable] = {}
     for number, group in enumerate(table.get("group", []), start=1):
-        if set(group) - {"patch"} != {"reason", "file", "points"}:
+        if set(group) - {"patch", "device", "targets"} != {"reason", "file", "points"}:
             raise GateError(
                 f"{path.name}: group {number} has the keys {sorted(group)}; "
-                "expected file, points and reason, and at most patch beside them"
+                "expected file, points and reason, and at most patch, device and targets beside them"
             )
+        targets = group.get("targets", list(TARGETS))
+        if not targets or set(targets) - set(TARGETS):
+            raise GateError(f"{path.name}: group {number} names the targets {targets}; expected of {TARGETS}")
         if len(group["reason"].split()) < 4:
             raise GateError(f"{path.name}: group {number} gives no reason that a reader could check")
-        for at in group["points"]:
+        for at in group["points"] if target in targets else ():
             key = f"{group['file']} {at}"
             if key in entries:
                 raise GateError(f"{path.name}: {key} is listed twice")
-            entries[key] = Unreachable(reason=group["reason"], patch=group.get("patch", ""))
+            entries[key] = Unreachable(
+                reason=group["reason"], patch=group.get("patch", ""), device=bool(group.get("device", False))
+            )
     return entries
 
 
@@ -93,8 +109,14 @@ def judge(
     records: Mapping[str, Collection[str]],
     unreachable: Mapping[str, Unreachable],
     patches: Collection[str],
+    target: str = "cpu",
+    on_cpu: Collection[str] = (),
 ) -> Verdict:
-    """Compare; executions outside named tests (``IMPORTS``) do not count."""
+    """Compare; executions outside named tests (``IMPORTS``) do not count.
+
+    ``on_cpu`` are keys that named tests executed on the cpu: what a list leaves to a real device, where
+    the same tests run, must be among them.
+    """
     tests: dict[str, list[str]] = defaultdict(list)
     for test, keys in sorted(records.items()):
         if test != IMPORTS:
@@ -119,6 +141,8 @@ def judge(
     for key, entry in unreachable.items():
         if key not in touch:
             problems.append(f"stale entry in {UNREACHABLE.name}: no such touch point: {key}")
+        elif entry.device and key not in on_cpu:
+            problems.append(f"left to a real device, but no named test executes it: {touch[key].where}")
         elif entry.patch and entry.patch not in patches:
             problems.append(
                 f"{touch[key].where} is said to be replaced by {entry.patch}, which is not applied"
@@ -128,4 +152,5 @@ def judge(
         unreachable={k: e for k, e in unreachable.items() if k in touch and k not in tests},
         set_aside=set_aside,
         problems=problems,
+        target=target,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from tests.coverage_gate.target import DEVICE, torch
 
 VOCABULARY = 64
 
@@ -41,7 +41,7 @@ def gpt(settings: Any, **changes: Any) -> Any:
         "position_embedding_type": "rope",
         "parallel_output": True,
     }
-    return GPTModel(settings, spec, **{**options, **changes})
+    return GPTModel(settings, spec, **{**options, **changes}).to(DEVICE)
 
 
 def positions(tokens: torch.Tensor) -> torch.Tensor:

@@ -25,11 +25,20 @@ class Run:
     records: Mapping[str, set[str]]
     """Case name -> keys of the points it executed. A failed case is not in it."""
     patches: frozenset[str]
-    """Ids of the patches that ``patch("cpu")`` applied."""
+    """Ids of the patches that ``patch()`` applied."""
 
 
-def run_cases(cases: Sequence[Case], timeout: float = TIMEOUT) -> Run:
-    """Run ``cases``, one launch per world size and selection of features that they need."""
+def run_cases(
+    cases: Sequence[Case],
+    target: str = "cpu",
+    timeout: float = TIMEOUT,
+    environment: Mapping[str, str] | None = None,
+) -> Run:
+    """Run ``cases``, one launch per world size and selection of features that they need.
+
+    ``target`` names the backend and ``environment`` is added to the processes': the emulator's, say.
+    """
+    env = {**(environment or {}), "MT_MEGATRON_TEST_BACKEND": target}
     errors: dict[str, str] = {}
     seconds: dict[str, float] = {}
     patches: set[str] = set()
@@ -39,7 +48,7 @@ def run_cases(cases: Sequence[Case], timeout: float = TIMEOUT) -> Run:
             names = [found.name for found in cases if found.layout.launch == launch]
             try:
                 ranks = run_ranks(
-                    world, "tests.coverage_gate.worker:run", names, without, folder, timeout=timeout
+                    world, "tests.coverage_gate.worker:run", names, without, folder, timeout=timeout, env=env
                 )
             except RankError as error:
                 errors[names[0]] = str(error)

@@ -22,7 +22,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch, errors: dict[str, str | None]) ->
     made: list[tuple[Any, ...]] = []
 
     def run_ranks(
-        world: int, target: str, names: list[str], without: Any, folder: str, timeout: float
+        world: int, target: str, names: list[str], without: Any, folder: str, timeout: float, env: Any
     ) -> list[Any]:
         made.append((world, tuple(without), tuple(names)))
         if "dies" in names:

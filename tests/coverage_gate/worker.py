@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.coverage_gate.case import Case, Layout, all_cases
 from tests.coverage_gate.points import installed_root, list_points
+from tests.coverage_gate.target import BACKEND, COLLECTIVE
 from tests.coverage_gate.tracer import Tracer
 
 IMPORTS_CASE = "imports.every_module"
@@ -44,8 +45,11 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
     tracer.start()
     try:
         import mt_megatron
+        from mt_megatron.backends.collectives import local_device, prepare_environment
 
-        mt_megatron.patch("cpu", features=_features(without))
+        mt_megatron.patch(BACKEND, features=_features(without))
+        prepare_environment(mt_megatron.backend(), nodes=1)
+        mt_megatron.backend().set_device(local_device(mt_megatron.backend()))
         outcomes = _run_cases([found for found in all_cases() if found.name in set(names)], tracer)
     finally:
         tracer.stop()
@@ -62,7 +66,7 @@ def _features(without: list[str]) -> list[str] | None:
     from mt_megatron.backends import registry
     from mt_megatron.patches import collect
 
-    return sorted({patch.feature for patch in collect(registry.get("cpu"))} - set(without))
+    return sorted({patch.feature for patch in collect(registry.get(BACKEND))} - set(without))
 
 
 def _run_cases(cases: list[Case], tracer: Tracer) -> dict[str, Any]:
@@ -111,7 +115,7 @@ class _Groups:
 
         self.generation += 1
         dist.init_process_group(
-            "gloo",
+            COLLECTIVE,
             store=dist.PrefixStore(f"generation{self.generation}", self.store),
             rank=self.rank,
             world_size=self.size,

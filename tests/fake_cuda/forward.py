@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from tests.coverage_gate.points import installed_root, list_points
+from tests.coverage_gate.tracer import Tracer
 from tests.fake_cuda.layouts import HIDDEN, MICRO_BATCH, SEQUENCE, flags, stages
 from tests.fake_cuda.pairwise import Row
 
@@ -23,8 +28,8 @@ def run(jobs: list[tuple[Row, str | None]]) -> list[dict[str, Any]]:
 
     A job is a row and the device of a tensor that is planted into the first layer, which adds it to
     its output, or None. Returns, for each rank, what it found: ``row``, ``plant``, ``stage``,
-    ``rank``, ``error`` (a traceback or None), ``devices`` of all that the rank holds and puts out, and
-    how often what was done.
+    ``rank``, ``error`` (a traceback or None), ``devices`` of all that the rank holds and puts out,
+    the device touch ``points`` that it executed, and how often what was done.
     """
     warnings.simplefilter("ignore")
     import torch
@@ -33,31 +38,61 @@ def run(jobs: list[tuple[Row, str | None]]) -> list[dict[str, Any]]:
     torch._dynamo.config.disable = True
 
     import mt_megatron
-    from tests.fake_cuda.fake_rank import fake_rank
     from tests.fake_cuda.stand_in import RecordingCuda
 
     cuda = RecordingCuda()
     found = []
     with cuda.installed():
-        mt_megatron.patch("cuda")
-        _import_everything()
-        for row, plant in jobs:
+        patches = sorted(patch.id for patch in mt_megatron.patch("cuda").applied)
+        tracer = _tracer()
+        booked = tracer.named if tracer else contextlib.nullcontext
+        if tracer:
+            tracer.start()
+        with booked("imports"):
+            _import_everything()
+        imported = sorted(tracer.records["imports"]) if tracer else []
+        for number, (row, plant) in enumerate(jobs):
             for stage, rank in stages(row).items():
                 result: dict[str, Any] = {"row": row, "plant": plant, "stage": stage, "rank": rank}
-                try:
-                    with fake_rank(rank, row["world"], cuda) as mode:
-                        result |= {"error": None} | _forward(row, mode, plant)
-                except BaseException:  # noqa: BLE001 - reported, and the next rank goes on
-                    result["error"] = traceback.format_exc()
+                with booked(f"{number} {stage}"):
+                    result |= _one(row, plant, rank, cuda)
                 result["device"] = f"cuda:{cuda.current}"
+                result["patches"], result["imported"] = patches, imported
+                result["points"] = sorted(tracer.records[f"{number} {stage}"]) if tracer else []
                 found.append(result)
+        if tracer:
+            tracer.stop()
     return found
+
+
+def _one(row: Row, plant: str | None, rank: int, cuda: Any) -> dict[str, Any]:
+    from tests.fake_cuda.fake_rank import fake_rank
+
+    try:
+        with fake_rank(rank, row["world"], cuda) as mode:
+            return {"error": None} | _forward(row, mode, plant)
+    except BaseException:  # noqa: BLE001 - reported, and the next rank goes on
+        return {"error": traceback.format_exc()}
 
 
 def _import_everything() -> None:
     # Inside FakeTensorMode, constants that a module makes at import would be fake for ever.
+    for name in (
+        "megatron.core.distributed",
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel",
+        "mt_megatron.models.llama",
+    ):
+        importlib.import_module(name)
 
-    import mt_megatron.models.llama  # noqa: F401
+
+def _tracer() -> Tracer | None:
+    """What books the device touch points of megatron.core to the ranks that execute them."""
+    if sys.version_info[:2] != (3, 11):
+        return None
+    root = installed_root()
+    return Tracer(root, list_points(root))
 
 
 def _forward(row: Row, mode: Any, plant: str | None) -> dict[str, Any]:

@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.layouts import FACTORS, covering
-from tests.fake_cuda.pairwise import Row
-from tests.launch import run_ranks
-
-PROCESSES = 2
-
-
-PLAIN = {name: values[0] for name, values in FACTORS.items()}
-CONTROLS = ({**PLAIN, "pp": 2}, {**PLAIN, "build": "megatron", "tp": 2})
+from tests.fake_cuda.layouts import covering
+from tests.fake_cuda.outcomes import outcomes as launched
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Any]]:
-    """All ranks of all jobs, with and without a planted tensor, in one launch."""
-    jobs: list[tuple[Row, str | None]] = [(row, None) for row in (*covering(), *CONTROLS)]
-    jobs += [(row, device) for row in CONTROLS for device in ("cpu", "cuda:0")]
-    shares = run_ranks(PROCESSES, "tests.fake_cuda.forward:run_share", jobs, timeout=400)
-    return [outcome for share in shares for outcome in share]
+    return launched()
 
 
 @pytest.fixture(scope="module")

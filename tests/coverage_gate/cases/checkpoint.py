@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def _check(loaded: dict[str, Any]) -> None:
     for name in ("shared", "shared2", "shared_three"):
         assert torch.equal(loaded[name], _value(name, 0)), name
     assert torch.equal(loaded["half"], _value("half", 0).bfloat16())
-    assert all(loaded[name].device.type == "cpu" for name in ("cut", "shared", "half"))
+    assert all(loaded[name].device.type == DEVICE for name in ("cut", "shared", "half"))
 
 
 @case(world=2)
@@ -162,9 +161,9 @@ def buffers_for_the_exchange_of_shards() -> None:
     for unneeded in (shard(False), shard(True)):
         tensor, device = _get_empty_tensor_for_exchange(name, {}, {name: unneeded}, kept)
         assert device is None and kept == {}
-        assert tensor.shape == (2, 3) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+        assert tensor.shape == (2, 3) and tensor.dtype == torch.bfloat16 and tensor.device.type == DEVICE
     tensor, device = _get_empty_tensor_for_exchange(name, {name: shard(False)}, {}, kept)
-    assert kept[name] is tensor and device == torch.device("cpu") and tensor.shape == (2, 3)
+    assert kept[name] is tensor and device.type == DEVICE and tensor.shape == (2, 3)
 
 
 @case(world=1)
@@ -181,5 +180,5 @@ def state_dict_for_a_local_checkpoint() -> None:
 
     saved = prepare_state_dict_for_save(state(4.0))
     loaded = recreate_state_dict_after_load(state(0.0), saved)
-    assert torch.equal(loaded["a"], torch.full((2, 2), 4.0)) and loaded["a"].device.type == "cpu"
+    assert torch.equal(loaded["a"], torch.full((2, 2), 4.0)) and loaded["a"].device.type == DEVICE
     assert loaded["step"] == 3

@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
-import torch
 
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import torch
 
 
 @case(world=1)
@@ -29,7 +29,7 @@ def blended_datasets_built_in_threads() -> None:
             prefix = str(Path(folder) / f"part{part}")
             builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
             for document in range(8):
-                builder.add_item(torch.arange(40) + 100 * part + document)
+                builder.add_item(torch.arange(40).cpu() + 100 * part + document)
                 builder.end_document()
             builder.finalize(f"{prefix}.idx")
             prefixes.append(prefix)

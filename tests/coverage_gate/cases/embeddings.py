@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-import torch
-
 from tests.coverage_gate import models
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def rotary_frequencies_made_on_the_device_or_moved_to_it() -> None:
     expected = torch.outer(torch.arange(5.0), inverse).repeat(1, 2)[:, None, None, :]
     for on_cpu in (False, True):
         rotary = RotaryEmbedding(8, 1.0, rotary_base=500000, use_cpu_initialization=on_cpu)
-        assert torch.allclose(rotary(5), expected, atol=1e-6) and rotary.inv_freq.device.type == "cpu"
+        assert torch.allclose(rotary(5), expected, atol=1e-6) and rotary.inv_freq.device.type == DEVICE
 
 
 @case(world=2, cp=2)
@@ -64,7 +63,7 @@ def rotary_embedding_of_a_context_parallel_rank() -> None:
     mine = get_pos_emb_on_this_cp_rank(whole, 0)
     # Rank r takes the r-th and the (2n - 1 - r)-th quarter, so that causal work is shared evenly.
     expected = [0, 1, 6, 7] if torch.distributed.get_rank() == 0 else [2, 3, 4, 5]
-    assert mine[:, 0, 0, 0].tolist() == expected and mine.device.type == "cpu"
+    assert mine[:, 0, 0, 0].tolist() == expected and mine.device.type == DEVICE
 
 
 @case(world=1)
@@ -73,7 +72,7 @@ def default_causal_mask() -> None:
 
     get_default_causal_mask.cache_clear()
     mask = get_default_causal_mask(7)
-    assert mask.dtype == torch.bool and mask.device.type == "cpu"
+    assert mask.dtype == torch.bool and mask.device.type == DEVICE
     assert all(bool(mask[i, j]) == (j > i) for i in range(7) for j in range(7))
 
 
@@ -89,7 +88,7 @@ def embeddings_tied_across_stages_start_equal() -> None:
         share_embeddings_and_output_weights=True,
     )
     weight = model.shared_embedding_or_output_weight()
-    assert weight.device.type == "cpu" and weight.abs().sum() > 0
+    assert weight.device.type == DEVICE and weight.abs().sum() > 0
     both = [torch.empty_like(weight) for _ in range(2)]
     torch.distributed.all_gather(both, weight.detach())
     assert torch.equal(both[0], both[1])
@@ -106,13 +105,13 @@ def bert_returns_mean_embeddings() -> None:
         transformer_layer_spec=specs.bert_layer_local_spec,
         vocab_size=models.VOCABULARY,
         max_sequence_length=16,
-    )
+    ).to(DEVICE)
     # The constructor's own argument fails on an attribute that upstream has not set yet.
     model.return_embeddings = True
     tokens = torch.arange(16).reshape(2, 8)
     mask = torch.ones(2, 8, dtype=torch.int64)
     output = model(tokens, mask)
-    assert output.shape == (2, 16) and output.dtype == torch.float32 and output.device.type == "cpu"
+    assert output.shape == (2, 16) and output.dtype == torch.float32 and output.device.type == DEVICE
     model.return_embeddings = False
     hidden: list[torch.Tensor] = []
     model.encoder.register_forward_hook(lambda _, __, result: hidden.append(result))
@@ -136,6 +135,6 @@ def clip_tower_places_its_position_ids() -> None:
         img_h=8,
         img_w=8,
     )
-    assert model.position_ids.tolist() == [[0, 1, 2, 3, 4]] and model.position_ids.device.type == "cpu"
+    assert model.position_ids.tolist() == [[0, 1, 2, 3, 4]] and model.position_ids.device.type == DEVICE
     output = model(torch.randn(2, 3, 8, 8), torch.zeros(1, 1, 5, 5, dtype=torch.bool))
     assert output.shape == (2, 5, 16) and torch.isfinite(output).all()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-import torch
-
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 _ENGINE = "transformer_engine"
 # Modules that cannot be imported without a package of the CUDA world -> words of upstream's refusal.
@@ -53,6 +52,6 @@ def tensor_types_of_half_precision_wrappers() -> None:
 
     x = torch.ones(3)
     (half,) = module.fp32_to_float16((x,), lambda value: value.to(torch.bfloat16))
-    assert half.dtype == torch.bfloat16 and half.device.type == "cpu"
+    assert half.dtype == torch.bfloat16 and half.device.type == DEVICE
     assert module.float16_to_fp32(half).dtype == torch.float32
     assert module.float16_to_fp32(torch.ones(3, dtype=torch.half)).dtype == torch.float32

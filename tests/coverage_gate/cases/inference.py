@@ -6,10 +6,9 @@ from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from tests.coverage_gate import models
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 
 def _wrapped(model: Any, threshold: int) -> Any:
@@ -83,7 +82,7 @@ def greedy_generation_equals_the_whole_forward_pass() -> None:
             logits = model(ids, models.positions(ids), mask)
             tokens.append(int(logits[0, -1].argmax()))
         assert result.generated_tokens.tolist() == tokens[len(prompt) :], (result.generated_tokens, tokens)
-        assert result.generated_tokens.device.type == "cpu" and result.generated_length == 4
+        assert result.generated_tokens.device.type == DEVICE and result.generated_length == 4
         assert (result.generated_log_probs <= 0).all()
 
 
@@ -115,7 +114,7 @@ def broadcast_from_the_last_stage() -> None:
     last = torch.distributed.get_rank() == 1
     sent = torch.arange(6.0).reshape(2, 3) if last else None
     received = broadcast_from_last_pipeline_stage([2, 3], torch.float32, sent)
-    assert torch.equal(received, torch.arange(6.0).reshape(2, 3)) and received.device.type == "cpu"
+    assert torch.equal(received, torch.arange(6.0).reshape(2, 3)) and received.device.type == DEVICE
     if last:
         try:
             broadcast_from_last_pipeline_stage([2, 3], torch.float32, torch.empty(2, 3, device="meta"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 
 def _rank() -> int:
@@ -71,7 +70,7 @@ def gather_along_first_dim_of_the_expert_group() -> None:
     from megatron.core.tensor_parallel import mappings
 
     y = mappings._gather_along_first_dim_expert_parallel(_mine(2, 2))
-    assert torch.equal(y, torch.cat([_mine(2, 2, 0), _mine(2, 2, 1)])) and y.device.type == "cpu"
+    assert torch.equal(y, torch.cat([_mine(2, 2, 0), _mine(2, 2, 1)])) and y.device.type == DEVICE
 
 
 @case(world=2, ep=2)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from tests.coverage_gate import models
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 _EXPERTS = 4
 
@@ -35,7 +34,7 @@ def _through(
     hidden.requires_grad_()
     mine = list(range(experts)) if local is None else local
     permuted, counts = dispatcher.token_permutation(hidden, probs, indices)
-    assert permuted.device.type == "cpu" and int(counts.sum()) == permuted.shape[0]
+    assert permuted.device.type == DEVICE and int(counts.sum()) == permuted.shape[0]
     parts = permuted.split([int(count) for count in counts])
     worked = torch.cat([part * (expert + 1) for part, expert in zip(parts, mine, strict=True)])
     output, _ = dispatcher.token_unpermutation(worked)
@@ -107,7 +106,7 @@ def _legacy(local: list[int], **changes: Any) -> Any:
 @case(world=1)
 def legacy_dispatcher_alone() -> None:
     dispatcher = _legacy(list(range(_EXPERTS)))
-    assert dispatcher.expert_ids_per_ep_rank.device.type == "cpu"
+    assert dispatcher.expert_ids_per_ep_rank.device.type == DEVICE
     assert dispatcher.expert_ids_per_ep_rank.tolist() == [0, 1, 2, 3]
     _compare(dispatcher, 2)
     _compare(_legacy([0], num_moe_experts=1, moe_router_topk=1), 1, experts=1)
@@ -142,7 +141,7 @@ def router_moves_its_weight_and_balances() -> None:
     router = TopKRouter(_config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01))
     hidden, _, _ = _routed(2, _EXPERTS)
     logits = router.gating(hidden)
-    assert router.weight.device.type == "cpu" and torch.allclose(logits, hidden @ router.weight.t())
+    assert router.weight.device.type == DEVICE and torch.allclose(logits, hidden @ router.weight.t())
     probs, indices = router(hidden)
     top, chosen = logits.view(-1, _EXPERTS).topk(2, dim=1)
     assert torch.equal(indices, chosen) and torch.allclose(probs, top.softmax(dim=1), atol=1e-6)
@@ -192,7 +191,9 @@ def grouped_experts_made_on_the_device() -> None:
             )
             experts = GroupedMLP(2, config)
             assert experts.weight1.shape == (16, 2 * 2 * 32) and experts.weight2.shape == (2 * 32, 16)
-            assert experts.weight1.device.type == experts.weight2.device.type == "cpu"
+            place = "cpu" if on_cpu else DEVICE
+            assert experts.weight1.device.type == experts.weight2.device.type == place
+            experts.to(DEVICE)
             x = torch.randn(5, 16)
             output, _ = experts(x, torch.tensor([2, 3]))
             w1, w2 = experts.weight1.view(2, 16, -1), experts.weight2.view(2, -1, 16)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tests.coverage_gate import models
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 _LR, _CLIP, _DECAY = 0.1, 0.05, 0.01
 
@@ -93,14 +92,14 @@ class _Setup:
         assert abs(norm - self.norm) <= max(tolerance, 1e-5) * self.norm, (norm, self.norm)
         assert self.norm > _CLIP, "the case must clip"
         for parameter, expected in zip(self.model.parameters(), self.reference.values(), strict=True):
-            assert parameter.dtype == self.dtype and parameter.device.type == "cpu"
+            assert parameter.dtype == self.dtype and parameter.device.type == DEVICE
             assert torch.allclose(parameter.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @case(world=2)
 def fp32_step() -> None:
     setup = _Setup(torch.float32)
-    assert setup.optimizer.get_loss_scale().device.type == "cpu"
+    assert setup.optimizer.get_loss_scale().device.type == DEVICE
     for _ in range(2):
         setup.check(setup.step(), 1e-5)
 
@@ -159,7 +158,7 @@ def fp16_step_with_a_dynamic_loss_scale() -> None:
     inner.grad_scaler.update(True)
     assert inner.grad_scaler.scale.item() == 2.0**9
     inner.grad_scaler.load_state_dict(saved)
-    assert inner.grad_scaler.scale.item() == 2.0**10 and inner.grad_scaler.scale.device.type == "cpu"
+    assert inner.grad_scaler.scale.item() == 2.0**10 and inner.grad_scaler.scale.device.type == DEVICE
 
 
 @case(world=2)
@@ -176,7 +175,7 @@ def distributed_optimizer_step_and_resume() -> None:
         steps = {float(s["step"]) for s in new.optimizer.state.values()}
         assert steps == {2.0}, f"Adam's step must survive a resume, found {steps}"
         for entry in new.optimizer.state.values():
-            assert entry["exp_avg"].device.type == "cpu" and entry["exp_avg"].dtype == torch.float32
+            assert entry["exp_avg"].device.type == DEVICE and entry["exp_avg"].dtype == torch.float32
 
 
 @case(world=2)
@@ -214,7 +213,7 @@ def gradient_buffers_live_on_the_device_and_name_a_nan() -> None:
     setup = _Setup(torch.float32, distributed=True)
     (buffer,) = setup.model.buffers
     for data in (buffer.grad_data, buffer.param_data):
-        assert data.device.type == "cpu" and data.dtype == torch.float32 and not data.requires_grad
+        assert data.device.type == DEVICE and data.dtype == torch.float32 and not data.requires_grad
     weight = next(setup.model.parameters())
     begin = buffer.param_data.data_ptr()
     assert begin <= weight.data_ptr() < begin + buffer.param_data.nbytes, "parameters are views of it"

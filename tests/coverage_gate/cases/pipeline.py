@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from tests.coverage_gate import models
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 
 def _config(**changes: Any) -> Any:
@@ -33,7 +32,7 @@ def _exchange(config: Any, shape: tuple[int, int, int]) -> None:
         got = p2p.recv_forward(shape, config)
         assert torch.equal(got, values) and got.requires_grad
         p2p.send_backward(-values, config)
-    assert got.device.type == "cpu" and got.dtype == torch.float32
+    assert got.device.type == DEVICE and got.dtype == torch.float32
 
 
 @case(world=2, pp=2)
@@ -124,7 +123,7 @@ def _check(parts: list[Any], losses: list[dict[str, float]]) -> None:
         assert losses == []
     for part in parts:
         for name, parameter in part.named_parameters():
-            assert parameter.device.type == "cpu" and parameter.grad is not None, name
+            assert parameter.device.type == DEVICE and parameter.grad is not None, name
             assert torch.isfinite(parameter.grad).all(), name
 
 
@@ -174,5 +173,5 @@ def schedule_under_autocast() -> None:
 
     store: list[Any] = []
     output, _ = forward_step(step, None, model, 1, None, store, config)
-    assert seen == [torch.bfloat16] and len(store) == 1 and output.device.type == "cpu"
+    assert seen == [torch.bfloat16] and len(store) == 1 and output.device.type == DEVICE
     assert not torch.is_autocast_enabled("cpu")

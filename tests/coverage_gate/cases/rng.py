@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import torch
 
 
 def _mask() -> torch.Tensor:

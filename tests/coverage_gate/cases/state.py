@@ -9,9 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import COLLECTIVE, DEVICE, torch
 
 
 @case(world=2, bare=True)
@@ -23,7 +22,7 @@ def communicator_options_for_nccl_are_set_aside() -> None:
         path.write_text("dp:\n  cga_cluster_size: 2\n  max_ctas: 8\n  min_ctas: 1\n")
         parallel_state.initialize_model_parallel(nccl_communicator_config_path=str(path))
     group = parallel_state.get_data_parallel_group()
-    assert torch.distributed.get_backend(group) == "gloo"
+    assert torch.distributed.get_backend(group) == COLLECTIVE
     total = torch.ones(1)
     torch.distributed.all_reduce(total, group=group)
     assert total.item() == 2
@@ -52,7 +51,7 @@ def global_memory_buffer_is_made_once_on_the_device() -> None:
     buffer = GlobalMemoryBuffer()
     first = buffer.get_tensor([4, 3], torch.bfloat16, "x")
     second = buffer.get_tensor([2, 3], torch.bfloat16, "x")
-    assert first.shape == (4, 3) and first.dtype == torch.bfloat16 and first.device.type == "cpu"
+    assert first.shape == (4, 3) and first.dtype == torch.bfloat16 and first.device.type == DEVICE
     assert second.data_ptr() == first.data_ptr()
 
 
@@ -64,7 +63,7 @@ def multi_tensor_l2_norm() -> None:
     norm, per_tensor = local_multi_tensor_applier(
         local_multi_tensor_l2_norm, torch.zeros(1), [tensors], False
     )
-    assert norm.device.type == "cpu" and norm.shape == (1,) and per_tensor is None
+    assert norm.device.type == DEVICE and norm.shape == (1,) and per_tensor is None
     assert math.isclose(norm.item(), 13.0, rel_tol=1e-6)
 
 
@@ -77,7 +76,7 @@ def timers_of_all_ranks() -> None:
     time.sleep(0.02)
     timers("work").stop(barrier=True)
     times = timers._get_elapsed_time_all_ranks(["work", "absent"], reset=False, barrier=True)
-    assert times.shape == (2, 2) and times.device.type == "cpu"
+    assert times.shape == (2, 2) and times.device.type == DEVICE
     assert (times[:, 0] >= 0.02).all() and (times[:, 0] < 60).all()
     assert (times[:, 1] == 0).all()
 
@@ -92,7 +91,7 @@ def straggler_detector_measures_with_events() -> None:
     detector.__init__()
     try:
         detector.configure(world=2, rank=1, prefill=2, enabled=True)
-        assert detector.enabled and detector.dev == torch.device("cpu") and detector.sock is None
+        assert detector.enabled and torch.device(detector.dev).type == DEVICE and detector.sock is None
         for _ in range(2):  # The second pair of events no longer comes out of the prefilled queue.
             with detector:
                 time.sleep(0.01)

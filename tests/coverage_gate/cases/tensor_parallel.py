@@ -7,9 +7,8 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from tests.coverage_gate.case import case
+from tests.coverage_gate.target import DEVICE, torch
 
 
 def _config(**changes: Any) -> Any:
@@ -34,7 +33,7 @@ def vocabulary_embedding_made_on_the_device() -> None:
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     layer = VocabParallelEmbedding(8, 4, init_method=_normal, config=_config())
-    assert layer.weight.shape == (4, 4) and layer.weight.device.type == "cpu"
+    assert layer.weight.shape == (4, 4) and layer.weight.device.type == DEVICE
     table = _full(layer.weight, 0)
     # The tracker's model-parallel state differs between ranks, so the halves must.
     assert not torch.equal(table[:4], table[4:])
@@ -56,7 +55,7 @@ def column_and_row_linear_made_on_the_device() -> None:
         6, 4, config=config, init_method=_normal, bias=True, input_is_parallel=True, skip_bias_add=False
     )
     for tensor in (column.weight, column.bias, row.weight, row.bias):
-        assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
+        assert tensor.device.type == DEVICE and tensor.dtype == torch.float32
     torch.manual_seed(7)
     x = torch.randn(3, 2, 4, requires_grad=True)
     y, _ = row(column(x)[0])
@@ -85,7 +84,7 @@ def _sequence_parallel_linear() -> None:
     whole = torch.ones(4, 2, 6) @ weight
     assert torch.allclose(mine.grad, whole.chunk(2)[torch.distributed.get_rank()], atol=1e-5)
     assert torch.allclose(layer.weight.grad, everything.sum(dim=(0, 1)).expand(3, 4), atol=1e-5)
-    assert mine.grad.device.type == "cpu"
+    assert mine.grad.device.type == DEVICE
 
 
 @case(world=2, tp=2)
@@ -129,7 +128,7 @@ def broadcast_of_a_batch_from_rank_zero() -> None:
     data = full if torch.distributed.get_rank() == 0 else None
     received = broadcast_data(["tokens", "labels"], data, torch.int64)
     for key, value in full.items():
-        assert torch.equal(received[key], value) and received[key].device.type == "cpu"
+        assert torch.equal(received[key], value) and received[key].device.type == DEVICE
         assert received[key].dtype == torch.int64
 
 
@@ -184,7 +183,7 @@ def gradient_accumulation_fusion_of_upstream() -> None:
     try:
         for zeroed in (True, False):
             placeholder = _fused_accumulation(zeroed).grad
-            assert placeholder.shape == (3, 4) and placeholder.device.type == "cpu"
+            assert placeholder.shape == (3, 4) and placeholder.device.type == DEVICE
             if zeroed:
                 assert torch.count_nonzero(placeholder) == 0
     finally:
