@@ -33,7 +33,7 @@ def diverge(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
         cwd=folder.parent,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
 
 

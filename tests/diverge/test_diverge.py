@@ -36,10 +36,10 @@ EMULATED_MUSA = [("musa", "", None), ("musa_wrong_scale", "", "wrong_scale")]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All records, from three launches; the first writes the weights that all start from."""
     path = tmp_path_factory.mktemp("diverge")
-    run_ranks(1, "tests.diverge.recordings:record", str(path), ONE_PROCESS, timeout=300)
-    run_ranks(2, "tests.diverge.recordings:record", str(path), TWO_PROCESSES, timeout=300)
+    run_ranks(1, "tests.diverge.recordings:record", str(path), ONE_PROCESS, timeout=600)
+    run_ranks(2, "tests.diverge.recordings:record", str(path), TWO_PROCESSES, timeout=600)
     target, environment = "tests.diverge.recordings:record", emulators.environment()
-    run_ranks(1, target, str(path), EMULATED_MUSA, "musa", timeout=300, env=environment)
+    run_ranks(1, target, str(path), EMULATED_MUSA, "musa", timeout=600, env=environment)
     return path
 
 

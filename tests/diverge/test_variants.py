@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[int, list[str]]]] = {
 def test_healthy_layouts_have_no_finding(tmp_path: Path, variant: str) -> None:
     flags, layouts = VARIANTS[variant]
     target = "tests.diverge.recordings:record"
-    run_ranks(1, target, str(tmp_path), [("a", flags, None)], timeout=300)
+    run_ranks(1, target, str(tmp_path), [("a", flags, None)], timeout=600)
     reference = read_record(tmp_path / "a", 1)
     for processes, wanted in layouts.items():
         sides = [(f"{processes}_{i}", f"{flags} {own}", None) for i, own in enumerate(wanted)]
