@@ -99,7 +99,7 @@ def abilities(name: str, capability: Capability | None, mccl: bool | None) -> li
         return [f"{name} is not in this version's table: its capability decides about bf16 and FP8"]
     said = [f"compute capability {capability[0]}.{capability[1]}"]
     if mccl is False:
-        said.append("MCCL is not provided for it: one device per run, no parallelism")
+        said.append("MCCL is not provided for it, and so it cannot train: Megatron needs a process group")
     elif mccl is None:
         said.append("whether MCCL is provided for it is not known to this version")
     else:
