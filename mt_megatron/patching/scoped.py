@@ -114,12 +114,12 @@ class ScopedRebinds:
         """After everything recorded was written back: names in a scope that still mean a
         replacement got it later, from another module of the scope or by a statement."""
         unwatch(self)
+        known = [one for meanings in self._meanings.values() for one in meanings.values()]
+        taken = inside((one.original, one.replacement) for one in known)
         for scope, meanings in self._meanings.items():
             back: dict[int, list[_Meaning]] = {}
-            for one in meanings.values():
+            for one in (*meanings.values(), *(_Meaning(old, new, "", name) for name, old, new in taken)):
                 back.setdefault(id(one.replacement), []).append(one)
-                for held_as, old, new in inside(one.original, one.replacement):
-                    back.setdefault(id(new), []).append(_Meaning(old, new, one.patch, held_as))
             for module in self._loaded(scope):
                 for place, held in list(scoped_places(module, back.keys())):
                     name = place.name if isinstance(place, Attribute) else None

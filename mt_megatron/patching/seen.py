@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
+
+_ATOMS = (type(None), bool, int, float, str, tuple, frozenset)
 
 Lookup = Callable[[Any], Any]
 """The replacement that a scope means by an object, or the object itself."""
@@ -25,20 +27,25 @@ def answer(module: ModuleType, wanted: Sequence[str], lookup: Lookup) -> Any:
     return _Replaced(module, changed) if changed else module
 
 
-def inside(original: Any, replacement: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, original and replacement of all that a view of a module has in place of the module's own:
-    what a scope may have taken out of it."""
-    waiting, seen = [(original, replacement)], set[int]()
+def inside(views: Iterable[tuple[Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """Name, original and replacement of all that views (pairs of module and view) have in place of the
+    modules' own: what a scope may have taken out of them. Left out is what one of the modules holds
+    as its own, since nobody can tell why it is held."""
+    waiting, seen = [*views], set[int]()
+    found: list[tuple[str, Any, Any]] = []
+    originals: set[int] = set()
     while waiting:
         real, view = waiting.pop()
         if real is view or id(view) in seen or not _modules(real, view):
             continue
         seen.add(id(view))
+        originals.update(map(id, list(vars(real).values())))
         for name, new in list(vars(view).items()):
             old = vars(real).get(name, new)
             if old is not new and not name.startswith("__"):
-                yield name, old, new
+                found.append((name, old, new))
                 waiting.append((old, new))
+    return [one for one in found if id(one[2]) not in originals and not isinstance(one[2], _ATOMS)]
 
 
 def _modules(*values: Any) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from mt_megatron.errors import PatchError
 from mt_megatron.patching import importlib_bootstrap
 from mt_megatron.patching.scope import Scope
+from mt_megatron.patching.seen import inside
 from mt_megatron.patching.spec import Patch
 
 from .conftest import Toy
@@ -171,3 +172,17 @@ def test_a_wrapper_of_somebody_elses_stays(monkeypatch: pytest.MonkeyPatch) -> N
         builtins.__import__ = ours
         importlib_bootstrap.unwatch(viewer)
     assert builtins.__import__ is before
+
+
+def test_what_is_an_original_too_is_no_replacement_to_take_back() -> None:
+    """A view may say ``cuda.Float`` by giving the library's own ``Float``."""
+    real, view = ModuleType("library"), ModuleType("library")
+    real.inner, view.inner = ModuleType("library.inner"), ModuleType("library.inner")  # type: ignore[attr-defined]
+    shared, ours = object(), object()
+    vars(real).update(Float=shared, size=1)
+    vars(view).update(Float=shared, size=2)
+    vars(real.inner).update(Float=object(), call=object())
+    vars(view.inner).update(Float=shared, call=ours)
+    found = {name: new for name, _, new in inside([(real, view)])}
+    assert found == {name: new for name, _, new in inside([(real.inner, view.inner), (real, view)])}
+    assert found == {"inner": view.inner, "call": ours}
