@@ -17,6 +17,7 @@ from .._session import MEGATRON_CORE
 from ..errors import MtMegatronError
 from ..patching.hooks import ImportHook
 from ..patching.importlib_bootstrap import unwatch, watch
+from ..patching.scope import Scope
 from .choice import BACKEND, Choice, is_main
 from .dataset_helpers import DatasetHelpers
 from .tracebacks import keep_clean
@@ -26,6 +27,7 @@ def prepare() -> None:
     """Called once, when the interpreter starts."""
     choice = Choice.of_environment(os.environ)
     if choice is not None:
+        keep_clean()
         _Waiting(choice).start()
 
 
@@ -34,15 +36,20 @@ class _Waiting:
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
+        self._scope = Scope(choice.modules, choice.folders)
+        self._late = False
         self._hook = ImportHook(lambda name: name == "torch", self._torch_imported)
 
     def start(self) -> None:
-        self._hook.install()
+        # Where another sitecustomize has imported torch, patching waits for the script's first
+        # statement all the same: the script's folder is not on the path before.
+        self._late = "torch" in sys.modules
+        if not self._late:
+            self._hook.install()
         sys.meta_path.insert(0, self)
         # The statement that imports torch is under way when the patches come, so what it returns
         # has to be looked at by somebody who was there before.
         watch(self)
-        keep_clean()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -50,18 +57,27 @@ class _Waiting:
         """Finds nothing; sees to it that torch and the patches come before Megatron."""
         if name == "megatron":
             import torch  # noqa: F401
+
+            if self._late:
+                self._activate()
         return None
 
     def see(
         self, module: ModuleType, names: Mapping[str, Any], wanted: Sequence[str], *, in_function: bool
     ) -> Any:
         """Every module is what it is; the patches' own rebinds come after this one."""
+        if self._late and self._scope.covers(names):
+            self._activate()
         return module
 
     def _torch_imported(self, torch: ModuleType) -> None:
         # It has been executed; only the import system does not say so yet.
         if torch.__spec__ is not None:
             torch.__spec__._initializing = False  # type: ignore[attr-defined]
+        self._activate()
+
+    def _activate(self) -> None:
+        self._late = False
         self._hook.remove()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         activate(self._choice)

@@ -65,10 +65,16 @@ def _import(
     level: int = 0,
 ) -> Any:
     module = _real(name, globals, locals, fromlist, level)
-    if globals is not None:
+    if globals is None:
+        return module
+    # A function's statements pass no locals.
+    viewers, in_function = _viewers, locals is None
+    for viewer in viewers:
+        module = viewer.see(module, globals, fromlist or (), in_function=in_function)
+    if viewers is not _viewers:  # one of them has brought another
         for viewer in _viewers:
-            # A function's statements pass no locals.
-            module = viewer.see(module, globals, fromlist or (), in_function=locals is None)
+            if viewer not in viewers:
+                module = viewer.see(module, globals, fromlist or (), in_function=in_function)
     return module
 
 

@@ -213,6 +213,13 @@ def test_a_test_suite_through_pytest(tmp_path: Path) -> None:
     assert "pytest is installed, so it is not redirected itself" in outside.stderr
 
 
+def test_torch_may_be_there_before_us(tmp_path: Path) -> None:
+    write(tmp_path, script="import json, torch\nprint(json.dumps(torch.cuda.is_available()))")
+    write(tmp_path / "early", sitecustomize="import torch")
+    path = os.pathsep.join([str(ROOT), str(tmp_path / "early")])
+    assert report(run("script.py", cwd=tmp_path, path=path)) is True
+
+
 def test_a_backend_that_cannot_be_used_ends_the_process(tmp_path: Path) -> None:
     write(tmp_path, script="import torch\nprint('ran')")
     done = python("-m", "mt_megatron.cli", "run", "--backend", "cuda", "--", "script.py", cwd=tmp_path)
