@@ -17,6 +17,7 @@ from ..errors import BackendError
 from . import telemetry
 from .collectives import distributed_overrides, translate_process_group_backend
 from .cpu_namespace import cuda_namespace
+from .histc import histc_of_any_dtype
 from .translate import DeviceTranslator, torch_factories
 
 
@@ -147,20 +148,7 @@ class CpuBackend:
         translator = DeviceTranslator(self)
         overrides = torch_factories(translator)
         overrides["cuda"] = cuda_namespace(self)
-        overrides["histc"] = _histc
+        overrides["histc"] = histc_of_any_dtype(torch.float64)
         for name, value in distributed_overrides(self).items():
             overrides[f"distributed.{name}"] = value
         return overrides
-
-
-def _histc(
-    input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any
-) -> torch.Tensor:
-    """``torch.histc``, also for integer tensors, which CUDA accepts and the CPU kernel does not.
-
-    Counts stay exact: float64 represents every integer below 2**53.
-    """
-    if input.is_floating_point():
-        return torch.histc(input, bins=bins, min=min, max=max, **kwargs)
-    counts = torch.histc(input.to(torch.float64), bins=bins, min=min, max=max, **kwargs)
-    return counts.to(input.dtype)

@@ -16,6 +16,7 @@ import torch
 from ..errors import BackendError
 from . import musa_cards, telemetry
 from .collectives import distributed_overrides, translate_process_group_backend
+from .histc import histc_of_any_dtype
 from .musa_namespace import cuda_namespace
 from .pinning import PinnedMemory
 from .translate import DeviceTranslator, torch_factories
@@ -140,6 +141,7 @@ class MusaBackend:
         translator = DeviceTranslator(self)
         overrides = torch_factories(translator)
         overrides["cuda"] = cuda_namespace(self, translator)
+        overrides["histc"] = histc_of_any_dtype(torch.float32)
         for name, value in distributed_overrides(self).items():
             overrides[f"distributed.{name}"] = value
         return overrides

@@ -76,6 +76,11 @@ def patches(backend: Backend) -> list[Patch]:
         ("barrier", "torch.distributed", "barrier", view.distributed.barrier),
     ):
         found.append(see(name, module, attribute, replacement))
+    if backend.device_type != "cpu":
+        # Megatron keeps these in tuples, by which it tells what to convert to half precision.
+        for kind in ("Float", "Half", "BFloat16"):
+            name = f"{kind}Tensor"
+            found.append(see(f"type_{kind.lower()}", "torch.cuda", name, getattr(cuda, name)))
     found += [
         Patch(
             id=f"device.type_strings_{name}",

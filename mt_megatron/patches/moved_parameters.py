@@ -1,4 +1,4 @@
-"""Parameters stay the same parameters when a module moves to a PrivateUse1 device.
+"""Parameters stay the same parameters when they move to a PrivateUse1 device.
 
 ``Module.to`` changes a parameter in place between cpu and cuda. To a vendor's PrivateUse1 device torch
 has to make new Parameter objects, and so drops what Megatron wrote on the old ones
@@ -53,6 +53,19 @@ def _apply(original: Callable[..., Any], *, device_type: str) -> Callable[..., A
     return _apply
 
 
+def _gating(original: Callable[..., Any], self: Any, input: Any, *, device_type: str) -> Any:
+    """Upstream moves a router's weight at its first use, through ``.data``, which torch allows between
+    cpu and cuda only. Swapping contents keeps the parameter that an optimizer may already hold."""
+    import torch
+
+    weight = self.weight
+    if weight.device.type == "cpu" and input.device.type == device_type:
+        moved = torch.nn.Parameter(weight.detach().to(input.device), weight.requires_grad)
+        moved.__dict__.update(weight.__dict__)
+        torch.utils.swap_tensors(weight, moved)
+    return original(self, input)
+
+
 def patches(backend: Backend) -> list[Patch]:
     """Nothing for cpu and cuda, between which torch moves parameters in place."""
     if backend.device_type in ("cpu", "cuda"):
@@ -65,5 +78,14 @@ def patches(backend: Backend) -> list[Patch]:
             feature="device",
             reason="moving to a PrivateUse1 device makes new parameters and drops Megatron's marks on them",
             body=functools.partial(_apply, device_type=backend.device_type),
-        )
+        ),
+        Patch(
+            id="moved_parameters.router",
+            target="megatron.core.transformer.moe.router:Router.gating",
+            kind="wrap",
+            feature="device",
+            reason="it moves the weight to the device through .data, which torch refuses for PrivateUse1",
+            body=functools.partial(_gating, device_type=backend.device_type),
+            digest="43c14e668d67a17e36b6160ead66d304a1bf343bf2a2a6c7415bcac54d1a7a7c",
+        ),
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.coverage_gate.case import Case, Layout, all_cases
 from tests.coverage_gate.points import installed_root, list_points
-from tests.coverage_gate.target import BACKEND, COLLECTIVE
+from tests.coverage_gate.target import BACKEND, COLLECTIVE, DEVICE
 from tests.coverage_gate.tracer import Tracer
 
 IMPORTS_CASE = "imports.every_module"
@@ -50,6 +50,7 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
         mt_megatron.patch(BACKEND, features=_features(without))
         prepare_environment(mt_megatron.backend(), nodes=1)
         mt_megatron.backend().set_device(local_device(mt_megatron.backend()))
+        _trace_backward(tracer)
         outcomes = _run_cases([found for found in all_cases() if found.name in set(names)], tracer)
     finally:
         tracer.stop()
@@ -57,6 +58,27 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
         path = Path(folder) / f"{name}.{rank}.json"
         path.write_text(json.dumps({"test": name, "rank": int(rank), "points": sorted(keys)}))
     return {"cases": outcomes, "patches": sorted(patch.id for patch in mt_megatron.report().applied)}
+
+
+def _trace_backward(tracer: Tracer) -> None:
+    """Autograd runs a device's backward passes in a thread that C++ starts; Python cannot trace it from
+    outside, so a backward pass there does."""
+    import torch
+
+    if DEVICE == "cpu":
+        return
+
+    class Start(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            tracer.start()
+            return gradient
+
+    Start.apply(torch.ones(1, device=DEVICE, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
 
 def _features(without: list[str]) -> list[str] | None:

@@ -164,6 +164,12 @@ def buffers_for_the_exchange_of_shards() -> None:
         assert tensor.shape == (2, 3) and tensor.dtype == torch.bfloat16 and tensor.device.type == DEVICE
     tensor, device = _get_empty_tensor_for_exchange(name, {name: shard(False)}, {}, kept)
     assert kept[name] is tensor and device.type == DEVICE and tensor.shape == (2, 3)
+    # Shards whose data is on the host are exchanged through the device.
+    on_host = ShardedTensor.from_rank_offsets("x", torch.ones(2, 3, device="cpu"))
+    tensor, _ = _get_empty_tensor_for_exchange(name, {}, {name: on_host}, kept)
+    assert tensor.device.type == DEVICE
+    tensor, device = _get_empty_tensor_for_exchange(name, {name: on_host}, {}, kept)
+    assert device.type == "cpu" and kept[name] is tensor and tensor.device.type == DEVICE
 
 
 @case(world=1)

@@ -134,7 +134,7 @@ def clip_tower_places_its_position_ids() -> None:
         patch_dim=4,
         img_h=8,
         img_w=8,
-    )
+    ).to(DEVICE)
     assert model.position_ids.tolist() == [[0, 1, 2, 3, 4]] and model.position_ids.device.type == DEVICE
     output = model(torch.randn(2, 3, 8, 8), torch.zeros(1, 1, 5, 5, dtype=torch.bool))
     assert output.shape == (2, 5, 16) and torch.isfinite(output).all()

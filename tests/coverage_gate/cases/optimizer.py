@@ -34,7 +34,7 @@ class _Setup:
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, check_for_nan_in_grad=True
             ),
-            Model(settings),
+            Model(settings).to(DEVICE),
         )
         config = OptimizerConfig(
             lr=_LR,

@@ -162,7 +162,7 @@ def schedule_under_autocast() -> None:
         def set_input_tensor(self, tensor: Any) -> None:
             assert tensor == [None]
 
-    model = Linear(4, 4)
+    model = Linear(4, 4).to(DEVICE)
     config = models.config(enable_autocast=True, autocast_dtype=torch.bfloat16)
     model.config = config
 

@@ -93,10 +93,25 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     call = _Call()
     _require_one_device(op, args)
     result = op(
-        *(call.to_host(each) for each in args), **{name: call.to_host(each) for name, each in kwargs.items()}
+        *(call.to_host(each) for each in _with_tensors(op, args)),
+        **{name: call.to_host(each) for name, each in kwargs.items()},
     )
     call.follow_resizes()
     return call.to_device(result)
+
+
+def _with_tensors(op: Any, args: Any) -> Any:
+    """A number that torch wrapped in a tensor reaches a Python kernel as a plain number, also where
+    the operator takes nothing but tensors."""
+    wanted = op._schema.arguments
+    if not any(isinstance(each, (int, float)) for each in args):
+        return args
+    return [
+        torch.tensor(each, dtype=torch.get_default_dtype() if isinstance(each, float) else None)
+        if isinstance(each, (int, float)) and str(argument.type) == "Tensor"
+        else each
+        for each, argument in zip(args, wanted, strict=False)
+    ]
 
 
 def _require_one_device(op: Any, args: Any) -> None:
@@ -154,6 +169,24 @@ def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torc
     return self
 
 
+def _convolution(*args: Any) -> Any:
+    _require_one_device(aten.convolution.default, args)
+    call = _Call()
+    return call.to_device(aten.convolution.default(*(call.to_host(each) for each in args)))
+
+
+def _convolution_backward(
+    grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    call = _Call()
+    host = [call.to_host(each) for each in (grad, input, weight)]
+    # The general operator also wants to know the bias's shape, when there is one.
+    result: tuple[torch.Tensor | None, ...] = call.to_device(
+        aten.convolution_backward.default(*host, [weight.shape[0]], *rest)
+    )
+    return result
+
+
 def _autocast(op: Any) -> Callable[..., Any]:
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
@@ -179,6 +212,8 @@ def register() -> None:
     own.impl("empty.memory_format", _empty, "PrivateUse1")
     own.impl("empty_strided", _empty_strided, "PrivateUse1")
     own.impl("resize_", _resize, "PrivateUse1")
+    own.impl("convolution_overrideable", _convolution, "PrivateUse1")
+    own.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     own.impl("_copy_from", _copy_from, "PrivateUse1")
     own.impl("_copy_from_and_resize", _copy_from, "PrivateUse1")
     own.impl("_local_scalar_dense", lambda tensor: host_view(tensor).item(), "PrivateUse1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -124,18 +125,28 @@ class _Block:
             counters.give_back(self.size)
 
 
+_blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
+"""By address."""
+
+
 def device_storage(host: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage on ``musa:0`` over the memory of ``host``, without a copy."""
     block = _Block(host)
     capsule = _new_capsule(ctypes.addressof(block.managed), b"dltensor", None)
     storage = torch._C._from_dlpack(capsule).untyped_storage()
     storage.block = block  # type: ignore[attr-defined]
+    if host.nbytes():
+        _blocks[host.data_ptr()] = block
     return storage
 
 
 def host_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The host memory under a storage on the device."""
-    host: torch.UntypedStorage = storage.block.host  # type: ignore[attr-defined]
+    block = getattr(storage, "block", None)
+    if block is None:
+        # torch's C++ made another storage over the same memory, to write it to a file.
+        block = _blocks[storage.data_ptr()]
+    host: torch.UntypedStorage = block.host
     return host
 
 
