@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import BackendError
 from .base import Backend
+from .torch_version import torch_is_before
 from .translate import DeviceTranslator
 
 logger = logging.getLogger("mt_megatron")
@@ -229,7 +230,7 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
     }
     if backend.collective == "gloo":
         overrides["all_gather"] = all_gather_of_any_sizes
-        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+        if torch_is_before(2, 13):
             overrides["reduce_scatter"] = reduce_scatter_by_reduces
     make_mesh = getattr(dist, "init_device_mesh", None)
     if make_mesh is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from .torch_version import torch_is_before
+
 
 def loopback_store() -> tuple[Any, int]:
     """A ``TCPStore`` for processes of this machine, and its port.
@@ -24,9 +26,7 @@ def loopback_store() -> tuple[Any, int]:
         "wait_for_workers": False,
         "master_listen_fd": listener.detach(),
     }
-    try:
-        store = TCPStore("127.0.0.1", port, **given)
-    except NotImplementedError:
-        # Before torch 2.8 only the older of torch's two servers takes a socket that is bound already.
-        store = TCPStore("127.0.0.1", port, use_libuv=False, **given)
-    return store, port
+    if torch_is_before(2, 8):
+        # There only the older of torch's two servers takes a socket that is bound already.
+        given["use_libuv"] = False
+    return TCPStore("127.0.0.1", port, **given), port

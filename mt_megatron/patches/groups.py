@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 
 from ..backends.base import Backend
+from ..backends.torch_version import torch_is_before
 from ..patching.spec import Patch
 
 
@@ -32,6 +34,10 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
         # the caller's.
         if group in registered and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if torch_is_before(2, 13):
+        # There the end of a Gloo group waits for its threads without letting go of the interpreter,
+        # which a thread may need to drop the last tensor it worked on: let them do it first.
+        time.sleep(0.1)
     held.clear()
     gc.collect()
 

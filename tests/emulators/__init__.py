@@ -23,12 +23,18 @@ def environment() -> dict[str, str]:
     }
 
 
-def needs_emulated_musa() -> Any:
-    """A mark for tests on the emulated device: this torch must let Python code register one."""
-    import pytest
+def can_emulate_musa() -> bool:
+    """Whether this torch lets Python code register a device."""
     from torch.utils import backend_registration
 
+    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
+def needs_emulated_musa() -> Any:
+    """A mark for tests on the emulated device."""
+    import pytest
+
     return pytest.mark.skipif(
-        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        not can_emulate_musa(),
         reason="this torch registers PrivateUse1 devices from C++ only: nothing to emulate musa with",
     )

@@ -178,7 +178,11 @@ class RecordingCuda:
 
     def _recorded(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
         real = getattr(torch.cuda, name)  # An AttributeError here means: torch.cuda has no such name.
-        signature = inspect.signature(real)
+        try:
+            signature = inspect.signature(real)
+        except ValueError:
+            # A build with CUDA has C functions, which tell nothing of their arguments.
+            signature = inspect.Signature.from_callable(body)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)

@@ -31,12 +31,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """``runs(name, seed=..., bf16=..., backend=..., peers=...)``: the record of a layout, run together with
-    its peers (by default all layouts of its world size) from the weights that the cpu's reference had."""
-    folders: dict[tuple[int, bool], Path] = {}
+    its peers (by default all layouts of its world size) from the weights that the first reference had."""
+    folders: dict[int, Path] = {}
     records: dict[tuple[str, int, bool, str], Record] = {}
 
     def start(layouts: list[Layout], world: int, seed: int, bf16: bool, backend: str) -> None:
-        folder = folders.setdefault((seed, bf16), tmp_path_factory.mktemp(f"seed{seed}{'_bf16' * bf16}"))
+        folder = folders.setdefault(seed, tmp_path_factory.mktemp(f"seed{seed}"))
         names = [layout.name for layout in layouts]
         emulated = environment() if backend == "musa" else {}
         results = run_ranks(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.emulators import environment as emulator
+from tests.emulators import needs_emulated_musa
 from tests.launch import ROOT
 from tests.upstream.oracle import losses
 
@@ -47,7 +48,9 @@ def train(folder: Path, ranks: int, backend: str, extra: Mapping[str, str]) -> d
     return found
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("cpu", 1), ("cpu", 2), ("musa", 1)])
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("musa", 1, marks=needs_emulated_musa())]
+)
 def test_losses_are_those_of_plain_torch(tmp_path: Path, backend: str, ranks: int) -> None:
     """``musa`` is the emulator of tests/emulators, on this host's memory."""
     found = train(tmp_path, ranks, backend, emulator() if backend == "musa" else {})
