@@ -19,11 +19,15 @@ from tests.coverage_gate.gate import (
 from tests.coverage_gate.points import Point, installed_root, list_points
 from tests.coverage_gate.runs import Run
 from tests.coverage_gate.tracer import IMPORTS
+from tests.fake_cuda import needs_a_cpu_build
 from tests.fake_cuda.outcomes import patches, records
 
-pytestmark = pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="the tracer reads CPython 3.11 bytecode positions"
-)
+pytestmark = [
+    needs_a_cpu_build,
+    pytest.mark.skipif(
+        sys.version_info[:2] != (3, 11), reason="the tracer reads CPython 3.11 bytecode positions"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

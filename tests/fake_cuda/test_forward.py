@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.fake_cuda import needs_a_cpu_build
 from tests.fake_cuda.layouts import covering
 from tests.fake_cuda.outcomes import outcomes as launched
+
+pytestmark = needs_a_cpu_build
 
 
 @pytest.fixture(scope="module")
