@@ -1,3 +1,5 @@
+"""CUDA without a device: fake tensors, fake process groups, and a stand-in of torch.cuda that records."""
+
 from __future__ import annotations
 
 import pytest
