@@ -197,7 +197,7 @@ Makes the environment if there is none, picks the backend, prepares data once an
 Run again, it resumes. Variables:
   MODEL            a file of $FAMILY_DIR without .yaml: $(model_names)
                    ($CPU_MODEL on a CPU, $ACCELERATOR_MODEL otherwise)
-  BACKEND          auto, cpu, cuda (auto)
+  BACKEND          auto, cpu, cuda, musa (auto)
   CORPUS           folder, .jsonl or text file to train on (Python's standard library)
   VOCAB_SIZE       tokens of the BPE that is trained on it (4096)
   MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)

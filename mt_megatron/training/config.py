@@ -267,7 +267,7 @@ class LaunchConfig:
     """How the process itself runs. Processes are started by torchrun."""
 
     backend: str = "auto"
-    """``auto``, or the name of a backend (``cpu``, ``cuda``)."""
+    """``auto``, or the name of a backend (``cpu``, ``cuda``, ``musa``)."""
 
     distributed_timeout_minutes: float = 10.0
     """How long a collective may take before the run is given up."""
