@@ -72,6 +72,7 @@ def single_node() -> bool:
     return world <= int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
+_SET_BY_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
 _VARIABLES = {"nccl": ("NCCL_", "TORCH_NCCL_"), "mccl": ("MCCL_",)}
 
 
@@ -86,11 +87,12 @@ def prepare_environment(backend: Backend, *, nodes: int) -> None:
     dropped = sorted(name for name in os.environ if name.startswith(foreign))
     for name in dropped:
         del os.environ[name]
-    if dropped:
+    named = [name for name in dropped if name not in _SET_BY_TORCHRUN]
+    if named:
         logger.warning(
-            "%s configure another library than %s and are taken out of this process; use its own variables",
-            ", ".join(dropped),
+            "found settings of another library than %s, taken out of this process: %s; use its own variables",
             backend.collective,
+            ", ".join(named),
         )
 
 

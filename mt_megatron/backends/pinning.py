@@ -22,7 +22,7 @@ class PinnedMemory:
         try:
             torch.empty(1, pin_memory=True)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0][:120]
+            reason = str(error).splitlines()[0]
             _log.warning(
                 "pinned memory was asked for and %s cannot pin it (%s): ordinary memory is used, transfers "
                 "wait for it",
