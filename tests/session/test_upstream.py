@@ -23,7 +23,7 @@ from mt_megatron.patching.spec import Patch
 
 from .scenarios import run_scenario
 
-BACKENDS = ("cpu", "cuda")
+BACKENDS = ("cpu", "cuda", "musa")
 
 
 @pytest.fixture(scope="module")
