@@ -15,8 +15,9 @@ from tests.parity.conftest import Figures, Runs
 
 pytestmark = needs_emulated_musa()
 
-CPU = Bounds(gradient=1e-6, loss=1e-6, norm=1e-6, weight=1e-4)
-"""The two differ in their attention kernels alone: the cpu's is blocked, the emulated device's is not."""
+CPU = Bounds(gradient=2e-6, loss=1e-6, norm=1e-6, weight=1e-6)
+"""The two take different kernels for attention (the cpu's is blocked) and norms. Single elements of a
+gradient have been seen to differ by 1.08e-6 of its largest."""
 
 ALWAYS = ("one", "recompute", "tp2_sp", "vpp2", "dp2_zero1", "dropout", "dropout_recompute", "tp2_sp_dropout")
 SABOTAGED_ALWAYS = ("no_norm_all_reduce",)
