@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,14 @@ def local_device(backend: Backend) -> int:
         f"found {count} {backend.name} device(s) and {ranks} processes on this node: local rank {rank} has "
         f"none; start fewer processes per node, or make more devices visible ({variable})"
     )
+
+
+def let_group_threads_rest() -> None:
+    """Call before process groups end. In torch before 2.13 the end of a Gloo group waits for the group's
+    threads without letting go of the interpreter, which a thread may need to drop the last tensor
+    that it worked on: let them do it first, or both wait for ever."""
+    if torch_is_before(2, 13):
+        time.sleep(0.1)
 
 
 class _Works:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 
 from ..backends.base import Backend
-from ..backends.torch_version import torch_is_before
+from ..backends.collectives import let_group_threads_rest
 from ..patching.spec import Patch
 
 
@@ -34,10 +33,7 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
         # the caller's.
         if group in registered and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    if torch_is_before(2, 13):
-        # There the end of a Gloo group waits for its threads without letting go of the interpreter,
-        # which a thread may need to drop the last tensor it worked on: let them do it first.
-        time.sleep(0.1)
+    let_group_threads_rest()
     held.clear()
     gc.collect()
 

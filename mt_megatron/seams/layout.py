@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..backends.base import Backend
-from ..backends.collectives import local_device, prepare_environment
+from ..backends.collectives import let_group_threads_rest, local_device, prepare_environment
 from ..errors import ConfigError
 
 _AXES = ("tp", "cp", "ep", "edp", "pp")
@@ -161,6 +161,7 @@ def destroy() -> None:
 
     parallel_state.destroy_model_parallel()
     if _made_default_group and dist.is_initialized():
+        let_group_threads_rest()
         dist.destroy_process_group()
     _made_default_group = False
 

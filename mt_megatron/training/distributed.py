@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.collectives import prepare_environment
+from mt_megatron.backends.collectives import let_group_threads_rest, prepare_environment
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.seams import layout as rank_layout
 from mt_megatron.seams.layout import Coordinates, RankLayout
@@ -100,6 +100,7 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
             rank_layout.destroy()
     finally:
         if alone and dist.is_initialized():
+            let_group_threads_rest()
             dist.destroy_process_group()
 
 
