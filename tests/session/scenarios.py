@@ -381,6 +381,7 @@ def compare(features_of_last: list[str]) -> str:
     import torch.distributed as dist
 
     import mt_megatron
+    from mt_megatron.backends.collectives import let_group_threads_rest
     from mt_megatron.errors import PatchError
 
     dist.init_process_group("gloo")
@@ -392,6 +393,7 @@ def compare(features_of_last: list[str]) -> str:
     except PatchError as error:
         return str(error)
     finally:
+        let_group_threads_rest()
         dist.destroy_process_group()
 
 
