@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from . import amp, generator, streams
-from .storage import counters
+from . import amp, generator, memory, streams
+from .device_index import device_index
 
 module = types.ModuleType("torch.musa", "The emulated torch.musa.")
 
@@ -41,23 +41,11 @@ def _lazy_call(callable: Callable[[], None], **kwargs: Any) -> None:
         _waiting.append(callable)
 
 
-def _index(device: Any) -> int:
-    if device is None:
-        return 0
-    index = device if isinstance(device, int) else torch.device(device).index
-    index = 0 if index is None or index == -1 else index
-    if index != 0:
-        raise RuntimeError(
-            f"MUSA error: invalid device ordinal {index} (the emulator has one device a process)"
-        )
-    return 0
-
-
 class device:
     """``with torch.musa.device(i)``."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = _index(device)
+        self.idx = device_index(device)
 
     def __enter__(self) -> None:
         _lazy_init()
@@ -89,7 +77,7 @@ class _DeviceGuard:
 
 
 def set_device(device: Any) -> None:
-    _index(device)
+    device_index(device)
     _lazy_init()
 
 
@@ -103,7 +91,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def get_device_properties(device: Any) -> types.SimpleNamespace:
-    _index(device)
+    device_index(device)
     # The one card with MCCL whose capability is on record; torch sees the host's memory and cores.
     return types.SimpleNamespace(
         name="MTT S4000 (emulated)",
@@ -115,7 +103,7 @@ def get_device_properties(device: Any) -> types.SimpleNamespace:
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    _index(device), _index(peer_device)
+    device_index(device), device_index(peer_device)
     return False
 
 
@@ -129,7 +117,7 @@ def is_available() -> bool:
 
 
 def synchronize(device: Any = None) -> None:
-    _index(device)
+    device_index(device)
     streams.synchronize_all()
 
 
@@ -168,115 +156,12 @@ def _tag(storage: Any) -> str | None:
 def _deserialize(storage: Any, location: str) -> Any:
     if not str(location).startswith("musa"):
         return None
-    _index(location)
+    device_index(location)
     from .storage import device_storage
 
     copy = torch.UntypedStorage(storage.nbytes())
     copy.copy_(storage)
     return device_storage(copy)
-
-
-def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    counters.limit = int(fraction * get_device_properties(device).total_memory)
-
-
-def empty_cache() -> None:
-    counters.empty_cache()
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    _index(device)
-    found = {"num_alloc_retries": 0, "num_ooms": 0}
-    for kind in ("all", "large_pool", "small_pool"):
-        whole = kind == "all"
-        for name, now, peak, total, freed in (
-            (
-                "allocated_bytes",
-                counters.allocated,
-                counters.peak_allocated,
-                counters.total_bytes,
-                counters.freed_bytes,
-            ),
-            (
-                "active_bytes",
-                counters.allocated,
-                counters.peak_allocated,
-                counters.total_bytes,
-                counters.freed_bytes,
-            ),
-            ("reserved_bytes", counters.reserved, counters.peak_reserved, counters.peak_reserved, 0),
-            (
-                "allocation",
-                counters.blocks,
-                counters.peak_blocks,
-                counters.total_blocks,
-                counters.total_blocks - counters.blocks,
-            ),
-        ):
-            values = {"current": now, "peak": peak, "allocated": total, "freed": freed}
-            for which, value in values.items():
-                found[f"{name}.{kind}.{which}"] = value if whole else 0
-    return dict(sorted(found.items()))
-
-
-def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name, value in memory_stats(device).items():
-        *path, last = name.split(".")
-        at = nested
-        for part in path:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return nested
-
-
-def reset_accumulated_memory_stats(device: Any = None) -> None:
-    counters.total_bytes, counters.freed_bytes, counters.total_blocks = counters.allocated, 0, counters.blocks
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    counters.reset_peaks()
-
-
-def reset_max_memory_allocated(device: Any = None) -> None:
-    counters.reset_peaks()
-
-
-def reset_max_memory_cached(device: Any = None) -> None:
-    counters.reset_peaks()
-
-
-def memory_stats_all() -> list[dict[str, int]]:
-    return [memory_stats()]
-
-
-def memory_snapshot() -> list[dict[str, Any]]:
-    return [{"device": 0, "total_size": counters.reserved, "allocated_size": counters.allocated}]
-
-
-def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in memory_stats(device).items() if ".all." in name)
-
-
-def memory_allocated(device: Any = None) -> int:
-    return counters.allocated
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    return counters.peak_allocated
-
-
-def memory_reserved(device: Any = None) -> int:
-    return counters.reserved
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    return counters.peak_reserved
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
 
 
 def get_allocator_backend() -> str:
@@ -293,7 +178,7 @@ def musart() -> Any:
 
 def get_rng_state(device: Any = "musa") -> torch.Tensor:
     _lazy_init()
-    _index(device)
+    device_index(device)
     return generator.default.get_state()
 
 
@@ -302,7 +187,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "musa") -> None:
-    _index(device)
+    device_index(device)
     state = new_state.clone()
     _lazy_call(lambda: generator.default.set_state(state) and None)
 
@@ -398,15 +283,18 @@ def _absent_class(name: str, methods: str) -> type:
 
 
 _PRESENT = """
-device device_of set_device get_device_name get_device_capability get_device_properties can_device_access_peer
-current_device is_available synchronize device_count _DeviceGuard register_musa_hook get_arch_list
-is_bf16_supported is_tf32_supported amp_definitely_not_available register_deserialization
+device device_of set_device get_device_name get_device_capability get_device_properties
+can_device_access_peer current_device is_available synchronize device_count _DeviceGuard register_musa_hook
+get_arch_list is_bf16_supported is_tf32_supported amp_definitely_not_available register_deserialization
+get_allocator_backend ipc_collect musart get_rng_state get_rng_state_all set_rng_state set_rng_state_all
+manual_seed manual_seed_all seed seed_all initial_seed fork_rng version set_flags flags
+is_current_stream_capturing is_initialized _lazy_init _lazy_call
+""".split()  # noqa: SIM905
+_MEMORY = """
 set_per_process_memory_fraction empty_cache memory_stats memory_stats_as_nested_dict
 reset_accumulated_memory_stats reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached
 memory_stats_all memory_snapshot memory_summary memory_allocated max_memory_allocated memory_reserved
-max_memory_reserved mem_get_info get_allocator_backend ipc_collect musart get_rng_state get_rng_state_all
-set_rng_state set_rng_state_all manual_seed manual_seed_all seed seed_all initial_seed fork_rng version
-set_flags flags is_current_stream_capturing is_initialized _lazy_init _lazy_call
+max_memory_reserved mem_get_info
 """.split()  # noqa: SIM905
 _STREAMS = """
 Stream ExternalStream Event StreamContext stream set_stream _set_stream_by_id current_stream default_stream
@@ -433,6 +321,7 @@ _ABSENT_CLASSES = {
 
 def _fill() -> None:
     members: dict[str, Any] = {name: globals()[name] for name in _PRESENT}
+    members |= {name: getattr(memory, name) for name in _MEMORY}
     members |= {name: getattr(streams, name) for name in _STREAMS}
     members |= {name: _absent(name) for name in _ABSENT}
     members |= {name: _absent_class(name, methods) for name, methods in _ABSENT_CLASSES.items()}
