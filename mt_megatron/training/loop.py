@@ -34,7 +34,7 @@ from mt_megatron.training.distributed import Job, joined, require_precision
 from mt_megatron.training.evaluate import Validation, evaluate
 from mt_megatron.training.metrics import Display, Metrics, perplexity
 from mt_megatron.training.model import Trainable, build, family_of
-from mt_megatron.training.step import Batches, Shape, StepResult, make_forward_step, train_step
+from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, make_forward_step, train_step
 from mt_megatron.training.summary import corpus_baselines, summary_lines
 
 
@@ -130,17 +130,17 @@ class _Run:
                     self.shape,
                     self.job,
                     iteration=iteration,
-                    stop=terminated.is_set() or self._out_of_time(),
+                    wishes=Wishes(stop=terminated.is_set() or self._out_of_time()),
                 )
             self._advance(result)
             window.add(result)
             if self._due(self.config.logging.log_interval):
                 self._report(window, result)
                 window = _Window()
-            if result.stop_requested or self._due(self.config.train.exit_interval):
+            if result.wishes.stop or self._due(self.config.train.exit_interval):
                 break
             with window.paused():
-                if self._due(self.config.checkpoint.save_interval):
+                if result.wishes.save or self._due(self.config.checkpoint.save_interval):
                     self._save()
                 if self._due(self.config.train.eval_interval) and iteration < self.train_iters:
                     self._evaluate()
@@ -148,7 +148,7 @@ class _Run:
             if window.results:
                 self._report(window, result)
             self._save()
-        if result is not None and result.stop_requested:
+        if result is not None and result.wishes.stop:
             # Whoever asked is waiting: every rank agreed on this with the loss.
             self.display.say(f"stopped on request after step {self.progress.iteration}")
         else:

@@ -39,6 +39,43 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What one rank wants the run to do after a step, or knows that the others must know."""
+
+    stop: bool = False
+    """End the run."""
+
+    save: bool = False
+    """Write a checkpoint."""
+
+    save_written: bool = False
+    """This rank's part of the checkpoint being written is complete."""
+
+    save_failed: bool = False
+    """This rank's part of the checkpoint being written failed."""
+
+
+NO_WISHES = Wishes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreedWishes:
+    """The wishes of all ranks, the same on every one."""
+
+    stop: bool
+    """Any rank wants to end the run."""
+
+    save: bool
+    """Any rank wants a checkpoint."""
+
+    save_written: bool
+    """All ranks have written their part."""
+
+    save_failed: bool
+    """Any rank failed to write its part."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one step did, the same on every rank."""
 
@@ -57,8 +94,8 @@ class StepResult:
     skipped: bool
     """Whether the update was left out (fp16 overflow)."""
 
-    stop_requested: bool
-    """Whether any rank asked to stop."""
+    wishes: AgreedWishes
+    """What all ranks together want."""
 
 
 def make_forward_step(family: ModelFamily, device: torch.device) -> ForwardStep:
@@ -80,12 +117,13 @@ def train_step(
     job: Job,
     *,
     iteration: int,
-    stop: bool = False,
+    wishes: Wishes = NO_WISHES,
 ) -> StepResult:
     """Forward, backward, reduction, clipping and update for one global batch; collective.
 
-    ``stop`` is this rank's wish to end the run. Raises ``NonFiniteLossError`` before the weights
-    are touched when the loss is not finite, and after the update when the gradient norm was not.
+    ``wishes`` are this rank's; they travel with the loss, in the one all-reduce it needs. Raises
+    ``NonFiniteLossError`` before the weights are touched when the loss is not finite, and after the
+    update when the gradient norm was not.
     """
     try:
         reports = forward_backward(trainable, forward_step, batches, shape)
@@ -97,7 +135,7 @@ def train_step(
             f"iteration {iteration}: gradients are not finite on rank {job.rank}; the weights are unchanged "
             f"since the iteration before. {_ADVICE}"
         ) from error
-    loss, tokens, stop_requested = _agree(reports, job, iteration, stop)
+    loss, tokens, agreed = _agree(reports, job, iteration, wishes)
     lr = learning_rate(trainable.optimizer)
     updated, grad_norm, _ = trainable.optimizer.step()
     if updated:
@@ -109,9 +147,7 @@ def train_step(
             "weights are no longer usable: continue from the last checkpoint with a lower --lr or a longer "
             "warm-up"
         )
-    return StepResult(
-        loss=loss, tokens=tokens, grad_norm=norm, lr=lr, skipped=not updated, stop_requested=stop_requested
-    )
+    return StepResult(loss=loss, tokens=tokens, grad_norm=norm, lr=lr, skipped=not updated, wishes=agreed)
 
 
 def forward_backward(
@@ -143,9 +179,12 @@ def summed(reports: list[dict[str, Any]], job: Job) -> list[float]:
     return [loss, tokens]
 
 
-def _agree(reports: list[dict[str, Any]], job: Job, iteration: int, stop: bool) -> tuple[float, int, bool]:
+def _agree(
+    reports: list[dict[str, Any]], job: Job, iteration: int, wishes: Wishes
+) -> tuple[float, int, AgreedWishes]:
     mine = summed(reports, job)
-    loss, tokens, stops = job.sum_over_ranks([*mine, float(stop)])
+    said = [float(wish) for wish in (wishes.stop, wishes.save, wishes.save_written, wishes.save_failed)]
+    loss, tokens, stops, saves, written, failed = job.sum_over_ranks([*mine, *said])
     if not math.isfinite(loss):
         ranks: list[int | None] = [None] * job.layout.world_size
         dist.all_gather_object(ranks, None if math.isfinite(mine[0]) else job.rank)
@@ -159,4 +198,10 @@ def _agree(reports: list[dict[str, Any]], job: Job, iteration: int, stop: bool) 
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
             "(--eod-mask-loss) and the data"
         )
-    return loss / tokens, round(tokens), stops > 0
+    agreed = AgreedWishes(
+        stop=stops > 0,
+        save=saves > 0,
+        save_written=round(written) == job.layout.world_size,
+        save_failed=failed > 0,
+    )
+    return loss / tokens, round(tokens), agreed
