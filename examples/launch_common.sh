@@ -172,6 +172,7 @@ compose_torchrun() {
     if [[ ${NNODES:-1} == 1 ]]; then
         # Port 0: a free one. The address keeps torchrun from using the host's name.
         TORCHRUN+=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1)
+        if [[ ${MAX_RESTARTS:-0} != 0 ]]; then TORCHRUN+=(--max-restarts "$MAX_RESTARTS"); fi
     else
         [[ -n ${MASTER_ADDR:-} ]] || die "NNODES=$NNODES needs MASTER_ADDR, an address of the first node that all nodes reach"
         [[ -n ${NODE_RANK:-} ]] || die "NNODES=$NNODES needs NODE_RANK, from 0 on the first node to $((NNODES - 1))"
@@ -207,6 +208,8 @@ Run again, it resumes. Variables:
   TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
   NPROC_PER_NODE   processes (2 on a CPU, otherwise one per device)
   OMP_NUM_THREADS  threads of each process on a CPU (cores / processes)
+  MAX_RESTARTS     how often a run on one node starts again by itself, from its newest checkpoint,
+                   after a process died (0)
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun; RUN_DIR and DATA_DIR must
                    then be on storage that all nodes share
 --dry-run prints the commands and the environment and changes nothing.

@@ -138,8 +138,9 @@ def test_variables_reach_the_command(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
-    shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere")
+    shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere", MAX_RESTARTS="3")
     (run,) = shown.stdout.splitlines()
+    assert "--max-restarts 3 -m mt_megatron.cli pretrain" in run
     assert run.count("--train-data-path") == 1 and "mine/train" in run
     assert run.count("--save") == 1 and "elsewhere" in run
 
