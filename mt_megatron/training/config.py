@@ -205,11 +205,19 @@ class DataConfig:
     mock_data: bool = False
     """Whether to train on Megatron-Core's generated samples instead of data."""
 
-    tokenizer_type: Literal["HuggingFaceTokenizer", "NullTokenizer"] = "HuggingFaceTokenizer"
-    """HuggingFaceTokenizer reads a ``tokenizer.json``; NullTokenizer only knows ``vocab_size``."""
+    tokenizer_type: Literal[
+        "HuggingFaceTokenizer",
+        "GPTSentencePieceTokenizer",
+        "Llama2Tokenizer",
+        "ByteLevelTokenizer",
+        "NullTokenizer",
+    ] = "HuggingFaceTokenizer"
+    """HuggingFaceTokenizer reads a ``tokenizer.json``; GPTSentencePieceTokenizer and Llama2Tokenizer
+    (which begins documents with a token) a SentencePiece model; ByteLevelTokenizer knows 256 bytes
+    and an end; NullTokenizer only knows ``vocab_size``."""
 
     tokenizer_model: str | None = None
-    """Path of the ``tokenizer.json``."""
+    """Path of the ``tokenizer.json``, of a folder that holds one, or of the SentencePiece model."""
 
     data_cache_path: str | None = None
     """Directory of the sample index. None: beside the data."""
@@ -225,6 +233,10 @@ class DataConfig:
 
     reset_attention_mask: bool = False
     """Whether attention stops at document borders."""
+
+    packed_sequences: bool | None = None
+    """Whether ``reset_attention_mask`` computes each document by itself, which needs no mask and less
+    time. False: one mask of the whole sequence. None: by itself wherever layers and layout can."""
 
     eod_mask_loss: bool = False
     """Whether the end-of-document token is left out of the loss."""
@@ -256,7 +268,26 @@ class LoggingConfig:
     """Report every so many steps."""
 
     metrics_path: str | None = None
-    """JSONL file that rank 0 appends one record per report to. None: no file."""
+    """JSONL file that rank 0 appends one record per report to. None: ``metrics.jsonl`` in ``save``."""
+
+    display: Literal["auto", "panel", "plain"] = "auto"
+    """What rank 0 shows. auto: a panel that is redrawn on a terminal, plain lines elsewhere."""
+
+    peak_tflops: float | None = None
+    """Dense peak of one device in 1e12 operations per second, which MFU is measured against. None: the
+    backend's table for the parameters' dtype."""
+
+    tensorboard_dir: str | None = None
+    """Directory that rank 0 writes TensorBoard event files to. None: none are written."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project that rank 0 logs to. None: none. Offline unless a key or WANDB_MODE is set."""
+
+    wandb_exp_name: str | None = None
+    """Name of the run there. None: the name of the ``save`` directory, else one that wandb makes up."""
+
+    wandb_save_dir: str | None = None
+    """Directory for its files. None: ``save``, else the current directory."""
 
     config_logger_dir: str = ""
     """Directory that Megatron-Core dumps its configurations to. Empty: off."""
@@ -274,6 +305,10 @@ class LaunchConfig:
 
     strict: bool = False
     """Whether a fallback is an error instead of one log line."""
+
+    check_memory: bool = True
+    """Whether a model whose weights, gradients and optimizer state alone exceed the device's memory is an
+    error before the start, instead of one log line."""
 
     print_config: bool = False
     """Print the whole configuration as YAML and stop."""

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.data.sidecar import data_problems
 
 _MOCK_VOCABULARY = 4095
 """MockGPTLowLevelDataset counts from 1 to at most 4094."""
@@ -13,7 +14,7 @@ _MOCK_VOCABULARY = 4095
 
 def file_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
-    return [*_sources(config), *_tokenizer(config), *_checkpoints(config)]
+    return [*_sources(config), *_tokenizer(config), *_indexed(config), *_checkpoints(config)]
 
 
 def _sources(config: TrainingConfig) -> list[str]:
@@ -104,7 +105,7 @@ def _number(text: str) -> float | None:
 
 def _tokenizer(config: TrainingConfig) -> list[str]:
     data = config.data
-    if data.tokenizer_type != "HuggingFaceTokenizer":
+    if data.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer"):
         return []
     if data.tokenizer_model is None:
         if data.mock_data and config.model.vocab_size is not None:
@@ -115,12 +116,24 @@ def _tokenizer(config: TrainingConfig) -> list[str]:
                 "--tokenizer-model, or --tokenizer-type NullTokenizer with --vocab-size."
             )
         ]
-    if not Path(data.tokenizer_model).is_file():
+    if not Path(data.tokenizer_model).exists():
         return [
-            f"tokenizer_model is {data.tokenizer_model}, which does not exist; expected a file. "
-            "Correct --tokenizer-model."
+            f"tokenizer_model is {data.tokenizer_model}, which does not exist; expected a file "
+            "or a folder with a tokenizer.json. Correct --tokenizer-model."
         ]
     return []
+
+
+def _indexed(config: TrainingConfig) -> list[str]:
+    """Whether data files fit their index and the tokenizer; missing ones are named elsewhere."""
+    data = config.data
+    paths = [*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path]
+    there = dict.fromkeys(
+        path for path in paths if Path(path + ".idx").is_file() and Path(path + ".bin").is_file()
+    )
+    if _tokenizer(config) or (data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None):
+        return []
+    return [problem for prefix in there for problem in data_problems(prefix, config)]
 
 
 def _checkpoints(config: TrainingConfig) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_types import options
+from mt_megatron.training.data.indexed_files import write_index
 from mt_megatron.training.validate import problems, validate
 from mt_megatron.training.validate_supported import UNSUPPORTED
 
@@ -331,14 +333,24 @@ def test_files_are_left_out_when_asked(tmp_path: Path) -> None:
 
 
 def test_existing_files_pass(tmp_path: Path) -> None:
-    for name in ("a.bin", "a.idx", "b.bin", "b.idx", "tokenizer.json"):
-        (tmp_path / name).touch()
+    from mt_megatron.training.data.tokenizer import train_tokenizer
+
+    train_tokenizer(["a text " * 50], vocab_size=260, output=tmp_path / "tokenizer.json")
+    for prefix in (tmp_path / "a", tmp_path / "b"):
+        np.arange(8, dtype=np.uint16).tofile(f"{prefix}.bin")
+        write_index(Path(f"{prefix}.idx"), np.dtype(np.uint16), lambda: [np.array([8], dtype=np.int32)])
     found = config(
         f"--no-mock-data --train-data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/b --valid-data-path {tmp_path}/a "
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer.json "
         f"--load {tmp_path} --resume {tmp_path} --save {tmp_path}/new --save-interval 5"
     )
     assert problems(found) == []
+    np.arange(250, 258, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    assert problems(found) == []
+    np.full(8, 260, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    assert "a.bin holds token 260, and the tokenizer has only 260" in "\n".join(problems(found))
+    np.arange(7, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    assert "a.bin has 14 bytes; its index expects 16" in "\n".join(problems(found))
     (tmp_path / "b.idx").unlink()
     assert "b.idx does not exist" in "\n".join(problems(found))
 

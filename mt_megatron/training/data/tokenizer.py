@@ -1,17 +1,30 @@
-"""A byte-level BPE: trained here, deterministically, or read from any ``tokenizer.json``."""
+"""Tokenizers by the name of their type; Hugging Face's ``tokenizer.json``, and one trained here."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mt_megatron.errors import DataError
 from mt_megatron.training.config import DataConfig
+from mt_megatron.training.data.byte_tokenizer import ByteLevelTokenizer
+from mt_megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "ByteLevelTokenizer",
+    "NullTokenizer",
+)
+"""The values of ``--tokenizer-type``; all but ByteLevelTokenizer are Megatron-LM's names."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -33,19 +46,26 @@ class TokenizerLike(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without any end-of-document token."""
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | npt.NDArray[Any]]:
+        """``encode`` of each text."""
+
     def vocabulary(self) -> dict[str, int]:
         """Token text -> id."""
 
 
 class Tokenizer:
-    """Text to token ids and back, from a ``tokenizer.json``.
+    """Text to token ids and back, from a ``tokenizer.json`` or a folder that holds one.
 
-    The name of a special token inside a text is plain text: no document can forge its own end.
+    In a folder, ``tokenizer_config.json`` says which token ends a document (``eos_token``). The
+    name of a special token inside a text is plain text: no document can forge its own end.
     """
 
     def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
         """Read ``path``; ``eod_token`` names the end-of-document token when it is none of the
         usual ones. Raises ``DataError`` when the file or the token is missing."""
+        if path.is_dir():
+            eod_token = eod_token or _configured_end(path / "tokenizer_config.json")
+            path = path / "tokenizer.json"
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -102,32 +122,61 @@ class NullTokenizer:
         """Numbers separated by blanks."""
         return [int(word) for word in text.split()]
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text."""
+        return [self.encode(text) for text in texts]
+
     def vocabulary(self) -> dict[str, int]:
         """Every id under its own number."""
         return {str(index): index for index in range(self.vocab_size)}
 
 
-def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> Tokenizer | NullTokenizer:
+def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> TokenizerLike:
     """The tokenizer that ``data`` names; ``vocab_size`` is the model's, used by NullTokenizer.
 
     Raises ``DataError`` when its file or its size is missing, or when the model's vocabulary is
     too small for it.
     """
-    if data.tokenizer_type == "NullTokenizer":
+    tokenizer = open_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size=vocab_size)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"the model has vocab_size={vocab_size}, and {data.tokenizer_model or data.tokenizer_type} has "
+            f"{tokenizer.vocab_size} tokens; expected at least as many: raise --vocab-size or leave it out"
+        )
+    return tokenizer
+
+
+def open_tokenizer(kind: str, model: str | None, *, vocab_size: int | None = None) -> TokenizerLike:
+    """The tokenizer ``kind`` (one of ``TOKENIZER_TYPES``) with the file ``model``, where it has one.
+
+    Raises ``DataError`` when the kind is none of these, or its file or its size is missing.
+    """
+    if kind == "NullTokenizer":
         if vocab_size is None:
             raise DataError("NullTokenizer has no file to know its size from; give --vocab-size")
         return NullTokenizer(vocab_size)
-    if data.tokenizer_model is None:
-        raise DataError(
-            "found no tokenizer; give --tokenizer-model PATH of the tokenizer.json the data was made with"
-        )
-    tokenizer = Tokenizer(Path(data.tokenizer_model))
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        raise DataError(
-            f"the model has vocab_size={vocab_size}, and {tokenizer.path} has {tokenizer.vocab_size} tokens; "
-            "expected at least as many: raise --vocab-size or leave it out"
-        )
-    return tokenizer
+    if kind == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if kind not in TOKENIZER_TYPES:
+        raise DataError(f"found tokenizer type {kind!r}; expected one of {', '.join(TOKENIZER_TYPES)}")
+    if model is None:
+        wanted = "the tokenizer.json" if kind == "HuggingFaceTokenizer" else "the SentencePiece .model file"
+        raise DataError(f"found no tokenizer; give --tokenizer-model PATH of {wanted} the data was made with")
+    if kind == "HuggingFaceTokenizer":
+        return Tokenizer(Path(model))
+    return SentencePieceTokenizer(Path(model), begin=kind == "Llama2Tokenizer")
+
+
+def _configured_end(path: Path) -> str | None:
+    """``eos_token`` of a ``tokenizer_config.json``, if there is such a file and it says one."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> Tokenizer:
