@@ -144,9 +144,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("restarts are torchrun's (--max-restarts); leave it out", "enable-ft-package"),
     # Reports.
     (
-        "reports are fixed and go to --metrics-path as JSONL; leave it out",
+        "every report holds what there is, and goes to --metrics-path and --tensorboard-dir; leave it out",
         (
-            "tensorboard-dir tensorboard-log-interval log-params-norm log-throughput log-progress "
+            "tensorboard-log-interval log-params-norm log-throughput log-progress "
             "timing-log-option tensorboard-queue-size log-timers-to-tensorboard "
             "no-log-loss-scale-to-tensorboard "
             "log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard "
@@ -154,10 +154,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
         ),
     ),
     (
-        "no remote logger is built in; read --metrics-path's JSONL",
+        "this logger is not built in; use --wandb-project, --tensorboard-dir or --metrics-path's JSONL",
         (
-            "wandb-project wandb-exp-name wandb-save-dir one-logger-project one-logger-run-name "
-            "one-logger-async app-tag-run-name app-tag-run-version"
+            "one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version"
         ),
     ),
     (

@@ -32,10 +32,12 @@ from mt_megatron.training.data.datasets import Datasets, build_datasets, order_f
 from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.distributed import Job, joined, require_precision
 from mt_megatron.training.evaluate import Validation, evaluate
-from mt_megatron.training.metrics import Display, Metrics, perplexity
+from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.output import Output
 from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, make_forward_step, train_step
 from mt_megatron.training.summary import corpus_baselines, summary_lines
+from mt_megatron.training.throughput import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +94,15 @@ class _Run:
             micro_batch_size=config.train.micro_batch_size,
             seq_length=_required(config.train.seq_length, "seq_length"),
         )
-        self.display = Display(self.train_iters, enabled=job.is_main)
-        path = config.logging.metrics_path
-        self.metrics = Metrics(Path(path) if path and job.is_main else None)
+        family = family_of(config)
+        self.flops_per_token = family.flops(config)
+        self.output = Output(
+            config, job, train_iters=self.train_iters, flops_per_token=self.flops_per_token
+        )
+        self.display, self.metrics = self.output.display, self.output.records
         for note in config.notes:
             self.display.say(note)
-        family = family_of(config)
         self.forward_step = make_forward_step(family, job.backend.device())
-        self.flops_per_token = family.flops(config)
         self.datasets = self._datasets()
         self.trainable: Trainable = build(config, job, family)
         self.manifest = {
@@ -113,11 +116,10 @@ class _Run:
         self._announce()
 
     def close(self) -> None:
-        self.display.close()
-        self.metrics.close()
+        self.output.close()
 
     def run(self, terminated: threading.Event) -> Outcome:
-        window = _Window()
+        window = self.output.window()
         result: StepResult | None = None
         batches = self._batches()
         while self.progress.iteration < self.train_iters:
@@ -133,10 +135,11 @@ class _Run:
                     wishes=Wishes(stop=terminated.is_set() or self._out_of_time()),
                 )
             self._advance(result)
-            window.add(result)
+            window.add(result, tokens_processed=self.global_batch_size * self.shape.seq_length)
+            self.display.tick(self.progress.iteration)
             if self._due(self.config.logging.log_interval):
                 self._report(window, result)
-                window = _Window()
+                window = self.output.window()
             if result.wishes.stop or self._due(self.config.train.exit_interval):
                 break
             with window.paused():
@@ -216,8 +219,7 @@ class _Run:
     def _announce(self) -> None:
         layout, backend = self.job.layout, self.job.backend
         parameters = count_parameters(model_shape(self.config)).total
-        self.metrics.record(
-            "start",
+        self.output.start(
             self.progress.iteration,
             {
                 "backend": backend.name,
@@ -231,6 +233,7 @@ class _Run:
                 "precision": self.config.params_dtype,
                 "flops_per_token": self.flops_per_token,
             },
+            resumed_from=self.checkpoint,
         )
         processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
         chunks = f" x {layout.vpp} chunks" if layout.interleaved else ""
@@ -273,22 +276,16 @@ class _Run:
         limit = self.config.train.exit_duration_in_mins
         return limit is not None and self.job.is_main and time.monotonic() - self.started > 60 * limit
 
-    def _report(self, window: _Window, result: StepResult) -> None:
-        seconds = window.seconds()
+    def _report(self, window: Window, result: StepResult) -> None:
         values = {
-            "loss": window.loss(),
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens_per_second": window.tokens() / seconds,
-            "step_seconds": seconds / len(window.results),
             "consumed_samples": self.progress.consumed_samples,
             "consumed_tokens": self.progress.consumed_tokens,
             "skipped_iterations": self.progress.skipped_iterations,
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
-            "memory_bytes": self.job.backend.max_memory_allocated(),
         }
-        self.metrics.record("train", self.progress.iteration, values)
-        self.display.step(self.progress.iteration, values)
+        self.output.report(self.progress.iteration, window, values)
 
     def _evaluate(self) -> None:
         iters, dataset = self.config.train.eval_iters, self.datasets.valid
@@ -310,6 +307,7 @@ class _Run:
             "seconds": time.monotonic() - began,
         }
         self.metrics.record("valid", self.progress.iteration, values)
+        self.display.validation(self.validation.loss)
         self.display.say(
             f"step {self.progress.iteration}: validation loss {self.validation.loss:.4f} nats per token, "
             f"perplexity {values['perplexity']:.2f}, over {self.validation.tokens:,} tokens"
@@ -341,55 +339,28 @@ class _Run:
                 vocab_size=self.tokenizer.vocab_size,
                 max_samples=self.config.train.eval_iters * self.global_batch_size,
             )
-        self.metrics.record(
-            "end",
-            self.progress.iteration,
-            {
-                "finished": self.progress.iteration >= self.train_iters,
-                "train_loss": None if result is None else result.loss,
-                "valid_loss": None if self.validation is None else self.validation.loss,
-                "unigram": None if baselines is None else baselines.unigram,
-                "bigram": None if baselines is None else baselines.bigram,
-                "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-                "seconds": time.monotonic() - self.started,
-            },
-        )
-        for line in summary_lines(
-            self.config,
+        loss, seconds = None if result is None else result.loss, time.monotonic() - self.started
+        values = {
+            "finished": self.progress.iteration >= self.train_iters,
+            "train_loss": loss,
+            "valid_loss": None if self.validation is None else self.validation.loss,
+            "unigram": None if baselines is None else baselines.unigram,
+            "bigram": None if baselines is None else baselines.bigram,
+            "consumed_tokens": self.progress.consumed_tokens,
+            "skipped_iterations": self.progress.skipped_iterations,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "seconds": seconds,
+        }
+        lines = summary_lines(
             progress=self.progress,
             train_iters=self.train_iters,
+            train_loss=loss,
             validation=self.validation,
             baselines=baselines,
             checkpoint=self.checkpoint,
-        ):
-            self.display.say(line)
-
-
-class _Window:
-    """The steps since the last report, and the time they took."""
-
-    def __init__(self) -> None:
-        self.results: list[StepResult] = []
-        self._began = time.monotonic()
-
-    def add(self, result: StepResult) -> None:
-        self.results.append(result)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens within is no training: it does not slow down the reported speed."""
-        before = time.monotonic()
-        yield
-        self._began += time.monotonic() - before
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def tokens(self) -> int:
-        return sum(result.tokens for result in self.results)
-
-    def loss(self) -> float:
-        return sum(result.loss for result in self.results) / len(self.results)
+            seconds=seconds,
+        )
+        self.output.end(self.progress.iteration, values, lines)
 
 
 @contextmanager

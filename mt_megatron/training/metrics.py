@@ -1,113 +1,98 @@
-"""What a run says: one rank's progress display, and one JSON record per report."""
+"""One JSON record per report, each whole and on its way to the disk before training goes on."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.training.config import TrainingConfig
+
+DEFAULT_NAME = "metrics.jsonl"
+"""The file's name beside the checkpoints when ``metrics_path`` is not set."""
+
+
+def metrics_path(config: TrainingConfig) -> Path | None:
+    """Where ``config`` puts its records: ``metrics_path``, else beside the checkpoints; None when it
+    names neither."""
+    if config.logging.metrics_path is not None:
+        return Path(config.logging.metrics_path)
+    return None if config.checkpoint.save is None else Path(config.checkpoint.save) / DEFAULT_NAME
 
 
 class Metrics:
-    """JSONL records, appended and flushed one by one; a file of None records nothing.
+    """JSONL records, appended one by one; a file of None records nothing.
 
     Every record has ``event`` (``start``, ``train``, ``valid``, ``checkpoint``, ``end``), ``time``
-    (seconds since the epoch) and ``iteration``.
+    (seconds since the epoch) and ``iteration``. A record is one ``write`` of a whole line, so
+    a kill leaves none half-written; what an earlier full disk cut off stays a line of its own.
     """
 
+    title = "metrics"
+
     def __init__(self, path: Path | None) -> None:
-        self._stream: TextIO | None = None
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot append to {path}: {error.strerror}; change --metrics-path"
-                ) from error
+        self.path = path
+        self._file: int | None = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._torn = _ends_within_a_line(self._file)
+        except OSError as error:
+            raise ConfigError(f"cannot append to {path}: {error.strerror}; change --metrics-path") from error
 
     def record(self, event: str, iteration: int, values: Mapping[str, Any]) -> None:
-        """Append one record. Numbers that JSON cannot hold (NaN, infinity) become null."""
-        if self._stream is None:
+        """Append one record. Numbers that JSON cannot hold (NaN, infinity) become null.
+
+        Raises ``OSError`` when it could not be written, or not as a whole.
+        """
+        if self._file is None:
             return
         record = {"event": event, "time": round(time.time(), 3), "iteration": iteration, **values}
-        self._stream.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
-        self._stream.flush()
+        line = (json.dumps(finite(record)) + "\n").encode()
+        rest = b"\n" + line if self._torn else line
+        self._torn = True
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+        self._torn = False
 
     def close(self) -> None:
         """Close the file."""
-        if self._stream is not None:
-            self._stream.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
-class Display:
-    """Lines for a person. On a terminal the newest step overwrites the one before; elsewhere, and for
-    everything that is not a step, each line stays."""
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of ``path``, in order; a line that a full disk cut off is left out.
 
-    def __init__(self, train_iters: int, *, enabled: bool, stream: TextIO | None = None) -> None:
-        self._stream = stream if stream is not None else sys.stdout
-        self._enabled = enabled
-        self._live = enabled and self._stream.isatty()
-        self._train_iters = train_iters
-        self._width = 0
-
-    def say(self, line: str) -> None:
-        """A line that stays."""
-        if self._enabled:
-            self._clear()
-            print(line, file=self._stream, flush=True)
-
-    def step(self, iteration: int, values: Mapping[str, Any]) -> None:
-        """The state after ``iteration``; ``values`` are those of the JSON record."""
-        if not self._enabled:
-            return
-        line = format_step(iteration, self._train_iters, values)
-        if not self._live:
-            print(line, file=self._stream, flush=True)
-            return
-        self._clear()
-        self._stream.write(line)
-        self._stream.flush()
-        self._width = len(line)
-
-    def close(self) -> None:
-        """Leave the newest step's line standing."""
-        if self._width:
-            self._stream.write("\n")
-            self._width = 0
-
-    def _clear(self) -> None:
-        if self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._width = 0
+    Raises ``OSError`` when the file cannot be read.
+    """
+    found = []
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and "event" in record and "iteration" in record:
+                found.append(record)
+    return found
 
 
-def format_step(iteration: int, train_iters: int, values: Mapping[str, Any]) -> str:
-    """One step as text, with the time the rest will take."""
-    norm = values["grad_norm"]
-    parts = [
-        f"step {iteration:>{len(str(train_iters))}}/{train_iters}",
-        f"loss {values['loss']:.4f}",
-        f"lr {values['lr']:.3g}",
-        "grad norm " + ("-" if norm is None else f"{norm:.3f}"),
-        f"{values['tokens_per_second']:,.0f} tokens/s",
-        f"{duration((train_iters - iteration) * values['step_seconds'])} left",
-    ]
-    if values["skipped_iterations"]:
-        parts.append(f"{values['skipped_iterations']} skipped")
-    return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def finite(value: Any) -> Any:
+    """``value`` with every number that JSON cannot hold replaced by None."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def perplexity(loss: float) -> float:
@@ -115,5 +100,6 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _ends_within_a_line(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"

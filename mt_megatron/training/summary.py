@@ -10,19 +10,26 @@ from mt_megatron.training.data.datasets import SampleDataset
 from mt_megatron.training.data.ngram import Baselines, NgramModel, dataset_baselines
 from mt_megatron.training.evaluate import Validation
 from mt_megatron.training.metrics import perplexity
+from mt_megatron.training.quantities import duration
 
 
 def summary_lines(
-    config: TrainingConfig,
     *,
     progress: Progress,
     train_iters: int,
+    train_loss: float | None,
     validation: Validation | None,
     baselines: Baselines | None,
     checkpoint: Path | None,
+    seconds: float,
 ) -> list[str]:
-    """What a person wants to know when a run has ended."""
-    lines = [f"done: {progress.iteration} of {train_iters} steps, {progress.consumed_tokens:,} tokens"]
+    """What a person wants to know when a run has ended; ``seconds`` is how long this process took."""
+    lines = [
+        f"done: {progress.iteration} of {train_iters} steps, {progress.consumed_tokens:,} tokens, "
+        f"{progress.skipped_iterations} skipped, {duration(seconds)} of wall time"
+    ]
+    if train_loss is not None:
+        lines.append(f"training loss of the last step {train_loss:.4f} nats per token")
     if validation is not None:
         lines.append(
             f"validation cross-entropy {validation.loss:.4f} nats per token, perplexity "
@@ -35,8 +42,9 @@ def summary_lines(
             f"{baselines.bigram:.4f}; this model is {side} the bigrams"
         )
     lines.append(f"checkpoint: {checkpoint}" if checkpoint is not None else "checkpoint: none (no --save)")
-    if config.logging.metrics_path is not None:
-        lines.append(f"metrics: {config.logging.metrics_path}")
+    config = None if checkpoint is None else checkpoint / "config.yaml"
+    if config is not None and config.is_file():
+        lines.append(f"config: {config}")
     return lines
 
 
