@@ -116,7 +116,7 @@ class Panel:
         from rich.text import Text
 
         wide = width >= _WIDE
-        columns = self._columns(curve=14 if wide else 8 if width >= 70 else 0)
+        columns = self._columns(curve=14 if width >= 100 else 6 if width >= 70 else 0)
         table = Table.grid(expand=True, padding=(0, 2 if wide else 1))
         for index in range(3 if wide else 2):
             table.add_column(no_wrap=True, style=_LABEL)

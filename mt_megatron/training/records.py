@@ -29,32 +29,32 @@ class Records:
     def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
         self._sinks = tuple(sinks)
         self._say = say
-        self._lost: dict[str, int] = {}
+        self._lost = [0] * len(self._sinks)
 
     def record(self, event: str, iteration: int, values: Mapping[str, Any]) -> None:
         """Keep one record in every sink."""
-        for sink in self._sinks:
+        for index, sink in enumerate(self._sinks):
             try:
                 sink.record(event, iteration, values)
             except Exception as error:  # noqa: BLE001 - whatever a logger raises, training goes on
-                self._failed(sink, f"the {event!r} record of step {iteration}", error)
+                self._failed(index, f"the {event!r} record of step {iteration}", error)
             else:
-                lost = self._lost.pop(sink.title, 0)
+                lost, self._lost[index] = self._lost[index], 0
                 if lost:
                     self._say(f"{sink.title}: written again; {lost} record{'s' * (lost > 1)} missing")
 
     def close(self) -> None:
         """Finish every sink."""
-        for sink in self._sinks:
+        for index, sink in enumerate(self._sinks):
             try:
                 sink.close()
             except Exception as error:  # noqa: BLE001 - whatever a logger raises, training goes on
-                self._failed(sink, "the last records", error)
+                self._failed(index, "the last records", error)
 
-    def _failed(self, sink: Sink, what: str, error: Exception) -> None:
-        self._lost[sink.title] = self._lost.get(sink.title, 0) + 1
-        if self._lost[sink.title] == 1:
+    def _failed(self, index: int, what: str, error: Exception) -> None:
+        self._lost[index] += 1
+        if self._lost[index] == 1:
             self._say(
-                f"WARNING: {sink.title}: {what} could not be written ({type(error).__name__}: {error}); "
-                "training goes on"
+                f"WARNING: {self._sinks[index].title}: {what} could not be written "
+                f"({type(error).__name__}: {error}); training goes on"
             )
