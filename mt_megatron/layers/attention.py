@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import ConfigError
 from ..seams.context_parallel import positions
 from .context_parallel import Attending, attend, exchange_of, random_numbers_of
+from .packed import are_borders, attend_by_document, attend_packed
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -79,18 +80,47 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
         Under context parallelism sq = sk is what this rank holds; a mask has this rank's rows, in
         the order it holds them, and the columns of the whole sequence in its own order.
+
+        Documents that lie one after another attend each to itself alone, in a call of the kernel
+        for each of them: with ``cu_seqlens`` (int32 [documents + 1], see ``packed``) in the place
+        of the mask, or with Megatron's ``packed_seq_params`` and [tokens, heads, d]; then the
+        result is [tokens, heads * d_value].
         """
-        if packed_seq_params is not None:
-            raise ConfigError(
-                "packed sequences reached an attention that cannot separate them: tokens would attend across "
-                "documents; pass packed_seq_params=None"
-            )
+        kind = attn_mask_type or self.attn_mask_type
+        if packed_seq_params is not None or are_borders(attention_mask):
+            return self._documents(query, key, value, attention_mask, kind, packed_seq_params)
         if self.exchange is not None:
-            return self._over_context_ranks(
-                query, key, value, attention_mask, attn_mask_type or self.attn_mask_type, self.exchange
+            return self._over_context_ranks(query, key, value, attention_mask, kind, self.exchange)
+        return self._whole(query, key, value, attention_mask, kind)
+
+    def _documents(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttnMaskType, packed: Any
+    ) -> Tensor:
+        if self.exchange is not None:
+            raise ConfigError(
+                "packed sequences reached an attention over context_parallel_size "
+                f"{self.config.context_parallel_size}, which cannot separate them: a rank holds chunks of "
+                "the sequence, not documents; pass an attention mask, or set context_parallel_size=1"
             )
+
+        def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._whole(q, k, v, None, kind)
+
+        if packed is None:
+            assert mask is not None
+            return attend_by_document(query, key, value, mask, alone)
+        if mask is not None:
+            raise ConfigError(
+                "packed_seq_params and an attention mask were given; expected one of the two. Pass "
+                "attention_mask=None"
+            )
+        return attend_packed(query, key, value, packed, alone)
+
+    def _whole(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, kind: AttnMaskType
+    ) -> Tensor:
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        causal, allowed = self._allowed(attention_mask, attn_mask_type or self.attn_mask_type, query, key)
+        causal, allowed = self._allowed(attention_mask, kind, query, key)
         grouped = query.size(1) != key.size(1)
         if grouped and allowed is not None and query.device.type != "cpu":
             # The fused kernels of accelerators take a mask or grouped heads, not both.

@@ -37,7 +37,7 @@ def uses_transformer_engine(config: Any) -> bool:
     asked = config.model.transformer_impl
     if asked == "local":
         return False
-    obstacle = _obstacle(_device_type(), config.model.qk_layernorm)
+    obstacle = _obstacle(_device_type(), config.model.qk_layernorm, config.data.reset_attention_mask)
     if asked == "transformer_engine" and obstacle:
         raise ConfigError(
             f"transformer_impl is transformer_engine, and {obstacle}; change that, or use "
@@ -62,7 +62,7 @@ def _device_type() -> str:
         return "cpu"
 
 
-def _obstacle(device_type: str, qk_layernorm: bool) -> str:
+def _obstacle(device_type: str, qk_layernorm: bool, documents_apart: bool) -> str:
     """Why Transformer Engine's layers cannot be used here; empty when they can."""
     if device_type != "cuda":
         return f"Transformer Engine needs CUDA and the backend's device is {device_type}"
@@ -72,6 +72,8 @@ def _obstacle(device_type: str, qk_layernorm: bool) -> str:
 
     if not gpt_layer_specs.HAVE_TE:
         return f"Megatron-Core cannot import it: {_import_error()}"
+    if documents_apart:
+        return "reset_attention_mask is set, and its causal attention looks at no mask"
     if qk_layernorm and not hasattr(gpt_layer_specs, "FusedLayerNorm"):
         return "qk_layernorm is set, for which Megatron-Core's Transformer Engine spec needs Apex"
     return ""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.layers.packed import document_mask, document_positions, positions_restart
 from mt_megatron.models.layer_spec import gpt_layer_spec, uses_transformer_engine
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
@@ -71,6 +72,9 @@ class LlamaFamily:
         ``loss_mask`` float32 [b, s], and ``attention_mask`` bool [b, 1, s, s] (True = masked) or None
         (causal).
 
+        Where documents are kept apart and the loader made no mask, ``cu_seqlens`` (int32 [documents +
+        1], on the host) says where they begin in the micro-batch read row by row; else it is None.
+
         Under context parallelism these are the tokens that this rank holds, [b, n], and the rows of
         the mask for them, [b, 1, n, s]. ``counted_tokens`` float32 [] says how many tokens of the
         whole micro-batch, on all context-parallel ranks, count towards the loss.
@@ -79,16 +83,21 @@ class LlamaFamily:
 
         size = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
-        host = next(iterator)
+        host = dict(next(iterator))
+        # How long documents are decides which kernels run: that is asked on the host.
+        borders, _ = host.pop("cu_seqlens", None), host.pop("max_seqlen", None)
         batch: dict[str, Any] = {"attention_mask": None, "counted_tokens": host["loss_mask"].sum()}
+        if borders is not None and size > 1:
+            host["attention_mask"] = document_mask(borders, len(host["tokens"]), torch.device("cpu"))
         for name, value in host.items():
             # Rows of the mask are queries, which a rank has its own of; columns are all the keys.
             dim = 2 if name == "attention_mask" else 1
             batch[name] = value if size == 1 else part_of_sequence(value, dim, rank, size)
-        return {
+        moved = {
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in batch.items()
         }
+        return moved if size > 1 else {**moved, "cu_seqlens": borders}
 
     def loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Tensor, LossFunction]:
         """Run one chunk forward: its output, and the last stage's loss function.
@@ -101,10 +110,16 @@ class LlamaFamily:
         Under context parallelism sum, number and report are of the tokens that this rank holds; the
         mean is their sum over the mean number of all its ranks, so that the average of the
         gradients over them is the gradient of the micro-batch's mean.
+
+        With ``cu_seqlens`` each document attends to itself alone, its rotary positions begin at 0,
+        and there is no mask; our core attention takes the borders in the mask's place.
         """
-        output = model(
-            batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
-        )
+        mask, borders = batch["attention_mask"], batch.get("cu_seqlens")
+        positions = None
+        if borders is not None:
+            mask, positions = borders, document_positions(borders, len(batch["tokens"]))
+        with positions_restart(_rotary(model), positions):
+            output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
         return output, partial(_masked_loss, model, batch["loss_mask"], batch["counted_tokens"])
 
     def flops(self, config: Any) -> float:
@@ -150,6 +165,12 @@ class LlamaFamily:
         if config.model.untie_embeddings_and_output_weights:
             table["output_layer.weight"] = TensorRow(sources=("lm_head.weight",), vocabulary=True)
         return table
+
+
+def _rotary(model: torch.nn.Module) -> torch.nn.Module | None:
+    while not hasattr(model, "rotary_pos_emb") and hasattr(model, "module"):
+        model = model.module  # type: ignore[assignment]
+    return getattr(model, "rotary_pos_emb", None)
 
 
 def _padded_vocab_size(config: Any) -> int:

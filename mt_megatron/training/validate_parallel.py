@@ -28,6 +28,7 @@ def parallel_problems(config: TrainingConfig, world_size: int) -> list[str]:
     return [
         *_tensor(config),
         *_context(config),
+        *_packed(config),
         *_pipeline(config),
         *_data(config, world_size),
         *_expert(config, world_size),
@@ -82,6 +83,29 @@ def _context(config: TrainingConfig) -> list[str]:
     if parallel.sequence_parallel:
         why += f" and of context x tensor parallel size = {size * tensor} with sequence_parallel"
     return [f"seq_length is {length}; expected a multiple of {why}. Change --seq-length."]
+
+
+def _packed(config: TrainingConfig) -> list[str]:
+    if not config.data.packed_sequences:
+        return []
+    size = config.parallel.context_parallel_size
+    if not config.data.reset_attention_mask:
+        return [
+            (
+                "packed_sequences is on without reset_attention_mask; expected both: it is how attention that "
+                "stops at document borders is computed. Set --reset-attention-mask or leave "
+                "--packed-sequences out."
+            )
+        ]
+    if size > 1:
+        return [
+            (
+                f"packed_sequences is on with context_parallel_size {size}; expected 1: a process holds chunks "
+                "of the sequence, not documents. Leave --packed-sequences out, which then uses a mask, or "
+                "lower --context-parallel-size."
+            )
+        ]
+    return []
 
 
 def _pipeline(config: TrainingConfig) -> list[str]:

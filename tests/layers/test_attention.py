@@ -214,8 +214,6 @@ def test_masks_that_cannot_be_meant_are_refused(mask, message):
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ConfigError, match="context_parallel_size is 2"):
         module(context_parallel_size=2)
-    with pytest.raises(ConfigError, match="packed"):
-        module()(*qkv(), None, packed_seq_params=object())
     with pytest.raises(ConfigError, match="12 queries to 5 keys"):
         module()(*qkv(sk=5), None)
 

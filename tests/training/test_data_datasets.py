@@ -133,6 +133,7 @@ def test_documents_can_be_kept_apart(prepared: DataConfig, tmp_path: Path) -> No
         reset_position_ids=True,
         reset_attention_mask=True,
         eod_mask_loss=True,
+        packed_sequences=False,
     )
     train = _build(data, tmp_path / "cache").train
     sample = next(train[i] for i in range(len(train)) if EOD in train[i]["tokens"][2:-2])

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mt_megatron.errors import DataError
+from mt_megatron.layers.packed import document_borders
 from mt_megatron.training.data.datasets import SampleDataset
 
 Batch = dict[str, torch.Tensor]
 """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32, each
-[micro_batch_size, sequence_length]; ``attention_mask`` bool [micro_batch_size, 1, s, s] only when
-documents are kept apart."""
+[micro_batch_size, sequence_length]. When documents are kept apart also either ``attention_mask``
+bool [micro_batch_size, 1, s, s], or ``cu_seqlens`` int32 [documents + 1], where they begin in the
+micro-batch read row by row, and ``max_seqlen`` int64 [], the length of the longest."""
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PADDING = -1
+_PREFETCHED = 4
+"""Micro-batches that each worker keeps ready, so that a step does not wait for a slow read."""
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -143,9 +148,10 @@ def _load(
     dataset: SampleDataset, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
     view = _PaddedView(dataset)
+    collate = partial(_collate, end=_document_end(dataset))
     if num_workers == 0 and not pin_memory:
         for indices in sampler:
-            yield _collate([view[index] for index in indices])
+            yield collate([view[index] for index in indices])
         return
     # Its own generator: a DataLoader otherwise draws a seed from torch's global one, and dropout
     # would differ between a resumed and an uninterrupted run.
@@ -153,11 +159,29 @@ def _load(
         view,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_collate,
+        collate_fn=collate,
         pin_memory=pin_memory,
         generator=torch.Generator(),
+        prefetch_factor=_PREFETCHED if num_workers else None,
     )
-    yield from loader
+    try:
+        yield from loader
+    except RuntimeError as error:
+        # torch names the worker's process id and what ended it.
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"{error} The data itself may be fine: look for the kernel's out-of-memory killer, and use fewer "
+            "--num-workers or 0. The run continues from its last checkpoint"
+        ) from error
+
+
+def _document_end(dataset: SampleDataset) -> int | None:
+    """The token that ends documents when they are to be kept apart and the samples hold no mask."""
+    config = getattr(dataset, "config", None)
+    if config is None or not config.reset_attention_mask or config.create_attention_mask:
+        return None
+    return int(config.tokenizer.eod)
 
 
 class _PaddedView(Dataset[dict[str, torch.Tensor]]):
@@ -174,5 +198,9 @@ class _PaddedView(Dataset[dict[str, torch.Tensor]]):
         return sample
 
 
-def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS if key in samples[0]}
+def _collate(samples: Sequence[dict[str, Any]], *, end: int | None) -> Batch:
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS if key in samples[0]}
+    if end is not None:
+        batch["cu_seqlens"] = document_borders(batch["tokens"], end)
+        batch["max_seqlen"] = batch["cu_seqlens"].diff().max().long()
+    return batch

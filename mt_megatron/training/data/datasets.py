@@ -25,8 +25,7 @@ class SampleDataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
-        [sequence_length]; with ``reset_attention_mask`` also ``attention_mask`` [1, s, s] (bool,
-        True = masked)."""
+        [sequence_length]; with masks also ``attention_mask`` [1, s, s] (bool, True = masked)."""
 
 
 class Datasets(NamedTuple):
@@ -60,7 +59,8 @@ def build_datasets(
     else ``cache_dir``) must be one that all nodes see. Its subfolder is named after the size and
     time of every data file: data prepared anew under the same path gets a new index.
 
-    A mask is only made with ``reset_attention_mask``; otherwise attention is causal.
+    A mask is only made for ``reset_attention_mask`` with ``packed_sequences=False``. Otherwise
+    attention is causal, and ``batches`` says where documents begin if they are to be kept apart.
 
     Raises ``DataError`` when files are missing, damaged, do not fit the tokenizer, or hold too
     little for one sample.
@@ -81,7 +81,7 @@ def build_datasets(
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.reset_attention_mask,
+        create_attention_mask=data.reset_attention_mask and data.packed_sequences is False,
         **sources,
     )
     kind = MockGPTDataset if data.mock_data else GPTDataset

@@ -101,7 +101,8 @@ def _mismatch(prefix: str, tokenizer: TokenizerLike) -> str | None:
     return (
         f"{prefix}.bin was made with another tokenizer: {source} says {name} with {vocab_size} tokens, "
         f"digest {identity[:12]}; this run's has {tokenizer.vocab_size} tokens, digest "
-        f"{tokenizer.identity[:12]}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, or make the data again"
+        f"{tokenizer.identity[:12]}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, "
+        "or make the data again"
     )
 
 
