@@ -129,7 +129,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (
         "how torch_dist checkpoints are written and read is fixed in this version; leave it out",
         (
-            "no-ckpt-fully-parallel-save ckpt-fully-parallel-load async-save ckpt-assume-constant-structure "
+            "no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
             "dist-ckpt-strictness"
         ),
     ),

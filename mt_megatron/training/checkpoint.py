@@ -1,23 +1,13 @@
-"""Checkpoints in Megatron-Core's ``torch_dist`` format: whole or absent, and loadable under any layout.
+"""What a checkpoint holds of a run in Megatron-Core's terms, and how it gets back into one under any layout.
 
-    SAVE/latest_checkpointed_iteration.txt   the newest complete one; written last
-    SAVE/iter_0000100/                       Megatron-Core's files (model, optimizer, schedule)
-    SAVE/iter_0000100/rng/rank_00000.pt      random states, one file per rank
-    SAVE/iter_0000100/mt_megatron.json       configuration, patches, layout, progress
-
-A checkpoint is written into a hidden folder and renamed when every rank is done, so a folder named
-``iter_*`` is complete. Megatron-Core reads parts of the format with pickle: load only checkpoints
-that you trust.
+The folder and its files are ``checkpoint_files``'s business, saving is ``checkpoint_store``'s.
+Megatron-Core reads parts of the format with pickle: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,130 +15,76 @@ import torch
 import torch.distributed as dist
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.seams import events
+from mt_megatron.training.checkpoint_files import (
+    LATEST,
+    MANIFEST,
+    damaged_files,
+    in_use,
+    latest_checkpoint,
+    read_manifest,
+    resolve_checkpoint,
+    write_durably,
+)
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.evaluate import synchronised_parameters
 from mt_megatron.training.lr import schedule_changes
 from mt_megatron.training.model import Trainable
-from mt_megatron.training.rng import load_rng, save_rng
+from mt_megatron.training.progress import Progress, progress_from
+from mt_megatron.training.rng import load_rng
 
-LATEST = "latest_checkpointed_iteration.txt"
-MANIFEST = "mt_megatron.json"
-_FOLDER = re.compile(r"iter_(\d{7,})")
+__all__ = [
+    "LATEST",
+    "MANIFEST",
+    "Progress",
+    "damage",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_weights",
+    "read_manifest",
+    "resolve_checkpoint",
+    "run_state",
+    "write_durably",
+]
+
 _SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is."""
-
-    iteration: int = 0
-    """Steps done."""
-
-    consumed_samples: int = 0
-    """Training samples used, over all ranks."""
-
-    consumed_tokens: int = 0
-    """Tokens that counted towards the loss."""
-
-    skipped_iterations: int = 0
-    """Steps without an update."""
-
-
-def save_checkpoint(
-    directory: Path, trainable: Trainable, progress: Progress, job: Job, *, manifest: Mapping[str, Any]
-) -> Path:
-    """Write a complete checkpoint below ``directory`` and point ``LATEST`` at it; collective.
-
-    ``manifest`` (JSON-able) is stored beside the weights. An older checkpoint of the same iteration
-    is replaced. Returns the checkpoint's folder; raises ``CheckpointError`` on every rank when
-    rank 0 cannot prepare or finish it.
-    """
-    from megatron.core import dist_checkpointing
-
-    final = directory / f"iter_{progress.iteration:07d}"
-    partial = directory / f".{final.name}.partial"
-    with events.span("checkpoint", iteration=progress.iteration), synchronised_parameters(trainable):
-        _on_main(job, lambda: _prepare(partial), f"cannot prepare {partial}")
-        dist_checkpointing.save(
-            _state(trainable, progress, is_loading=False), str(partial), ("torch_dist", 1)
-        )
-        save_rng(partial, job)
-        document = {
-            "progress": asdict(progress),
-            "layout": asdict(job.layout),
-            "padded_vocab_size": _padded_vocab_size(trainable),
-            **manifest,
-        }
-        dist.barrier()
-        _on_main(job, lambda: _publish(partial, final, document), f"cannot complete {final}")
-    return final
-
-
-def latest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint that ``directory`` says is its newest; None when it says nothing.
-
-    Raises ``CheckpointError`` when the one it names is not there or not complete.
-    """
-    pointer = directory / LATEST
-    if not pointer.exists():
-        return None
-    text = pointer.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{pointer} says {text!r}, expected an iteration; write the number of one of the iter_* folders "
-            "into it, or delete it to start anew"
-        )
-    folder = directory / f"iter_{int(text):07d}"
-    read_manifest(folder)
-    return folder
-
-
-def resolve_checkpoint(path: Path) -> Path:
-    """``path`` itself when it is a checkpoint, else the newest one below it.
-
-    Raises ``CheckpointError`` when there is neither.
-    """
-    if _FOLDER.fullmatch(path.name):
-        read_manifest(path)
-        return path
-    found = latest_checkpoint(path)
-    if found is None:
-        raise CheckpointError(
-            f"found no checkpoint in {path}: expected {LATEST} there, or the path of an iter_* folder"
-        )
-    return found
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The ``mt_megatron.json`` of a checkpoint. Raises ``CheckpointError`` when there is none."""
+def damage(folder: Path) -> list[str]:
+    """One line for each file of ``folder`` that is not what its manifest says, or for the manifest
+    itself; collective: each rank reads a share, and all get all lines."""
+    mine = []
     try:
-        document: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint of mt_megatron: it has no {MANIFEST}. Give another "
-            f"iter_* folder, or write its number into {LATEST}"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST} is damaged: {error}. Give another iter_* folder"
-        ) from error
-    return document
+        document = read_manifest(folder)
+    except CheckpointError as error:
+        mine.append(str(error))
+    else:
+        mine.extend(damaged_files(folder, document, reader=dist.get_rank(), readers=dist.get_world_size()))
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return list(dict.fromkeys(line for lines in everyone for line in lines))
 
 
-def load_checkpoint(folder: Path, trainable: Trainable, job: Job) -> tuple[Progress, list[str]]:
+def load_checkpoint(
+    folder: Path, trainable: Trainable, job: Job, *, verify: bool = True
+) -> tuple[Progress, list[str]]:
     """Continue from ``folder``: weights, optimizer, schedule, random states, progress; collective.
 
     The parallel layout may differ from the one that saved; random states are then left as seeded.
     Returns the progress and one line for everything that is not continued exactly. Raises
-    ``CheckpointError`` when the checkpoint does not fit the model.
+    ``CheckpointError`` when the checkpoint does not fit the model, or with ``verify`` when a file is
+    not what was written.
     """
+    with in_use(folder):
+        return _load_all(folder, trainable, job, verify)
+
+
+def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tuple[Progress, list[str]]:
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    document = read_manifest(folder)
+    document = _verified(folder, verify)
     notes = _padding_notes(folder, document, trainable)
     with synchronised_parameters(trainable):
-        wanted = _state(trainable, Progress(), is_loading=True)
+        wanted = run_state(trainable, Progress(), is_loading=True)
         settings = _group_settings(wanted["optimizer"])
         state = _load(folder, wanted, document, StrictHandling.RAISE_ALL)
         _load_chunks(trainable, state)
@@ -169,22 +105,40 @@ def load_checkpoint(folder: Path, trainable: Trainable, job: Job) -> tuple[Progr
             f"random states start from the seed: the checkpoint's layout {_words(document['layout'])} is not "
             f"this run's {_words(asdict(job.layout))}"
         )
-    return Progress(**document["progress"]), notes
+    return progress_from(document["progress"]), notes
 
 
-def load_weights(folder: Path, trainable: Trainable) -> None:
-    """Only the model's weights of ``folder``, for a run that starts anew from them; collective."""
+def _verified(folder: Path, verify: bool) -> dict[str, Any]:
+    found = damage(folder) if verify else []
+    if found:
+        raise CheckpointError(
+            f"{folder} is damaged and was not loaded:\n"
+            + "\n".join(f"- {line}" for line in found)
+            + "\nGive another checkpoint, or --no-verify-checkpoint to load it all the same"
+        )
+    return read_manifest(folder)
+
+
+def load_weights(folder: Path, trainable: Trainable, *, verify: bool = True) -> None:
+    """Only the model's weights of ``folder``, for a run that starts anew from them; collective.
+
+    Raises ``CheckpointError`` as ``load_checkpoint`` does.
+    """
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    document = read_manifest(folder)
-    with synchronised_parameters(trainable):
+    with in_use(folder), synchronised_parameters(trainable):
+        document = _verified(folder, verify)
         wanted = _model_state(trainable)
         # The checkpoint also holds an optimizer's state, which nobody asked for.
         _load_chunks(trainable, _load(folder, wanted, document, StrictHandling.RAISE_UNEXPECTED))
         trainable.optimizer.reload_model_params()
 
 
-def _state(trainable: Trainable, progress: Progress, *, is_loading: bool) -> dict[str, Any]:
+def run_state(trainable: Trainable, progress: Progress, *, is_loading: bool) -> dict[str, Any]:
+    """The sharded state dict of everything that training changes, but for random states.
+
+    Its tensors are the live ones. ``is_loading`` makes the optimizer's state where there is none yet.
+    """
     state = _model_state(trainable)
     state["optimizer"] = trainable.optimizer.sharded_state_dict(dict(state), is_loading=is_loading)
     state["opt_param_scheduler"] = trainable.scheduler.state_dict()
@@ -206,13 +160,14 @@ def _model_state(trainable: Trainable) -> dict[str, Any]:
     return state
 
 
-def _padded_vocab_size(trainable: Trainable) -> int | None:
+def padded_vocab_size(trainable: Trainable) -> int | None:
+    """Rows of the embedding with padding; None for a model without one."""
     size: int | None = getattr(trainable.bare_chunks()[0], "vocab_size", None)
     return size
 
 
 def _padding_notes(folder: Path, document: Mapping[str, Any], trainable: Trainable) -> list[str]:
-    saved, wanted = document.get("padded_vocab_size"), _padded_vocab_size(trainable)
+    saved, wanted = document.get("padded_vocab_size"), padded_vocab_size(trainable)
     if saved == wanted:
         return []
     if trainable.chunks[0].ddp_config.use_distributed_optimizer:
@@ -274,58 +229,6 @@ def _load(folder: Path, wanted: dict[str, Any], document: Mapping[str, Any], str
             f"the configuration stored in its {MANIFEST}, or another checkpoint"
         ) from error
     return state
-
-
-def _prepare(partial: Path) -> None:
-    # Also what an earlier run was writing when it was killed.
-    for stale in partial.parent.glob(".iter_*.partial"):
-        shutil.rmtree(stale)
-    partial.mkdir(parents=True)
-
-
-def _publish(partial: Path, final: Path, document: Mapping[str, Any]) -> None:
-    write_durably(partial / MANIFEST, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    _sync_folder(partial)
-    replaced = final.with_name(f".{final.name}.replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    write_durably(final.parent / LATEST, f"{int(final.name.removeprefix('iter_'))}\n")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` holds either what it held before or all of it."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _on_main(job: Job, action: Any, what: str) -> None:
-    failure: OSError | None = None
-    if job.is_main:
-        try:
-            action()
-        except OSError as error:
-            failure = error
-    said = job.agree(failure)
-    if said is not None:
-        raise CheckpointError(f"{what}: {said}. Check free space and permissions") from failure
 
 
 def _words(layout: Mapping[str, Any]) -> str:

@@ -16,15 +16,9 @@ import mt_megatron
 from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.parameters import count_parameters
 from mt_megatron.seams import events
-from mt_megatron.training.checkpoint import (
-    Progress,
-    latest_checkpoint,
-    load_checkpoint,
-    load_weights,
-    read_manifest,
-    resolve_checkpoint,
-    save_checkpoint,
-)
+from mt_megatron.training.checkpoint import Progress, read_manifest
+from mt_megatron.training.checkpoint_save import SaveReport
+from mt_megatron.training.checkpoint_store import CheckpointStore
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_build import model_shape
 from mt_megatron.training.data.batches import train_batches
@@ -110,12 +104,14 @@ class _Run:
             "patches": json.loads(mt_megatron.report().to_json()),
             "data_order": order_fingerprint(self.datasets.train),
         }
+        self.store = CheckpointStore(config.checkpoint, self.trainable, job, self.manifest, self.display.say)
         self.checkpoint: Path | None = None
         self.validation: Validation | None = None
         self.progress = self._resume()
         self._announce()
 
     def close(self) -> None:
+        self.store.close()
         self.output.close()
 
     def run(self, terminated: threading.Event) -> Outcome:
@@ -124,6 +120,7 @@ class _Run:
         batches = self._batches()
         while self.progress.iteration < self.train_iters:
             iteration = self.progress.iteration + 1
+            written, failed = self.store.local_state()
             with events.span("step", iteration=iteration):
                 result = train_step(
                     self.trainable,
@@ -132,9 +129,14 @@ class _Run:
                     self.shape,
                     self.job,
                     iteration=iteration,
-                    wishes=Wishes(stop=terminated.is_set() or self._out_of_time()),
+                    wishes=Wishes(
+                        stop=terminated.is_set() or self._out_of_time(),
+                        save_written=written,
+                        save_failed=failed,
+                    ),
                 )
             self._advance(result)
+            self._saved(self.store.advance(result.wishes))
             window.add(result, tokens_processed=self.global_batch_size * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
             if self._due(self.config.logging.log_interval):
@@ -150,13 +152,14 @@ class _Run:
         if result is not None:
             if window.results:
                 self._report(window, result)
-            self._save()
+            self._save(final=True)
         if result is not None and result.wishes.stop:
             # Whoever asked is waiting: every rank agreed on this with the loss.
             self.display.say(f"stopped on request after step {self.progress.iteration}")
         else:
             self._evaluate()
         self._summary(result)
+        self.store.raise_if_lost()
         return Outcome(
             progress=self.progress,
             finished=self.progress.iteration >= self.train_iters,
@@ -190,31 +193,24 @@ class _Run:
 
     def _resume(self) -> Progress:
         """Continue, or start from given weights, or start anew; say which."""
-        options = self.config.checkpoint
-        folder: Path | None = None
-        if options.resume not in ("auto", "never"):
-            folder = resolve_checkpoint(Path(options.resume))
-        elif options.resume == "auto" and options.save is not None:
-            folder = latest_checkpoint(Path(options.save))
-        if folder is None:
-            if options.load is not None:
-                folder = resolve_checkpoint(Path(options.load))
-                load_weights(folder, self.trainable)
-                self.display.say(f"starting from the weights of {folder}")
-            return Progress()
-        progress, notes = load_checkpoint(folder, self.trainable, self.job)
-        if read_manifest(folder).get("data_order") != self.manifest["data_order"]:
+        resumed = self.store.resume()
+        notes = list(resumed.notes)
+        if (
+            resumed.folder is not None
+            and read_manifest(resumed.folder).get("data_order") != self.manifest["data_order"]
+        ):
             notes.append(
                 "the order of training samples is not the checkpoint's (other data, or train_iters needs "
                 "another number of epochs): some samples may come twice or not at all"
             )
-        for note in notes:
-            self.display.say(f"note: {note}")
+        for line in (*(f"note: {note}" for note in notes), *resumed.lines):
+            self.display.say(line)
         if notes and self.config.launch.strict:
-            raise CheckpointError(f"{folder} cannot be continued exactly (--strict): {'; '.join(notes)}")
-        self.checkpoint = folder
-        self.display.say(f"continuing from {folder} at step {progress.iteration}")
-        return progress
+            raise CheckpointError(
+                f"{resumed.folder} cannot be continued exactly (--strict): {'; '.join(notes)}"
+            )
+        self.checkpoint = resumed.folder
+        return resumed.progress
 
     def _announce(self) -> None:
         layout, backend = self.job.layout, self.job.backend
@@ -313,22 +309,27 @@ class _Run:
             f"perplexity {values['perplexity']:.2f}, over {self.validation.tokens:,} tokens"
         )
 
-    def _save(self) -> None:
-        options = self.config.checkpoint
-        if options.save is None or self._is_saved(Path(options.save)):
-            return
-        began = time.monotonic()
-        self.checkpoint = save_checkpoint(
-            Path(options.save), self.trainable, self.progress, self.job, manifest=self.manifest
-        )
-        seconds = time.monotonic() - began
-        values = {"path": str(self.checkpoint), "seconds": seconds}
-        self.metrics.record("checkpoint", self.progress.iteration, values)
-        self.display.say(f"step {self.progress.iteration}: checkpoint {self.checkpoint} ({seconds:.1f} s)")
+    def _save(self, *, final: bool = False) -> None:
+        self._saved(self.store.save(self.progress, final=final))
 
-    def _is_saved(self, directory: Path) -> bool:
-        current = directory / f"iter_{self.progress.iteration:07d}"
-        return self.checkpoint is not None and self.checkpoint.absolute() == current.absolute()
+    def _saved(self, reports: list[SaveReport]) -> None:
+        """Tell what became of checkpoints; those that failed the store has told already."""
+        for report in reports:
+            values = {
+                "path": None if report.folder is None else str(report.folder),
+                "error": report.error,
+                "bytes": report.size,
+                "seconds": report.seconds,
+                "stall_seconds": report.stall_seconds,
+            }
+            self.metrics.record("checkpoint", report.iteration, values)
+            if report.folder is None:
+                continue
+            self.checkpoint = report.folder
+            self.display.say(
+                f"step {report.iteration}: checkpoint {report.folder} ({report.seconds:.1f} s, training held "
+                f"up {report.stall_seconds:.2f} s)"
+            )
 
     def _summary(self, result: StepResult | None) -> None:
         baselines = None

@@ -13,31 +13,13 @@ from mt_megatron.errors import CheckpointError
 from mt_megatron.training.distributed import Job
 
 
-def save_rng(checkpoint: Path, job: Job) -> None:
-    """Write this rank's random states below ``checkpoint``. Other ranks need not take part."""
-    path = _path(checkpoint, job)
-    path.parent.mkdir(exist_ok=True)
-    torch.save(_capture(job), path)
+def rng_file_name(rank: int) -> str:
+    """Where a rank's random states are, relative to the checkpoint's folder."""
+    return f"rng/rank_{rank:05d}.pt"
 
 
-def load_rng(checkpoint: Path, job: Job) -> None:
-    """Restore what ``save_rng`` wrote. Raises ``CheckpointError`` when it is not there."""
-    path = _path(checkpoint, job)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"the random states of rank {job.rank} cannot be read from {path}: {error}. Use another "
-            "checkpoint"
-        ) from error
-    _restore(state, job)
-
-
-def _path(checkpoint: Path, job: Job) -> Path:
-    return checkpoint / "rng" / f"rank_{job.rank:05d}.pt"
-
-
-def _capture(job: Job) -> dict[str, Any]:
+def capture_rng(job: Job) -> dict[str, Any]:
+    """This rank's random states as they are now, for ``torch.save``; other ranks need not take part."""
     from megatron.core import tensor_parallel
 
     version, internal, gauss = random.getstate()
@@ -49,6 +31,19 @@ def _capture(job: Job) -> dict[str, Any]:
         "device": job.backend.get_rng_state(),
         "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
     }
+
+
+def load_rng(checkpoint: Path, job: Job) -> None:
+    """Restore what ``capture_rng`` captured. Raises ``CheckpointError`` when it is not there."""
+    path = checkpoint / rng_file_name(job.rank)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the random states of rank {job.rank} cannot be read from {path}: {error}. Use another "
+            "checkpoint"
+        ) from error
+    _restore(state, job)
 
 
 def _restore(state: dict[str, Any], job: Job) -> None:

@@ -16,7 +16,8 @@ import mt_megatron
 from mt_megatron.backends.collectives import local_device, prepare_environment
 from mt_megatron.seams import events
 from mt_megatron.training import checkpoint
-from mt_megatron.training.checkpoint import Progress, load_weights, save_checkpoint
+from mt_megatron.training.checkpoint import Progress, load_weights
+from mt_megatron.training.checkpoint_save import save_checkpoint
 from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.distributed import Job, joined
 from mt_megatron.training.model import Trainable, build, family_of

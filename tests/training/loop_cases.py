@@ -12,7 +12,7 @@ import torch.distributed as dist
 import mt_megatron
 from mt_megatron.errors import MtMegatronError
 from mt_megatron.models import llama
-from mt_megatron.training import checkpoint
+from mt_megatron.training import checkpoint_files
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.checkpoint import load_weights
 from mt_megatron.training.distributed import joined
@@ -143,19 +143,24 @@ def not_a_number(folder: str, flags: str, iteration: int, rank: int) -> dict[str
 
 
 def failing_save(folder: str) -> dict[str, Any]:
-    """Rank 0 cannot complete its second checkpoint."""
+    """Rank 0 cannot complete its second checkpoint of three, then not its last one."""
     start()
-    original = checkpoint._publish
+    original = checkpoint_files.publish
 
-    def fails_later(partial: Path, final: Path, document: Any) -> None:
-        if final.name == "iter_0000004":
-            raise OSError(28, "No space left on device")
-        original(partial, final, document)
+    def failing_at(name: str) -> Any:
+        def publish(partial: Path, final: Path) -> None:
+            if final.name == name:
+                raise OSError(28, "No space left on device")
+            original(partial, final)
 
-    checkpoint._publish = fails_later
-    result = run(f"--save {folder}/full --save-interval 2", folder, "full")
-    checkpoint._publish = original
-    return {"failed": result, "after": run(f"--save {folder}/full", folder, "again")}
+        return publish
+
+    checkpoint_files.publish = failing_at("iter_0000004")
+    middle = run(f"--save {folder}/middle --save-interval 2", folder, "middle")
+    checkpoint_files.publish = failing_at("iter_0000006")
+    last = run(f"--save {folder}/last --save-interval 2 --async-save", folder, "last")
+    checkpoint_files.publish = original
+    return {"middle": middle, "last": last, "after": run(f"--save {folder}/last", folder, "again")}
 
 
 def refusals(folder: str) -> dict[str, Any]:

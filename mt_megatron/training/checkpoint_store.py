@@ -1,0 +1,241 @@
+"""The checkpoints of a run: where it continues from, when one is written, what is kept.
+
+Saving is collective and agreed on: every rank calls ``save`` after the same step, says what it knows
+in ``local_state`` before each step, and calls ``advance`` with what all agreed on after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from mt_megatron.errors import CheckpointError
+from mt_megatron.training import checkpoint_files as files
+from mt_megatron.training.checkpoint import damage, load_checkpoint, load_weights
+from mt_megatron.training.checkpoint_save import Save, Saver, SaveReport
+from mt_megatron.training.checkpoint_versions import versions
+from mt_megatron.training.config import CheckpointConfig
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.model import Trainable
+from mt_megatron.training.progress import Progress
+
+
+class Agreed(Protocol):
+    """The part of ``step.AgreedWishes`` that matters here."""
+
+    @property
+    def save_written(self) -> bool:
+        """All ranks have written their part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run starts."""
+
+    progress: Progress
+
+    folder: Path | None = None
+    """The checkpoint that is continued; None when the run starts anew."""
+
+    lines: tuple[str, ...] = ()
+    """What the log must say."""
+
+    notes: tuple[str, ...] = ()
+    """What is not continued exactly."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run; every method but ``local_state`` and ``close`` is collective."""
+
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        trainable: Trainable,
+        job: Job,
+        manifest: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        """``manifest`` (JSON-able; ``config`` in it becomes ``config.yaml``) lies beside every checkpoint.
+        ``say`` takes lines for the log."""
+        self.newest: Path | None = None
+        """The newest complete checkpoint of this run, or the one it continues."""
+
+        self.options = options
+        self._trainable = trainable
+        self._job = job
+        self._say = say
+        self._pending: Save | None = None
+        self._lost: SaveReport | None = None
+        self._saver: Saver | None = None
+        if options.save is not None:
+            document = {"versions": versions(job), **manifest}
+            self._saver = Saver(Path(options.save), job, document, after=self._prune)
+
+    def resume(self) -> Resumed:
+        """Continue as ``--resume`` says, or start from given weights, or start anew.
+
+        Raises ``CheckpointError`` on every rank when a checkpoint is damaged, missing or does not fit.
+        The newest one being damaged ends the run as well, unless ``resume_skip_damaged`` is set: which
+        steps are given up is not decided in silence.
+        """
+        options, verify = self.options, self.options.verify_checkpoint
+        lines: list[str] = []
+        folder: Path | None = self._on_main(self._find)
+        if folder is not None:
+            if verify and options.resume == "auto":
+                folder, lines = self._skip_damaged(folder)
+            progress, notes = load_checkpoint(
+                folder, self._trainable, self._job, verify=verify and options.resume != "auto"
+            )
+            if verify and "files" not in files.read_manifest(folder):
+                notes.append(f"{folder} was written without checksums: its files are taken as they are")
+            self.newest = folder
+            lines.append(f"continuing from {folder} at step {progress.iteration}")
+            return Resumed(progress=progress, folder=folder, lines=tuple(lines), notes=tuple(notes))
+        if options.load is not None:
+            start = self._on_main(lambda: files.resolve_checkpoint(Path(options.load or "")))
+            load_weights(start, self._trainable, verify=verify)
+            lines.append(f"starting from the weights of {start}")
+        return Resumed(progress=Progress(), lines=tuple(lines))
+
+    def save(self, progress: Progress, *, final: bool = False) -> list[SaveReport]:
+        """Write a checkpoint of ``progress``, in the background with ``async_save``; ``final`` waits.
+
+        One that is still being written is waited for first. Returns what became of those that ended.
+        A failure raises nothing: training goes on with the last good one (see ``raise_if_lost``).
+        """
+        if self._saver is None:
+            return []
+        ended = self._wait()
+        if self.is_saved(progress):
+            return ended
+        background = self.options.async_save and not final
+        self._pending = Save(self._saver, self._trainable, progress, background=background)
+        self._pending.begin()
+        return ended if background else ended + self._wait()
+
+    def is_saved(self, progress: Progress) -> bool:
+        """Whether the newest complete checkpoint is the one of ``progress``, in the folder to save to."""
+        if self.newest is None or self._saver is None:
+            return False
+        current = self._saver.directory / files.folder_name(progress.iteration)
+        return self.newest.absolute() == current.absolute()
+
+    def local_state(self) -> tuple[bool, bool]:
+        """For this rank's wishes: its part of the current phase of a save is done; never a failure,
+        which all ranks hear of when the phase ends."""
+        return self._pending is not None and self._pending.ready, False
+
+    def advance(self, agreed: Agreed) -> list[SaveReport]:
+        """Take the next step of a save in the background when all ranks are ready for it."""
+        if self._pending is None or not agreed.save_written:
+            return []
+        if self._pending.collected:
+            return self._wait()
+        self._pending.collect()
+        return []
+
+    def rollback(self) -> Progress:
+        """Load the newest complete checkpoint of this run back into the live model and optimizer.
+
+        Random states come back as well. Raises ``CheckpointError`` when there is none.
+        """
+        self._wait()
+        if self.newest is None:
+            raise CheckpointError(
+                "there is no complete checkpoint to go back to; set --save and a smaller --save-interval"
+            )
+        progress, _ = load_checkpoint(
+            self.newest, self._trainable, self._job, verify=self.options.verify_checkpoint
+        )
+        return progress
+
+    def raise_if_lost(self) -> None:
+        """Raise ``CheckpointError`` when the last checkpoint that was asked for could not be written."""
+        if self._lost is not None:
+            kept = "none is complete" if self.newest is None else f"the newest complete one is {self.newest}"
+            raise CheckpointError(
+                f"the checkpoint of step {self._lost.iteration} is lost: {self._lost.error}; {kept}. Free "
+                "space or mend the folder, then start again: the run continues from there"
+            )
+
+    def close(self) -> None:
+        """Leave an unfinished save to its end; call when the run is over, for whatever reason."""
+        self._pending = None
+
+    def _wait(self) -> list[SaveReport]:
+        save, self._pending = self._pending, None
+        if save is None:
+            return []
+        if not save.collected:
+            save.collect()
+        report = save.finish()
+        if report.folder is None:
+            self._lost = report
+            kept = "no checkpoint is complete yet" if self.newest is None else f"{self.newest} is kept"
+            self._say(
+                f"step {report.iteration}: the checkpoint could NOT be written: {report.error}; training goes "
+                f"on, {kept}"
+            )
+        else:
+            self._lost, self.newest = None, report.folder
+        for note in report.notes:
+            self._say(f"note: {note}")
+        return [report]
+
+    def _prune(self) -> list[str]:
+        assert self.options.save is not None
+        files.prune(
+            Path(self.options.save),
+            keep_last=self.options.save_keep_last,
+            retain_interval=self.options.save_retain_interval,
+        )
+        return []
+
+    def _find(self) -> Path | None:
+        options = self.options
+        if options.save is not None:
+            files.recover(Path(options.save))
+        if options.resume not in ("auto", "never"):
+            return files.resolve_checkpoint(Path(options.resume))
+        if options.resume == "auto" and options.save is not None:
+            return files.latest_named(Path(options.save))
+        return None
+
+    def _skip_damaged(self, newest: Path) -> tuple[Path, list[str]]:
+        """``newest`` when it is whole; else the newest one before it that is, or an error."""
+        found = damage(newest)
+        if not found:
+            return newest, []
+        said = f"{newest} is damaged:\n" + "\n".join(f"- {line}" for line in found)
+        there: list[Path] = self._on_main(lambda: files.complete_checkpoints(newest.parent))
+        older = [
+            each for each in there if (files.iteration_of(each) or 0) < (files.iteration_of(newest) or 0)
+        ]
+        good = next((each for each in reversed(older) if not damage(each)), None)
+        if good is None:
+            raise CheckpointError(f"{said}\nNo older checkpoint is whole. Start anew with --resume never")
+        if not self.options.resume_skip_damaged:
+            raise CheckpointError(
+                f"{said}\nThe newest whole one is {good}: continue from it with --resume-skip-damaged or "
+                f"--resume {good}"
+            )
+        return good, [f"DAMAGED: {said}\ncontinuing from {good} instead (--resume-skip-damaged)"]
+
+    def _on_main(self, action: Callable[[], Any]) -> Any:
+        """What ``action`` returns on rank 0, which alone looks; its error is raised on every rank."""
+        said: list[tuple[Any, str | None]] = [(None, None)]
+        if self._job.is_main:
+            try:
+                said = [(action(), None)]
+            except (CheckpointError, OSError) as error:
+                said = [(None, str(error))]
+        dist.broadcast_object_list(said, src=0)
+        found, error_text = said[0]
+        if error_text is not None:
+            raise CheckpointError(error_text)
+        return found
