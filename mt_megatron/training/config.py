@@ -259,6 +259,24 @@ class CheckpointConfig:
     """``auto``: continue from the newest checkpoint in ``save`` if there is one. ``never``: start
     anew. Anything else is the directory of the checkpoint to continue from."""
 
+    resume_skip_damaged: bool = False
+    """Whether ``--resume auto`` continues from the newest whole checkpoint when the newest one is
+    damaged. Otherwise that ends the run, and the error names the whole one."""
+
+    verify_checkpoint: bool = True
+    """Whether the checksum of every file is compared before a checkpoint is loaded."""
+
+    async_save: bool = False
+    """Whether files are written in the background, from a copy in host memory, while training goes
+    on. The last checkpoint of a run is waited for either way."""
+
+    save_keep_last: int | None = None
+    """How many checkpoints to keep, counted from the newest. None: all, or 1 with
+    ``save_retain_interval``."""
+
+    save_retain_interval: int | None = None
+    """Keep checkpoints of steps that this divides for good. None: ``save_keep_last`` alone decides."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
@@ -278,24 +296,6 @@ class LoggingConfig:
     backend's table for the parameters' dtype."""
 
     tensorboard_dir: str | None = None
-    resume_skip_damaged: bool = False
-    """Whether ``--resume auto`` continues from the newest whole checkpoint when the newest one is
-    damaged. Otherwise that ends the run, and the error names the whole one."""
-
-    verify_checkpoint: bool = True
-    """Whether the checksum of every file is compared before a checkpoint is loaded."""
-
-    async_save: bool = False
-    """Whether files are written in the background, from a copy in host memory, while training goes
-    on. The last checkpoint of a run is waited for either way."""
-
-    save_keep_last: int | None = None
-    """How many checkpoints to keep, counted from the newest. None: all, or 1 with
-    ``save_retain_interval``."""
-
-    save_retain_interval: int | None = None
-    """Keep checkpoints of steps that this divides for good. None: ``save_keep_last`` alone decides."""
-
     """Directory that rank 0 writes TensorBoard event files to. None: none are written."""
 
     wandb_project: str | None = None
