@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from typing import Any
@@ -12,6 +13,7 @@ import mt_megatron
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.arguments import load_config, option_help
 from mt_megatron.training.validate import validate
+from mt_megatron.training.validate_environment import check_environment
 
 
 class _ListOptions(argparse.Action):
@@ -48,11 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if config.launch.print_config:
         print(config.to_yaml(), end="")
         return 0
+    validate(config, world_size=check_environment(os.environ))
     # Not earlier: torch takes seconds to import, and the checks above need none of it.
-    from mt_megatron.training.distributed import world_size
     from mt_megatron.training.loop import train
 
-    validate(config, world_size=world_size())
     _quieten()
     mt_megatron.patch(config.launch.backend)
     train(config)

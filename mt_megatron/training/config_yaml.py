@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,11 @@ def read_yaml(path: Path) -> list[YamlEntry]:
     try:
         root = loader.get_single_node()
         return [] if root is None else _entries(loader, root, path)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        # Not YAMLError alone: 2024-13-45 is taken for a date, and a million brackets for a nest.
+        raise ConfigError(
+            f"{path} is no valid YAML: {' '.join(str(error).split())}. Correct the file."
+        ) from error
     finally:
         loader.dispose()
 
@@ -69,8 +73,8 @@ def _pairs(
     loader: yaml.SafeLoader, node: yaml.Node, path: Path, expected: str
 ) -> list[tuple[yaml.Node, yaml.Node]]:
     if not isinstance(node, yaml.MappingNode):
-        found = loader.construct_object(node, deep=True)
-        raise ConfigError(f"{_where(path, node)}: found {found!r}; expected {expected}.")
+        found = reprlib.repr(loader.construct_object(node, deep=True))
+        raise ConfigError(f"{_where(path, node)}: found {found}; expected {expected}.")
     seen: dict[str, yaml.Node] = {}
     for key, _ in node.value:
         name = str(key.value)

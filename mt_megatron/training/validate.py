@@ -8,6 +8,8 @@ from mt_megatron.training.validate_checkpoint import checkpoint_problems
 from mt_megatron.training.validate_files import file_problems
 from mt_megatron.training.validate_model import model_problems
 from mt_megatron.training.validate_parallel import parallel_problems
+from mt_megatron.training.validate_rampup import rampup_problems
+from mt_megatron.training.validate_sizes import size_problems
 from mt_megatron.training.validate_supported import support_problems
 from mt_megatron.training.validate_train import train_problems
 
@@ -28,11 +30,16 @@ def validate(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
 
 def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool = True) -> list[str]:
     """What ``validate`` would raise, one line per problem; empty when all is well."""
+    too_large = size_problems(config)
+    if too_large:
+        # What follows computes with these numbers.
+        return too_large
     return [
         *support_problems(config),
         *model_problems(config),
         *parallel_problems(config, world_size),
         *train_problems(config),
         *checkpoint_problems(config),
+        *rampup_problems(config, world_size),
         *(file_problems(config) if check_files else []),
     ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.sidecar import data_problems
 
 _MOCK_VOCABULARY = 4095
 """MockGPTLowLevelDataset counts from 1 to at most 4094."""
@@ -14,7 +14,14 @@ _MOCK_VOCABULARY = 4095
 
 def file_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
-    return [*_sources(config), *_tokenizer(config), *_indexed(config), *_checkpoints(config)]
+    return [
+        *_sources(config),
+        *_tokenizer(config),
+        *_indexed(config),
+        *_checkpoints(config),
+        *_outputs(config),
+        *_folders(config),
+    ]
 
 
 def _sources(config: TrainingConfig) -> list[str]:
@@ -133,6 +140,11 @@ def _indexed(config: TrainingConfig) -> list[str]:
     )
     if _tokenizer(config) or (data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None):
         return []
+    if not there:
+        return []
+    # Not earlier: it imports numpy, which the checks of a configuration alone do without.
+    from mt_megatron.training.data.sidecar import data_problems
+
     return [problem for prefix in there for problem in data_problems(prefix, config)]
 
 
@@ -147,4 +159,54 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
             f"resume is {checkpoint.resume}; expected auto, never or the directory of a checkpoint. "
             "Correct --resume."
         )
+    return found
+
+
+def _outputs(config: TrainingConfig) -> list[str]:
+    """Whether the folders that the run writes to can be written to; they are made when they are needed."""
+    logging, found = config.logging, []
+    path = logging.metrics_path
+    if path is not None:
+        if Path(path).is_dir():
+            found.append(f"metrics_path is {path}, which is a folder; expected a file. Set --metrics-path.")
+        elif path == "":
+            found.append("metrics_path is empty; expected the path of a file. Set --metrics-path.")
+        else:
+            found.extend(_unwritable("metrics_path", Path(path), is_file=True))
+    for name, folder in (
+        ("save", config.checkpoint.save),
+        ("tensorboard_dir", logging.tensorboard_dir),
+        ("wandb_save_dir", logging.wandb_save_dir),
+    ):
+        if folder == "":
+            found.append(f"{name} is empty; expected a directory. Set --{name.replace('_', '-')}.")
+        elif folder is not None:
+            found.extend(_unwritable(name, Path(folder), is_file=False))
+    return found
+
+
+def _unwritable(name: str, path: Path, *, is_file: bool) -> list[str]:
+    change = f"Change --{name.replace('_', '-')}."
+    try:
+        if not is_file and path.exists() and not path.is_dir():
+            return [f"{name} is {path}, which is a file; expected a directory. {change}"]
+        existing = path.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        if not (existing.is_dir() or existing == path.absolute()):
+            return [f"{name} is {path}, and {existing} is a file; expected a directory. {change}"]
+        if not os.access(existing, os.W_OK):
+            return [f"{name} is {path}, and {existing} is not writable; expected that it is. {change}"]
+    except (OSError, ValueError) as error:
+        # A name that is too long, or with a zero byte in it.
+        return [f"{name} is {str(path)!r}, which is no usable path ({error}); expected one. {change}"]
+    return []
+
+
+def _folders(config: TrainingConfig) -> list[str]:
+    """Paths that a run reads from are no empty text and no folder where a file is meant."""
+    data, found = config.data, []
+    for name in ("data_cache_path", "tokenizer_model"):
+        if getattr(data, name) == "":
+            found.append(f"{name} is empty; expected a path. Set --{name.replace('_', '-')}.")
     return found

@@ -35,6 +35,9 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Option -> why a value other than its default is refused."""
 
+_PACKAGES = (("tensorboard_dir", "tensorboard", "tensorboard"), ("wandb_project", "wandb", "wandb"))
+"""Option, the package that it needs, and the extra of this project that brings it."""
+
 
 def support_problems(config: TrainingConfig) -> list[str]:
     """One line for every option that is set and cannot be honoured."""
@@ -52,6 +55,12 @@ def support_problems(config: TrainingConfig) -> list[str]:
             "transformer_impl is transformer_engine, which is not installed; expected auto or local. Install "
             "Transformer Engine or leave --transformer-impl out."
         )
+    for name, package, extra in _PACKAGES:
+        if values[name] is not None and importlib.util.find_spec(package) is None:
+            found.append(
+                f"{name} is {values[name]}, and the package {package} is not installed; expected it. Install "
+                f'it with `pip install "mt_megatron[{extra}]"`, or leave {options()[name].flag} out.'
+            )
     if config.model.family == "llama" and config.model.num_moe_experts is not None:
         found.append(
             f"num_moe_experts is {config.model.num_moe_experts}; expected none: the family llama is dense. "
