@@ -1,4 +1,4 @@
-"""``mt-megatron plan``: exact parameter counts of a model, without building it."""
+"""``mt-megatron plan``: parameters, operations and memory of a run, and layouts that fit a machine."""
 
 from __future__ import annotations
 
@@ -7,60 +7,134 @@ import dataclasses
 import json
 from typing import Any
 
+from mt_megatron.cli.plan_suggest import add_options, print_suggestion
 from mt_megatron.errors import ConfigError
-from mt_megatron.models.parameters import ParameterCount, count_parameters, padded_vocab_size
+from mt_megatron.models.flops import executed_flops, forward_flops
+from mt_megatron.models.memory import PARTS, MemoryCase, estimate_memory, stage_layers
+from mt_megatron.models.parameters import ParameterCount, count_parameters
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_build import model_shape
+from mt_megatron.training.memory_estimate import memory_case, padded_shape
+from mt_megatron.training.validate_model import model_problems
+from mt_megatron.training.validate_parallel import parallel_problems
+
+_GIB = 2**30
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="exact parameter counts of a model",
-        description="Count a model's parameters exactly, per kind of module, without building it.\n"
-        "Takes --model NAME and every option of the configuration's model section.",
-        epilog="example:\n  mt-megatron plan --model llama3_8b --json\n"
-        "  mt-megatron plan --model llama3_8b --num-layers 16 --tensor-model-parallel-size 4",
+        help="parameters, operations and memory of a run; layouts that fit a machine",
+        description="Count a model's parameters exactly, per kind of module, and what a step of training\n"
+        "takes: floating-point operations and the memory of each rank. Nothing is built.\n"
+        "Takes --model NAME and every other option of mt-megatron pretrain.",
+        epilog="examples:\n  mt-megatron plan --model llama3_8b --json\n"
+        "  mt-megatron plan --model llama3_70b --tensor-model-parallel-size 8 --sequence-parallel \\\n"
+        "    --pipeline-model-parallel-size 4 --world-size 64 --global-batch-size 512\n"
+        "  mt-megatron plan --model llama3_70b --suggest --world-size 64 --device-memory 80GiB",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="processes of the run (tensor x pipeline x context parallel size)",
+    )
+    add_options(parser)
     parser.set_defaults(func=run, config_arguments=True)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises ``ConfigError`` when the model is not described completely."""
+    """Print the plan. Raises ``ConfigError`` when the model is not described completely.
+
+    Returns 1 when layouts were asked for and none fits.
+    """
     if not args.config_argv:
         raise ConfigError("no model is given. Name a preset, such as --model llama3_8b.")
-    plan = make_plan(load_config(args.config_argv))
+    config = load_config(args.config_argv)
+    if args.suggest:
+        return print_suggestion(config, args)
+    plan = make_plan(config, args.world_size)
     print(json.dumps(plan, indent=2) if args.json else _text(plan))
     return 0
 
 
-def make_plan(config: TrainingConfig) -> dict[str, Any]:
+def make_plan(config: TrainingConfig, world_size: int | None = None) -> dict[str, Any]:
     """The plan as plain data.
 
     ``parameters`` counts the published model; ``padded`` what is stored when the vocabulary is
-    padded for the configured tensor-parallel size. Raises ``ConfigError``.
+    padded for the configured tensor-parallel size. Operations and memory are None where they depend on
+    something that is not given or not modelled, which ``not_estimated`` says. Raises ``ConfigError``.
     """
-    shape = model_shape(config)
-    padded = padded_vocab_size(
-        shape.vocab_size,
-        divisible_by=config.model.make_vocab_size_divisible_by,
-        tensor_parallel=config.parallel.tensor_model_parallel_size,
-    )
+    shape, padded = model_shape(config), padded_shape(config)
     count = count_parameters(shape)
-    return {
+    plan: dict[str, Any] = {
         "model": config.model.preset,
         "parameters": count.total,
         "active_parameters": count.active,
         "modules": _modules(count),
         "padded": {
-            "vocab_size": padded,
-            "parameters": count_parameters(dataclasses.replace(shape, vocab_size=padded)).total,
+            "vocab_size": padded.vocab_size,
+            "parameters": count_parameters(padded).total,
         },
         "shape": dataclasses.asdict(shape),
+    }
+    return plan | _costs(config, world_size)
+
+
+def _costs(config: TrainingConfig, world_size: int | None) -> dict[str, Any]:
+    plan: dict[str, Any] = dict.fromkeys(
+        ("world_size", "flops_per_token", "executed_flops_per_token", "flops_per_step")
+    )
+    plan |= {"memory_per_rank_bytes": None, "memory_per_stage_bytes": None, "not_estimated": []}
+    parallel = config.parallel
+    share = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+        * parallel.expert_model_parallel_size
+    )
+    world = plan["world_size"] = share if world_size is None else world_size
+    if config.model.num_moe_experts is not None:
+        plan["not_estimated"].append("operations and memory: the estimates are for dense models")
+        return plan
+    if config.train.seq_length is None:
+        plan["not_estimated"].append("operations and memory: they depend on --seq-length")
+        return plan
+    problems = [*model_problems(config), *parallel_problems(config, world)]
+    if problems:
+        raise ConfigError("the layout is impossible:\n" + "\n".join(f"- {line}" for line in problems))
+    case = memory_case(config, world)
+    return plan | _operations(config, case, world) | _memory(config, case)
+
+
+def _operations(config: TrainingConfig, case: MemoryCase, world: int) -> dict[str, Any]:
+    flops = forward_flops(case.shape, case.activations.sequence)
+    tokens = config.global_batch_size(world) * case.activations.sequence
+    layers = max(stage_layers(case)) // case.chunks
+    return {
+        "flops_per_token": flops.training,
+        "executed_flops_per_token": executed_flops(flops, case.activations.recompute, chunk_layers=layers),
+        "tokens_per_step": tokens,
+        "flops_per_step": flops.training * tokens,
+    }
+
+
+def _memory(config: TrainingConfig, case: MemoryCase) -> dict[str, Any]:
+    estimate = estimate_memory(case)
+    notes = []
+    if config.train.global_batch_size is None and case.pipeline_parallel > 1:
+        notes.append(
+            "activations of a full pipeline: --global-batch-size is not given, so that a step has one "
+            "micro-batch"
+        )
+    return {
+        "memory_per_rank_bytes": estimate.worst.as_dict(),
+        "memory_per_stage_bytes": [stage.as_dict() for stage in estimate.stages],
+        "not_estimated": notes,
     }
 
 
@@ -97,4 +171,24 @@ def _text(plan: dict[str, Any]) -> str:
         lines.append(
             f"  {'stored':<11}{padded['parameters']:>20,}  vocabulary padded to {padded['vocab_size']}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_cost_lines(plan)])
+
+
+def _cost_lines(plan: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    if plan["flops_per_token"] is not None:
+        lines += [
+            "",
+            f"  {plan['flops_per_token']:.4g} floating-point operations per token, "
+            f"{plan['flops_per_step']:.4g} per step of {plan['tokens_per_step']:,} tokens",
+        ]
+        if plan["executed_flops_per_token"] != plan["flops_per_token"]:
+            lines.append(f"  {plan['executed_flops_per_token']:.4g} per token with what is recomputed")
+    memory = plan["memory_per_rank_bytes"]
+    if memory is not None:
+        stages = len(plan["memory_per_stage_bytes"])
+        where = f", pipeline stage {memory['pipeline_stage']} of {stages}" if stages > 1 else ""
+        lines += ["", f"  memory of a rank ({plan['world_size']} in all; the largest{where}):"]
+        lines += [f"  {name:<14}{memory[name] / _GIB:>17,.3f} GiB" for name in PARTS if memory[name]]
+        lines.append(f"  {'total':<14}{memory['total'] / _GIB:>17,.3f} GiB")
+    return lines + [f"  not estimated: {reason}" for reason in plan["not_estimated"]]

@@ -167,13 +167,22 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
     return kept
 
 
-def backward_workspace(shape: ModelShape, place: ChunkPlace, options: ActivationOptions) -> int:
-    """What the backward pass of a chunk's costliest layer needs beside what was kept: the layers that it
-    computes again first, and the gradients of one layer's widest tensors."""
-    recompute, again = options.recompute, 0
-    if recompute.granularity == "full" and recompute.recomputed_layers(place.layers):
-        group = min(recompute.num_layers, place.layers) if recompute.method == "uniform" else 1
-        again = group * layer_bytes(shape, options)
-    ffn = shape.ffn_hidden_size // options.tensor_parallel * (3 if shape.gated_linear_unit else 2)
-    gradients = options.tokens * (ffn + shape.hidden_size) * options.element_bytes
-    return again + gradients + hidden_bytes(shape, options)
+def backward_workspace(
+    shape: ModelShape, place: ChunkPlace, options: ActivationOptions, weight_gradient: int
+) -> int:
+    """What the backward pass of a chunk's layers needs at its worst moment, beside what is kept then.
+
+    ``weight_gradient`` is the largest one of a layer in bytes, before it is added to the others. Before
+    recomputed layers come to their turn, the others behind them have dropped what they kept.
+    """
+    ffn = shape.ffn_hidden_size // options.tensor_parallel
+    wide = 2 if shape.gated_linear_unit and options.fused_activation else 1
+    gradients = options.tokens * (wide * ffn + shape.hidden_size) * options.element_bytes + weight_gradient
+    recompute = options.recompute
+    again = recompute.recomputed_layers(place.layers)
+    if not again:
+        return gradients
+    group = min(recompute.num_layers, again) if recompute.method == "uniform" else 1
+    layer = layer_bytes(shape, options)
+    dropped = (place.layers - again) * layer
+    return max(gradients if dropped else 0, group * layer - dropped + gradients)

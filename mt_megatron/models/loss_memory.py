@@ -12,6 +12,10 @@ def loss_kept_bytes(shape: ModelShape, options: ActivationOptions) -> int:
     return options.tokens * (4 * shape.vocab_size // options.tensor_parallel + 8 + 1 + 4)
 
 
-def loss_workspace(shape: ModelShape, options: ActivationOptions) -> int:
-    """What the loss needs for a moment beside it: the logits, and in the backward pass their gradient."""
-    return options.tokens * shape.vocab_size // options.tensor_parallel * options.element_bytes
+def loss_workspace(shape: ModelShape, options: ActivationOptions, weight_gradient: int) -> int:
+    """What the loss needs at its worst moment beside it: in forward the logits that are no fp32, in
+    backward their gradient and the output layer's ``weight_gradient`` (bytes)."""
+    if options.element_bytes == 4:
+        return weight_gradient
+    logits = options.tokens * shape.vocab_size // options.tensor_parallel
+    return max(logits * options.element_bytes, weight_gradient - 2 * logits)

@@ -97,6 +97,17 @@ class MemoryEstimate:
         return max(self.stages, key=lambda stage: stage.total)
 
 
+def worst_memory(case: MemoryCase) -> RankMemory:
+    """``estimate_memory(case).worst`` from the three stages that it can be.
+
+    The stages between have as many layers as the second and fewer micro-batches in flight.
+    """
+    last = case.pipeline_parallel - 1
+    return max(
+        (_stage(case, stage) for stage in sorted({0, min(1, last), last})), key=lambda each: each.total
+    )
+
+
 def estimate_memory(case: MemoryCase) -> MemoryEstimate:
     """Bytes of the rank that holds most, for each pipeline stage. Sizes must divide: validate first."""
     return MemoryEstimate(stages=tuple(_stage(case, stage) for stage in range(case.pipeline_parallel)))
@@ -153,6 +164,12 @@ def _tensors(shape: ModelShape, place: ChunkPlace, tp: int, ep: int) -> tuple[Pa
     return tuple(chunk_tensors(shape, place, tensor_parallel=tp, expert_parallel=ep))
 
 
+@lru_cache(maxsize=256)
+def _largest_of_a_layer(shape: ModelShape, tp: int) -> int:
+    one = _tensors(shape, ChunkPlace(layers=1, first=False, last=False), tp, 1)
+    return max(tensor.numel for tensor in one)
+
+
 @lru_cache(maxsize=16384)
 def _chunk_state(
     shape: ModelShape,
@@ -205,16 +222,16 @@ def _kept(case: MemoryCase, place: ChunkPlace) -> int:
 def _workspace(case: MemoryCase, place: ChunkPlace) -> int:
     shape, tp = case.shape, case.activations.tensor_parallel
     width = 0 if case.fused_weight_gradients else case.state.parameter_bytes
-    tensors = _tensors(shape, place, tp, case.expert_parallel)
     vocabulary = shape.vocab_size // tp * shape.hidden_size
-    # A layer's own gradients and the embedding's come at different moments.
-    layer = max((each.numel for each in tensors if each.numel != vocabulary), default=0) * width
-    needs = [backward_workspace(shape, place, case.activations) + layer]
-    if place.first:
-        needs.append(vocabulary * width + hidden_bytes(shape, case.activations))
-    if place.last:
-        needs.append(loss_workspace(shape, case.activations) + vocabulary * width)
-    return max(needs)
+    layer = _largest_of_a_layer(shape, tp) * width
+    backward = backward_workspace(shape, place, case.activations, layer)
+    if not place.last:
+        return max(backward, vocabulary * width if place.first else 0)
+    # By the time the layers' turn comes, the loss has dropped what it kept.
+    return max(
+        loss_workspace(shape, case.activations, vocabulary * width),
+        backward - loss_kept_bytes(shape, case.activations),
+    )
 
 
 def _communication(case: MemoryCase) -> int:
@@ -228,24 +245,28 @@ def _communication(case: MemoryCase) -> int:
     return total
 
 
-def in_flight(case: MemoryCase, stage: int) -> list[tuple[int, ...]]:
+def in_flight(case: MemoryCase, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each chunk how many micro-batches are kept, at every moment when it may be most.
 
     Upstream: ``forward_backward_pipelining_without_interleaving`` and ``_with_interleaving``.
     """
-    stages, chunks, batches = case.pipeline_parallel, case.chunks, case.num_microbatches
+    return _in_flight(case.pipeline_parallel, case.chunks, case.num_microbatches, stage)
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(stages: int, chunks: int, batches: int, stage: int) -> tuple[tuple[int, ...], ...]:
     if chunks == 1:
-        return [(min(batches, stages - stage),)]
+        return ((min(batches, stages - stage),),)
     total = batches * chunks
     warmup = total
     if batches != stages:
         warmup = min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages)
-    counts, found, period = [0] * chunks, [], stages * chunks
+    counts, found, period = [0] * chunks, set(), stages * chunks
     # The pattern repeats with every group of one micro-batch per stage and chunk.
     for step in range(min(total, warmup + 2 * period)):
         counts[step % period // stages] += 1
         if step >= warmup - 1:
-            found.append(tuple(counts))
+            found.add(tuple(counts))
         if step >= warmup:
             counts[chunks - 1 - (step - warmup) % period // stages] -= 1
-    return found
+    return tuple(sorted(found))

@@ -102,6 +102,9 @@ class ParallelConfig:
     expert_model_parallel_size: int = 1
     """Processes that share the experts."""
 
+    allow_tensor_parallel_across_nodes: bool = False
+    """Whether a tensor-parallel group may have processes on several nodes, which is slow."""
+
     sequence_parallel: bool = False
     """Whether norms and dropout are split along the sequence within a tensor-parallel group."""
 
@@ -125,6 +128,9 @@ class TrainConfig:
     global_batch_size: int | None = None
     """Sequences per step over all processes. None: ``micro_batch_size`` x data-parallel size."""
 
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """First global batch size, increment, and the samples over which it grows to ``global_batch_size``."""
+
     seq_length: int | None = None
     """Tokens per sequence; required."""
 
@@ -136,6 +142,19 @@ class TrainConfig:
 
     exit_interval: int | None = None
     """Save and stop after a step whose number this divides. None: never."""
+
+    on_divergence: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a step whose loss or gradient norm is not finite, or too large by the options below:
+    an error, the step without its update, or the last checkpoint and then the data after this step."""
+
+    max_divergences: int = 10
+    """How many steps of a run may diverge before it stops whatever ``on_divergence`` says."""
+
+    loss_spike_factor: float | None = None
+    """A loss above this many times its running mean counts as divergence. None: only NaN and infinity."""
+
+    grad_norm_threshold: float | None = None
+    """A gradient norm above this counts as divergence. None: only NaN and infinity."""
 
     eval_interval: int | None = 1000
     """Validate every so many steps. None: only at the end."""
@@ -152,8 +171,8 @@ class TrainConfig:
     lr_decay_iters: int | None = None
     """Steps until the learning rate reaches ``min_lr``. None: ``train_iters``."""
 
-    lr_warmup_iters: int = 0
-    """Steps of linear warm-up."""
+    lr_warmup_iters: int | None = None
+    """Steps of linear warm-up. None: a hundredth of ``lr_decay_iters``, at most 2,000."""
 
     lr_warmup_fraction: float | None = None
     """Warm-up as a share of ``lr_decay_iters``; excludes ``lr_warmup_iters``."""
@@ -320,6 +339,10 @@ class LaunchConfig:
 
     distributed_timeout_minutes: float = 10.0
     """How long a collective may take before the run is given up."""
+
+    watchdog_seconds: float = 300.0
+    """How long a rank may show no progress within a step before every rank says where it is and ends; 0: for
+    ever. Saving, validation and the first step are not limited."""
 
     strict: bool = False
     """Whether a fallback is an error instead of one log line."""

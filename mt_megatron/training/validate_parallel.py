@@ -6,6 +6,7 @@ import math
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.validate_nodes import node_problems
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -27,6 +28,7 @@ def parallel_problems(config: TrainingConfig, world_size: int) -> list[str]:
         return found
     return [
         *_tensor(config),
+        *node_problems(config, world_size),
         *_context(config),
         *_packed(config),
         *_pipeline(config),
