@@ -23,7 +23,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "runs are measured in steps; divide by the global batch size and use the argument ending in -iters",
         "train-samples lr-decay-samples lr-warmup-samples lr-wsd-decay-samples",
     ),
-    ("the global batch size is constant; set --global-batch-size", "rampup-batch-size"),
     (
         "a global batch size that does not fit is an error; change --global-batch-size",
         "decrease-batch-size-if-needed",
@@ -155,9 +154,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "this logger is not built in; use --wandb-project, --tensorboard-dir or --metrics-path's JSONL",
-        (
-            "one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version"
-        ),
+        ("one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version"),
     ),
     (
         "no profiler is built in; run the process under one",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import mt_megatron
 from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.parameters import count_parameters
 from mt_megatron.seams import events
+from mt_megatron.seams.schedule import ForwardStep
 from mt_megatron.training.checkpoint import Progress, read_manifest
 from mt_megatron.training.checkpoint_save import SaveReport
 from mt_megatron.training.checkpoint_store import CheckpointStore
@@ -24,14 +26,21 @@ from mt_megatron.training.config_build import model_shape
 from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
 from mt_megatron.training.data.tokenizer import load_tokenizer
-from mt_megatron.training.distributed import Job, joined, require_precision
+from mt_megatron.training.distributed import Job, joined, require_precision, world_size
+from mt_megatron.training.divergence import DivergenceWatch, LossMean
 from mt_megatron.training.evaluate import Validation, evaluate
 from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.nan_watch import RandomStates, first_finding
 from mt_megatron.training.output import Output
+from mt_megatron.training.preflight import check_before_start
+from mt_megatron.training.rampup import batch_sizes
+from mt_megatron.training.recovery import Recovery
+from mt_megatron.training.signals import stop_requests
 from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, make_forward_step, train_step
 from mt_megatron.training.summary import corpus_baselines, summary_lines
 from mt_megatron.training.throughput import Window
+from mt_megatron.training.watchdog import NoWatchdog, Watchdog, watched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +69,18 @@ def train(config: TrainingConfig) -> Outcome:
     """
     backend = mt_megatron.backend()
     require_precision(config, backend)
+    found = check_before_start(config, backend, world_size())
+    config = replace(config, notes=(*config.notes, *found))
     started = time.monotonic()
-    with joined(config, backend) as job, _termination() as terminated:
+    with (
+        joined(config, backend) as job,
+        stop_requests() as stop_requested,
+        watched(config.launch.watchdog_seconds, rank=job.rank, world_size=job.layout.world_size) as watchdog,
+    ):
         mt_megatron.compare_plan_across_ranks()
-        run = _Run(config, job, started)
+        run = _Run(config, job, started, watchdog)
         try:
-            return run.run(terminated)
+            return run.run(stop_requested)
         finally:
             run.close()
 
@@ -73,7 +88,9 @@ def train(config: TrainingConfig) -> Outcome:
 class _Run:
     """The state of one run. It is made whole by ``__init__`` and used up by ``run``."""
 
-    def __init__(self, config: TrainingConfig, job: Job, started: float) -> None:
+    def __init__(
+        self, config: TrainingConfig, job: Job, started: float, watchdog: Watchdog | NoWatchdog
+    ) -> None:
         tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
         if config.model.vocab_size is None:
             config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
@@ -81,8 +98,10 @@ class _Run:
         self.job = job
         self.tokenizer = tokenizer
         self.started = started
+        self.watchdog = watchdog
         self.train_iters = _required(config.train.train_iters, "train_iters")
         self.global_batch_size = config.global_batch_size(job.layout.world_size)
+        self.batch_sizes = batch_sizes(config.train.rampup_batch_size, self.global_batch_size)
         self.shape = Shape(
             num_microbatches=config.num_microbatches(job.layout.world_size),
             micro_batch_size=config.train.micro_batch_size,
@@ -90,13 +109,11 @@ class _Run:
         )
         family = family_of(config)
         self.flops_per_token = family.flops(config)
-        self.output = Output(
-            config, job, train_iters=self.train_iters, flops_per_token=self.flops_per_token
-        )
+        self.output = Output(config, job, train_iters=self.train_iters, flops_per_token=self.flops_per_token)
         self.display, self.metrics = self.output.display, self.output.records
         for note in config.notes:
             self.display.say(note)
-        self.forward_step = make_forward_step(family, job.backend.device())
+        self.forward_step = self._watched(make_forward_step(family, job.backend.device()))
         self.datasets = self._datasets()
         self.trainable: Trainable = build(config, job, family)
         self.manifest = {
@@ -108,36 +125,33 @@ class _Run:
         self.checkpoint: Path | None = None
         self.validation: Validation | None = None
         self.progress = self._resume()
+        self.watch = DivergenceWatch(
+            check_gradients=config.ddp.check_for_nan_in_grad,
+            grad_norm_limit=config.train.grad_norm_threshold,
+            spike_factor=config.train.loss_spike_factor,
+            hysteresis=config.optimizer.hysteresis,
+        )
+        self.watch.mean = LossMean(self.progress.loss_mean, self.progress.loss_mean_steps)
+        self.recovery = Recovery(config.train, say=self.display.say, record=self.metrics.record)
+        self.draws_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self._announce()
 
     def close(self) -> None:
         self.store.close()
         self.output.close()
 
-    def run(self, terminated: threading.Event) -> Outcome:
+    def run(self, stop_requested: threading.Event) -> Outcome:
         window = self.output.window()
         result: StepResult | None = None
-        batches = self._batches()
-        while self.progress.iteration < self.train_iters:
-            iteration = self.progress.iteration + 1
+        batches = self._batches(self.progress, num_workers=self.config.data.num_workers)
+        while not self._finished():
+            stop = stop_requested.is_set() or self._out_of_time()
             written, failed = self.store.local_state()
-            with events.span("step", iteration=iteration):
-                result = train_step(
-                    self.trainable,
-                    self.forward_step,
-                    batches,
-                    self.shape,
-                    self.job,
-                    iteration=iteration,
-                    wishes=Wishes(
-                        stop=terminated.is_set() or self._out_of_time(),
-                        save_written=written,
-                        save_failed=failed,
-                    ),
-                )
-            self._advance(result)
+            self._limit(result is None)
+            result = self._step(batches, Wishes(stop=stop, save_written=written, save_failed=failed))
+            self.watchdog.unlimited(f"after step {self.progress.iteration}")
             self._saved(self.store.advance(result.wishes))
-            window.add(result, tokens_processed=self.global_batch_size * self.shape.seq_length)
+            window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
             if self._due(self.config.logging.log_interval):
                 self._report(window, result)
@@ -147,7 +161,7 @@ class _Run:
             with window.paused():
                 if result.wishes.save or self._due(self.config.checkpoint.save_interval):
                     self._save()
-                if self._due(self.config.train.eval_interval) and iteration < self.train_iters:
+                if self._due(self.config.train.eval_interval) and not self._finished():
                     self._evaluate()
         if result is not None:
             if window.results:
@@ -162,11 +176,66 @@ class _Run:
         self.store.raise_if_lost()
         return Outcome(
             progress=self.progress,
-            finished=self.progress.iteration >= self.train_iters,
+            finished=self._finished(),
             loss=None if result is None else result.loss,
             validation=self.validation,
             checkpoint=self.checkpoint,
         )
+
+    def _watched(self, forward_step: ForwardStep) -> ForwardStep:
+        def touching(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+            self.watchdog.touch()
+            return forward_step(batches, model)
+
+        return touching
+
+    def _limit(self, first: bool) -> None:
+        where = f"step {self.progress.iteration + 1}"
+        if first:
+            # Kernels are compiled and data loaders started in it.
+            self.watchdog.unlimited(where)
+        else:
+            self.watchdog.progress(where)
+
+    def _step(self, batches: Batches, wishes: Wishes) -> StepResult:
+        before, iteration = self.progress, self.progress.iteration + 1
+        rounds = self.batch_sizes.at(before.consumed_samples) // self.shape.micro_batch_size
+        shape = replace(self.shape, num_microbatches=rounds // self.job.layout.dp)
+        random_states = RandomStates.now(self.job) if self.draws_dropout else None
+        with events.span("step", iteration=iteration):
+            result = train_step(
+                self.trainable,
+                self.forward_step,
+                batches,
+                shape,
+                self.job,
+                iteration=iteration,
+                wishes=wishes,
+                watch=self.watch,
+            )
+        self._advance(result)
+        if result.diverged is not None:
+            self.watchdog.unlimited(f"looking into step {iteration}")
+            self.progress = self.recovery.after(
+                result.diverged,
+                self.progress,
+                explain=lambda: self._explain(before, shape, random_states),
+                roll_back=self.store.rollback,
+            )
+            mean = self.progress.loss_mean, self.progress.loss_mean_steps
+            self.watch.mean = LossMean(*mean)
+        return result
+
+    def _explain(self, before: Progress, shape: Shape, random_states: RandomStates | None) -> str | None:
+        """Which module made the step after ``before`` not finite; leaves no trace."""
+        after = RandomStates.now(self.job)
+        if random_states is not None:
+            random_states.restore(self.job)
+        try:
+            batches = self._batches(before, num_workers=0)
+            return first_finding(self.trainable, self.forward_step, batches, shape, self.job)
+        finally:
+            after.restore(self.job)
 
     def _datasets(self) -> Datasets:
         config, train = self.config, self.config.train
@@ -182,7 +251,7 @@ class _Run:
             config.data,
             tokenizer=self.tokenizer,
             sequence_length=self.shape.seq_length,
-            train_samples=self.train_iters * self.global_batch_size,
+            train_samples=int(self.batch_sizes.samples_after(self.train_iters)),
             valid_samples=train.eval_iters * self.global_batch_size
             if weighted or config.data.mock_data
             else None,
@@ -241,15 +310,15 @@ class _Run:
             f"{self.train_iters} steps"
         )
 
-    def _batches(self) -> Batches:
+    def _batches(self, progress: Progress, *, num_workers: int) -> Batches:
         return [
             train_batches(
                 self.datasets.train,
-                consumed_samples=self.progress.consumed_samples,
+                consumed_samples=progress.consumed_samples,
                 micro_batch_size=self.shape.micro_batch_size,
                 data_parallel_rank=self.job.at.dp,
                 data_parallel_size=self.job.layout.dp,
-                num_workers=self.config.data.num_workers,
+                num_workers=num_workers,
                 pin_memory=self.job.backend.pins_host_memory(),
             )
             for _ in self.trainable.chunks
@@ -257,12 +326,18 @@ class _Run:
 
     def _advance(self, result: StepResult) -> None:
         done = self.progress
-        self.progress = Progress(
+        self.progress = replace(
+            done,
             iteration=done.iteration + 1,
-            consumed_samples=done.consumed_samples + self.global_batch_size,
+            consumed_samples=done.consumed_samples + result.samples,
             consumed_tokens=done.consumed_tokens + result.tokens,
             skipped_iterations=done.skipped_iterations + result.skipped,
+            loss_mean=self.watch.mean.value,
+            loss_mean_steps=self.watch.mean.steps,
         )
+
+    def _finished(self) -> bool:
+        return self.progress.iteration >= self.train_iters
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.progress.iteration % interval == 0
@@ -362,25 +437,6 @@ class _Run:
             seconds=seconds,
         )
         self.output.end(self.progress.iteration, values, lines)
-
-
-@contextmanager
-def _termination() -> Iterator[threading.Event]:
-    """Set the event on SIGTERM instead of dying, so that the run can save; a second one ends it."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def handler(number: int, frame: object) -> None:
-        event.set()
-        signal.signal(signal.SIGTERM, before)
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _required(value: int | None, name: str) -> int:

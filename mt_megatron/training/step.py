@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mt_megatron.errors import MtMegatronError
+from mt_megatron.errors import DataError
 from mt_megatron.seams import events
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.seams.schedule import ForwardStep, LossFunction, run_schedule
 from mt_megatron.training.distributed import Job
+from mt_megatron.training.divergence import DivergenceWatch, Judgement
 from mt_megatron.training.lr import learning_rate
 from mt_megatron.training.model import Trainable
-
-_ADVICE = "Look at this iteration's data, lower --lr, or train in fp32 to see where it starts"
+from mt_megatron.training.update import (
+    clip_and_apply,
+    gradient_norm,
+    loss_scale_is_stuck,
+    prepare,
+    wants_norm,
+)
 
 Batches = Sequence[Iterator[dict[str, Tensor]]]
 """One iterator of micro-batches per model chunk, all yielding the same ones."""
-
-
-class NonFiniteLossError(MtMegatronError):
-    """The loss or the gradient norm is NaN or infinite; the message names the iteration and the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,10 @@ class Shape:
     num_microbatches: int
     micro_batch_size: int
     seq_length: int
+
+    def samples(self, job: Job) -> int:
+        """Sequences of the global batch."""
+        return self.num_microbatches * self.micro_batch_size * job.layout.dp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +89,20 @@ class StepResult:
     tokens: int
     """Counted tokens of the global batch."""
 
+    samples: int
+    """Sequences of the global batch."""
+
     grad_norm: float | None
-    """Norm before clipping; None when clipping is off or the step was skipped."""
+    """Norm before clipping; None when nothing asked for it, and after an fp16 overflow."""
 
     lr: float
     """Learning rate of this step's update."""
 
     skipped: bool
-    """Whether the update was left out (fp16 overflow)."""
+    """Whether the update was left out: fp16 overflow, or the step diverged."""
+
+    diverged: Judgement | None
+    """What is wrong with the step; None when nothing is. An fp16 overflow alone is nothing wrong."""
 
     wishes: AgreedWishes
     """What all ranks together want."""
@@ -118,36 +128,44 @@ def train_step(
     *,
     iteration: int,
     wishes: Wishes = NO_WISHES,
+    watch: DivergenceWatch | None = None,
 ) -> StepResult:
     """Forward, backward, reduction, clipping and update for one global batch; collective.
 
-    ``wishes`` are this rank's; they travel with the loss, in the one all-reduce it needs. Raises
-    ``NonFiniteLossError`` before the weights are touched when the loss is not finite, and after the
-    update when the gradient norm was not.
+    ``wishes`` are this rank's; they travel with the loss, in the one all-reduce it needs. The weights
+    change only when every rank agrees that the step is sound: ``StepResult.diverged`` says what
+    ``watch`` found otherwise. Raises ``DataError`` when no token counts.
     """
-    try:
-        reports = forward_backward(trainable, forward_step, batches, shape)
-    except AssertionError as error:
-        # Megatron-Core's own check of gradients before they are reduced; it knows no iteration.
-        if "NaN in local grad norm" not in str(error):
-            raise
-        raise NonFiniteLossError(
-            f"iteration {iteration}: gradients are not finite on rank {job.rank}; the weights are unchanged "
-            f"since the iteration before. {_ADVICE}"
-        ) from error
-    loss, tokens, agreed = _agree(reports, job, iteration, wishes)
-    lr = learning_rate(trainable.optimizer)
-    updated, grad_norm, _ = trainable.optimizer.step()
-    if updated:
-        trainable.scheduler.step(shape.num_microbatches * shape.micro_batch_size * job.layout.dp)
-    norm = float(grad_norm) if updated and grad_norm is not None else None
-    if norm is not None and not math.isfinite(norm):
-        raise NonFiniteLossError(
-            f"iteration {iteration}: the gradient norm is {norm} although the loss is {loss:.4f}; the "
-            "weights are no longer usable: continue from the last checkpoint with a lower --lr or a longer "
-            "warm-up"
-        )
-    return StepResult(loss=loss, tokens=tokens, grad_norm=norm, lr=lr, skipped=not updated, wishes=agreed)
+    watch = watch or DivergenceWatch()
+    reports = forward_backward(trainable, forward_step, batches, shape)
+    optimizer, samples = trainable.optimizer, shape.samples(job)
+    lr = learning_rate(optimizer)
+    with events.span("optimizer", optimizer=type(optimizer).__name__):
+        overflowed = prepare(optimizer)
+        norm = None
+        if not overflowed and (watch.check_gradients or wants_norm(optimizer)):
+            norm = gradient_norm(optimizer)
+        agreed = _agree(reports, job, iteration, wishes, overflowed, watch.norm_is_bad(norm))
+        if agreed.overflowed:
+            diverged = watch.overflowed(scale_is_stuck=loss_scale_is_stuck(optimizer))
+        else:
+            diverged = watch.judge(loss=agreed.loss, norm=norm, norm_is_bad=agreed.norm_is_bad)
+        skipped = agreed.overflowed or diverged is not None
+        if not skipped:
+            clip_and_apply(optimizer, norm)
+    if not skipped:
+        trainable.scheduler.step(samples)
+        watch.mean.add(agreed.loss)
+    return StepResult(
+        loss=agreed.loss,
+        tokens=agreed.tokens,
+        samples=samples,
+        grad_norm=norm,
+        lr=lr,
+        skipped=skipped,
+        diverged=diverged,
+        wishes=agreed.wishes,
+    )
 
 
 def forward_backward(
@@ -179,29 +197,40 @@ def summed(reports: list[dict[str, Any]], job: Job) -> list[float]:
     return [loss, tokens]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    loss: float
+    tokens: int
+    overflowed: bool
+    norm_is_bad: bool
+    wishes: AgreedWishes
+
+
 def _agree(
-    reports: list[dict[str, Any]], job: Job, iteration: int, wishes: Wishes
-) -> tuple[float, int, AgreedWishes]:
-    mine = summed(reports, job)
-    said = [float(wish) for wish in (wishes.stop, wishes.save, wishes.save_written, wishes.save_failed)]
-    loss, tokens, stops, saves, written, failed = job.sum_over_ranks([*mine, *said])
-    if not math.isfinite(loss):
-        ranks: list[int | None] = [None] * job.layout.world_size
-        dist.all_gather_object(ranks, None if math.isfinite(mine[0]) else job.rank)
-        culprits = [rank for rank in ranks if rank is not None]
-        raise NonFiniteLossError(
-            f"iteration {iteration}: the loss is {loss} on rank {', '.join(map(str, culprits))}; the weights "
-            f"are unchanged since the iteration before. {_ADVICE}"
-        )
+    reports: list[dict[str, Any]],
+    job: Job,
+    iteration: int,
+    wishes: Wishes,
+    overflowed: bool,
+    norm_is_bad: bool,
+) -> _Agreed:
+    said = (wishes.stop, wishes.save, wishes.save_written, wishes.save_failed, overflowed, norm_is_bad)
+    loss, tokens, *counts = job.sum_over_ranks([*summed(reports, job), *map(float, said)])
     if tokens == 0:
-        raise NonFiniteLossError(
+        raise DataError(
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
             "(--eod-mask-loss) and the data"
         )
-    agreed = AgreedWishes(
-        stop=stops > 0,
-        save=saves > 0,
-        save_written=round(written) == job.layout.world_size,
-        save_failed=failed > 0,
+    stop, save, written, failed, overflows, bad_norms = (round(count) for count in counts)
+    return _Agreed(
+        loss=loss / tokens,
+        tokens=round(tokens),
+        overflowed=overflows > 0,
+        norm_is_bad=bad_norms > 0,
+        wishes=AgreedWishes(
+            stop=stop > 0,
+            save=save > 0,
+            save_written=written == job.layout.world_size,
+            save_failed=failed > 0,
+        ),
     )
-    return loss / tokens, round(tokens), agreed

@@ -7,7 +7,8 @@ from mt_megatron.training.config import TrainingConfig
 
 def train_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
-    return [*_counts(config), *_learning_rate(config), *_weight_decay(config), *_precision(config)]
+    checks = (_counts, _learning_rate, _weight_decay, _precision, _loss_scale, _divergence)
+    return [problem for check in checks for problem in check(config)]
 
 
 def _counts(config: TrainingConfig) -> list[str]:
@@ -37,7 +38,7 @@ def _counts(config: TrainingConfig) -> list[str]:
         "seed": train.seed,
     }
     for name, count in not_negative.items():
-        if count < 0:
+        if count is not None and count < 0:
             found.append(f"{name} is {count}; expected at least 0. Set --{name.replace('_', '-')}.")
     for name, minutes in (
         ("exit_duration_in_mins", train.exit_duration_in_mins),
@@ -70,7 +71,7 @@ def _learning_rate(config: TrainingConfig) -> list[str]:
             "one of the two. Leave --lr-warmup-fraction or --lr-warmup-iters out."
         )
     decay = train.lr_decay_iters or train.train_iters
-    if decay is not None and train.lr_warmup_iters >= decay > 0:
+    if decay is not None and train.lr_warmup_iters is not None and train.lr_warmup_iters >= decay > 0:
         found.append(
             f"lr_warmup_iters is {train.lr_warmup_iters}; expected less than the {decay} steps of the "
             "schedule. Change --lr-warmup-iters, --lr-decay-iters or --train-iters."
@@ -135,9 +136,51 @@ def _precision(config: TrainingConfig) -> list[str]:
             f"loss_scale is {optimizer.loss_scale} without fp16; expected none: only fp16 gradients are "
             "scaled. Leave --loss-scale out."
         )
-    if train.fp16 and optimizer.loss_scale is None and config.ddp.check_for_nan_in_grad:
+    return found
+
+
+def _loss_scale(config: TrainingConfig) -> list[str]:
+    optimizer, found = config.optimizer, []
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        scale = getattr(optimizer, name)
+        if scale is not None and scale <= 0:
+            found.append(f"{name} is {scale}; expected more than 0. Set --{name.replace('_', '-')}.")
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
         found.append(
-            "check_for_nan_in_grad is on with dynamic loss scaling; expected off: overflow is how the scale "
-            "is found. Set --no-check-for-nan-in-grad."
+            f"min_loss_scale is {optimizer.min_loss_scale}; expected at most initial_loss_scale = "
+            f"{optimizer.initial_loss_scale}. Set --min-loss-scale or --initial-loss-scale."
+        )
+    for name in ("loss_scale_window", "hysteresis"):
+        count = getattr(optimizer, name)
+        if count < 1:
+            found.append(f"{name} is {count}; expected at least 1. Set --{name.replace('_', '-')}.")
+    return found
+
+
+def _divergence(config: TrainingConfig) -> list[str]:
+    train, found = config.train, []
+    if train.max_divergences < 0:
+        found.append(
+            f"max_divergences is {train.max_divergences}; expected at least 0. Set --max-divergences."
+        )
+    if train.loss_spike_factor is not None and train.loss_spike_factor <= 1:
+        found.append(
+            f"loss_spike_factor is {train.loss_spike_factor}; expected more than 1: every loss is near its "
+            "own mean. Set --loss-spike-factor."
+        )
+    if train.grad_norm_threshold is not None and train.grad_norm_threshold <= 0:
+        found.append(
+            f"grad_norm_threshold is {train.grad_norm_threshold}; expected more than 0. Set "
+            "--grad-norm-threshold."
+        )
+    if train.on_divergence == "rollback" and config.checkpoint.save is None:
+        found.append(
+            "on_divergence is rollback and save is not set; expected a directory with checkpoints to go back "
+            "to. Set --save, and --save-interval for how far back."
+        )
+    if config.launch.watchdog_seconds < 0:
+        found.append(
+            f"watchdog_seconds is {config.launch.watchdog_seconds}; expected at least 0, where 0 is off. Set "
+            "--watchdog-seconds."
         )
     return found
