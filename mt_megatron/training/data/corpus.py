@@ -143,7 +143,9 @@ def split_of(name: str, validation_fraction: float) -> Split:
     return "valid" if bucket < validation_fraction * 2.0**64 else "train"
 
 
-def _folder(root: Path, *, label: str, suffix: str) -> Source:
+def folder_files(root: Path, *, suffix: str) -> list[Path]:
+    """Every file below ``root`` whose name ends with ``suffix``, in no order; hidden ones, symbolic
+    links and folders of installed packages are left out."""
     files = []
     for folder, names, entries in os.walk(root):
         # In place: it tells the walk which folders to enter.
@@ -153,6 +155,11 @@ def _folder(root: Path, *, label: str, suffix: str) -> Source:
             wanted = entry.endswith(suffix) and not entry.startswith(".")
             if wanted and file.is_file() and not file.is_symlink():
                 files.append(file)
+    return files
+
+
+def _folder(root: Path, *, label: str, suffix: str) -> Source:
+    files = folder_files(root, suffix=suffix)
     files.sort(key=lambda file: _order(file.relative_to(root).as_posix()))
     return Source(label=label, root=root, files=tuple(files))
 
