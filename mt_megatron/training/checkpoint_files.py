@@ -29,8 +29,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "mt_megatron.json"
 MARKER = "COMPLETE"
 
-POINTS = ("written", "manifest", "marker", "moved_away", "renamed", "pointer", "pruning", "done")
-"""The moments of publishing between which a kill can fall, in order (see ``reached``)."""
+POINTS = ("writing", "written", "manifest", "marker", "moved_away", "renamed", "pointer", "pruning", "done")
+"""The moments of a save between which a kill can fall, in order (see ``reached``)."""
 
 reached_point: Callable[[str], None] | None = None
 """Called with each of ``POINTS`` as it is reached, if set: a test dies there."""
@@ -42,7 +42,7 @@ _CHUNK = 4 << 20
 
 
 def reached(point: str) -> None:
-    """Say that publishing came to ``point``."""
+    """Say that a save came to ``point``."""
     if reached_point is not None:
         reached_point(point)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.training.checkpoint_files import reached
 from mt_megatron.training.checkpoint_items import pieces
 
 _NICENESS = 5
@@ -62,6 +63,7 @@ def write_files(folder: Path, files: Iterable[FileParts], rank: int) -> Written:
 def _write(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     size, crc = 0, 0
     with open(path, "wb", buffering=1 << 18) as stream:
+        reached("writing")
         for part in parts:
             stream.write(part)
             crc = zlib.crc32(part, crc)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.checkpoint import (
+from mt_megatron.training import checkpoint_files as files
+from mt_megatron.training.checkpoint_files import (
     LATEST,
     MANIFEST,
     latest_checkpoint,
@@ -15,6 +16,7 @@ from mt_megatron.training.checkpoint import (
     resolve_checkpoint,
     write_durably,
 )
+from tests.training.test_checkpoint_kills import CONTENT, write_and_publish
 
 
 def make(folder: Path, iteration: int) -> Path:
@@ -67,3 +69,98 @@ def test_durable_writing_replaces_whole_files(tmp_path: Path) -> None:
     write_durably(path, "new")
     assert path.read_text() == "new"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def names(directory: Path) -> list[int]:
+    return [files.iteration_of(each) or 0 for each in files.complete_checkpoints(directory)]
+
+
+def test_the_newest_of_several_without_a_pointer_is_continued(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    newer = make(tmp_path, 20)
+    assert latest_checkpoint(tmp_path) == newer
+
+
+def test_a_pointer_to_nothing_names_what_is_there(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    (tmp_path / LATEST).write_text("30")
+    with pytest.raises(CheckpointError, match=r"iter_0000030, which is not there.*iter_0000010"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*CONTENT, MANIFEST, files.MARKER])
+def test_one_flipped_byte_anywhere_is_named(tmp_path: Path, name: str) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    folder = tmp_path / "iter_0000010"
+    size = (folder / name).stat().st_size
+    for position in {0, size // 3, size // 2, size - 1}:
+        content = bytearray((folder / name).read_bytes())
+        content[position] ^= 0x01
+        (folder / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{name} is damaged: found .*, expected"):
+            lines = files.damaged_files(folder, read_manifest(folder))
+            raise CheckpointError("; ".join(lines))
+        content[position] ^= 0x01
+        (folder / name).write_bytes(content)
+    assert files.damaged_files(folder, read_manifest(folder)) == []
+
+
+def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    folder = tmp_path / "iter_0000010"
+    (folder / CONTENT[0]).unlink()
+    with open(folder / CONTENT[1], "r+b") as stream:
+        stream.truncate(100)
+    lines = files.damaged_files(folder, read_manifest(folder))
+    assert len(lines) == 2
+    assert any("common.pt cannot be read: No such file" in line for line in lines)
+    assert any("found 100 bytes with crc32" in line and "expected 1012 with" in line for line in lines)
+
+
+def test_the_shares_of_all_readers_are_every_file_once(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    folder = tmp_path / "iter_0000010"
+    document = read_manifest(folder)
+    for name in CONTENT:
+        (folder / name).unlink()
+    found = [files.damaged_files(folder, document, reader=reader, readers=3) for reader in range(3)]
+    assert sorted(len(each) for each in found) == [1, 1, 2]
+    assert len({line for each in found for line in each}) == len(CONTENT)
+
+
+def test_a_folder_without_its_marker_is_not_complete(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    (tmp_path / "iter_0000010" / files.MARKER).unlink()
+    with pytest.raises(CheckpointError, match="no COMPLETE"):
+        latest_checkpoint(tmp_path)
+
+
+def test_the_last_few_and_every_so_many_are_kept(tmp_path: Path) -> None:
+    for iteration in range(10, 70, 10):
+        write_and_publish(tmp_path, iteration, b"a")
+    files.prune(tmp_path, keep_last=None, retain_interval=None)
+    assert names(tmp_path) == [10, 20, 30, 40, 50, 60]
+    files.prune(tmp_path, keep_last=2, retain_interval=20)
+    assert names(tmp_path) == [20, 40, 50, 60]
+    files.prune(tmp_path, keep_last=None, retain_interval=40)
+    assert names(tmp_path) == [40, 60]
+    files.prune(tmp_path, keep_last=1, retain_interval=None)
+    assert names(tmp_path) == [60]
+    files.prune(tmp_path, keep_last=1, retain_interval=None)
+    assert names(tmp_path) == [60]
+
+
+def test_later_steps_of_another_branch_are_not_pruned(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30, 40):
+        write_and_publish(tmp_path, iteration, b"a")
+    write_and_publish(tmp_path, 30, b"b", keep_last=1)
+    assert names(tmp_path) == [30, 40]
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000030"
+
+
+def test_a_checkpoint_that_somebody_loads_is_not_pruned(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    write_and_publish(tmp_path, 20, b"a")
+    with files.in_use(tmp_path / "iter_0000010"):
+        assert files.prune(tmp_path, keep_last=1, retain_interval=None) == []
+    assert files.prune(tmp_path, keep_last=1, retain_interval=None) == [tmp_path / "iter_0000010"]

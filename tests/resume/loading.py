@@ -1,0 +1,128 @@
+"""The ranks' side of the tests of what is loaded, refused or given up."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mt_megatron.training import checkpoint_files as files
+from tests.training.loop_cases import run, start
+
+PLAIN = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
+LAYOUTS = {
+    "dp2": "--use-distributed-optimizer",
+    "dp2_plain": "",
+    "tp2": "--tensor-model-parallel-size 2",
+    "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    "pp2": "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+    "vpp2": "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+    "cp2": "--context-parallel-size 2 --use-distributed-optimizer",
+}
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit of one byte; a second time brings it back."""
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= 0x10
+    path.write_bytes(content)
+
+
+def damaged(folder: str) -> dict[str, Any]:
+    """Continue from a folder in which one byte of the newest checkpoint is flipped, file by file."""
+    start()
+    save = Path(folder) / "saved"
+    flags = f"{PLAIN} --use-distributed-optimizer --save {save}"
+    run(f"{flags} --train-iters 4 --save-interval 2", folder, "first")
+    newest = save / "iter_0000004"
+    names = sorted(str(each.relative_to(newest)) for each in newest.rglob("*") if each.is_file())
+    found: dict[str, Any] = {"names": names, "errors": {}}
+    for name in names:
+        _on_main(lambda: flip(newest / name, 1000003))
+        found["errors"][name] = run(flags, folder, "refused")["error"]
+        _on_main(lambda: flip(newest / name, 1000003))
+    # A number in the tensors' own bytes, which nothing but a checksum would notice.
+    _on_main(lambda: flip(newest / "__0_0.distcp", 5000))
+    found["weights"] = run(f"{flags} --resume {newest}", folder, "weights")["error"]
+    found["unverified"] = run(
+        f"{flags} --resume {newest} --no-verify-checkpoint --save {save}_unverified", folder, "unverified"
+    )
+    found["skipped"] = run(f"{flags} --resume-skip-damaged", folder, "skipped")
+    _on_main(lambda: [flip(each / "common.pt", 5) for each in files.complete_checkpoints(save)])
+    found["none"] = run(f"{flags} --resume-skip-damaged", folder, "none")["error"]
+    return found
+
+
+def full_disk(folder: str) -> dict[str, Any]:
+    """One rank's files may not grow beyond a few pages, for a while; then at the end."""
+    start()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    found = {}
+    for name, flags, bad in (("middle", "--async-save", {4}), ("end", "", {6})):
+        stop = _limit_during_saves(bad, limits)
+        found[name] = run(
+            f"{PLAIN} --save {folder}/{name} --save-interval 2 --train-iters 6 {flags}", folder, name
+        )
+        stop()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found
+
+
+def _limit_during_saves(bad: set[int], limits: tuple[int, int]) -> Callable[[], None]:
+    from mt_megatron.seams import events
+
+    if dist.get_rank() != 1:
+        return lambda: None
+
+    def listen(phase: str, name: str, attrs: Any) -> None:
+        if name == "checkpoint" and phase == "begin":
+            size = 4096 if attrs["iteration"] in bad else limits[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+
+    return events.subscribe(listen)
+
+
+def moved(folder: str, sources: list[str], targets: list[str]) -> dict[str, Any]:
+    """Three steps under each source layout, then the fourth under it and under every target."""
+    start()
+    found: dict[str, Any] = {}
+    for source in sources:
+        saved = f"{folder}/{source}"
+        run(f"{PLAIN} {LAYOUTS[source]} --save {saved} --exit-interval 3", folder, f"{source}_first")
+        found[source] = {}
+        for target in dict.fromkeys([source, *targets]):
+            flags = f"{PLAIN} {LAYOUTS[target]} --resume {saved} --exit-interval 4"
+            found[source][target] = run(flags, folder, f"{source}_{target}")
+    return found
+
+
+def stored_configuration(folder: str) -> dict[str, Any]:
+    """A run continued from the configuration that lies beside its checkpoint."""
+    import yaml
+
+    from mt_megatron.training.arguments import load_config
+
+    start()
+    run(f"{PLAIN} --save {folder}/saved --async-save --save-keep-last 3 --train-iters 2", folder, "first")
+    beside = Path(folder) / "saved" / "iter_0000002"
+    text = (beside / "config.yaml").read_text()
+    again = load_config(["--config", str(beside / "config.yaml")])
+    document = files.read_manifest(beside)
+    return {
+        "same": again.to_dict() == yaml.safe_load(text) == document["config"],
+        "manifest": {key: document[key] for key in ("progress", "layout", "versions", "format")},
+        "patches": len(document["patches"]),
+        "listed": sorted(document["files"]),
+        "there": sorted(str(each.relative_to(beside)) for each in beside.rglob("*") if each.is_file()),
+    }
+
+
+def _on_main(action: Any) -> None:
+    if os.environ["RANK"] == "0":
+        action()
+    dist.barrier()
