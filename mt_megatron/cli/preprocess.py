@@ -173,8 +173,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.train_bpe is not None and args.tokenizer_type != "HuggingFaceTokenizer":
         raise ConfigError(
-            f"--train-bpe makes a tokenizer.json, and --tokenizer-type is {args.tokenizer_type}; leave one of "
-            "them out"
+            f"--train-bpe makes a tokenizer.json, and --tokenizer-type is {args.tokenizer_type}; leave one "
+            "of them out"
         )
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys names a key twice: {' '.join(args.json_keys)}; name each once")

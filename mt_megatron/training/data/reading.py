@@ -94,6 +94,9 @@ class ShardReader:
         except _BROKEN as error:
             self._broken(file, error)
             return
+        if file.compression and file.size == 0:
+            self._found("truncated", file, detail="the file holds nothing")
+            return
         if len(content) > limit:
             self._found("too_long", file, detail=f"more than {limit:,} bytes")
             return
@@ -134,6 +137,9 @@ class ShardReader:
                 line = stream.line(limit + 2)
                 if not line:
                     self.ended = True
+                    if first and end == self._reading.shard_bytes:
+                        kind = "truncated" if file.compression and file.size == 0 else "empty"
+                        self._found(kind, file, detail="the file holds nothing")
                     break
                 self.lines += 1
                 if len(line) > limit and not line.endswith(b"\n"):
