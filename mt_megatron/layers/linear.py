@@ -249,14 +249,19 @@ def _wgrad(weight: Tensor, grad_output: Tensor, total_input: Tensor, fused: bool
 
 
 def _add_to_main_grad(weight: Tensor, grad_output: Tensor, total_input: Tensor) -> None:
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = _main_grad(weight)
+    gemm("wgrad", grad_output, _flat(total_input), out=main_grad, accumulate=True, recipe=_recipe(weight))
+
+
+def _main_grad(weight: Tensor) -> Tensor:
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             "gradient_accumulation_fusion adds to weight.main_grad in float32, bfloat16 or float16, found "
             f"{'no main_grad' if main_grad is None else main_grad.dtype}; wrap the model in Megatron's "
             "DistributedDataParallel or set gradient_accumulation_fusion=False"
         )
-    gemm("wgrad", grad_output, _flat(total_input), out=main_grad, accumulate=True, recipe=_recipe(weight))
+    return main_grad
 
 
 def _already_added(weight: Tensor) -> Tensor | None:

@@ -17,11 +17,13 @@ from torch import Tensor
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.packed import document_mask, document_positions, positions_restart
 from mt_megatron.models.layer_spec import gpt_layer_spec, uses_transformer_engine
+from mt_megatron.models.masked_loss import loss_gradient, masked_loss
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.seams import family
 from mt_megatron.seams.context_parallel import part_of_sequence
 from mt_megatron.seams.layout import RankLayout
+from mt_megatron.seams.loss_gradient import announced_loss_gradient
 from mt_megatron.seams.schedule import LossFunction
 
 
@@ -118,9 +120,10 @@ class LlamaFamily:
         positions = None
         if borders is not None:
             mask, positions = borders, document_positions(borders, len(batch["tokens"]))
-        with positions_restart(_rotary(model), positions):
+        gradient = loss_gradient(model, batch["loss_mask"], batch["counted_tokens"])
+        with positions_restart(_rotary(model), positions), announced_loss_gradient(gradient):
             output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
-        return output, partial(_masked_loss, model, batch["loss_mask"], batch["counted_tokens"])
+        return output, partial(masked_loss, model, batch["loss_mask"], batch["counted_tokens"])
 
     def flops(self, config: Any) -> float:
         """Floating-point operations per token of one training step, forward and backward.
@@ -179,22 +182,6 @@ def _padded_vocab_size(config: Any) -> int:
         divisible_by=config.model.make_vocab_size_divisible_by,
         tensor_parallel=config.parallel.tensor_model_parallel_size,
     )
-
-
-def _masked_loss(
-    model: torch.nn.Module, loss_mask: Tensor, counted_tokens: Tensor, losses: Tensor
-) -> tuple[Any, ...]:
-    from megatron.core.utils import get_model_config
-
-    mask = loss_mask.view(-1).float()
-    total = torch.sum(losses.view(-1).float() * mask)
-    tokens = mask.sum()
-    report = {"loss": total.detach().double(), "tokens": tokens.double()}
-    config = get_model_config(model)
-    if config.calculate_per_token_loss:
-        return total, tokens.to(torch.int), report
-    # A micro-batch without a single counted token has loss 0, not 0/0.
-    return total / (counted_tokens.clamp(min=1.0) / config.context_parallel_size), report
 
 
 def _check_layers(config: Any, stages: int, chunks: int) -> None:

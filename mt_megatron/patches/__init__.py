@@ -25,6 +25,7 @@ CONCERNS = (
     "attention",
     "context_parallel",
     "swiglu",
+    "cross_entropy",
     "optimizer",
     "events",
     "dataset_helpers",

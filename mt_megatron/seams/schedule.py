@@ -61,15 +61,25 @@ def run_schedule(
             f"found {len(iterators)} batch iterator(s) for {len(model_chunks)} model chunk(s); "
             "give one iterator per chunk, all yielding the same micro-batches"
         )
-    return _schedule(
-        forward_step,
-        model_chunks,
-        iterators,
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
-    )
+    global _microbatches
+    _microbatches = num_microbatches
+    try:
+        return _schedule(
+            forward_step,
+            model_chunks,
+            iterators,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
+    finally:
+        _microbatches = None
+
+
+def microbatches_of_this_step() -> int | None:
+    """How many micro-batches ``run_schedule`` was told to run; None outside of it."""
+    return _microbatches
 
 
 def megatron_schedule(
@@ -98,6 +108,7 @@ def megatron_schedule(
 
 
 _schedule: Schedule = megatron_schedule
+_microbatches: int | None = None
 
 
 def set_schedule(schedule: Schedule | None) -> None:

@@ -16,7 +16,8 @@ def assemble(values: Mapping[str, Any], notes: tuple[str, ...] = ()) -> config.T
     Filled in when absent, as Megatron-LM 0.9 and TransformerConfig do: ``num_query_groups``,
     ``kv_channels``, ``ffn_hidden_size`` (4 x hidden; not for gated units, where the two differ and
     ``validate`` asks for it), ``max_position_embeddings`` for rotary positions,
-    ``grad_reduce_in_fp32`` under bf16, ``overlap_p2p_comm`` under the interleaved schedule.
+    ``grad_reduce_in_fp32`` under bf16, ``overlap_p2p_comm`` under the interleaved schedule,
+    ``bias_activation_fusion`` with SwiGLU.
     """
     complete = {name: option.default for name, option in options().items()} | dict(values)
     complete |= _derived(complete)
@@ -53,4 +54,6 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
         chunks = values["virtual_pipeline_model_parallel_size"] or 1
         per_chunk = values["num_layers_per_virtual_pipeline_stage"]
         found["overlap_p2p_comm"] = chunks > 1 or per_chunk is not None
+    if values["bias_activation_fusion"] is None:
+        found["bias_activation_fusion"] = values["activation_func"] == "silu" and values["gated_linear_unit"]
     return found

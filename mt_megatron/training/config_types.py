@@ -61,14 +61,21 @@ DEFAULTS: Mapping[str, Any] = {
     "init_method": "normal",
     "output_layer_init_method": "scaled_normal",
     "min_lr": 0.0,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
     "check_for_nan_in_grad": True,
     "deallocate_pipeline_outputs": True,
+    "gradient_accumulation_fusion": True,
+    "cross_entropy_loss_fusion": True,
     "grad_reduce_in_fp32": None,
     "overlap_p2p_comm": None,
+    "bias_activation_fusion": None,
 }
-"""Core fields with another default here. The first two name what None means upstream; the next
-three are what Megatron-LM 0.9's own arguments default to; the last two are decided by others:
-gradients are reduced in fp32 under bf16, and p2p overlaps under the interleaved schedule, unless set."""
+"""Core fields with another default here. The first two name what None means upstream; min_lr and the
+two after the optimizer's are what Megatron-LM 0.9's own arguments default to; adam_beta2 and weight_decay
+are what language models are trained with (GPT-3, Llama); both fusions
+save passes over memory and need no extension here. The last three are decided by others: gradients are
+reduced in fp32 under bf16, p2p overlaps under the interleaved schedule, SwiGLU is fused, unless set."""
 
 NOT_SETTABLE: Mapping[str, str] = {
     "params_dtype": "it follows from train.bf16 and train.fp16",

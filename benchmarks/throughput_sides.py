@@ -1,0 +1,225 @@
+"""The contenders of ``cpu_throughput.py``: one optimizer step of each on the same shape and tokens.
+
+Every side has ``step() -> float`` (the loss in nats per token): forward, backward, clipping at 1.0
+and a fused AdamW update, in bf16 with fp32 master weights where the dtype is bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A shape, a dtype and how a step's tokens are cut up."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    vocabulary: int
+    dtype: torch.dtype
+    sequence: int = 512
+    micro_batch: int = 8
+    micro_batches: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Per optimizer step."""
+        return self.sequence * self.micro_batch * self.micro_batches
+
+    def linears(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every matrix that a token is multiplied with, the head last."""
+        head = self.hidden // self.heads
+        layer = [
+            ((self.heads + 2 * self.groups) * head, self.hidden),
+            (self.hidden, self.heads * head),
+            (2 * self.ffn, self.hidden),
+            (self.hidden, self.ffn),
+        ]
+        return layer * self.layers + [(self.vocabulary, self.hidden)]
+
+    def flags(self) -> list[str]:
+        """What the trainer is told."""
+        return [
+            *("--num-layers", str(self.layers), "--hidden-size", str(self.hidden)),
+            *("--ffn-hidden-size", str(self.ffn), "--num-attention-heads", str(self.heads)),
+            *("--num-query-groups", str(self.groups), "--vocab-size", str(self.vocabulary)),
+            *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+            *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+            *("--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", str(self.sequence)),
+            *("--micro-batch-size", str(self.micro_batch), "--train-iters", "1000000", "--mock-data"),
+            *("--tokenizer-type", "NullTokenizer", "--lr-decay-style", "constant", "--lr", str(LR)),
+            *("--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(CLIP), "--backend", "cpu"),
+            *("--adam-beta1", str(BETAS[0]), "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS)),
+            *(["--bf16"] if self.dtype is torch.bfloat16 else []),
+        ]
+
+
+def token_ids(case: Case, seed: int = 0) -> Tensor:
+    """Random tokens and their successors, int64 [micro_batches, micro_batch, sequence + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.micro_batches, case.micro_batch, case.sequence + 1)
+    return torch.randint(case.vocabulary, shape, generator=generator)
+
+
+class Ours:
+    """``mt_megatron``'s trainer: its own ``train_step``, one process."""
+
+    def __init__(self, case: Case, tokens: Tensor, more: tuple[str, ...] = ()) -> None:
+        import mt_megatron
+        from mt_megatron.training.arguments import load_config
+        from mt_megatron.training.distributed import joined
+        from mt_megatron.training.model import build, family_of
+        from mt_megatron.training.step import Shape, make_forward_step
+
+        self._config = load_config(
+            [*case.flags(), "--global-batch-size", str(case.micro_batch * case.micro_batches), *more]
+        )
+        self._stack = contextlib.ExitStack()
+        self.job = self._stack.enter_context(joined(self._config, mt_megatron.backend()))
+        family = family_of(self._config)
+        self.trainable = build(self._config, self.job, family)
+        self._forward_step = make_forward_step(family, self.job.backend.device())
+        dp, at = self.job.layout.dp, self.job.at.dp
+        self._shape = Shape(
+            num_microbatches=case.micro_batches // dp if case.micro_batches > 1 else 1,
+            micro_batch_size=case.micro_batch,
+            seq_length=case.sequence,
+        )
+        self._tokens = tokens[at::dp] if case.micro_batches > 1 else tokens
+        self._iteration = 0
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        positions = torch.arange(self._shape.seq_length)
+        for rows in self._tokens:
+            yield {
+                "tokens": rows[:, :-1].contiguous(),
+                "labels": rows[:, 1:].contiguous(),
+                "loss_mask": torch.ones(rows.shape[0], self._shape.seq_length),
+                "position_ids": positions.expand(rows.shape[0], -1).contiguous(),
+            }
+
+    def step(self) -> float:
+        """One step of the trainer's own loop body."""
+        from mt_megatron.training.step import train_step
+
+        self._iteration += 1
+        result = train_step(
+            self.trainable,
+            self._forward_step,
+            [self._batches()],
+            self._shape,
+            self.job,
+            iteration=self._iteration,
+        )
+        return result.loss
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._stack.close()
+
+
+class Stock:
+    """``transformers``' LlamaForCausalLM with SDPA and torch's fused AdamW.
+
+    In bf16 either ``masters`` (bf16 weights, fp32 copies that AdamW updates) or ``autocast`` (fp32
+    weights cast in forward).
+    """
+
+    def __init__(self, case: Case, tokens: Tensor, *, compiled: bool, bf16: str = "masters") -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM._from_config(
+            LlamaConfig(
+                vocab_size=case.vocabulary,
+                hidden_size=case.hidden,
+                intermediate_size=case.ffn,
+                num_hidden_layers=case.layers,
+                num_attention_heads=case.heads,
+                num_key_value_heads=case.groups,
+                max_position_embeddings=case.sequence,
+                tie_word_embeddings=False,
+                use_cache=False,
+                attn_implementation="sdpa",
+            ),
+        )
+        low = case.dtype is not torch.float32
+        self._autocast = low and bf16 == "autocast"
+        self._model = model.to(case.dtype) if low and not self._autocast else model.float()
+        self._model.train()
+        self._weights = list(self._model.parameters())
+        self._masters = self._weights
+        if low and not self._autocast:
+            self._masters = [torch.nn.Parameter(w.detach().float()) for w in self._weights]
+            for master in self._masters:
+                master.grad = torch.empty_like(master)
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self._forward = torch.compile(self._model) if compiled else self._model
+        self._tokens = tokens
+
+    def step(self) -> float:
+        """One step as a training script writes it."""
+        low = self._masters is not self._weights
+        total = 0.0
+        for rows in self._tokens:
+            inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+                # Already shifted, so that both sides learn from every position.
+                loss = self._forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
+            (loss / len(self._tokens)).backward()
+            total += loss.item()
+        with torch.no_grad():
+            if low:
+                torch._foreach_copy_([m.grad for m in self._masters], [w.grad for w in self._weights])
+        torch.nn.utils.clip_grad_norm_(self._masters, CLIP)
+        self._optimizer.step()
+        with torch.no_grad():
+            if low:
+                torch._foreach_copy_([w.data for w in self._weights], [m.data for m in self._masters])
+        for weight in self._weights:
+            weight.grad = None
+        return total / len(self._tokens)
+
+
+class Gemms:
+    """The linear layers' matrix products of one step and nothing else: no step can be faster.
+
+    Results go to buffers that are there already, and every layer has weights of its own.
+    """
+
+    def __init__(self, case: Case, rows: int = 1024) -> None:
+        self._rows, self._chunks = rows, case.tokens // rows
+        self._work = []
+        for outputs, inputs in case.linears():
+            weight = torch.randn(outputs, inputs).to(case.dtype)
+            gradient = torch.empty_like(weight)
+            self._work.append((weight, gradient))
+        sizes = {size for pair in case.linears() for size in pair}
+        self._activation = {n: torch.randn(rows, n).to(case.dtype) for n in sizes}
+        self._result = {n: torch.empty(rows, n, dtype=case.dtype) for n in sizes}
+        self.flops = 6.0 * case.tokens * sum(o * i for o, i in case.linears())
+
+    def step(self) -> float:
+        """Forward, input gradient and weight gradient of every linear."""
+        for weight, gradient in self._work:
+            outputs, inputs = weight.shape
+            x, dy = self._activation[inputs], self._activation[outputs]
+            for _ in range(self._chunks):
+                torch.mm(x, weight.t(), out=self._result[outputs])
+                torch.mm(dy, weight, out=self._result[inputs])
+                torch.mm(dy.t(), x, out=gradient)
+        return 0.0

@@ -1,0 +1,136 @@
+"""What the ranks of ``test_cross_entropy.py`` run: the blocked loss beside upstream's, case by case."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+S, B, H, V = 24, 2, 16, 96
+
+
+def _case(dtype: torch.dtype, masked: bool, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(S, B, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator)
+    labels = torch.randint(V, (S, B), generator=generator)
+    mask = (torch.rand(S, B, generator=generator) > 0.3).float() if masked else torch.ones(S, B)
+    gradient = mask / mask.sum() if masked else mask * 0.03
+    return {"hidden": hidden.to(dtype), "weight": weight.to(dtype), "labels": labels, "gradient": gradient}
+
+
+def _run(case: dict[str, Any], how: str, sequence_parallel: bool, share: bool) -> dict[str, Any]:
+    """Losses and gradients; ``how``: plain, announced, wrong, twice, frozen, recomputed, fused, no_grad."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from mt_megatron.layers.cross_entropy import linear_cross_entropy
+    from mt_megatron.layers.linear import TensorParallelLinear
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    hidden = case["hidden"].chunk(size)[rank] if sequence_parallel else case["hidden"]
+    hidden = hidden.clone().requires_grad_()
+    weight = torch.nn.Parameter(case["weight"].chunk(size)[rank].clone())
+    weight.main_grad = torch.full(weight.shape, 0.25)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = share
+    gradient = case["gradient"]
+    backward = gradient * 3 if how == "wrong" else gradient
+    if how.startswith("frozen"):
+        weight.requires_grad_(False)
+    if how in ("plain", "frozen"):
+        allreduce = size > 1 and not sequence_parallel
+        logits = TensorParallelLinear.apply(
+            hidden, weight, None, False, allreduce, sequence_parallel, None, 0
+        )
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), case["labels"])
+    else:
+        announced = how in ("announced", "wrong", "twice", "frozen_announced")
+        if how == "no_main_grad":
+            announced = True
+            del weight.main_grad
+        with torch.no_grad() if how == "no_grad" else torch.enable_grad():
+            losses = linear_cross_entropy(
+                hidden,
+                weight,
+                case["labels"],
+                announced=gradient if announced else None,
+                sequence_parallel=sequence_parallel,
+                gradient_accumulation_fusion=how == "fused",
+            )
+    if how == "no_grad":
+        return {"losses": losses}
+    for _ in range(2 if how == "twice" else 1):
+        losses.backward(backward, retain_graph=True)
+    times = 3.0 if how == "wrong" else 2.0 if how == "twice" else 1.0
+    result = {"losses": losses.detach(), "hidden": hidden.grad / times}
+    if weight.requires_grad:
+        into = getattr(weight, "main_grad", None)
+        added = torch.zeros(weight.shape) if into is None else into - 0.25
+        if how in ("plain", "recomputed", "no_main_grad"):
+            assert not added.any()
+            added = weight.grad.float()
+        else:
+            assert weight.grad_added_to_main_grad
+            assert not share or not weight.grad.any()
+        result["weight"] = added / times
+    return result
+
+
+def _error(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float((value.double() - expected[name].double()).norm() / expected[name].double().norm())
+        for name, value in found.items()
+    }
+
+
+def compare(tp: int, sequence_parallel: bool) -> dict[str, dict[str, float]]:
+    """Relative error of losses and gradients to upstream's path (bf16: to the same path in fp32), by case."""
+    from mt_megatron.layers import cross_entropy_blocks
+    from tests.patches import small_gpt
+
+    small_gpt.start(tp=tp)
+    found: dict[str, dict[str, float]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for masked in (False, True):
+            case = _case(dtype, masked, seed=int(masked))
+            wide = {name: t.float() if t.is_floating_point() else t for name, t in case.items()}
+            expected = _run(wide, "plain", sequence_parallel, False)
+            name = f"{str(dtype)[6:]}-{'masked' if masked else 'all'}"
+            found[f"{name}-plain"] = _error(_run(case, "plain", sequence_parallel, False), expected)
+            # Blocks of 16 tokens, of which a few are widened at a time.
+            budget = {"cpu": 16 * V // tp * 7}
+            with (
+                mock.patch.object(cross_entropy_blocks, "_BUDGET", budget),
+                mock.patch.object(cross_entropy_blocks, "_CACHED", 5 * 4 * V // tp),
+                mock.patch.object(cross_entropy_blocks, "_TILE", 1),
+            ):
+                for how in ("announced", "wrong", "twice", "recomputed", "fused", "no_grad", "no_main_grad"):
+                    got = _run(case, how, sequence_parallel, how == "fused")
+                    found[f"{name}-{how}"] = _error(got, expected)
+                frozen = _run(wide, "frozen", sequence_parallel, False)
+                for how in ("frozen_announced", "frozen_recomputed"):
+                    found[f"{name}-{how}"] = _error(_frozen(case, how, sequence_parallel), frozen)
+    return found
+
+
+def _frozen(case: dict[str, Any], how: str, sequence_parallel: bool) -> dict[str, Any]:
+    return _run(case, how if how == "frozen_announced" else "frozen_later", sequence_parallel, False)
+
+
+def extremes() -> dict[str, Any]:
+    """Logits of 1e4, labels that are certain, and one token: finite, and as the formula says."""
+    from mt_megatron.layers.cross_entropy import linear_cross_entropy
+    from tests.patches import small_gpt
+
+    small_gpt.start()
+    hidden = torch.zeros(3, 1, H)
+    hidden[:, 0, 0] = 100.0
+    weight = torch.zeros(V, H)
+    weight[7, 0] = 100.0
+    labels = torch.tensor([[7], [3], [7]])
+    return {
+        "losses": linear_cross_entropy(hidden, weight, labels).flatten().tolist(),
+        "one": linear_cross_entropy(hidden[:1], weight, labels[:1]).tolist(),
+    }

@@ -1,0 +1,28 @@
+"""The blocked loss has upstream's losses and gradients, whatever is announced and however it is spread."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run_ranks
+
+HERE = "tests.layers.cross_entropy_ranks"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_losses_and_gradients_are_the_plain_paths(tp, sequence_parallel):
+    for found in run_ranks(tp, f"{HERE}:compare", tp, sequence_parallel, env=ONE_THREAD):
+        assert len(found) == 40
+        for name, errors in found.items():
+            plain = found["-".join([*name.split("-")[:2], "plain"])]
+            for what, error in errors.items():
+                # In bf16 no farther from the fp32 result than the plain path is.
+                bound = 1e-6 if name.startswith("float32") else 1.5 * max(plain[what], 1e-6)
+                assert error < bound, (name, what, error, plain)
+
+
+def test_large_logits_are_no_trouble():
+    (found,) = run_ranks(1, f"{HERE}:extremes", env=ONE_THREAD)
+    assert found["losses"] == [0.0, 10000.0, 0.0]
+    assert found["one"] == [[0.0]]
