@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mt_megatron.errors import DataError
 from mt_megatron.training.data.corpus import folder_files
+from mt_megatron.training.data.streams import zstandard_module
 
 Format = Literal["jsonl", "text", "parquet"]
 FORMATS: tuple[Format, ...] = ("jsonl", "text", "parquet")
@@ -151,6 +152,8 @@ def _input_file(path: str, forced: Format | None) -> InputFile:
     if compression:
         suffix = os.path.splitext(stem)[1]
     kind = forced or _SUFFIXES.get(suffix.lower(), "text")
+    if compression == "zst":
+        zstandard_module()  # Said now, and not by a worker later.
     if kind == "parquet" and compression:
         raise DataError(f"{path} is a compressed Parquet file; expected Parquet, which compresses by itself")
     status = os.stat(path)

@@ -113,17 +113,23 @@ class LineStream:
         return cast(_Readable, self._file)
 
 
+def zstandard_module() -> Any:
+    """``zstandard``. Raises ``DataError`` when it is not installed."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(
+            "reading .zst files needs the package zstandard, which is not installed; install it with: "
+            'pip install "mt_megatron[data]"'
+        ) from error
+    return zstandard
+
+
 class _ZstandardFrames(io.RawIOBase):
     """The text of a file of Zstandard frames. Unlike the package's own reader it notices a cut-off."""
 
     def __init__(self, file: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(
-                "reading .zst files needs the package zstandard, which is not installed; install it with: "
-                'pip install "mt_megatron[data]"'
-            ) from error
+        zstandard = zstandard_module()
         self._error: type[Exception] = zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._file = file

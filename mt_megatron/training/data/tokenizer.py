@@ -119,8 +119,8 @@ class NullTokenizer:
         self.identity = f"null-{vocab_size}"
 
     def encode(self, text: str) -> list[int]:
-        """Numbers separated by blanks."""
-        return [int(word) for word in text.split()]
+        """Numbers separated by blanks. Raises ``DataError`` for anything else."""
+        return [self._number(word) for word in text.split()]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text."""
@@ -129,6 +129,14 @@ class NullTokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Every id under its own number."""
         return {str(index): index for index in range(self.vocab_size)}
+
+    def _number(self, word: str) -> int:
+        if word.isascii() and word.isdigit() and int(word) < self.vocab_size:
+            return int(word)
+        raise DataError(
+            f"found {word[:40]!r}; NullTokenizer reads numbers from 0 to {self.vocab_size - 1}. Name the "
+            "text's tokenizer with --tokenizer-type"
+        )
 
 
 def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> TokenizerLike:

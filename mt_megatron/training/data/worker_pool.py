@@ -64,11 +64,13 @@ class _Worker:
             self.process.kill()
             code = self.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        at = f" while it made shard {self.task.name} of {_files(self.task)}" if self.task else ""
+        at = (
+            f"while it made shard {self.task.name} of {_files(self.task)}" if self.task else "when it started"
+        )
+        memory = "Look for the kernel's out-of-memory killer and use fewer --workers. " * (code == -9)
         return DataError(
-            f"worker {self.number} (process {self.process.pid}) {how}{at}. If that was SIGKILL, look for the "
-            "kernel's out-of-memory killer and use fewer --workers. What is done is kept: run the same "
-            "command again to continue"
+            f"worker {self.number} (process {self.process.pid}) {how} {at}. {memory}What is done is "
+            "kept: run the same command again to continue"
         )
 
 
