@@ -14,7 +14,15 @@ from mt_megatron.training.arguments_megatron import ALIASES, SET, Alias
 from mt_megatron.training.arguments_refused import REFUSED
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_resolve import assemble
-from mt_megatron.training.config_types import NOT_SETTABLE, SECTIONS, Option, convert, options, type_text
+from mt_megatron.training.config_types import (
+    NOT_SETTABLE,
+    SECTIONS,
+    Option,
+    convert,
+    options,
+    shown,
+    type_text,
+)
 from mt_megatron.training.config_yaml import YamlEntry, read_yaml
 
 
@@ -192,8 +200,8 @@ class _Reader:
     def _take_alias_entry(self, alias: Alias, entry: YamlEntry) -> None:
         if alias.to is None and not alias.takes_value and entry.value is not True:
             self.problems.append(
-                f"{entry.where}: {entry.name} is a switch of Megatron-LM; found {entry.value!r}, expected "
-                "true. To say the opposite, set the field itself: "
+                f"{entry.where}: {entry.name} is a switch of Megatron-LM; found {shown(entry.value)}, "
+                "expected true. To say the opposite, set the field itself: "
                 + (", ".join(alias.sets) or "leave the line out")
                 + "."
             )
@@ -207,9 +215,9 @@ class _Reader:
             # Megatron-LM's spelling of "no experts".
             none = alias.to == "num_moe_experts" and value in ("0", 0)
             self._convert(known[alias.to], "none" if none else value, where)
-        elif alias.takes_value and str(value) not in alias.values:
+        elif alias.takes_value and (isinstance(value, list | dict) or str(value) not in alias.values):
             self.problems.append(
-                f"{where}: {alias.name} is {value!r}; expected {' or '.join(alias.values)}: "
+                f"{where}: {alias.name} is {shown(value)}; expected {' or '.join(alias.values)}: "
                 f"{alias.otherwise}."
             )
         else:
@@ -261,5 +269,11 @@ def _unknown(shown: str, dashed: str, section: str | None = None) -> str:
 
 
 def _hint(name: str, candidates: Sequence[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    # Without case and separators first: NumLayers is num-layers.
+    same = [each for each in candidates if _bare(each) == _bare(name)]
+    close = same or difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -238,6 +239,16 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True))
 
 
+def shown(value: object) -> str:
+    """``value`` as Python writes it, cut short: a few aliases in YAML can stand for gigabytes."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+
+
 def convert(option: Option, value: object, where: str) -> Any:
     """``value`` (text, number, list, None) as ``option``'s type.
 
@@ -255,4 +266,4 @@ def convert(option: Option, value: object, where: str) -> Any:
             return _adapter(option.type).validate_python(prepared)
         except ValidationError:
             wrong = True
-    raise ConfigError(f"{where}: {option.name} is {value!r}; expected {type_text(option.type)}.")
+    raise ConfigError(f"{where}: {option.name} is {shown(value)}; expected {type_text(option.type)}.")

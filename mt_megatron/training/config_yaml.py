@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.training.config_types import SECTIONS, options, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +33,23 @@ def read_yaml(path: Path) -> list[YamlEntry]:
     """Every entry of the file, in order. Raises ``ConfigError`` for anything but sections of keys."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"the configuration file {path} cannot be read: {error}. Check its path."
         ) from error
-    # SafeLoader builds plain values only; its nodes, unlike its dictionaries, keep lines and duplicates.
-    loader = yaml.SafeLoader(text)
     try:
-        root = loader.get_single_node()
-        return [] if root is None else _entries(loader, root, path)
+        # It builds plain values only; its nodes, unlike its dictionaries, keep lines and duplicates.
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            return [] if root is None else _entries(loader, root, path)
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         # Not YAMLError alone: 2024-13-45 is taken for a date, and a million brackets for a nest.
         raise ConfigError(
             f"{path} is no valid YAML: {' '.join(str(error).split())}. Correct the file."
         ) from error
-    finally:
-        loader.dispose()
 
 
 def _entries(loader: yaml.SafeLoader, root: yaml.Node, path: Path) -> list[YamlEntry]:
@@ -57,6 +58,8 @@ def _entries(loader: yaml.SafeLoader, root: yaml.Node, path: Path) -> list[YamlE
         section = str(section_node.value)
         if isinstance(body, yaml.ScalarNode) and loader.construct_object(body) is None:
             continue
+        if section not in SECTIONS and not isinstance(body, yaml.MappingNode):
+            raise ConfigError(_not_a_section(section, _where(path, section_node)))
         for key, value in _pairs(loader, body, path, f"`name: value` lines under `{section}:`"):
             entries.append(
                 YamlEntry(
@@ -73,7 +76,7 @@ def _pairs(
     loader: yaml.SafeLoader, node: yaml.Node, path: Path, expected: str
 ) -> list[tuple[yaml.Node, yaml.Node]]:
     if not isinstance(node, yaml.MappingNode):
-        found = reprlib.repr(loader.construct_object(node, deep=True))
+        found = shown(loader.construct_object(node, deep=True))
         raise ConfigError(f"{_where(path, node)}: found {found}; expected {expected}.")
     seen: dict[str, yaml.Node] = {}
     for key, _ in node.value:
@@ -92,3 +95,13 @@ def _pairs(
 
 def _where(path: Path, node: yaml.Node) -> str:
     return f"{path}:{node.start_mark.line + 1}"
+
+
+def _not_a_section(name: str, where: str) -> str:
+    option = options().get(name.replace("-", "_"))
+    if option is None:
+        return f"{where}: there is no section {name!r}; expected one of {', '.join(SECTIONS)}."
+    return (
+        f"{where}: {name} stands outside of any section; expected it in {option.section!r}. Indent it under "
+        f"`{option.section}:`."
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
 
+from mt_megatron.errors import DataError
 from mt_megatron.training.config import TrainingConfig
 
 _MOCK_VOCABULARY = 4095
@@ -18,6 +20,8 @@ def file_problems(config: TrainingConfig) -> list[str]:
         *_sources(config),
         *_tokenizer(config),
         *_indexed(config),
+        *_amounts(config),
+        *_generated(config),
         *_checkpoints(config),
         *_outputs(config),
         *_folders(config),
@@ -92,7 +96,7 @@ def _blend(name: str, blend: tuple[str, ...]) -> list[str]:
                 )
             ]
     for prefix in prefixes:
-        missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+        missing = [suffix for suffix in (".bin", ".idx") if not is_file(prefix + suffix)]
         if missing:
             found.append(
                 f"{name} names {prefix}, but {' and '.join(prefix + each for each in missing)} "
@@ -123,7 +127,7 @@ def _tokenizer(config: TrainingConfig) -> list[str]:
                 "--tokenizer-model, or --tokenizer-type NullTokenizer with --vocab-size."
             )
         ]
-    if not Path(data.tokenizer_model).exists():
+    if not (is_file(data.tokenizer_model) or is_folder(data.tokenizer_model)):
         return [
             f"tokenizer_model is {data.tokenizer_model}, which does not exist; expected a file "
             "or a folder with a tokenizer.json. Correct --tokenizer-model."
@@ -135,9 +139,7 @@ def _indexed(config: TrainingConfig) -> list[str]:
     """Whether data files fit their index and the tokenizer; missing ones are named elsewhere."""
     data = config.data
     paths = [*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path]
-    there = dict.fromkeys(
-        path for path in paths if Path(path + ".idx").is_file() and Path(path + ".bin").is_file()
-    )
+    there = dict.fromkeys(path for path in paths if is_file(path + ".idx") and is_file(path + ".bin"))
     if _tokenizer(config) or (data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None):
         return []
     if not there:
@@ -148,13 +150,66 @@ def _indexed(config: TrainingConfig) -> list[str]:
     return [problem for prefix in there for problem in data_problems(prefix, config)]
 
 
+def _amounts(config: TrainingConfig) -> list[str]:
+    """Whether there is anything to train on, and a whole sample to validate on."""
+    data, length, found = config.data, config.train.seq_length, []
+    single = (*data.valid_data_path[:1], *data.test_data_path[:1]) if length is not None else ()
+    for prefix in dict.fromkeys(
+        (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
+    ):
+        tokens = _tokens(prefix)
+        if tokens == 0:
+            found.append(
+                f"{prefix}.bin holds 0 tokens; expected some. Make the data again, or leave {prefix} out."
+            )
+        elif tokens is not None and length is not None and prefix in single and tokens <= length:
+            found.append(
+                f"{prefix}.bin holds {tokens} tokens; expected at least seq_length + 1 = {length + 1} for "
+                "one sample. Use more data or a shorter --seq-length."
+            )
+    return found
+
+
+def _tokens(prefix: str) -> int | None:
+    """Tokens that the index of ``prefix`` names; None when it cannot be read, which is said elsewhere."""
+    if not (is_file(prefix + ".idx") and is_file(prefix + ".bin")):
+        return None
+    from mt_megatron.training.data.indexed_files import read_header
+
+    try:
+        return read_header(Path(prefix + ".idx")).tokens
+    except (OSError, ValueError):
+        return None
+
+
+def _generated(config: TrainingConfig) -> list[str]:
+    """Whether the tokenizer can be read and is large enough for generated samples; for files of tokens
+    ``_indexed`` says that."""
+    data = config.data
+    if not data.mock_data or data.tokenizer_model is None or _tokenizer(config):
+        return []
+    from mt_megatron.training.data.tokenizer import load_tokenizer
+
+    try:
+        size = load_tokenizer(data, vocab_size=config.model.vocab_size).vocab_size
+    except DataError as error:
+        return [str(error)]
+    if config.model.vocab_size is None and size < _MOCK_VOCABULARY:
+        return [
+            f"tokenizer_model is {data.tokenizer_model} with {size} tokens, and so is the vocabulary; "
+            f"expected at least {_MOCK_VOCABULARY} with mock_data: Megatron-Core generates tokens up to "
+            "there. Set --vocab-size."
+        ]
+    return []
+
+
 def _checkpoints(config: TrainingConfig) -> list[str]:
     checkpoint, found = config.checkpoint, []
     if checkpoint.save_interval is not None and checkpoint.save is None:
         found.append("save_interval is set without save; expected a directory. Set --save.")
-    if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
+    if checkpoint.load is not None and not is_folder(checkpoint.load):
         found.append(f"load is {checkpoint.load}, which is no directory; expected one. Correct --load.")
-    if checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).is_dir():
+    if checkpoint.resume not in ("auto", "never") and not is_folder(checkpoint.resume):
         found.append(
             f"resume is {checkpoint.resume}; expected auto, never or the directory of a checkpoint. "
             "Correct --resume."
@@ -167,12 +222,12 @@ def _outputs(config: TrainingConfig) -> list[str]:
     logging, found = config.logging, []
     path = logging.metrics_path
     if path is not None:
-        if Path(path).is_dir():
-            found.append(f"metrics_path is {path}, which is a folder; expected a file. Set --metrics-path.")
-        elif path == "":
+        if path == "":
             found.append("metrics_path is empty; expected the path of a file. Set --metrics-path.")
+        elif is_folder(path):
+            found.append(f"metrics_path is {path}, which is a folder; expected a file. Set --metrics-path.")
         else:
-            found.extend(_unwritable("metrics_path", Path(path), is_file=True))
+            found.extend(_unwritable("metrics_path", Path(path), file=True))
     for name, folder in (
         ("save", config.checkpoint.save),
         ("tensorboard_dir", logging.tensorboard_dir),
@@ -181,14 +236,33 @@ def _outputs(config: TrainingConfig) -> list[str]:
         if folder == "":
             found.append(f"{name} is empty; expected a directory. Set --{name.replace('_', '-')}.")
         elif folder is not None:
-            found.extend(_unwritable(name, Path(folder), is_file=False))
+            found.extend(_unwritable(name, Path(folder), file=False))
     return found
 
 
-def _unwritable(name: str, path: Path, *, is_file: bool) -> list[str]:
+def is_file(path: str) -> bool:
+    """Whether there is such a file; a name that none can have (too long, a zero byte) is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is such a folder; a name that none can have is none."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _unwritable(name: str, path: Path, *, file: bool) -> list[str]:
     change = f"Change --{name.replace('_', '-')}."
     try:
-        if not is_file and path.exists() and not path.is_dir():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # Unlike pathlib's questions it complains of names that no file can have.
+            os.stat(path)
+        if not file and path.exists() and not path.is_dir():
             return [f"{name} is {path}, which is a file; expected a directory. {change}"]
         existing = path.absolute()
         while not existing.exists():
@@ -204,7 +278,7 @@ def _unwritable(name: str, path: Path, *, is_file: bool) -> list[str]:
 
 
 def _folders(config: TrainingConfig) -> list[str]:
-    """Paths that a run reads from are no empty text and no folder where a file is meant."""
+    """Whether paths that a run reads from are empty."""
     data, found = config.data, []
     for name in ("data_cache_path", "tokenizer_model"):
         if getattr(data, name) == "":

@@ -1,4 +1,4 @@
-"""Upper limits of counts: beyond them a number is a slip of the finger, not a model or a run."""
+"""Limits of single numbers: beyond them one is a slip of the finger, not a model or a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,13 @@ def size_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
     values = {name: value for section in config.to_dict().values() for name, value in section.items()}
     limits: dict[str, float] = {**LIMITS, "distributed_timeout_minutes": _MINUTES}
-    return [
+    peak = config.logging.peak_tflops
+    found = (
+        []
+        if peak is None or peak > 0
+        else [f"peak_tflops is {peak}; expected more than 0. Set --peak-tflops."]
+    )
+    return found + [
         f"{name} is {values[name]}; expected at most {limit}. Set --{name.replace('_', '-')}."
         for name, limit in limits.items()
         if values[name] is not None and values[name] > limit
