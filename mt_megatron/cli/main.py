@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import mt_megatron
 from mt_megatron.errors import ConfigError, MtMegatronError, RunError
 
-COMMANDS = ("run", "pretrain", "prepare", "preprocess", "plan", "diverge", "doctor", "patches")
+COMMANDS = ("run", "pretrain", "launch", "prepare", "preprocess", "plan", "diverge", "doctor", "patches")
 """Subcommands, in the order of ``--help``."""
 
 

@@ -1,0 +1,304 @@
+"""``mt-megatron launch``: torchrun on this machine, or what a scheduler needs to start it on many."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.launching.hostfile import Host, read_hostfile
+from mt_megatron.launching.job import LaunchJob, check_job
+from mt_megatron.launching.kubernetes import RESOURCES, KubernetesOptions, manifest_yaml
+from mt_megatron.launching.ray_entry import RayOptions, ray_program
+from mt_megatron.launching.slurm import SlurmOptions, slurm_script
+from mt_megatron.launching.this_node import node_rank, slots_of
+from mt_megatron.launching.torchrun import DEFAULT_PORT, LOOPBACK, Meeting, torchrun_command
+from mt_megatron.training.config import TrainingConfig
+
+_FORMS = ("command", "slurm", "k8s", "ray")
+_RESTARTS = 3
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "launch",
+        help="start training on this machine, or print what a scheduler needs to start it on many",
+        description="Start torchrun for this machine's part of a training run; or, with --print, write a\n"
+        "Slurm script, Kubernetes manifests or a Ray program to standard output. Nothing is submitted.",
+        usage="mt-megatron launch [options] -- OPTIONS OF MT-MEGATRON PRETRAIN",
+        epilog="examples:\n"
+        "  mt-megatron launch -- --config run.yaml\n"
+        "  mt-megatron launch --hostfile hosts -- --config run.yaml        (on every host)\n"
+        "  mt-megatron launch --print slurm --nodes 8 --gpus-per-node 8 --time 12:00:00 \\\n"
+        "    -- --config run.yaml --save /shared/run > job.sh\n\n"
+        "exit codes: torchrun's own; 2 when it was not started",
+    )
+    parser.add_argument(
+        "--print", dest="form", choices=_FORMS, help="print this instead of starting anything"
+    )
+    _add_job(parser)
+    _add_meeting(parser)
+    _add_schedulers(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(func=run)
+    return parser
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines (those of the hostfile, else 1)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="G", help="processes on each machine (slots=, else its devices)"
+    )
+    parser.add_argument("--hostfile", type=Path, metavar="F", help="the machines, the first one to meet at")
+    parser.add_argument("--job-name", default="mt-megatron", metavar="NAME")
+    parser.add_argument(
+        "--python", metavar="PATH", help="interpreter on the machines (this one; python if printed)"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, metavar="N", help=f"starts after a failure (0; {_RESTARTS} if printed)"
+    )
+    parser.add_argument("--network-interface", metavar="IF", help="interface of the collectives")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable to set on every machine"
+    )
+
+
+def _add_meeting(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where the machines meet (set by what --print writes)")
+    group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
+    group.add_argument("--master-addr", metavar="ADDRESS", help="an address of the first machine")
+    group.add_argument("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT")
+    group.add_argument("--local-addr", metavar="ADDRESS", help="how the others reach this machine")
+    group.add_argument("--rendezvous-id", default="mt-megatron", metavar="ID")
+    group.add_argument(
+        "--from-environment", action="store_true", help="all this is in torchrun's PET_* variables"
+    )
+
+
+def _add_schedulers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedulers")
+    group.add_argument("--time", metavar="LIMIT", help="Slurm: time limit")
+    group.add_argument("--partition", metavar="NAME", help="Slurm")
+    group.add_argument("--account", metavar="NAME", help="Slurm")
+    group.add_argument(
+        "--save-before",
+        type=int,
+        default=300,
+        metavar="SECONDS",
+        help="Slurm: end so long before the limit (300)",
+    )
+    group.add_argument("--no-requeue", action="store_true", help="Slurm: do not go on in another job")
+    group.add_argument("--cpus-per-node", type=int, metavar="N", help="Slurm, Ray")
+    group.add_argument(
+        "--vendor",
+        choices=tuple(RESOURCES),
+        default="nvidia",
+        help="Slurm, Kubernetes, Ray: whose devices (nvidia)",
+    )
+    group.add_argument("--image", metavar="IMAGE", help="Kubernetes: the container's image")
+    group.add_argument("--kubernetes-kind", choices=("TrainJob", "PyTorchJob"), default="TrainJob")
+    group.add_argument("--namespace", default="default", metavar="NAME", help="Kubernetes")
+    group.add_argument(
+        "--shared-memory", default="64Gi", metavar="SIZE", help="Kubernetes: of /dev/shm (64Gi)"
+    )
+    group.add_argument("--cpu", metavar="N", help="Kubernetes: processors of a pod")
+    group.add_argument("--memory", metavar="SIZE", help="Kubernetes: memory of a pod")
+    group.add_argument(
+        "--volume", action="append", default=[], metavar="CLAIM:PATH", help="Kubernetes: mount a volume claim"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print, or start torchrun and return its exit code. Raises ``ConfigError`` before anything starts."""
+    options = args.command[1:] if args.command[:1] == ["--"] else args.command
+    hosts = read_hostfile(args.hostfile) if args.hostfile is not None else []
+    job = _job(args, options, hosts)
+    again = args.form in ("slurm", "k8s", "ray") and (job.max_restarts > 0 or not args.no_requeue)
+    config = check_job(job, restarts=again)
+    if args.form in ("slurm", "k8s", "ray"):
+        print(_rendered(args, job), end="")
+        return 0
+    if args.form == "command":
+        for line in _commands(args, job, hosts):
+            print(line)
+        return 0
+    return _start(job, _meeting(args, job, hosts, _rank(args, hosts)), config)
+
+
+def _job(args: argparse.Namespace, options: list[str], hosts: list[Host]) -> LaunchJob:
+    nodes = args.nodes
+    if hosts and nodes is not None and nodes != len(hosts):
+        raise ConfigError(
+            f"--nodes is {nodes} and {args.hostfile} lists {len(hosts)} hosts; expected the same number. "
+            "Leave --nodes out."
+        )
+    printed = args.form is not None
+    restarts = args.max_restarts
+    if restarts is None:
+        restarts = _RESTARTS if printed and args.form != "command" else 0
+    return LaunchJob(
+        options=tuple(options),
+        nodes=nodes if nodes is not None else max(1, len(hosts)),
+        processes_per_node=_processes(args, options, hosts, printed),
+        name=args.job_name,
+        python=args.python or ("python" if printed else sys.executable),
+        max_restarts=restarts,
+        interface=args.network_interface,
+        environment=tuple(_assignment(each) for each in args.env),
+    )
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--env is {text!r}; expected NAME=VALUE")
+    return name, value
+
+
+def _processes(args: argparse.Namespace, options: list[str], hosts: list[Host], printed: bool) -> int:
+    if args.gpus_per_node is not None:
+        return int(args.gpus_per_node)
+    slots = slots_of(hosts) if hosts else None
+    if slots is not None:
+        return slots
+    if printed and args.form != "command":
+        raise ConfigError(
+            "--gpus-per-node is not set; expected the number of devices on each machine, which this one "
+            "cannot know."
+        )
+    if not options:
+        return 1  # check_job says what is missing.
+    return _devices_here(options)
+
+
+def _devices_here(options: list[str]) -> int:
+    """One process per device; on a CPU the fewest that the layout allows."""
+    from mt_megatron.backends import registry
+    from mt_megatron.training.arguments import load_config
+
+    config = load_config(options)
+    backend, reason = registry.select(config.launch.backend)
+    parallel = config.parallel
+    if backend.device_type != "cpu":
+        count = backend.device_count()
+    else:
+        count = (
+            parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * parallel.context_parallel_size
+        )
+    _say(f"{count} process{'es' if count > 1 else ''} on this machine: {backend.name} ({reason})")
+    return count
+
+
+def _rendered(args: argparse.Namespace, job: LaunchJob) -> str:
+    if args.form == "slurm":
+        return slurm_script(
+            job,
+            SlurmOptions(
+                time=args.time,
+                partition=args.partition,
+                account=args.account,
+                cpus_per_node=args.cpus_per_node,
+                devices=args.vendor != "none",
+                save_before=args.save_before,
+                requeue=not args.no_requeue,
+            ),
+        )
+    if args.form == "ray":
+        return ray_program(job, RayOptions(cpus_per_node=args.cpus_per_node or 1, vendor=args.vendor))
+    if args.image is None:
+        raise ConfigError("--image is not set; expected the container image that holds mt_megatron.")
+    return manifest_yaml(
+        job,
+        KubernetesOptions(
+            image=args.image,
+            kind=args.kubernetes_kind,
+            namespace=args.namespace,
+            vendor=args.vendor,
+            shared_memory=args.shared_memory,
+            cpu=args.cpu,
+            memory=args.memory,
+            claims=tuple(_claim(each) for each in args.volume),
+        ),
+    )
+
+
+def _claim(text: str) -> tuple[str, str]:
+    claim, colon, path = text.partition(":")
+    if not colon:
+        raise ConfigError(f"--volume is {text!r}; expected CLAIM:/PATH")
+    return claim, path
+
+
+def _rank(args: argparse.Namespace, hosts: list[Host]) -> int | None:
+    if args.node_rank is not None:
+        if args.node_rank < 0 or (hosts and args.node_rank >= len(hosts)):
+            most = f" to {len(hosts) - 1}" if hosts else ""
+            raise ConfigError(f"--node-rank is {args.node_rank}; expected 0{most}.")
+        return int(args.node_rank)
+    return node_rank(hosts) if hosts else None
+
+
+def _meeting(args: argparse.Namespace, job: LaunchJob, hosts: list[Host], rank: int | None) -> Meeting | None:
+    if args.from_environment:
+        if "PET_MASTER_ADDR" not in os.environ and job.nodes > 1:
+            raise ConfigError(
+                "--from-environment is given and PET_MASTER_ADDR is not set; expected torchrun's PET_* "
+                "variables. Set --master-addr instead, outside of Kubernetes."
+            )
+        return None if "PET_MASTER_ADDR" in os.environ else LOOPBACK
+    address = args.master_addr or (hosts[0].name if hosts else None)
+    if address is None:
+        if job.nodes == 1:
+            return LOOPBACK
+        raise ConfigError(
+            f"--nodes is {job.nodes} and nothing says where they meet; expected --hostfile, or --master-addr "
+            "with an address of the first machine."
+        )
+    own = args.local_addr
+    if own is None and hosts and rank is not None:
+        own = hosts[rank].name
+    return Meeting(
+        address=address,
+        port=args.master_port,
+        identity=args.rendezvous_id,
+        hosts_it=None if rank is None else rank == 0,
+        own_address=own,
+    )
+
+
+def _commands(args: argparse.Namespace, job: LaunchJob, hosts: list[Host]) -> list[str]:
+    if not hosts:
+        return [_line(job, _meeting(args, job, hosts, _rank(args, hosts)))]
+    lines = []
+    for rank, host in enumerate(hosts):
+        lines += [f"# on {host.name}", _line(job, _meeting(args, job, hosts, rank))]
+    return lines
+
+
+def _line(job: LaunchJob, meeting: Meeting | None) -> str:
+    words = torchrun_command(job, meeting)
+    variables = [f"{name}={value}" for name, value in job.variables().items()]
+    return shlex.join(["env", *variables, *words] if variables else words)
+
+
+def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> int:
+    from mt_megatron.launching.supervise import supervise
+
+    command = torchrun_command(job, meeting)
+    if config.launch.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    _say(shlex.join(command))
+    sys.stdout.flush()
+    return supervise(command, {**os.environ, **job.variables()})
+
+
+def _say(text: str) -> None:
+    print(f"mt-megatron launch: {text}", file=sys.stderr)
