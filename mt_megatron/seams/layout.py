@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..backends.base import Backend
 from ..backends.collectives import let_group_threads_rest, local_device, prepare_environment
+from ..backends.elastic import elastic_group
 from ..errors import ConfigError
 
 _AXES = ("tp", "cp", "ep", "edp", "pp")
@@ -141,7 +142,7 @@ def initialize(layout: RankLayout, backend: Backend, timeout: timedelta = timede
         _require_world(launched, layout)
         prepare_environment(backend, nodes=math.ceil(launched / local))
         backend.set_device(local_device(backend))
-        dist.init_process_group(backend.collective, timeout=timeout)
+        dist.init_process_group(backend.collective, timeout=timeout, **elastic_group(timeout))
         _made_default_group = True
     _require_world(dist.get_world_size(), layout)
     parallel_state.initialize_model_parallel(

@@ -2,7 +2,7 @@
 
     SAVE/latest_checkpointed_iteration.txt   the newest complete one; written last
     SAVE/iter_0000100/                       complete, since it is renamed when all is in it
-    SAVE/iter_0000100/mt_megatron.json       the manifest: progress, configuration, size and checksum of each file
+    SAVE/iter_0000100/mt_megatron.json       the manifest: progress, configuration, checksums
     SAVE/iter_0000100/COMPLETE               size and checksum of the manifest; the last file written
     SAVE/.iter_0000100.RUN.partial/          being written, or what a kill left of it
 

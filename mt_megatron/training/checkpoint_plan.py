@@ -198,8 +198,8 @@ def _planned(sharded: Any, structure: list[Any]) -> Plan:
     missing = [key for key in keys if key not in shapes]
     if missing or len(set(keys)) != len(keys):
         raise CheckpointError(
-            f"the plan of a checkpoint names {missing or 'a tensor twice'}, which rank {dist.get_rank()} cannot "
-            "find; use a tested version of torch"
+            f"the plan of a checkpoint names {missing or 'a tensor twice'}, which rank {dist.get_rank()} "
+            "cannot find; use a tested version of torch"
         )
     return Plan(
         structure=structure,

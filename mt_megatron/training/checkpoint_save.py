@@ -213,8 +213,8 @@ class Save:
                 path = self._partial / name
                 if not path.exists() or path.stat().st_size != listed[name]["bytes"]:
                     raise OSError(
-                        f"rank {part.rank} wrote {path}, which rank 0 does not find whole: --save must be one "
-                        "folder that all nodes see"
+                        f"rank {part.rank} wrote {path}, which rank 0 does not find whole: --save must be "
+                        "one folder that all nodes see"
                     )
 
     def _document(self, listed: Mapping[str, Any]) -> dict[str, Any]:

@@ -178,8 +178,8 @@ class CheckpointStore:
             self._lost = report
             kept = "no checkpoint is complete yet" if self.newest is None else f"{self.newest} is kept"
             self._say(
-                f"step {report.iteration}: the checkpoint could NOT be written: {report.error}; training goes "
-                f"on, {kept}"
+                f"step {report.iteration}: the checkpoint could NOT be written: {report.error}; training "
+                f"goes on, {kept}"
             )
         else:
             self._lost, self.newest = None, report.folder

@@ -136,7 +136,7 @@ def _be_rank(
         work()
         dist.barrier()
         status = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (the log has it, and the exit code)
         traceback.print_exc()
     finally:
         sys.stdout.flush()

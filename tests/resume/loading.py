@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def damaged(folder: str) -> dict[str, Any]:
     names = sorted(str(each.relative_to(newest)) for each in newest.rglob("*") if each.is_file())
     found: dict[str, Any] = {"names": names, "errors": {}}
     for name in names:
-        _on_main(lambda: flip(newest / name, 1000003))
+        _on_main(partial(flip, newest / name, 1000003))
         found["errors"][name] = run(flags, folder, "refused")["error"]
-        _on_main(lambda: flip(newest / name, 1000003))
+        _on_main(partial(flip, newest / name, 1000003))
     # A number in the tensors' own bytes, which nothing but a checksum would notice.
     _on_main(lambda: flip(newest / "__0_0.distcp", 5000))
     found["weights"] = run(f"{flags} --resume {newest}", folder, "weights")["error"]

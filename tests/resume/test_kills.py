@@ -1,4 +1,4 @@
-"""A run whose ranks are all killed, also within saves, continues to the bit: losses, weights, random states."""
+"""A run whose ranks are all killed, also within saves, continues to the bit: losses, weights, RNG."""
 
 from __future__ import annotations
 

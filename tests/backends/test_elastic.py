@@ -1,0 +1,51 @@
+"""Ranks that are started again meet each other and not what the attempt before left in the store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from mt_megatron.backends.elastic import elastic_group, fresh_name
+from mt_megatron.errors import BackendError
+
+SOON = timedelta(seconds=20)
+
+
+def names(store: Any, world_size: int) -> list[str]:
+    found: dict[int, str] = {}
+
+    def rank(number: int) -> None:
+        found[number] = fresh_name(store, number, world_size, SOON)
+
+    # The others come after rank 0 has met what is stale.
+    threads = [threading.Timer(0.1 * number, rank, args=(number,)) for number in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[number] for number in range(world_size)]
+
+
+def test_every_attempt_has_a_name_of_its_own() -> None:
+    store = HashStore()
+    attempts = [names(store, 3) for _ in range(3)]
+    assert all(len(set(attempt)) == 1 for attempt in attempts)
+    assert len({attempt[0] for attempt in attempts}) == 3
+
+
+def test_what_the_dead_asked_does_not_count_as_confirmed() -> None:
+    store = HashStore()
+    store.set("mt_megatron/attempt/word/1", "left by a dead rank")
+    with pytest.raises(BackendError, match=r"ranks \[1\] did not come"):
+        fresh_name(store, 0, 2, timedelta(seconds=0.3))
+    assert len(set(names(store, 2))) == 1
+
+
+def test_only_workers_that_may_be_started_again_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert elastic_group(SOON) == {}
