@@ -60,7 +60,7 @@ def _obstacle(model: Any) -> str:
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:
         return f"the output layer is a {type(layer).__name__}"
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "the output layer has hooks, which want to see them"
     if layer.gather_output:
         return "they are gathered (parallel_output=False)"
@@ -91,8 +91,21 @@ def _withholding(layer: Any) -> Iterator[None]:
         del layer.forward
 
 
+@contextmanager
+def _unfused(config: Any) -> Iterator[None]:
+    """Upstream's fused loss rounds the gradient to bf16, whatever the model's dtype."""
+    before, config.cross_entropy_loss_fusion = config.cross_entropy_loss_fusion, False
+    try:
+        yield
+    finally:
+        config.cross_entropy_loss_fusion = before
+
+
 def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, logits: Any) -> Any:
+    # Only our model families say it; Megatron's own scripts keep Megatron's softmax over the padding.
+    vocab_size = getattr(self, "unpadded_vocab_size", None)
     if not isinstance(logits, _Head):
+        _leave_padding_out(logits, vocab_size)
         return original(self, labels, logits)
     from ..layers.cross_entropy import linear_cross_entropy
 
@@ -101,11 +114,24 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
         logits.hidden,
         logits.weight,
         labels.transpose(0, 1).contiguous(),
+        vocab_size=vocab_size,
         announced=None if gradient is None else gradient.transpose(0, 1).contiguous(),
         sequence_parallel=logits.sequence_parallel,
         gradient_accumulation_fusion=logits.gradient_accumulation_fusion,
     )
     return losses.transpose(0, 1).contiguous()
+
+
+def _leave_padding_out(logits: Any, vocab_size: int | None) -> None:
+    if vocab_size is None:
+        return
+    from megatron.core import parallel_state
+
+    from ..layers.cross_entropy_blocks import leave_out, padding_from
+
+    size = logits.shape[-1]
+    first = size * parallel_state.get_tensor_model_parallel_rank()
+    leave_out(logits, padding_from(vocab_size, first, size))
 
 
 def patches(backend: Backend) -> list[Patch]:
