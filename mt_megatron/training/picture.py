@@ -31,6 +31,9 @@ def write_picture(metrics: Path, picture: Path) -> None:
 
     Raises ``ValueError`` when there is nothing to draw and ``OSError`` when a file cannot be used.
     """
+    if not metrics.is_file():
+        # A device or a pipe has no past to read, and may have no end either.
+        raise ValueError(f"{metrics} is no file")
     svg = draw(read_curve(metrics))
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text(svg, encoding="utf-8")

@@ -45,14 +45,13 @@ def size_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
     values = {name: value for section in config.to_dict().values() for name, value in section.items()}
     limits: dict[str, float] = {**LIMITS, "distributed_timeout_minutes": _MINUTES}
+    found = []
+    for name, limit in limits.items():
+        if values[name] is not None and values[name] > limit:
+            found.append(
+                f"{name} is {values[name]}; expected at most {limit}. Set --{name.replace('_', '-')}."
+            )
     peak = config.logging.peak_tflops
-    found = (
-        []
-        if peak is None or peak > 0
-        else [f"peak_tflops is {peak}; expected more than 0. Set --peak-tflops."]
-    )
-    return found + [
-        f"{name} is {values[name]}; expected at most {limit}. Set --{name.replace('_', '-')}."
-        for name, limit in limits.items()
-        if values[name] is not None and values[name] > limit
-    ]
+    if peak is not None and peak <= 0:
+        found.append(f"peak_tflops is {peak}; expected more than 0. Set --peak-tflops.")
+    return found

@@ -531,6 +531,21 @@ def overlap_without_what_it_needs(case: Case, rng: Random) -> Promise:
 
 
 @rule
+def packed_without_borders(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["packed_sequences"] = True
+    return promise("packed_sequences", "without reset_attention_mask", "--reset-attention-mask")
+
+
+@rule
+def packed_over_context(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["packed_sequences"] = case["reset_attention_mask"] = True
+    case["context_parallel_size"] = case.world = 2
+    return promise("packed_sequences", "context_parallel_size 2", "--packed-sequences")
+
+
+@rule
 def full_recompute_without_its_method(case: Case, rng: Random) -> Promise:
     alone(case)
     case["recompute_granularity"], case["recompute_num_layers"] = "full", 1

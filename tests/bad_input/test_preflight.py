@@ -1,0 +1,147 @@
+"""Memory of the device and checkpoints of another model, before the process joins any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.memory_estimate import memory_of
+from mt_megatron.training.preflight import check_checkpoint, device_memory, memory_notes
+from mt_megatron.training.validate import problems
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 4352 --seq-length 128 "
+    "--position-embedding-type rope --train-iters 10 --lr 1e-3 --tokenizer-type NullTokenizer --mock-data"
+)
+
+
+def config(*flags: str) -> TrainingConfig:
+    found = load_config([*FLAGS.split(), *flags])
+    assert problems(found, world_size=1) == []
+    return found
+
+
+class Device(CpuBackend):
+    """A device of a given size."""
+
+    device_type = "musa"
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.size = size
+
+    def device_name(self, index: int | None = None) -> str:
+        return "card"
+
+    def total_memory(self) -> int | None:
+        return self.size
+
+
+def test_state_beyond_the_device_is_an_error_and_activations_a_warning() -> None:
+    worst = memory_of(config(), 1).worst
+    state = worst.weights + worst.gradients + worst.optimizer
+    assert memory_notes(config(), Device(worst.total), 1) == []
+    (warning,) = memory_notes(config(), Device(worst.total - 1), 1)
+    assert warning.startswith("WARNING: the estimated peak is") and "--micro-batch-size" in warning
+    assert memory_notes(config(), Device(state), 1), "state alone fits to the byte"
+    with pytest.raises(ConfigError) as caught:
+        memory_notes(config(), Device(state - 1), 1)
+    text = str(caught.value)
+    assert "weights, gradients and optimizer state need" in text and "GiB of card" in text
+    assert "--tensor-model-parallel-size" in text and "--no-check-memory" in text
+    (going_on,) = memory_notes(config("--no-check-memory"), Device(state - 1), 1)
+    assert going_on.startswith("WARNING: weights, gradients and optimizer state need")
+
+
+def test_a_published_model_does_not_fit_one_card_and_does_spread_over_many() -> None:
+    big = "--model llama3_70b --bf16 --tokenizer-type NullTokenizer --mock-data --train-iters 10 --lr 1e-4"
+    card = Device(80 * 2**30)
+    with pytest.raises(ConfigError, match="need 1,18. GiB"):
+        memory_notes(load_config(big.split()), card, 1)
+    spread = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
+    for line in memory_notes(load_config([*big.split(), *spread.split()]), card, 128):
+        assert line.startswith("WARNING: the estimated peak")
+
+
+def test_a_device_of_unknown_size_is_not_judged() -> None:
+    assert memory_notes(config(), Device(None), 1) == []
+
+
+def test_local_processes_share_the_hosts_memory() -> None:
+    whole = device_memory(CpuBackend(), {})
+    assert whole is not None
+    assert device_memory(CpuBackend(), {"LOCAL_WORLD_SIZE": "4"}) == whole // 4
+    assert device_memory(Device(7), {"LOCAL_WORLD_SIZE": "4"}) == 7, "a device is one process's own"
+
+
+def saved(folder: Path, **changed: object) -> Path:
+    """A checkpoint as far as its manifest, of the model of ``config()``."""
+    document = {
+        "format": 1,
+        "config": config().to_dict(),
+        "layout": {},
+        "progress": {"iteration": 5},
+        "patches": {},
+    }
+    document["config"]["model"].update(changed)  # type: ignore[index]
+    iteration = folder / "iter_0000005"
+    iteration.mkdir(parents=True)
+    (iteration / "mt_megatron.json").write_text(json.dumps(document))
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+    return folder
+
+
+@pytest.mark.parametrize("option", ["--save", "--load", "--resume"])
+def test_the_same_model_goes_on(option: str, tmp_path: Path) -> None:
+    check_checkpoint(config(option, str(saved(tmp_path / "run"))))
+    # A size that is padded alike is no other model.
+    check_checkpoint(config(option, str(saved(tmp_path / "padded", vocab_size=4300))))
+
+
+@pytest.mark.parametrize("option", ["--save", "--load", "--resume"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", 4),
+        ("hidden_size", 32),
+        ("ffn_hidden_size", 100),
+        ("num_attention_heads", 8),
+        ("num_query_groups", 2),
+        ("kv_channels", 8),
+        ("vocab_size", 50_000),
+        ("gated_linear_unit", True),
+        ("add_bias_linear", False),
+        ("normalization", "RMSNorm"),
+        ("untie_embeddings_and_output_weights", True),
+        ("position_embedding_type", "learned_absolute"),
+    ],
+)
+def test_another_model_is_named_by_what_differs(
+    option: str, name: str, value: object, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "run", **{name: value})
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(config(option, str(folder)))
+    text = str(caught.value)
+    assert f"it was written with {name} {value}" in text and f"Set --{name.replace('_', '-')}" in text
+    assert str(folder) in text and "name another --save" in text
+    assert text.count("it was written with") == 1
+
+
+def test_resume_never_looks_at_nothing(tmp_path: Path) -> None:
+    check_checkpoint(config("--save", str(saved(tmp_path / "run", num_layers=4)), "--resume", "never"))
+
+
+def test_a_manifest_without_a_configuration_is_left_to_the_loader(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run")
+    manifest = folder / "iter_0000005" / "mt_megatron.json"
+    document = json.loads(manifest.read_text())
+    document["config"] = None
+    manifest.write_text(json.dumps(document))
+    check_checkpoint(config("--save", str(folder)))
