@@ -69,9 +69,7 @@ def test_any_text_is_read_or_refused_with_its_line(text: str) -> None:
         return
     again = parse_hostfile(
         "\n".join(
-            (f"{host.user}@" if host.user else "")
-            + host.endpoint
-            + (f":{host.slots}" if host.slots else "")
+            (f"{host.user}@" if host.user else "") + host.endpoint + (f":{host.slots}" if host.slots else "")
             for host in hosts
         )
     )
