@@ -7,8 +7,9 @@ Steps with and without a save take turns, and a step's time is from the end of o
 the next, so that whatever a save costs is in it:
 
     blocked    in which the loop stood still: snapshot, agreement, the wait where there is one
-    extra      time of all steps from the beginning of a save until it is complete, beyond the median
-               step without a save: what is blocked, and what the writing thread takes from the rest
+    extra      time of all steps from the beginning of a save until it is complete, beyond as many steps
+               just before the next save: what is blocked, and what the writing thread takes from the rest
+    control    the same difference between steps of which neither has a save: what the machine does
 
 Then torchrun runs two ranks of a tiny model, one of them is killed, and the seconds count until the
 first step that had not been made before. Last, checksums: bytes per second of what a manifest holds.
@@ -46,7 +47,7 @@ COMMON = (
     "--hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data "
     "--tokenizer-type NullTokenizer --num-workers 0 --bf16 --use-distributed-optimizer"
 )
-INTERVAL, SAVES, WARM = 8, 7, 8
+INTERVAL, SAVES, WARM = 12, 9, 12
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -94,13 +95,21 @@ def _shares(ends: list[float], begins: dict[int, float], saves: list[dict[str, A
     busy = {i for spans in within.values() for i in spans}
     step_seconds = statistics.median(s for i, s in cycles.items() if i not in busy and i >= WARM)
     blocked = [save["stall_seconds"] for save in saves if save["iteration"] in within]
-    extra = [sum(cycles[i] - step_seconds for i in spans) for spans in within.values()]
+    extra, control = [], []
+    for step, spans in within.items():
+        before_next = [i for i in range(step + INTERVAL - len(spans), step + INTERVAL) if i in cycles]
+        earlier = [i - len(spans) for i in before_next]
+        if len(before_next) == len(spans) and not busy & set(before_next):
+            extra.append(sum(cycles[i] for i in spans) - sum(cycles[i] for i in before_next))
+            if not busy & set(earlier):
+                control.append(sum(cycles[i] for i in before_next) - sum(cycles[i] for i in earlier))
     return {
         "step_seconds": step_seconds,
         "blocked_seconds": statistics.median(blocked),
         "blocked_share": statistics.median(blocked) / step_seconds,
         "extra_seconds": statistics.median(extra),
         "extra_share": statistics.median(extra) / step_seconds,
+        "control_share": statistics.median(control) / step_seconds if control else None,
         "steps_under_way": statistics.median(len(spans) for spans in within.values()),
         "complete_after_seconds": statistics.median(s["seconds"] for s in saves if s["iteration"] in within),
         "megabytes": saves[-1]["bytes"] / 1e6,
@@ -191,14 +200,15 @@ def table(found: dict[str, Any]) -> str:
         f"{found['date']}; {found['machine']['processor']}, {found['machine']['threads']} threads, torch "
         f"{found['machine']['torch']}; shape {found['shape']}, {found['saves']['async']['megabytes']:.0f} MB",
         "",
-        "| save | step, s | blocked, s | of a step | extra, s | of a step | steps under way | complete, s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| save | step, s | blocked, s | of a step | extra, s | of a step | control | steps | complete, s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, values in found["saves"].items():
         lines.append(
             f"| {name} | {values['step_seconds']:.3f} | {values['blocked_seconds']:.4f} | "
             f"{values['blocked_share']:.1%} | {values['extra_seconds']:.4f} | {values['extra_share']:.1%} | "
-            f"{values['steps_under_way']:.0f} | {values['complete_after_seconds']:.2f} |"
+            f"{values['control_share'] or 0:.1%} | {values['steps_under_way']:.0f} | "
+            f"{values['complete_after_seconds']:.2f} |"
         )
     if "restart" in found:
         lines += [
