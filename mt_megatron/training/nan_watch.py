@@ -113,7 +113,7 @@ class _Search:
                     hooked.callback(module.register_forward_hook(after).remove)
                 for path, parameter in chunk.named_parameters():
                     if parameter.requires_grad:
-                        hook = self._on_gradient(index, None, f"the gradient of {_name(path, chunk)}")
+                        hook = self._on_parameter(index, parameter, _name(path, chunk))
                         hooked.callback(parameter.register_hook(hook).remove)
             yield
 
@@ -167,6 +167,16 @@ class _Search:
                     self._add(_FORWARD, self._forward_at[index], stage, f"the output of {where}", tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_gradient(index, self._number(tensor), arriving))
+
+        return hook
+
+    def _on_parameter(self, index: int, parameter: Tensor, name: str) -> Callable[[Tensor], None]:
+        look = self._on_gradient(index, None, f"the gradient of {name}")
+
+        def hook(gradient: Tensor) -> None:
+            # What the fused weight gradient hands on is a place holder.
+            fused = getattr(parameter, "grad_added_to_main_grad", False)
+            look(getattr(parameter, "main_grad", gradient) if fused else gradient)
 
         return hook
 

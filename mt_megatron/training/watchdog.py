@@ -45,6 +45,7 @@ class Watchdog:
         """``limit`` in seconds; ``channel`` is None for a run of one process."""
         self.limit = limit
         self.period = min(5.0, max(0.2, limit / 20))
+        self._patience = 2 * self.period + 8.0
         self._rank = rank
         self._world_size = world_size
         self._channel = channel
@@ -53,7 +54,6 @@ class Watchdog:
         self._stopped = threading.Event()
         self._alarm: str | None = None
         self._alarm_heard = 0.0
-        self._store_owner: Sign | None = None
         self._to_confer: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
         self._conferred: queue.SimpleQueue[tuple[str, list[Sign]]] = queue.SimpleQueue()
         self._stacks_on_signal = False
@@ -139,20 +139,18 @@ class Watchdog:
         self._end(EXIT_CODE, f"watchdog: rank {self._rank}: {self._verdict(own)}")
 
     def _verdict(self, own: Evidence) -> str:
-        patience = 2 * self.period + 3.0
         if self._channel is None:
             return verdict({self._rank: own}, {}, {}, 1)
         self._to_confer.put(own)
         try:
-            text, silent = self._conferred.get(timeout=patience + 5.0)
+            text, silent = self._conferred.get(timeout=self._patience + 5.0)
         except queue.Empty:
-            owner = self._store_owner
-            name = "rank 0" if owner is None else f"rank 0 ({owner.name()})"
+            owner = self._channel.store_owner
             text = (
-                f"the store that the ranks talk through does not answer; {name} is stopped or gone\n"
-                + verdict({self._rank: own}, {} if owner is None else {0: owner}, {}, self._world_size)
+                f"the store that the ranks talk through does not answer; rank 0 ({owner.name()}) is stopped "
+                "or gone\n" + verdict({self._rank: own}, {0: owner}, {}, self._world_size)
             )
-            silent = [] if owner is None else [owner]
+            silent = [owner]
         _end_silent(silent, own.sign)
         return text
 
@@ -160,15 +158,13 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: _verdict says so
             while not self._stopped.is_set():
                 channel.beat(sign_of_life(self._state[1]))
-                if self._store_owner is None:
-                    self._store_owner = channel.sign(0)
                 if self._alarm is None and (alarm := channel.alarm()) is not None:
                     self._alarm_heard, self._alarm = time.monotonic(), alarm
                 with contextlib.suppress(queue.Empty):
                     own = self._to_confer.get(timeout=self.period)
                     if own is not None:
                         channel.raise_alarm()
-                        self._conferred.put(channel.confer(own, 2 * self.period + 3.0))
+                        self._conferred.put(channel.confer(own, self._patience))
 
 
 def _end_silent(silent: list[Sign], own: Sign) -> None:

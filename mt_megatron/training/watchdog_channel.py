@@ -7,6 +7,7 @@ blocks that thread and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -17,9 +18,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from mt_megatron.training.watchdog_evidence import Evidence, Sign, evidence_from, verdict
+from mt_megatron.training.watchdog_evidence import Evidence, Sign, evidence_from, sign_of_life, verdict
 
 _POLL_SECONDS = 0.1
+_SECONDS_TO_READ = 10.0
 _generation = 0
 
 
@@ -34,6 +36,9 @@ class Channel:
         self.world_size = world_size
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = PrefixStore(f"mt_megatron/watchdog/{restart}/{_generation}", _connection())
+        self.beat(sign_of_life("starting"))
+        self.store_owner = Sign(**json.loads(self._store.get("sign/0")))
+        """Rank 0, in whose process the store is unless a launcher keeps it."""
 
     def beat(self, sign: Sign) -> None:
         """Leave a sign of life."""
@@ -68,7 +73,8 @@ class Channel:
         while time.monotonic() < deadline:
             text = self._read("verdict")
             if text is not None:
-                self._store.add("read", 1)
+                with contextlib.suppress(RuntimeError):  # the speaker may be gone before it replies
+                    self._store.add("read", 1)
                 # Once per node is enough to read.
                 whole = os.environ.get("LOCAL_RANK", "0") == "0"
                 return text if whole else text.partition("\n")[0], []
@@ -92,9 +98,10 @@ class Channel:
         self._store.set("verdict", text)
         # The store may live in this process: the others read before it goes.
         readers = len(found) - 1
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + _SECONDS_TO_READ
         while self._store.add("read", 0) < readers and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
         return text, [sign for rank, sign in signs.items() if rank not in left]
 
     def _read(self, key: str) -> str | None:

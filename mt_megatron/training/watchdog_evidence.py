@@ -180,7 +180,21 @@ def _culprits(
     )
     if missing:
         return f"rank {_numbers(missing)} has not come to a collective that others wait in"
-    return "no rank stands out; see where each of them is"
+    return _different(found) or "no rank stands out; see where each of them is"
+
+
+def _different(found: Mapping[int, Evidence]) -> str | None:
+    """Ranks that are at the same point of a group and do not call the same thing."""
+    called: dict[tuple[str, int], dict[str, int]] = {}
+    for rank, each in sorted(found.items()):
+        for wait in each.waiting:
+            if wait.ranks:
+                called.setdefault((wait.group, wait.number), {}).setdefault(wait.op, rank)
+    for (group, number), ops in called.items():
+        if len(ops) > 1:
+            calls = ", ".join(f"rank {rank} is in {op}" for op, rank in ops.items())
+            return f"the ranks of group {group} do different things at number {number}: {calls}"
+    return None
 
 
 def _numbers(ranks: list[int]) -> str:
