@@ -25,6 +25,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    vocab_size: int | None = None,
     announced: Tensor | None = None,
     sequence_parallel: bool = False,
     gradient_accumulation_fusion: bool = False,
@@ -33,6 +34,7 @@ def linear_cross_entropy(
 
     ``hidden`` is [s, b, h], or this rank's [s / tp, b, h] under ``sequence_parallel``; ``weight`` this
     rank's rows of the vocabulary, [v / tp, h]; ``labels`` int64 [s, b], ids of the whole vocabulary.
+    Ids from ``vocab_size`` on pad the vocabulary: they have no share of the softmax. None: none do.
     Softmax and sums are fp32. ``announced`` float32 [s, b] is the gradient that backward is going to
     bring; it is used for a parameter that has a ``main_grad`` or needs no gradient. What backward
     brings is compared with it, and a difference is computed and added, so that gradients are right
@@ -42,7 +44,7 @@ def linear_cross_entropy(
     if announced is not None and (not training or not _takes_gradient_early(weight)):
         announced = None
     losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, announced, sequence_parallel, gradient_accumulation_fusion
+        hidden, weight, labels, vocab_size, announced, sequence_parallel, gradient_accumulation_fusion
     )
     return losses
 
@@ -60,11 +62,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        vocab_size: int | None,
         announced: Tensor | None,
         sequence_parallel: bool,
         gradient_accumulation_fusion: bool,
     ) -> Tensor:
         ctx.dtype = linear._autocast_dtype(hidden)
+        ctx.vocab_size = vocab_size
         ctx.sequence_parallel = sequence_parallel
         ctx.into_main_grad = gradient_accumulation_fusion or announced is not None
         # What was done in forward counts for one backward; a second one finds nothing done.
@@ -73,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with linear._autocast_off(hidden):
             hidden = linear._cast(hidden, ctx.dtype).contiguous()
             total = linear._gather(hidden)[0] if sequence_parallel else hidden
-            blocks = _blocks(total, weight, labels, ctx.dtype)
+            blocks = _blocks(total, weight, labels, vocab_size, ctx.dtype)
             if announced is None:
                 losses, lse = blocks.losses()
                 ctx.save_for_backward(hidden, labels, lse)
@@ -100,11 +104,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_weight:
                 grad_weight = linear._already_added(weight)
             if torch.equal(grad_losses, done):
-                return grad_hidden, grad_weight, None, None, None, None
+                return grad_hidden, grad_weight, None, None, None, None, None
             grad_losses = grad_losses - done
         with linear._autocast_off(hidden):
             total = linear._gather(hidden)[0] if ctx.sequence_parallel else hidden
-            blocks = _blocks(total, weight, labels, ctx.dtype)
+            blocks = _blocks(total, weight, labels, ctx.vocab_size, ctx.dtype)
             gradient = torch.empty_like(total) if needs_hidden or blocks.group is not None else None
             into = None
             if needs_weight:
@@ -115,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = linear._already_added(weight) if ctx.into_main_grad else into.to(weight.dtype)
         if grad_hidden is not None and reduced is not None:
             reduced = reduced + grad_hidden
-        return reduced, grad_weight, None, None, None, None
+        return reduced, grad_weight, None, None, None, None, None
 
 
 def _accumulator(weight: Tensor, fused: bool) -> Tensor:
@@ -125,7 +129,9 @@ def _accumulator(weight: Tensor, fused: bool) -> Tensor:
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
 
-def _blocks(total: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype | None) -> Blocks:
+def _blocks(
+    total: Tensor, weight: Tensor, labels: Tensor, vocab_size: int | None, dtype: torch.dtype | None
+) -> Blocks:
     group = parallel_state.get_tensor_model_parallel_group()
     shared = group is not None and group.size() > 1
     return Blocks(
@@ -133,6 +139,7 @@ def _blocks(total: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype | 
         linear._cast(weight, dtype),
         labels.reshape(-1),
         first=weight.shape[0] * group.rank() if shared else 0,
+        vocab_size=vocab_size,
         group=group if shared else None,
         recipe=linear._recipe(weight),
     )

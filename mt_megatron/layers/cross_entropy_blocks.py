@@ -25,14 +25,23 @@ _TILE = 4 << 20
 
 
 class Blocks:
-    """Rows of ``hidden`` [t, h] against ``weight`` [v, h], which holds the ids from ``first`` on.
+    """Rows of ``hidden`` [t, h] against ``weight`` [v, h], which holds the ids from ``first`` on; those
+    from ``vocab_size`` on are padding.
 
     ``group`` is the tensor parallel group when the vocabulary is shared, else None. Every method
     allocates its blocks once and uses them again for each.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, *, first: int, group: Any, recipe: Any
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        first: int,
+        vocab_size: int | None,
+        group: Any,
+        recipe: Any,
     ) -> None:
         self.hidden, self.weight = hidden, weight
         self.group, self._recipe = group, recipe
@@ -40,6 +49,7 @@ class Blocks:
         self._outside = ~inside
         self._column = torch.where(inside, labels - first, 0)
         self._size = weight.shape[0]
+        self._padding = padding_from(vocab_size, first, self._size)
         self._narrow = hidden.dtype is not torch.float32
         self._rows, self._wide_rows = self._row_counts()
 
@@ -136,7 +146,9 @@ class Blocks:
 
     def _logits(self, rows: slice, buffer: Tensor) -> Tensor:
         out = buffer[: rows.stop - rows.start]
-        return gemm("fprop", self.hidden[rows], self.weight, out=out, recipe=self._recipe)
+        logits = gemm("fprop", self.hidden[rows], self.weight, out=out, recipe=self._recipe)
+        leave_out(logits, self._padding)
+        return logits
 
     def _widened(self, logits: Tensor, wide: Tensor) -> Tensor:
         """fp32 logits to work on in place: a copy, or the block itself where it is fp32."""
@@ -184,6 +196,20 @@ class Blocks:
     def _split(length: int, step: int) -> Iterator[slice]:
         for start in range(0, length, step):
             yield slice(start, min(length, start + step))
+
+
+def padding_from(vocab_size: int | None, first: int, size: int) -> int:
+    """The first of ``size`` columns, which begin at id ``first``, that pads the vocabulary."""
+    return size if vocab_size is None else min(max(vocab_size - first, 0), size)
+
+
+def leave_out(logits: Tensor, padding: int) -> None:
+    """Take the columns from ``padding`` on out of the softmax, in place.
+
+    Not minus infinity: a rank may hold nothing but padding, and must not make NaN of it.
+    """
+    if padding < logits.shape[-1]:
+        logits[..., padding:].fill_(torch.finfo(logits.dtype).min)
 
 
 def _softmax(values: Tensor) -> Tensor:

@@ -67,6 +67,9 @@ class LlamaFamily:
             rotary_base=model.rotary_base,
             seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         )
+        if model.mask_padded_vocabulary:
+            # Read by the patches of the loss; not a parameter, nor in any checkpoint.
+            chunk.unpadded_vocab_size = _vocab_size(config)  # type: ignore[assignment]
         return chunk
 
     def get_batch(self, iterator: Iterator[dict[str, Tensor]], device: torch.device) -> dict[str, Any]:

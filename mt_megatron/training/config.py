@@ -50,6 +50,10 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times ``tensor_model_parallel_size``."""
 
+    mask_padded_vocabulary: bool = True
+    """Whether rows that pad the vocabulary are left out of the softmax, so that the loss does not depend
+    on the padding. Megatron-LM has them in it."""
+
     max_position_embeddings: int | None = None
     """Longest sequence the model is built for. None: ``seq_length``; required for learned positions."""
 
@@ -343,6 +347,10 @@ class LaunchConfig:
     watchdog_seconds: float = 300.0
     """How long a rank may show no progress within a step before every rank says where it is and ends; 0: for
     ever. Saving, validation and the first step are not limited."""
+
+    cpu_threads: int | None = None
+    """Threads of each process on the cpu backend. None: OMP_NUM_THREADS if it was set, else the cores of
+    this node shared out among its processes."""
 
     strict: bool = False
     """Whether a fallback is an error instead of one log line."""

@@ -55,6 +55,7 @@ def _run(case: dict[str, Any], how: str, sequence_parallel: bool, share: bool) -
                 hidden,
                 weight,
                 case["labels"],
+                vocab_size=case.get("vocab_size"),
                 announced=gradient if announced else None,
                 sequence_parallel=sequence_parallel,
                 gradient_accumulation_fusion=how == "fused",
@@ -117,6 +118,43 @@ def compare(tp: int, sequence_parallel: bool) -> dict[str, dict[str, float]]:
 
 def _frozen(case: dict[str, Any], how: str, sequence_parallel: bool) -> dict[str, Any]:
     return _run(case, how if how == "frozen_announced" else "frozen_later", sequence_parallel, False)
+
+
+def padded(tp: int, sequence_parallel: bool) -> dict[str, dict[str, float]]:
+    """Relative error to torch's loss over the rows that are no padding; at the least size the second of
+    two ranks holds nothing but padding. ``left_in`` is what it would be with the padding."""
+    from megatron.core import parallel_state
+
+    from tests.patches import small_gpt
+
+    small_gpt.start(tp=tp)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    found = {}
+    for size in (V // 2 - 7, V - 5, V):
+        case = _case(torch.float32, True, seed=size)
+        case["labels"] %= size
+        hidden = case["hidden"].double().requires_grad_()
+        weight = case["weight"].double().requires_grad_()
+        losses = torch.nn.functional.cross_entropy(
+            (hidden @ weight[:size].T).view(S * B, size), case["labels"].view(-1), reduction="none"
+        ).view(S, B)
+        losses.backward(case["gradient"].double())
+        assert hidden.grad is not None and weight.grad is not None
+        expected = {
+            "losses": losses.detach(),
+            "hidden": hidden.grad.chunk(tp)[rank] if sequence_parallel else hidden.grad,
+        }
+        share = weight.grad.chunk(tp)[rank]
+        for how in ("announced", "wrong", "recomputed"):
+            got = _run({**case, "vocab_size": size}, how, sequence_parallel, False)
+            padding = max(0, min(len(share), size - rank * len(share)))
+            assert not got["weight"][padding:].any(), "a row of padding has a gradient"
+            found[f"{size}-{how}"] = _error({n: got[n] for n in expected}, expected)
+            found[f"{size}-{how}"]["weight"] = float((got["weight"] - share).norm() / weight.grad.norm())
+        if size < V:
+            left_in = _run(case, "announced", sequence_parallel, False)
+            found[f"{size}-left_in"] = _error({"losses": left_in["losses"]}, expected)
+    return found
 
 
 def extremes() -> dict[str, Any]:

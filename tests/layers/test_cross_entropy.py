@@ -22,6 +22,16 @@ def test_losses_and_gradients_are_the_plain_paths(tp, sequence_parallel):
                 assert error < bound, (name, what, error, plain)
 
 
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+def test_padding_of_the_vocabulary_has_no_share(tp, sequence_parallel):
+    for found in run_ranks(tp, f"{HERE}:padded", tp, sequence_parallel, env=ONE_THREAD):
+        for name, errors in found.items():
+            if name.endswith("left_in"):
+                assert errors["losses"] > 1e-3, (name, errors)
+            else:
+                assert max(errors.values()) < 1e-6, (name, errors)
+
+
 def test_large_logits_are_no_trouble():
     (found,) = run_ranks(1, f"{HERE}:extremes", env=ONE_THREAD)
     assert found["losses"] == [0.0, 10000.0, 0.0]
