@@ -59,7 +59,9 @@ def _case(
     made: list[str] = []
     while len(made) < kills:
         background = chance.random() < 0.5
-        kill = _next_kill(chance, near_the_end=killed.step() > total - 4 * INTERVAL)
+        # What is forgotten can only be missed after a checkpoint.
+        known = Kill(steps=2 * INTERVAL + 1) if forget_rng else None
+        kill = known or _next_kill(chance, near_the_end=killed.step() > total - 4 * INTERVAL)
         if not killed.go(kill, background=background):
             break
         made.append(f"{'async' if background else 'sync'} {kill}")
