@@ -335,8 +335,27 @@ def write_durably(path: Path, text: str) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    sync_file(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Make what ``path`` holds survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_writable(directory: Path) -> None:
+    """Make ``directory`` and write into it, so that a wrong one is found before training rather than
+    after hours of it. Raises ``CheckpointError``."""
+    probe = directory / f".writable.{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write checkpoints to {directory}: {error.strerror or error}; change --save"
+        ) from error

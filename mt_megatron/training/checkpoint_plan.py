@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_megatron.errors import CheckpointError
+from mt_megatron.training.checkpoint_files import sync_file
 from mt_megatron.training.checkpoint_items import frame_of
 from mt_megatron.training.distributed import Job
 
@@ -113,6 +114,8 @@ def write_metadata(folder: Path, metadata: Any, results: list[list[Any]]) -> Non
 
     FileSystemWriter(folder).finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    for name in (".metadata", "metadata.json"):
+        sync_file(folder / name)
 
 
 def _bases(sharded: Any) -> Iterator[Any]:

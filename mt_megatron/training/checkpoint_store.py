@@ -199,6 +199,7 @@ class CheckpointStore:
     def _find(self) -> Path | None:
         options = self.options
         if options.save is not None:
+            files.require_writable(Path(options.save))
             files.recover(Path(options.save))
         if options.resume not in ("auto", "never"):
             return files.resolve_checkpoint(Path(options.resume))

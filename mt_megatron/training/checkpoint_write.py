@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.training.checkpoint_files import reached
+from mt_megatron.training.checkpoint_files import reached, sync_folder
 from mt_megatron.training.checkpoint_items import pieces
 
 _NICENESS = 5
@@ -48,12 +48,8 @@ def write_files(folder: Path, files: Iterable[FileParts], rank: int) -> Written:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             written.files[name] = _write(path, parts())
-        for parent in {(folder / name).parent for name in written.files}:
-            descriptor = os.open(parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        for path in {(folder / name).parent for name in written.files}:
+            sync_folder(path)
     except Exception as error:  # noqa: BLE001 (all ranks have to hear of it, whatever it is)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         written.error = f"rank {rank} cannot write {path}: {reason}"

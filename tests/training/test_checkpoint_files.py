@@ -158,6 +158,14 @@ def test_later_steps_of_another_branch_are_not_pruned(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000030"
 
 
+def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
+    files.require_writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write checkpoints to .*; change --save"):
+        files.require_writable(tmp_path / "file")
+
+
 def test_a_checkpoint_that_somebody_loads_is_not_pruned(tmp_path: Path) -> None:
     write_and_publish(tmp_path, 10, b"a")
     write_and_publish(tmp_path, 20, b"a")
