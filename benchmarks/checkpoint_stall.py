@@ -105,6 +105,7 @@ def _shares(ends: list[float], begins: dict[int, float], saves: list[dict[str, A
                 control.append(sum(cycles[i] for i in before_next) - sum(cycles[i] for i in earlier))
     return {
         "step_seconds": step_seconds,
+        "first_blocked_seconds": saves[0]["stall_seconds"],
         "blocked_seconds": statistics.median(blocked),
         "blocked_share": statistics.median(blocked) / step_seconds,
         "extra_seconds": statistics.median(extra),
@@ -210,6 +211,8 @@ def table(found: dict[str, Any]) -> str:
             f"{values['control_share'] or 0:.1%} | {values['steps_under_way']:.0f} | "
             f"{values['complete_after_seconds']:.2f} |"
         )
+    first = found["saves"]["async"]["first_blocked_seconds"]
+    lines += ["", f"The first save of a run also plans and allocates: blocked {first:.3f} s."]
     if "restart" in found:
         lines += [
             "",
