@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import mt_megatron
 from mt_megatron.errors import MtMegatronError
-from mt_megatron.models import llama
 from mt_megatron.training import checkpoint_files
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.checkpoint import load_weights
@@ -49,9 +48,12 @@ def run(flags: str, folder: str, metrics: str) -> dict[str, Any]:
         "steps": {
             r["iteration"]: [r["loss"], r["grad_norm"], r["lr"]] for r in records if r["event"] == "train"
         },
+        "records": {r["iteration"]: r for r in records if r["event"] == "train"},
+        "divergences": [r for r in records if r["event"] == "divergence"],
         "valid": [[r["iteration"], r["loss"], r["tokens"]] for r in records if r["event"] == "valid"],
         "iteration": outcome.progress.iteration,
         "consumed_samples": outcome.progress.consumed_samples,
+        "skipped_iterations": outcome.progress.skipped_iterations,
         "finished": outcome.finished,
         "checkpoint": None if outcome.checkpoint is None else outcome.checkpoint.name,
     }
@@ -60,7 +62,8 @@ def run(flags: str, folder: str, metrics: str) -> dict[str, Any]:
 def start() -> None:
     """Patch, and make one default group for all runs of this process."""
     mt_megatron.patch("cpu")
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
 
 
 def interrupted_and_not(folder: str, layouts: dict[str, str]) -> dict[str, Any]:
@@ -122,24 +125,6 @@ def validations(folder: str, layouts: list[str], samples: int, limits: list[int 
             ]
             results.append([[each.loss, each.tokens] for each in found])
     return results
-
-
-def not_a_number(folder: str, flags: str, iteration: int, rank: int) -> dict[str, Any]:
-    """A run whose loss becomes NaN on one rank."""
-    start()
-    calls = 0
-    original = llama._masked_loss
-
-    def poisoned(model: Any, loss_mask: Any, counted_tokens: Any, losses: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        microbatches = 8 // (2 * dist.get_world_size())
-        if dist.get_rank() == rank and calls > (iteration - 1) * microbatches:
-            losses = losses * math.nan
-        return original(model, loss_mask, counted_tokens, losses)
-
-    llama._masked_loss = poisoned
-    return run(f"{flags} --save {folder}/nan --save-interval 1", folder, "nan")
 
 
 def failing_save(folder: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -73,9 +72,7 @@ def test_a_checkpoint_continues_under_other_layouts(tmp_path: Path) -> None:
 def test_a_checkpoint_continues_with_another_padding_of_the_vocabulary(tmp_path: Path) -> None:
     found = run_ranks(2, "tests.training.loop_cases:another_padding", str(tmp_path), "", timeout=200)[0]
     for step in ("4", "5", "6"):
-        # Each row of zeros adds exp(0) to the softmax of a model that has hardly learnt.
-        added = found["padded"]["steps"][step][0] - found["whole"]["steps"][step][0]
-        assert 0 < added < 1.2 * math.log(4608 / 4352)
+        assert found["padded"]["steps"][step] == pytest.approx(found["whole"]["steps"][step], rel=1e-5)
     assert found["back"]["finished"] and found["back"]["iteration"] == 8
 
 
@@ -100,20 +97,6 @@ def test_validation_counts_every_token_once_under_every_layout(tmp_path: Path) -
             assert everything[0] == pytest.approx(found[0][0][0][0], rel=1e-6)
             assert some[0] == pytest.approx(found[0][0][1][0], rel=1e-6)
             assert abs(some[0] - everything[0]) > 1e-4
-
-
-def test_a_loss_that_is_no_number_names_iteration_and_rank(tmp_path: Path) -> None:
-    flags = "--no-check-for-nan-in-loss-and-grad"
-    results = run_ranks(2, "tests.training.loop_cases:not_a_number", str(tmp_path), flags, 3, 1)
-    for result in results:
-        assert "NonFiniteLossError: iteration 3: the loss is nan on rank 1;" in result["error"]
-    assert (tmp_path / "nan" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
-
-
-def test_gradients_that_are_no_numbers_name_iteration_and_rank(tmp_path: Path) -> None:
-    [result] = run_ranks(1, "tests.training.loop_cases:not_a_number", str(tmp_path), "", 3, 0)
-    assert "NonFiniteLossError: iteration 3: gradients are not finite on rank 0;" in result["error"]
-    assert (tmp_path / "nan" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
