@@ -70,6 +70,7 @@ class CheckpointStore:
         self._say = say
         self._pending: Save | None = None
         self._lost: SaveReport | None = None
+        self._untold: list[SaveReport] = []
         self._saver: Saver | None = None
         if options.save is not None:
             document = {"versions": versions(job), **manifest}
@@ -132,19 +133,20 @@ class CheckpointStore:
 
     def advance(self, agreed: Agreed) -> list[SaveReport]:
         """Take the next step of a save in the background when all ranks are ready for it."""
+        told, self._untold = self._untold, []
         if self._pending is None or not agreed.save_written:
-            return []
+            return told
         if self._pending.collected:
-            return self._wait()
+            return told + self._wait()
         self._pending.collect()
-        return []
+        return told
 
     def rollback(self) -> Progress:
         """Load the newest complete checkpoint of this run back into the live model and optimizer.
 
         Random states come back as well. Raises ``CheckpointError`` when there is none.
         """
-        self._wait()
+        self._untold += self._wait()
         if self.newest is None:
             raise CheckpointError(
                 "there is no complete checkpoint to go back to; set --save and a smaller --save-interval"

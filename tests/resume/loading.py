@@ -114,7 +114,11 @@ def stored_configuration(folder: str) -> dict[str, Any]:
     text = (beside / "config.yaml").read_text()
     again = load_config(["--config", str(beside / "config.yaml")])
     document = files.read_manifest(beside)
+    # One is due after every step, so each waits for the one before.
+    kept = "--train-iters 7 --save-interval 1 --save-keep-last 2 --save-retain-interval 3 --async-save"
+    run(f"{PLAIN} --save {folder}/kept {kept}", folder, "kept")
     return {
+        "kept": [each.name for each in files.complete_checkpoints(Path(folder) / "kept")],
         "same": again.to_dict() == yaml.safe_load(text) == document["config"],
         "manifest": {key: document[key] for key in ("progress", "layout", "versions", "format")},
         "patches": len(document["patches"]),

@@ -49,7 +49,7 @@ def test_a_rank_that_cannot_write_is_named_and_training_goes_on(tmp_path: Path) 
         assert [each.name for each in (tmp_path / name).glob(".*")] == []
 
 
-def test_the_configuration_beside_a_checkpoint_starts_the_same_run(tmp_path: Path) -> None:
+def test_what_lies_beside_a_checkpoint_starts_the_same_run_and_what_is_kept(tmp_path: Path) -> None:
     found = run_ranks(1, RANKS + "stored_configuration", str(tmp_path))[0]
     assert found["same"]
     assert found["manifest"]["progress"]["iteration"] == 2
@@ -57,6 +57,7 @@ def test_the_configuration_beside_a_checkpoint_starts_the_same_run(tmp_path: Pat
         found["manifest"]["versions"]
     )
     assert found["patches"] > 0
+    assert found["kept"] == [f"iter_000000{step}" for step in (3, 6, 7)]
     assert sorted([*found["listed"], "COMPLETE", "mt_megatron.json"]) == found["there"]
 
 
