@@ -80,6 +80,8 @@ def of_one_layout(flags: str, bf16: bool) -> dict[str, list[float]]:
     from mt_megatron.training.distributed import joined
     from mt_megatron.training.model import family_of
 
+    # The bare model has no main_grad to add to.
+    flags += " --no-gradient-accumulation-fusion"
     config = config_of(Layout(name="any", flags=flags), seed=1, bf16=bf16)
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
