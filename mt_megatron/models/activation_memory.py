@@ -63,14 +63,22 @@ class ActivationOptions:
     hidden_dropout: bool = False
     """Whether dropout keeps masks."""
 
-    mask_bytes: int = 1
-    """Bytes of one entry of a dropout mask: 1 in the fused kernels, an activation's on a CPU."""
+    fused_loss: bool = True
+    """Whether output layer and loss are one (``cross_entropy_loss_fusion``)."""
+
+    on_cpu: bool = False
+    """Whether dropout masks are as wide as activations, and blocks of logits small."""
 
     rotary_share: float = 1.0
     """``rotary_percent`` for rotary positions, else 0."""
 
     deallocate_outputs: bool = True
     """Whether a stage drops its output once it is sent (``deallocate_pipeline_outputs``)."""
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of one entry of a dropout mask."""
+        return self.element_bytes if self.on_cpu else 1
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,7 @@ def memory_of(config: TrainingConfig, world_size: int, *, on_cpu: bool = False) 
     """Bytes per rank for each pipeline stage of a run of ``world_size`` processes.
 
     ``config`` must have passed ``validate``'s checks of model and layout. ``on_cpu`` says that dropout
-    masks are as wide as activations. Raises ``ConfigError`` for what is not described completely, and
+    masks are as wide as activations and that the loss works in small blocks. Raises ``ConfigError`` for what is not described completely, and
     for mixtures of experts, whose activations are not modelled.
     """
     return estimate_memory(memory_case(config, world_size, on_cpu=on_cpu))
@@ -90,7 +90,8 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         recompute=recompute_of(model),
         fused_activation=model.bias_activation_fusion,
         hidden_dropout=model.hidden_dropout > 0,
-        mask_bytes=width if on_cpu else 1,
+        fused_loss=model.cross_entropy_loss_fusion,
+        on_cpu=on_cpu,
         rotary_share=model.rotary_percent if model.position_embedding_type == "rope" else 0.0,
         deallocate_outputs=model.deallocate_pipeline_outputs,
     )

@@ -45,9 +45,9 @@ def _measure(argv: list[str]) -> dict[str, Any]:
         )
         live = LiveBytes(p for chunk in trainable.chunks for p in chunk.parameters())
         forward_step = make_forward_step(family, job.backend.device())
-        batches = [_batches(config) for _ in trainable.chunks]
+        sources = [batches(config) for _ in trainable.chunks]
         with torch.autograd.graph.saved_tensors_hooks(live.pack, live.unpack):
-            train_step(trainable, forward_step, batches, shape, job, iteration=1)
+            train_step(trainable, forward_step, sources, shape, job, iteration=1)
         # Context-parallel ranks share gradients and optimizer state with the data-parallel ones.
         index = job.at.dp * job.layout.cp + job.at.cp
         predicted = state_memory(memory_case(config, world), job.at.pp, index)
@@ -61,7 +61,7 @@ def _measure(argv: list[str]) -> dict[str, Any]:
         }
 
 
-def _batches(config: Any) -> Iterator[dict[str, torch.Tensor]]:
+def batches(config: Any) -> Iterator[dict[str, torch.Tensor]]:
     size, length = config.train.micro_batch_size, config.train.seq_length
     for index in itertools.count():
         tokens = (torch.arange(size * length) * 7 + index).remainder(config.model.vocab_size)
