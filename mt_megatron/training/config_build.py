@@ -74,12 +74,8 @@ def ddp_config(config: TrainingConfig) -> Any:
     """A ``megatron.core.distributed.DistributedDataParallelConfig``. Call it after ``mt_megatron.patch``."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    values = dict(config.ddp.values)
-    # Upstream's check ends one rank while the others wait for it; all ranks agree on ours, after the
-    # reduction (training/step.py).
-    values["check_for_nan_in_grad"] = False
     return DistributedDataParallelConfig(
-        **values,
+        **config.ddp.values,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,

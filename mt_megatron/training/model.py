@@ -78,6 +78,9 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
 
     device = job.backend.device()
     ddp = config.ddp_config()
+    # Upstream's check ends one rank while the others wait for it; on ours, which comes after the
+    # reduction, all ranks agree (training/step.py).
+    ddp.check_for_nan_in_grad = False
     chunks: list[Any] = []
     for index, module in enumerate(modules):
         for parameter in module.parameters():

@@ -279,7 +279,17 @@ WRONG = [
     ("--bf16 --fp16 --loss-scale 2", 1, "bf16 and fp16 are both on"),
     ("--fp32-residual-connection", 1, "fp32_residual_connection is on in fp32 training"),
     ("--loss-scale 2", 1, "loss_scale is 2.0 without fp16"),
-    ("--fp16", 1, "check_for_nan_in_grad is on with dynamic loss scaling"),
+    (
+        "--fp16 --initial-loss-scale 0.5",
+        1,
+        "min_loss_scale is 1.0; expected at most initial_loss_scale = 0.5",
+    ),
+    ("--fp16 --hysteresis 0", 1, "hysteresis is 0; expected at least 1"),
+    ("--max-divergences -1", 1, "max_divergences is -1; expected at least 0"),
+    ("--loss-spike-factor 1", 1, "loss_spike_factor is 1.0; expected more than 1"),
+    ("--grad-norm-threshold 0", 1, "grad_norm_threshold is 0.0; expected more than 0"),
+    ("--on-divergence rollback", 1, "on_divergence is rollback and save is not set"),
+    ("--watchdog-seconds -1", 1, "watchdog_seconds is -1.0; expected at least 0"),
     # Files.
     ("--vocab-size 4094", 1, "vocab_size is 4094 with mock_data; expected at least 4095"),
     ("--no-mock-data", 1, "0 sources of data are given; expected one of"),
@@ -322,7 +332,7 @@ def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         validate(wrong, world_size=4)
     text = str(caught.value)
-    assert text.startswith("the configuration has 8 problems:")
+    assert text.startswith("the configuration has 7 problems:")
     for part in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "world size is 4", "lr is -1"):
         assert part in text
 

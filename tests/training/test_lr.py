@@ -10,7 +10,7 @@ import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.arguments import load_config
-from mt_megatron.training.lr import build_scheduler, learning_rate, schedule_changes
+from mt_megatron.training.lr import build_scheduler, learning_rate, schedule_changes, warmup_steps
 
 BATCH = 8
 
@@ -40,6 +40,69 @@ def test_warm_up_fraction_and_constant() -> None:
         "--lr 1e-2 --min-lr 1e-3 --train-iters 20 --lr-warmup-fraction 0.1 --lr-decay-style constant", 5
     )
     assert found == pytest.approx([0.0, 5e-3, 1e-2, 1e-2, 1e-2])
+
+
+WSD = (
+    "--lr 1e-2 --min-lr 1e-3 --train-iters 20 --lr-warmup-iters 4 --lr-decay-style WSD --lr-wsd-decay-iters 6"
+)
+
+
+def wsd_rate(style: str, step: int) -> float:
+    """Warm-up over 4 steps, 10 stable ones, decay over the last 6."""
+    if step <= 4:
+        return 1e-2 * step / 4
+    done = max(0, step - 14) / 6
+    share = {
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "exponential": 2 * 0.5**done - 1,
+    }[style]
+    return 1e-3 + 9e-3 * share
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential"])
+def test_wsd_is_stable_and_then_decays(style: str) -> None:
+    found = rates(f"{WSD} --lr-wsd-decay-style {style}", 21)
+    assert found == pytest.approx([wsd_rate(style, step) for step in range(21)], rel=1e-12)
+    assert found[4:15] == pytest.approx([1e-2] * 11, rel=1e-12)
+
+
+@pytest.mark.parametrize("at", [2, 9, 17])
+def test_wsd_is_continued_in_every_phase(at: int) -> None:
+    flags = f"{WSD} --lr-wsd-decay-style cosine".split()
+    groups = [SimpleNamespace(param_groups=[{"max_lr": 1e-2, "min_lr": 1e-3}]) for _ in range(2)]
+    first, second = (build_scheduler(load_config(flags), each, BATCH) for each in groups)
+    for _ in range(at):
+        first.step(BATCH)
+    second.load_state_dict(first.state_dict())
+    for step in range(at, 20):
+        assert learning_rate(groups[1]) == learning_rate(groups[0])
+        assert learning_rate(groups[1]) == pytest.approx(wsd_rate("cosine", step), rel=1e-12)
+        first.step(BATCH)
+        second.step(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--train-iters 99", 0),
+        ("--train-iters 1000", 10),
+        ("--train-iters 1000 --lr-decay-iters 500", 5),
+        ("--train-iters 1000000", 2000),
+        ("--train-iters 1000 --lr-warmup-iters 0", 0),
+        ("--train-iters 1000 --lr-warmup-iters 7", 7),
+        ("--train-iters 1000 --lr-warmup-fraction 0.5", 500),
+    ],
+)
+def test_how_long_the_warm_up_is(flags: str, steps: int) -> None:
+    train = load_config(flags.split()).train
+    assert warmup_steps(train, train.lr_decay_iters or train.train_iters or 0) == steps
+
+
+def test_the_defaults_are_the_fields() -> None:
+    optimizer = load_config([]).optimizer
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.95, 1e-8)
+    assert (optimizer.clip_grad, optimizer.weight_decay) == (1.0, 0.1)
 
 
 @pytest.mark.parametrize(
