@@ -49,8 +49,8 @@ class Case:
         ]
         return layer * self.layers + [(self.vocabulary, self.hidden)]
 
-    def flags(self) -> list[str]:
-        """What the trainer is told."""
+    def flags(self, data_parallel: int = 1) -> list[str]:
+        """What the trainer is told, in one of ``data_parallel`` copies."""
         return [
             *("--num-layers", str(self.layers), "--hidden-size", str(self.hidden)),
             *("--ffn-hidden-size", str(self.ffn), "--num-attention-heads", str(self.heads)),
@@ -58,12 +58,46 @@ class Case:
             *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
             *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
             *("--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", str(self.sequence)),
-            *("--micro-batch-size", str(self.micro_batch), "--train-iters", "1000000", "--mock-data"),
+            *("--micro-batch-size", str(self.micro_batch // data_parallel), "--train-iters", "1000000"),
+            *("--global-batch-size", str(self.micro_batch * self.micro_batches), "--mock-data"),
             *("--tokenizer-type", "NullTokenizer", "--lr-decay-style", "constant", "--lr", str(LR)),
             *("--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(CLIP), "--backend", "cpu"),
             *("--adam-beta1", str(BETAS[0]), "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS)),
             *(["--bf16"] if self.dtype is torch.bfloat16 else []),
         ]
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "vocabulary-heavy": {
+        "name": "L4 h512 V32000",
+        "layers": 4,
+        "hidden": 512,
+        "ffn": 1792,
+        "heads": 8,
+        "groups": 8,
+        "vocabulary": 32000,
+    },
+    "layer-heavy": {
+        "name": "L12 h768 V8192",
+        "layers": 12,
+        "hidden": 768,
+        "ffn": 2048,
+        "heads": 12,
+        "groups": 12,
+        "vocabulary": 8192,
+    },
+    "tiny": {
+        "name": "L2 h64 V512",
+        "layers": 2,
+        "hidden": 64,
+        "ffn": 128,
+        "heads": 2,
+        "groups": 2,
+        "vocabulary": 512,
+    },
+}
+"""What ``Case`` is told of a shape: one where the head takes the time, one where the layers do, and one
+to try the scripts with."""
 
 
 def token_ids(case: Case, seed: int = 0) -> Tensor:
@@ -76,28 +110,29 @@ def token_ids(case: Case, seed: int = 0) -> Tensor:
 class Ours:
     """``mt_megatron``'s trainer: its own ``train_step``, one process."""
 
-    def __init__(self, case: Case, tokens: Tensor, more: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, case: Case, tokens: Tensor, more: tuple[str, ...] = (), data_parallel: int = 1
+    ) -> None:
         import mt_megatron
         from mt_megatron.training.arguments import load_config
         from mt_megatron.training.distributed import joined
         from mt_megatron.training.model import build, family_of
         from mt_megatron.training.step import Shape, make_forward_step
 
-        self._config = load_config(
-            [*case.flags(), "--global-batch-size", str(case.micro_batch * case.micro_batches), *more]
-        )
+        self._config = load_config([*case.flags(data_parallel), *more])
         self._stack = contextlib.ExitStack()
         self.job = self._stack.enter_context(joined(self._config, mt_megatron.backend()))
         family = family_of(self._config)
         self.trainable = build(self._config, self.job, family)
         self._forward_step = make_forward_step(family, self.job.backend.device())
-        dp, at = self.job.layout.dp, self.job.at.dp
+        layout = self.job.layout
         self._shape = Shape(
-            num_microbatches=case.micro_batches // dp if case.micro_batches > 1 else 1,
-            micro_batch_size=case.micro_batch,
+            num_microbatches=self._config.num_microbatches(layout.world_size),
+            micro_batch_size=case.micro_batch // layout.dp,
             seq_length=case.sequence,
         )
-        self._tokens = tokens[at::dp] if case.micro_batches > 1 else tokens
+        # Every data-parallel rank takes its share of each micro-batch.
+        self._tokens = tokens.chunk(layout.dp, dim=1)[self.job.at.dp]
         self._iteration = 0
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:

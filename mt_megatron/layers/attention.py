@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError
 from ..seams.context_parallel import positions
+from .causal_attention import causal_attention, suits
 from .context_parallel import Attending, attend, exchange_of, random_numbers_of
 from .packed import are_borders, attend_by_document, attend_packed
 
@@ -121,6 +122,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal, allowed = self._allowed(attention_mask, kind, query, key)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        if causal and suits(query, key, value, dropout):
+            return causal_attention(query, key, value, self.softmax_scale)
         grouped = query.size(1) != key.size(1)
         if grouped and allowed is not None and query.device.type != "cpu":
             # The fused kernels of accelerators take a mask or grouped heads, not both.
@@ -130,7 +134,6 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         # The kernels without an s x s matrix want one head size; zeros change neither scores nor sums.
         value_size = value.size(-1)
         query, key, value = _padded_to_one_size(query, key, value)
-        dropout = self.attention_dropout.p if self.training else 0.0
         attend = partial(
             F.scaled_dot_product_attention,
             query,

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.collectives import let_group_threads_rest, prepare_environment
+from mt_megatron.backends.host_process import keep_freed_memory, set_threads
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.seams import layout as rank_layout
 from mt_megatron.seams.layout import Coordinates, RankLayout
@@ -76,6 +77,9 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
     variables, or, when there are none, for this process alone and without opening a socket.
     Raises ``ConfigError`` when the number of processes does not fit the parallel sizes.
     """
+    if backend.device_type == "cpu":
+        set_threads(config.launch.cpu_threads)
+        keep_freed_memory()
     parallel = config.parallel
     layout = RankLayout(
         world_size=world_size(),

@@ -27,6 +27,7 @@ def _counts(config: TrainingConfig) -> list[str]:
         "lr_wsd_decay_iters": train.lr_wsd_decay_iters,
         "save_interval": config.checkpoint.save_interval,
         "log_interval": config.logging.log_interval,
+        "cpu_threads": config.launch.cpu_threads,
     }
     for name, count in positive.items():
         if count is not None and count < 1:
