@@ -2,8 +2,8 @@
 
 One model, one micro-batch, both ways in turn; the figure is the median of the ratios of neighbours,
 with the ratio of the packed way to itself as a control, in wall time and in processor time (which
-a busy machine changes less; with one thread it is the time of the step). Making the mask is counted where the trainer
-does it, in the loader: not at all here.
+a busy machine changes less; with one thread it is the time of the step). Making the mask, which the
+loader does, is not counted.
 
     python benchmarks/packed_sequences.py --seq-length 2048 --document 256 --record results/
 """

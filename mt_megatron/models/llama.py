@@ -7,6 +7,7 @@ conversion table alone is Llama's own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from mt_megatron.seams.layout import RankLayout
 from mt_megatron.seams.loss_gradient import announced_loss_gradient
 from mt_megatron.seams.schedule import LossFunction
 
+_log = logging.getLogger("mt_megatron")
+
 
 class LlamaFamily:
     """The five functions of ``mt_megatron.seams.family``; ``config`` is a ``TrainingConfig``."""
@@ -39,6 +42,7 @@ class LlamaFamily:
         """
         from megatron.core import parallel_state
 
+        _say_documents(config)
         chunks = layout.vpp if layout.interleaved and layout.vpp else 1
         _check_layers(config, layout.pp, chunks)
         transformer = config.transformer_config()
@@ -171,6 +175,16 @@ class LlamaFamily:
         if config.model.untie_embeddings_and_output_weights:
             table["output_layer.weight"] = TensorRow(sources=("lm_head.weight",), vocabulary=True)
         return table
+
+
+def _say_documents(config: Any) -> None:
+    if not config.data.reset_attention_mask:
+        return
+    size = config.parallel.context_parallel_size
+    why = "packed_sequences is off" if config.data.packed_sequences is False else ""
+    why = why or (f"context_parallel_size is {size}" if size > 1 else "")
+    used = f"one mask of the whole sequence, since {why}" if why else "each document by itself (packed)"
+    _log.info("reset_attention_mask: %s", used)
 
 
 def _rotary(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -81,7 +81,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("dense weights are not turned into experts in this version; leave it out", "moe-use-upcycling"),
     # Tokens.
     (
-        "only Hugging Face's tokenizer.json is read; convert the tokenizer and use --tokenizer-model",
+        "a tokenizer.json or a SentencePiece model is read; convert the tokenizer and use --tokenizer-model",
         "vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens",
     ),
     ("data is read from local files; copy it and use --data-path", "s3-cache-path"),

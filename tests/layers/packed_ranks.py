@@ -143,6 +143,28 @@ def of_a_pipeline(flags: str) -> dict[str, list[float]]:
     return results
 
 
+def what_a_context_rank_gets() -> dict[str, Any]:
+    """The mask that a rank of two makes of borders, and of a mask given: equal to the definition."""
+    import mt_megatron
+    from mt_megatron.layers.packed import document_borders
+    from mt_megatron.training.distributed import joined
+    from mt_megatron.training.model import family_of
+
+    config = config_of(Layout(name="cp2", flags="--context-parallel-size 2"), seed=1)
+    with joined(config, mt_megatron.backend()):
+        family = family_of(config)
+        drawn = tokens()
+        borders = batch_of(drawn, cu_seqlens=document_borders(drawn[:, :-1], END))
+        mask = batch_of(drawn, attention_mask=separating_mask())
+        device = torch.device("cpu")
+        one, other = (family.get_batch(iter([batch]), device) for batch in (borders, mask))
+        return {
+            "equal": torch.equal(one["attention_mask"], other["attention_mask"]),
+            "shape": list(one["attention_mask"].shape),
+            "packed": "cu_seqlens" in one,
+        }
+
+
 def everything(world: int) -> dict[str, Any]:
     import mt_megatron
 
@@ -162,6 +184,7 @@ def everything(world: int) -> dict[str, Any]:
     return {
         "tp2": of_one_layout(tensor, False),
         "tp2_sp": of_one_layout(f"{tensor} --sequence-parallel", False),
+        "cp2": what_a_context_rank_gets(),
         "pp2": of_a_pipeline(stages),
         "pp2_recompute": of_a_pipeline(
             f"{stages} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -142,6 +142,11 @@ def test_and_through_a_pipeline(two: list[dict[str, Any]], case: str) -> None:
         assert rank[case]["packed"][1] != pytest.approx(rank[case]["not reset"][1], rel=1e-3)
 
 
+def test_context_parallelism_makes_a_mask_of_the_borders(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["cp2"] == {"equal": True, "shape": [2, 1, 16, 32], "packed": False}
+
+
 def _equal(found: dict[str, list[float]], tolerance: float) -> None:
     for name in ("masked", "alone", "one row"):
         assert max(found[name]) < tolerance, (name, found)

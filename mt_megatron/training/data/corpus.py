@@ -184,10 +184,22 @@ def _json_lines(file: Path, name: str, skipped: list[Skipped]) -> Iterator[Docum
                 raise DataError(
                     f"{file}, line {number}: expected an object with a string under the key 'text'"
                 )
-            if record["text"].strip():
+            if _lone_surrogate(record["text"]):
+                skipped.append(
+                    Skipped(name=f"{name}:{number}", reason="not UTF-8 (half of a surrogate pair)")
+                )
+            elif record["text"].strip():
                 yield Document(name=f"{name}:{number}", text=record["text"])
             else:
                 skipped.append(Skipped(name=f"{name}:{number}", reason="empty"))
+
+
+def _lone_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _pieces(name: str, text: str) -> Iterator[Document]:

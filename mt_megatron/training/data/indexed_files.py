@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,29 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Lengths) -> None:
             file.write(np.arange(start, min(start + _BLOCK, count + 1), dtype="<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())
+
+
+class IndexedWriter:
+    """Writes documents one after another; the index needs four bytes of memory for each."""
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self.dtype = token_dtype(vocab_size)
+        self._prefix = str(prefix)
+        self._file = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115 - finish() closes it
+        self._lengths = array("i")
+
+    def add(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append one document."""
+        self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
+        self._lengths.append(len(tokens))
+
+    def finish(self) -> None:
+        """Write the index; both files are on the disk when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        lengths = np.array(self._lengths, dtype=np.int32)
+        write_index(Path(f"{self._prefix}.idx"), self.dtype, lambda: [lengths])
 
 
 def read_header(path: Path) -> IndexHeader:

@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mt_megatron.errors import DataError
 from mt_megatron.training.data.corpus import (
     DEFAULT_MAX_TRAIN_TOKENS,
@@ -28,6 +26,7 @@ from mt_megatron.training.data.corpus import (
     read_documents,
     split_of,
 )
+from mt_megatron.training.data.indexed_files import IndexedWriter
 from mt_megatron.training.data.ngram import Baselines, NgramModel, read_tokens
 from mt_megatron.training.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -311,22 +310,19 @@ def _encode(
     source: Source, options: _Options, tokenizer: Tokenizer, folder: Path, skipped: list[Skipped]
 ) -> tuple[dict[Split, int], dict[Split, int]]:
     """Write both splits, one document per sequence with its end; returns documents and tokens."""
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
     splits: tuple[Split, ...] = ("train", "valid")
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builders = {split: IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=dtype) for split in splits}
+    writers = {split: IndexedWriter(folder / split, tokenizer.vocab_size) for split in splits}
     documents: dict[Split, int] = dict.fromkeys(splits, 0)
     tokens: dict[Split, int] = dict.fromkeys(splits, 0)
     for document, ids in _encoded(read_documents(source, skipped), tokenizer):
         split = split_of(document.name, options.validation_fraction)
-        builders[split].add_document(np.asarray([*ids, tokenizer.eod], dtype=dtype), [len(ids) + 1])
+        writers[split].add([*ids, tokenizer.eod])
         documents[split] += 1
         tokens[split] += len(ids) + 1
         if options.max_train_tokens is not None and tokens["train"] >= options.max_train_tokens:
             break
     for split in splits:
-        builders[split].finalize(str(folder / f"{split}.idx"))
+        writers[split].finish()
     return documents, tokens
 
 
