@@ -82,6 +82,7 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     document = _verified(folder, verify)
+    _require_same_optimizer(folder, document, trainable)
     notes = _padding_notes(folder, document, trainable)
     with synchronised_parameters(trainable):
         wanted = run_state(trainable, Progress(), is_loading=True)
@@ -178,6 +179,20 @@ def _padding_notes(folder: Path, document: Mapping[str, Any], trainable: Trainab
             "agree, or start from the weights alone with --load"
         )
     return [f"the vocabulary is padded to {wanted} instead of {saved}: new rows start at zero"]
+
+
+def _require_same_optimizer(folder: Path, document: Mapping[str, Any], trainable: Trainable) -> None:
+    saved = document.get("config", {}).get("parallel", {}).get("use_distributed_optimizer")
+    wanted = bool(trainable.chunks[0].ddp_config.use_distributed_optimizer)
+    if saved is None or bool(saved) == wanted:
+        return
+    # Megatron-Core stores slices of flattened tensors in the one case and whole tensors in the other.
+    raise CheckpointError(
+        f"{folder} was saved {'with' if saved else 'without'} the distributed optimizer and this run is "
+        f"{'with' if wanted else 'without'} it: their states have different forms. "
+        f"{'Set' if saved else 'Leave out'} --use-distributed-optimizer, or start from the weights alone "
+        "with --load"
+    )
 
 
 def _load_chunks(trainable: Trainable, state: Mapping[str, Any]) -> None:

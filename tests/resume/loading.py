@@ -16,13 +16,12 @@ from tests.training.loop_cases import run, start
 
 PLAIN = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
 LAYOUTS = {
-    "dp2": "--use-distributed-optimizer",
-    "dp2_plain": "",
+    "dp2": "",
     "tp2": "--tensor-model-parallel-size 2",
-    "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
-    "pp2": "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+    "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
     "vpp2": "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
-    "cp2": "--context-parallel-size 2 --use-distributed-optimizer",
+    "cp2": "--context-parallel-size 2",
 }
 
 
@@ -88,18 +87,21 @@ def _limit_during_saves(bad: set[int], limits: tuple[int, int]) -> Callable[[], 
     return events.subscribe(listen)
 
 
-def moved(folder: str, sources: list[str], targets: list[str]) -> dict[str, Any]:
-    """Three steps under each source layout, then the fourth under it and under every target."""
+def moved(folder: str, source: str, targets: list[str], optimizer: str) -> dict[str, Any]:
+    """Three steps under the source layout, then the fourth under every target."""
     start()
-    found: dict[str, Any] = {}
-    for source in sources:
-        saved = f"{folder}/{source}"
-        run(f"{PLAIN} {LAYOUTS[source]} --save {saved} --exit-interval 3", folder, f"{source}_first")
-        found[source] = {}
-        for target in dict.fromkeys([source, *targets]):
-            flags = f"{PLAIN} {LAYOUTS[target]} --resume {saved} --exit-interval 4"
-            found[source][target] = run(flags, folder, f"{source}_{target}")
-    return found
+    saved, flags = f"{folder}/saved", f"{PLAIN} {optimizer}"
+    run(f"{flags} {LAYOUTS[source]} --save {saved} --exit-interval 3", folder, "first")
+    return {
+        target: run(f"{flags} {LAYOUTS[target]} --resume {saved} --exit-interval 4", folder, target)
+        for target in targets
+    }
+
+
+def continued(folder: str, optimizer: str) -> dict[str, Any]:
+    """The fourth step in as many processes as there are."""
+    start()
+    return run(f"{PLAIN} {optimizer} --resume {folder}/saved --exit-interval 4", folder, "continued")
 
 
 def stored_configuration(folder: str) -> dict[str, Any]:
@@ -117,7 +119,9 @@ def stored_configuration(folder: str) -> dict[str, Any]:
     # One is due after every step, so each waits for the one before.
     kept = "--train-iters 7 --save-interval 1 --save-keep-last 2 --save-retain-interval 3 --async-save"
     run(f"{PLAIN} --save {folder}/kept {kept}", folder, "kept")
+    other = run(f"{PLAIN} --save {folder}/kept --use-distributed-optimizer", folder, "other")
     return {
+        "refused": other["error"],
         "kept": [each.name for each in files.complete_checkpoints(Path(folder) / "kept")],
         "same": again.to_dict() == yaml.safe_load(text) == document["config"],
         "manifest": {key: document[key] for key in ("progress", "layout", "versions", "format")},

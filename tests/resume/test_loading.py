@@ -57,26 +57,22 @@ def test_what_lies_beside_a_checkpoint_starts_the_same_run_and_what_is_kept(tmp_
         found["manifest"]["versions"]
     )
     assert found["patches"] > 0
+    assert "saved without the distributed optimizer and this run is with it" in found["refused"]
     assert found["kept"] == [f"iter_000000{step}" for step in (3, 6, 7)]
     assert sorted([*found["listed"], "COMPLETE", "mt_megatron.json"]) == found["there"]
 
 
-def moves(folder: str, sources: list[str], timeout: float) -> float:
-    """The largest relative difference of the fourth step's loss from the layout that saved."""
-    found = run_ranks(2, RANKS + "moved", folder, sources, list(LAYOUTS), timeout=timeout)[0]
-    largest = 0.0
-    for source, targets in found.items():
-        expected = targets[source]["steps"]["4"][0]
-        for target, result in targets.items():
-            assert "error" not in result, (source, target, result)
-            assert list(result["steps"]) == ["4"]
-            largest = max(largest, abs(result["steps"]["4"][0] / expected - 1))
-    return largest
-
-
 @pytest.mark.soak
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"], ids=["plain", "distributed"])
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_loads_into_every_other(tmp_path: Path, record_property: Any, source: str) -> None:
-    largest = moves(str(tmp_path), [source], timeout=600)
-    record_property("largest relative difference of the next loss", f"{largest:.1e}")
-    assert largest <= 1e-5
+def test_every_layout_loads_into_every_other(
+    tmp_path: Path, record_property: Any, source: str, optimizer: str
+) -> None:
+    arguments = (str(tmp_path), source, list(LAYOUTS), optimizer)
+    found = run_ranks(2, RANKS + "moved", *arguments, timeout=600)[0]
+    assert [result.get("error") for result in found.values()] == [None] * len(LAYOUTS)
+    found["one process"] = run_ranks(1, RANKS + "continued", str(tmp_path), optimizer)[0]
+    expected = found[source]["steps"]["4"][0]
+    differences = [abs(result["steps"]["4"][0] / expected - 1) for result in found.values()]
+    record_property("largest relative difference of the next loss", f"{max(differences):.1e}")
+    assert max(differences) <= 1e-5
