@@ -6,38 +6,30 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 import mt_megatron
 from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.parameters import count_parameters
-from mt_megatron.seams import events
-from mt_megatron.seams.schedule import ForwardStep
 from mt_megatron.training.checkpoint import Progress, read_manifest
 from mt_megatron.training.checkpoint_save import SaveReport
 from mt_megatron.training.checkpoint_store import CheckpointStore
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_build import model_shape
-from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
 from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.distributed import Job, joined, require_precision, world_size
-from mt_megatron.training.divergence import DivergenceWatch, LossMean
 from mt_megatron.training.evaluate import Validation, evaluate
 from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
-from mt_megatron.training.nan_watch import RandomStates, first_finding
 from mt_megatron.training.output import Output
 from mt_megatron.training.preflight import check_before_start
 from mt_megatron.training.rampup import batch_sizes
 from mt_megatron.training.recovery import Recovery
 from mt_megatron.training.signals import stop_requests
-from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, make_forward_step, train_step
+from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
+from mt_megatron.training.steps import Steps, touching
 from mt_megatron.training.summary import corpus_baselines, summary_lines
 from mt_megatron.training.throughput import Window
 from mt_megatron.training.watchdog import NoWatchdog, Watchdog, watched
@@ -98,7 +90,6 @@ class _Run:
         self.job = job
         self.tokenizer = tokenizer
         self.started = started
-        self.watchdog = watchdog
         self.train_iters = _required(config.train.train_iters, "train_iters")
         self.global_batch_size = config.global_batch_size(job.layout.world_size)
         self.batch_sizes = batch_sizes(config.train.rampup_batch_size, self.global_batch_size)
@@ -113,7 +104,7 @@ class _Run:
         self.display, self.metrics = self.output.display, self.output.records
         for note in config.notes:
             self.display.say(note)
-        self.forward_step = self._watched(make_forward_step(family, job.backend.device()))
+        self.forward_step = touching(watchdog, make_forward_step(family, job.backend.device()))
         self.datasets = self._datasets()
         self.trainable: Trainable = build(config, job, family)
         self.manifest = {
@@ -124,17 +115,24 @@ class _Run:
         self.store = CheckpointStore(config.checkpoint, self.trainable, job, self.manifest, self.display.say)
         self.checkpoint: Path | None = None
         self.validation: Validation | None = None
-        self.progress = self._resume()
-        self.watch = DivergenceWatch(
-            check_gradients=config.ddp.check_for_nan_in_grad,
-            grad_norm_limit=config.train.grad_norm_threshold,
-            spike_factor=config.train.loss_spike_factor,
-            hysteresis=config.optimizer.hysteresis,
+        self.steps = Steps(
+            config,
+            job,
+            self.trainable,
+            self.forward_step,
+            self.datasets.train,
+            self._resume(),
+            shape=self.shape,
+            sizes=self.batch_sizes,
+            recovery=Recovery(config.train, say=self.display.say, record=self.metrics.record),
+            roll_back=self.store.rollback,
+            watchdog=watchdog,
         )
-        self.watch.mean = LossMean(self.progress.loss_mean, self.progress.loss_mean_steps)
-        self.recovery = Recovery(config.train, say=self.display.say, record=self.metrics.record)
-        self.draws_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self._announce()
+
+    @property
+    def progress(self) -> Progress:
+        return self.steps.progress
 
     def close(self) -> None:
         self.store.close()
@@ -143,13 +141,10 @@ class _Run:
     def run(self, stop_requested: threading.Event) -> Outcome:
         window = self.output.window()
         result: StepResult | None = None
-        batches = self._batches(self.progress, num_workers=self.config.data.num_workers)
         while not self._finished():
             stop = stop_requested.is_set() or self._out_of_time()
             written, failed = self.store.local_state()
-            self._limit(result is None)
-            result = self._step(batches, Wishes(stop=stop, save_written=written, save_failed=failed))
-            self.watchdog.unlimited(f"after step {self.progress.iteration}")
+            result = self.steps.take(Wishes(stop=stop, save_written=written, save_failed=failed))
             self._saved(self.store.advance(result.wishes))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
@@ -181,61 +176,6 @@ class _Run:
             validation=self.validation,
             checkpoint=self.checkpoint,
         )
-
-    def _watched(self, forward_step: ForwardStep) -> ForwardStep:
-        def touching(batches: Iterator[Any], model: torch.nn.Module) -> Any:
-            self.watchdog.touch()
-            return forward_step(batches, model)
-
-        return touching
-
-    def _limit(self, first: bool) -> None:
-        where = f"step {self.progress.iteration + 1}"
-        if first:
-            # Kernels are compiled and data loaders started in it.
-            self.watchdog.unlimited(where)
-        else:
-            self.watchdog.progress(where)
-
-    def _step(self, batches: Batches, wishes: Wishes) -> StepResult:
-        before, iteration = self.progress, self.progress.iteration + 1
-        rounds = self.batch_sizes.at(before.consumed_samples) // self.shape.micro_batch_size
-        shape = replace(self.shape, num_microbatches=rounds // self.job.layout.dp)
-        random_states = RandomStates.now(self.job) if self.draws_dropout else None
-        with events.span("step", iteration=iteration):
-            result = train_step(
-                self.trainable,
-                self.forward_step,
-                batches,
-                shape,
-                self.job,
-                iteration=iteration,
-                wishes=wishes,
-                watch=self.watch,
-            )
-        self._advance(result)
-        if result.diverged is not None:
-            self.watchdog.unlimited(f"looking into step {iteration}")
-            self.progress = self.recovery.after(
-                result.diverged,
-                self.progress,
-                explain=lambda: self._explain(before, shape, random_states),
-                roll_back=self.store.rollback,
-            )
-            mean = self.progress.loss_mean, self.progress.loss_mean_steps
-            self.watch.mean = LossMean(*mean)
-        return result
-
-    def _explain(self, before: Progress, shape: Shape, random_states: RandomStates | None) -> str | None:
-        """Which module made the step after ``before`` not finite; leaves no trace."""
-        after = RandomStates.now(self.job)
-        if random_states is not None:
-            random_states.restore(self.job)
-        try:
-            batches = self._batches(before, num_workers=0)
-            return first_finding(self.trainable, self.forward_step, batches, shape, self.job)
-        finally:
-            after.restore(self.job)
 
     def _datasets(self) -> Datasets:
         config, train = self.config, self.config.train
@@ -308,32 +248,6 @@ class _Run:
             f"pipeline {layout.pp}{chunks}, {context}data {layout.dp}; {parameters:,} parameters in "
             f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
             f"{self.train_iters} steps"
-        )
-
-    def _batches(self, progress: Progress, *, num_workers: int) -> Batches:
-        return [
-            train_batches(
-                self.datasets.train,
-                consumed_samples=progress.consumed_samples,
-                micro_batch_size=self.shape.micro_batch_size,
-                data_parallel_rank=self.job.at.dp,
-                data_parallel_size=self.job.layout.dp,
-                num_workers=num_workers,
-                pin_memory=self.job.backend.pins_host_memory(),
-            )
-            for _ in self.trainable.chunks
-        ]
-
-    def _advance(self, result: StepResult) -> None:
-        done = self.progress
-        self.progress = replace(
-            done,
-            iteration=done.iteration + 1,
-            consumed_samples=done.consumed_samples + result.samples,
-            consumed_tokens=done.consumed_tokens + result.tokens,
-            skipped_iterations=done.skipped_iterations + result.skipped,
-            loss_mean=self.watch.mean.value,
-            loss_mean_steps=self.watch.mean.steps,
         )
 
     def _finished(self) -> bool:

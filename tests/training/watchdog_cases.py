@@ -7,14 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mt_megatron.training import loop
+from mt_megatron.training import steps
 from tests.training.loop_cases import run, start
 
 
 def data_that_does_not_come(folder: str) -> dict[str, Any]:
     """The data of rank 1 stops coming in the third step."""
     start()
-    original = loop.train_batches
+    original = steps.train_batches
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         for number, batch in enumerate(original(*args, **kwargs)):
@@ -22,5 +22,5 @@ def data_that_does_not_come(folder: str) -> dict[str, Any]:
                 time.sleep(600)
             yield batch
 
-    loop.train_batches = slow
+    steps.train_batches = slow
     return run("--watchdog-seconds 5", folder, "stuck")

@@ -1,0 +1,150 @@
+"""The steps of a run one after another: their batches, their size, and what is done about a bad one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mt_megatron.seams import events
+from mt_megatron.seams.schedule import ForwardStep
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.data.batches import train_batches
+from mt_megatron.training.data.datasets import SampleDataset
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.divergence import DivergenceWatch, LossMean
+from mt_megatron.training.model import Trainable
+from mt_megatron.training.nan_watch import RandomStates, first_finding
+from mt_megatron.training.progress import Progress
+from mt_megatron.training.rampup import BatchSizes
+from mt_megatron.training.recovery import Recovery
+from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, train_step
+from mt_megatron.training.watchdog import NoWatchdog, Watchdog
+
+
+class Steps:
+    """Takes one step after another from ``progress`` on; collective."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        job: Job,
+        trainable: Trainable,
+        forward_step: ForwardStep,
+        dataset: SampleDataset,
+        progress: Progress,
+        *,
+        shape: Shape,
+        sizes: BatchSizes,
+        recovery: Recovery,
+        roll_back: Callable[[], Progress],
+        watchdog: Watchdog | NoWatchdog,
+    ) -> None:
+        """``shape`` is a step's after the ramp that ``sizes`` describes; ``roll_back`` loads the last good
+        checkpoint and returns its progress."""
+        self.progress = progress
+        self._config = config
+        self._job = job
+        self._trainable = trainable
+        self._forward_step = forward_step
+        self._dataset = dataset
+        self._shape = shape
+        self._sizes = sizes
+        self._recovery = recovery
+        self._roll_back = roll_back
+        self._watchdog = watchdog
+        self._watch = DivergenceWatch(
+            check_gradients=config.ddp.check_for_nan_in_grad,
+            grad_norm_limit=config.train.grad_norm_threshold,
+            spike_factor=config.train.loss_spike_factor,
+            hysteresis=config.optimizer.hysteresis,
+        )
+        self._watch.mean = LossMean(progress.loss_mean, progress.loss_mean_steps)
+        self._draws_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+        self._is_first = True
+        self._batches = self._batches_after(progress, num_workers=config.data.num_workers)
+
+    def take(self, wishes: Wishes) -> StepResult:
+        """One step, and what follows when it diverged. Moves ``progress`` on.
+
+        Raises ``DivergenceError`` on every rank when the run has to stop.
+        """
+        before, iteration = self.progress, self.progress.iteration + 1
+        rounds = self._sizes.at(before.consumed_samples) // self._shape.micro_batch_size
+        shape = replace(self._shape, num_microbatches=rounds // self._job.layout.dp)
+        random_states = RandomStates.now(self._job) if self._draws_dropout else None
+        # Kernels are compiled and data loaders started in the first step of a process.
+        limit = self._watchdog.unlimited if self._is_first else self._watchdog.progress
+        limit(f"step {iteration}")
+        with events.span("step", iteration=iteration):
+            result = train_step(
+                self._trainable,
+                self._forward_step,
+                self._batches,
+                shape,
+                self._job,
+                iteration=iteration,
+                wishes=wishes,
+                watch=self._watch,
+            )
+        self._watchdog.unlimited(f"after step {iteration}")
+        self._is_first = False
+        self._advance(result)
+        if result.diverged is not None:
+            self.progress = self._recovery.after(
+                result.diverged,
+                self.progress,
+                explain=lambda: self._explain(before, shape, random_states),
+                roll_back=self._roll_back,
+            )
+            self._watch.mean = LossMean(self.progress.loss_mean, self.progress.loss_mean_steps)
+        return result
+
+    def _advance(self, result: StepResult) -> None:
+        done = self.progress
+        self.progress = replace(
+            done,
+            iteration=done.iteration + 1,
+            consumed_samples=done.consumed_samples + result.samples,
+            consumed_tokens=done.consumed_tokens + result.tokens,
+            skipped_iterations=done.skipped_iterations + result.skipped,
+            loss_mean=self._watch.mean.value,
+            loss_mean_steps=self._watch.mean.steps,
+        )
+
+    def _explain(self, before: Progress, shape: Shape, random_states: RandomStates | None) -> str | None:
+        """Which module made the step after ``before`` not finite; leaves no trace."""
+        after = RandomStates.now(self._job)
+        if random_states is not None:
+            random_states.restore(self._job)
+        try:
+            batches = self._batches_after(before, num_workers=0)
+            return first_finding(self._trainable, self._forward_step, batches, shape, self._job)
+        finally:
+            after.restore(self._job)
+
+    def _batches_after(self, progress: Progress, *, num_workers: int) -> Batches:
+        return [
+            train_batches(
+                self._dataset,
+                consumed_samples=progress.consumed_samples,
+                micro_batch_size=self._shape.micro_batch_size,
+                data_parallel_rank=self._job.at.dp,
+                data_parallel_size=self._job.layout.dp,
+                num_workers=num_workers,
+                pin_memory=self._job.backend.pins_host_memory(),
+            )
+            for _ in self._trainable.chunks
+        ]
+
+
+def touching(watchdog: Watchdog | NoWatchdog, forward_step: ForwardStep) -> ForwardStep:
+    """``forward_step`` that shows ``watchdog`` each micro-batch."""
+
+    def forward(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+        watchdog.touch()
+        return forward_step(batches, model)
+
+    return forward
