@@ -205,7 +205,7 @@ def _title(config: TrainingConfig) -> str:
     names = ["mt_megatron", config.model.preset or config.model.family]
     if config.checkpoint.save is not None:
         names.append(Path(config.checkpoint.save).name)
-    return " · ".join(name for name in names if name)
+    return " · ".join(dict.fromkeys(name for name in names if name))
 
 
 def _subtitle(job: Job, config: TrainingConfig) -> str:

@@ -75,9 +75,9 @@ class Panel:
 
         return Frame(
             Group(self._progress(), Text(""), self._figures(width)),
-            title=Text(f" {self.title} ", style="bold") if self.title else None,
+            title=Text(self.title, style="bold default") if self.title else None,
             title_align="left",
-            subtitle=Text(f" {self.subtitle} ", style=_LABEL) if self.subtitle else None,
+            subtitle=Text(self.subtitle, style=_LABEL) if self.subtitle else None,
             subtitle_align="left",
             border_style="grey37",
             box=box.ROUNDED,

@@ -94,7 +94,8 @@ class LiveRegion:
         # A terminal that became narrower has broken each of our lines into several.
         per_line = -(-self._width // columns) if columns < self._columns else 1
         up = min(self._lines * max(1, per_line), rows - 1)
-        return f"\r\x1b[{up}A\x1b[J"
+        # Not all at once: cleared from its first cell on, a screen may be kept in the scrollback.
+        return f"\r\x1b[{up}A\x1b[K\x1b[1B\x1b[J\x1b[1A"
 
     def _terminal_size(self) -> tuple[int, int]:
         try:

@@ -68,7 +68,12 @@ class Screen:
                     self.row -= 1
                     up -= self.physical(self.logical[self.row])
                 assert up >= 0, "the cursor would stop within a wrapped line"
+            elif part == "\x1b[1B":
+                self.row += 1
+            elif part == "\x1b[K":
+                self.logical[self.row] = ""
             elif part == "\x1b[J":
+                assert self.row > 0, "some terminals keep a screen that is cleared from its first cell on"
                 del self.logical[self.row + 1 :]
                 self.logical[self.row] = ""
             elif part and not part.startswith("\x1b") and part != "\r":
