@@ -137,6 +137,7 @@ def _job(args: argparse.Namespace, options: list[str], hosts: list[Host]) -> Lau
             f"--nodes is {nodes} and {args.hostfile} lists {len(hosts)} hosts; expected the same number. "
             "Leave --nodes out."
         )
+    environment = tuple(_assignment(each) for each in args.env)
     printed = args.form is not None
     restarts = args.max_restarts
     if restarts is None:
@@ -149,7 +150,7 @@ def _job(args: argparse.Namespace, options: list[str], hosts: list[Host]) -> Lau
         python=args.python or ("python" if printed else sys.executable),
         max_restarts=restarts,
         interface=args.network_interface,
-        environment=tuple(_assignment(each) for each in args.env),
+        environment=environment,
     )
 
 

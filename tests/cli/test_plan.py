@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.models import presets
+from mt_megatron.training.arguments import load_config
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -78,3 +80,95 @@ def test_incomplete_models_are_wrong_use(
 ) -> None:
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+LAYOUT = (
+    *("--tensor-model-parallel-size", "8", "--sequence-parallel", "--pipeline-model-parallel-size", "4"),
+    *("--use-distributed-optimizer", "--global-batch-size", "512"),
+)
+
+
+def test_operations_and_memory_have_their_promised_names(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--model", "llama3_70b", "--world-size", "64", *LAYOUT)
+    memory, stages = found["memory_per_rank_bytes"], found["memory_per_stage_bytes"]
+    assert isinstance(memory, dict) and isinstance(stages, list)
+    assert memory == max(stages, key=lambda stage: int(stage["total"])) and len(stages) == 4
+    parts = {name: value for name, value in memory.items() if name not in ("total", "pipeline_stage")}
+    assert set(parts) == {"weights", "gradients", "optimizer", "activations", "workspace", "communication"}
+    assert memory["total"] == sum(parts.values())
+    assert found["flops_per_step"] == found["flops_per_token"] * 512 * 8192  # type: ignore[operator]
+    assert found["world_size"] == 64 and found["not_estimated"] == []
+
+
+def test_recomputation_adds_operations_and_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    plain = plan(capsys, "--model", "llama3_8b")
+    again = plan(capsys, "--model", "llama3_8b", *full)
+    assert again["flops_per_token"] == plain["flops_per_token"] == plain["executed_flops_per_token"]
+    assert again["executed_flops_per_token"] > plain["executed_flops_per_token"]  # type: ignore[operator]
+    less, more = again["memory_per_rank_bytes"], plain["memory_per_rank_bytes"]
+    assert less["total"] < more["total"]  # type: ignore[index]
+
+
+def test_what_cannot_be_estimated_is_none_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--model", "llama3_8b", "--num-experts", "8")
+    assert found["memory_per_rank_bytes"] is None and found["flops_per_token"] is None
+    assert "dense models" in str(found["not_estimated"])
+    piped = plan(capsys, "--model", "llama3_8b", "--pipeline-model-parallel-size", "4")
+    assert "--global-batch-size" in str(piped["not_estimated"])
+
+
+def test_text_tells_memory_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama3_70b", "--world-size", "64", *LAYOUT]) == 0
+    text = capsys.readouterr().out
+    for part in ("per token", "per step of 4,194,304 tokens", "optimizer", "GiB", "pipeline stage 0 of 4"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tensor-model-parallel-size", "16"), "num_query_groups is 8"),
+        (("--pipeline-model-parallel-size", "5"), "num_layers is 32"),
+        (("--world-size", "6", "--tensor-model-parallel-size", "4"), "world size is 6"),
+        (("--suggest",), "--suggest needs --world-size and --device-memory"),
+        (("--suggest", "--world-size", "8", "--device-memory", "lots"), "--device-memory is 'lots'"),
+        (("--suggest", "--world-size", "8", "--device-memory", "H100", "--top", "0"), "--top is 0"),
+    ],
+)
+def test_impossible_layouts_are_wrong_use(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert main(["plan", "--model", "llama3_8b", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+SUGGEST = ("--suggest", "--world-size", "8", "--device-memory", "H100", "--global-batch-size", "64")
+
+
+def test_suggestions_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama3_8b", *SUGGEST, "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    for part in ("8 x H100", "not measurements", "TP", "MFU", "more (--top", "The others:", "GiB"):
+        assert part in text
+    assert max(map(len, text.splitlines())) > 120, "the command is one line to paste"
+
+
+def test_suggestions_as_json_have_a_command_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--model", "llama3_8b", *SUGGEST, "--top", "2", "--inter-node-gbps", "25")
+    layouts = found["layouts"]
+    assert isinstance(layouts, list) and len(layouts) == 2
+    assert found["assumptions"]["inter_node_gbps"] == 25.0  # type: ignore[index]
+    words = shlex.split(layouts[0]["command"])
+    assert words[:4] == ["mt-megatron", "launch", "--gpus-per-node", "8"]
+    config = load_config(words[words.index("--") + 1 :])
+    assert config.parallel.tensor_model_parallel_size == layouts[0]["layout"]["tensor"]
+    assert layouts[0]["memory_per_rank_bytes"]["total"] < 80 * 2**30
+    assert layouts[0]["step_seconds_estimate"]["total"] <= layouts[1]["step_seconds_estimate"]["total"]
+
+
+def test_when_nothing_fits_the_exit_code_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "llama3_8b", "--suggest", "--world-size", "1", "--device-memory", "40GiB"]
+    assert main([*argv, "--global-batch-size", "8"]) == 1
+    text = capsys.readouterr().out
+    assert "No layout fits." in text and "what would fit: devices of at least" in text

@@ -1,0 +1,210 @@
+"""``mt-megatron launch``: what it prints, what it starts, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mt_megatron.cli import launch
+from mt_megatron.cli.main import main
+from mt_megatron.launching.supervise import supervise
+
+TRAIN = ["--model", "llama3_8b", "--mock-data", "--train-iters", "1", "--save", "/shared/run"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["launch", *arguments, "--", *TRAIN]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["launch", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err
+
+
+def test_each_host_of_a_hostfile_has_its_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# two machines\nnode-a slots=4\nnode-b slots=4\n")
+    lines = printed(
+        capsys, "--print", "command", "--hostfile", str(hosts), "--network-interface", "ib0"
+    ).splitlines()
+    assert lines[0] == "# on node-a" and lines[2] == "# on node-b"
+    first, second = shlex.split(lines[1]), shlex.split(lines[3])
+    assert first[:4] == ["env", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib0", "MCCL_SOCKET_IFNAME=ib0"]
+    for words, leads, name in ((first, "true", "node-a"), (second, "false", "node-b")):
+        text = " ".join(words)
+        assert "--nnodes 2 --nproc-per-node 4 --max-restarts 0" in text
+        assert f"--rdzv-endpoint node-a:29500 --rdzv-id mt-megatron --rdzv-conf is_host={leads}" in text
+        assert f"--local-addr {name} -m mt_megatron.cli pretrain --model llama3_8b" in text
+        assert words[-len(TRAIN) :] == TRAIN
+
+
+def test_an_ipv6_head_is_bracketed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("[2001:db8::1]:2\n[2001:db8::2]:2\n")
+    text = printed(capsys, "--print", "command", "--hostfile", str(hosts))
+    assert "--rdzv-endpoint '[2001:db8::1]:29500'" in text and "--local-addr 2001:db8::2" in text
+
+
+def test_every_form_is_printed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    many = ("--nodes", "4", "--gpus-per-node", "8", "--job-name", "llama")
+    script = printed(capsys, "--print", "slurm", *many)
+    assert script.startswith("#!/usr/bin/env bash\n") and "#SBATCH --job-name=llama" in script
+    documents = list(yaml.safe_load_all(printed(capsys, "--print", "k8s", "--image", "mt:1", *many)))
+    assert [each["kind"] for each in documents] == ["TrainingRuntime", "TrainJob"]
+    program = printed(capsys, "--print", "ray", *many)
+    compile(program, "job.py", "exec")
+    assert "STRICT_SPREAD" in program
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "nothing says what to train"),
+        (("--", "--no-such-option", "1"), "there is no option --no-such-option"),
+        (("--print", "slurm", "--nodes", "2", "--", *TRAIN), "--gpus-per-node is not set"),
+        (("--print", "k8s", "--gpus-per-node", "8", "--", *TRAIN), "--image is not set"),
+        (("--nodes", "2", "--gpus-per-node", "1", "--", *TRAIN), "nothing says where they meet"),
+        (("--env", "A", "--", *TRAIN), "--env is 'A'"),
+        (("--gpus-per-node", "3", "--", *TRAIN, "--global-batch-size", "4"), "global_batch_size is 4"),
+        (("--print", "slurm", "--gpus-per-node", "1", "--", *TRAIN[:-2]), "Set --save"),
+        (("--hostfile", "/no/such/file", "--", *TRAIN), "cannot be read"),
+        (
+            ("--nodes", "2", "--gpus-per-node", "1", "--master-addr", "fe80::1%eth0", "--", *TRAIN),
+            "without a zone",
+        ),
+        (
+            ("--nodes", "2", "--gpus-per-node", "1", "--from-environment", "--", *TRAIN),
+            "PET_MASTER_ADDR is not set",
+        ),
+    ],
+)
+def test_wrong_use_is_explained_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr("mt_megatron.launching.supervise.supervise", None)
+    assert said in refused(capsys, *arguments)
+
+
+def test_hosts_and_nodes_must_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a:1\nb:1\n")
+    given = ("--hostfile", str(hosts))
+    assert "lists 2 hosts" in refused(capsys, *given, "--nodes", "3", "--", *TRAIN)
+    assert "--node-rank is 2; expected 0 to 1" in refused(capsys, *given, "--node-rank", "2", "--", *TRAIN)
+    hosts.write_text("a:1\na:1\n")
+    assert f"{hosts}:2: found a again" in refused(capsys, *given, "--", *TRAIN)
+
+
+def test_torchrun_s_own_variables_are_left_to_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MASTER_ADDR", "node-0")
+    text = printed(capsys, "--print", "command", "--from-environment", "--nodes", "2", "--gpus-per-node", "8")
+    assert "--nnodes 2 --nproc-per-node 8" in text and "rdzv" not in text
+
+
+# What it supervises, in place of torchrun: a parent whose child is the one that listens.
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+sys.exit(child.wait())
+"""
+CHILD = """
+import os, signal, sys, time
+def end(number, frame):
+    open(sys.argv[1] + ".got", "w").write(signal.Signals(number).name)
+    sys.exit(int(sys.argv[2]))
+time.sleep(0.5)  # Until here a signal would end it.
+signal.signal(signal.SIGUSR1, end)
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1] + ".ready", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGTERM")],
+    ids=lambda value: str(value),
+)
+def test_signals_reach_the_processes_that_listen(tmp_path: Path, sent: signal.Signals, got: str) -> None:
+    mark = tmp_path / "mark"
+    process = start_supervised(mark, exit_code=7)
+    try:
+        if sent is not signal.SIGUSR1:
+            # The others would end a process that does not listen yet, as they should.
+            wait_for(Path(f"{mark}.ready"), process)
+        else:
+            wait_for(Path(f"{mark}.started"), process)
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == 7
+        assert Path(f"{mark}.got").read_text() == got
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_nothing_survives_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    process = start_supervised(mark, exit_code=0)
+    try:
+        wait_for(Path(f"{mark}.ready"), process)
+        parent = int(Path(f"{mark}.started").read_text())
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while alive(parent):
+            assert time.monotonic() < deadline, "what stands for torchrun outlived its supervisor"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def start_supervised(mark: Path, exit_code: int) -> subprocess.Popen[bytes]:
+    code = (
+        "import sys\nfrom tests.cli.test_launch import supervised\n"
+        "sys.exit(supervised(sys.argv[1], sys.argv[2]))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, str(mark), str(exit_code)])
+
+
+def supervised(mark: str, exit_code: str) -> int:
+    """In the process of the test: supervises the parent, which notes its number first."""
+    noting = f"import os; open({mark + '.started'!r}, 'w').write(str(os.getpid()))\n"
+    return supervise([sys.executable, "-c", noting + PARENT, CHILD, mark, exit_code], os.environ)
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or (path.suffix == ".started" and not path.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_help_names_the_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    text = capsys.readouterr().out
+    assert all(form in text for form in launch._FORMS) and "Nothing is submitted" in text
