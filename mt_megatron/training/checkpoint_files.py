@@ -325,11 +325,15 @@ def _unused(folder: Path) -> Iterator[bool]:
 def write_durably(path: Path, text: str) -> None:
     """Write ``text`` so that ``path`` holds either what it held before or all of it."""
     temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w", encoding="utf-8", newline="") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -6,6 +6,7 @@ in ``local_state`` before each step, and calls ``advance`` with what all agreed 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,11 +85,12 @@ class CheckpointStore:
         steps are given up is not decided in silence.
         """
         options, verify = self.options, self.options.verify_checkpoint
-        lines: list[str] = []
+        lines = _about_restarts(options)
         folder: Path | None = self._on_main(self._find)
         if folder is not None:
             if verify and options.resume == "auto":
-                folder, lines = self._skip_damaged(folder)
+                folder, skipped = self._skip_damaged(folder)
+                lines += skipped
             progress, notes = load_checkpoint(
                 folder, self._trainable, self._job, verify=verify and options.resume != "auto"
             )
@@ -242,3 +244,12 @@ class CheckpointStore:
         if error_text is not None:
             raise CheckpointError(error_text)
         return found
+
+
+def _about_restarts(options: CheckpointConfig) -> list[str]:
+    if options.resume == "auto" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return []
+    return [
+        f"note: torchrun may start this run again, and --resume {options.resume} then holds as well: only "
+        "--resume auto continues where it was"
+    ]

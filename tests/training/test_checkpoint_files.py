@@ -71,6 +71,19 @@ def test_durable_writing_replaces_whole_files(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_durably(tmp_path / "file", "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(tmp_path / "file", "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
 def names(directory: Path) -> list[int]:
     return [files.iteration_of(each) or 0 for each in files.complete_checkpoints(directory)]
 
