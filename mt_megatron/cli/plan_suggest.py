@@ -134,7 +134,7 @@ def _show(found: Suggestion, argv: list[str], top: int) -> None:
         more = len(found.choices) - top
         if more > 0:
             console.print(f"and {more} more (--top {len(found.choices)} shows them)")
-        console.print("\nThe first one, with what is still missing (data, steps) to be added:")
+        console.print("\nThe first one, with what is still missing (data, steps, --save) to be added:")
         console.print("  " + command(found.choices[0].layout, found, argv))
     else:
         console.print("No layout fits.")
