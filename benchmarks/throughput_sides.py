@@ -61,7 +61,7 @@ class Case:
             *("--micro-batch-size", str(self.micro_batch // data_parallel), "--train-iters", "1000000"),
             *("--global-batch-size", str(self.micro_batch * self.micro_batches), "--mock-data"),
             *("--tokenizer-type", "NullTokenizer", "--lr-decay-style", "constant", "--lr", str(LR)),
-            *("--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(CLIP), "--backend", "cpu"),
+            *("--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(CLIP)),
             *("--adam-beta1", str(BETAS[0]), "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS)),
             *(["--bf16"] if self.dtype is torch.bfloat16 else []),
         ]
@@ -119,15 +119,15 @@ class Ours:
         from mt_megatron.training.model import build, family_of
         from mt_megatron.training.step import Shape, make_forward_step
 
-        self._config = load_config([*case.flags(data_parallel), *more])
+        self.config = load_config([*case.flags(data_parallel), *more])
         self._stack = contextlib.ExitStack()
-        self.job = self._stack.enter_context(joined(self._config, mt_megatron.backend()))
-        family = family_of(self._config)
-        self.trainable = build(self._config, self.job, family)
+        self.job = self._stack.enter_context(joined(self.config, mt_megatron.backend()))
+        family = family_of(self.config)
+        self.trainable = build(self.config, self.job, family)
         self._forward_step = make_forward_step(family, self.job.backend.device())
         layout = self.job.layout
         self._shape = Shape(
-            num_microbatches=self._config.num_microbatches(layout.world_size),
+            num_microbatches=self.config.num_microbatches(layout.world_size),
             micro_batch_size=case.micro_batch // layout.dp,
             seq_length=case.sequence,
         )
