@@ -14,7 +14,10 @@ lr.py            learning rate and weight decay over a run
 step.py          one optimizer step, and what all ranks agree on about it
 evaluate.py      validation: the same tokens every time, each counted once
 checkpoint.py    whole or absent, loadable under any layout; rng.py: a rank's random states
-metrics.py       JSON records and the progress display; summary.py: the lines at the end
+preflight.py     the checks that need the device or an earlier checkpoint
+output.py        everything a run says: display.py (panel.py, terminal.py), records.py with its places
+                 (metrics.py, tensorboard.py, wandb.py), throughput.py, communication.py, picture.py;
+                 summary.py: the lines at the end
 loop.py          a run from its configuration to its figures
 data/            a corpus to micro-batches
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from mt_megatron.training.arguments import load_config
 from mt_megatron.training.metrics import Metrics, read_records
 from mt_megatron.training.validate import validate
 from tests.training.loop_cases import MODEL, TRAINING, start
+
+TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 
 def said(flags: str) -> dict[str, Any]:
@@ -33,10 +36,11 @@ def said(flags: str) -> dict[str, Any]:
 def runs(folder: str) -> dict[str, Any]:
     """Two ranks: a run that is resumed, a full disk, a failure, and records that cannot be opened."""
     start()
+    board = f"--tensorboard-dir {folder}/tb" if TENSORBOARD else ""
     tensor = "--tensor-model-parallel-size 2 --eval-interval 2 --peak-tflops 0.5"
     found = {
-        "first": said(f"{tensor} --save {folder}/run --exit-interval 3 --tensorboard-dir {folder}/tb"),
-        "second": said(f"{tensor} --save {folder}/run --tensorboard-dir {folder}/tb"),
+        "first": said(f"{tensor} --save {folder}/run --exit-interval 3 {board}"),
+        "second": said(f"{tensor} --save {folder}/run {board}"),
         "full": said("--metrics-path /dev/full --train-iters 3"),
         "broken": broken(folder),
         "unopened": unopened(folder),
@@ -47,19 +51,19 @@ def runs(folder: str) -> dict[str, Any]:
 
 
 def broken(folder: str) -> dict[str, Any]:
-    """The third step fails on every rank."""
-    original = loop.train_step
+    """Every rank fails after its third step, before that is recorded."""
+    original = output.Output.report
 
-    def failing(*args: Any, iteration: int, **others: Any) -> Any:
+    def failing(self: Any, iteration: int, *args: Any) -> None:
         if iteration == 3:
             raise MtMegatronError("the third step failed")
-        return original(*args, iteration=iteration, **others)
+        original(self, iteration, *args)
 
-    loop.train_step = failing
+    output.Output.report = failing  # type: ignore[method-assign]
     try:
         return said(f"--save {folder}/broken --resume never")
     finally:
-        loop.train_step = original
+        output.Output.report = original  # type: ignore[method-assign]
 
 
 def unopened(folder: str) -> dict[str, Any]:
