@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from mt_megatron.errors import DataError
 from mt_megatron.layers.packed import document_mask, document_positions
+from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import DataConfig
 from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.data.datasets import build_datasets
 from mt_megatron.training.data.tokenizer import NullTokenizer
+from mt_megatron.training.validate import problems
 from tests.launch import run_ranks
 from tests.training.test_data_batches import Numbered
 from tests.training.test_data_datasets import EOD, LENGTH, VOCABULARY, write_indexed
@@ -142,6 +144,25 @@ def test_borders_say_what_megatrons_masks_say(seed: int, share: float, micro: in
         assert int(one["max_seqlen"]) == max(borders.diff().tolist())
         assert torch.equal(document_mask(borders, micro, torch.device("cpu")), other["attention_mask"])
         assert torch.equal(document_positions(borders, micro), other["position_ids"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--packed-sequences", "without reset_attention_mask; expected both"),
+        (
+            "--packed-sequences --reset-attention-mask --context-parallel-size 2",
+            "context_parallel_size 2; expected 1",
+        ),
+        ("--packed-sequences --reset-attention-mask", ""),
+        ("--no-packed-sequences --reset-attention-mask --context-parallel-size 2", ""),
+        ("--reset-attention-mask --context-parallel-size 2", ""),
+    ],
+)
+def test_packing_is_refused_where_it_cannot_be(flags: str, message: str) -> None:
+    base = "--model llama3_tiny --vocab-size 4096 --tokenizer-type NullTokenizer --mock-data --train-iters 9"
+    found = "\n".join(problems(load_config([*base.split(), "--lr", "1e-3", *flags.split()]), world_size=2))
+    assert message in found and bool(message) == bool(found)
 
 
 class Fatal(Numbered):

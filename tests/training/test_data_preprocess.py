@@ -240,6 +240,25 @@ def test_what_is_made_already_is_left_and_what_differs_is_refused(tmp_path: Path
     assert preprocess(given, Lines()).documents == 21
 
 
+def test_killed_between_two_names_it_publishes_again(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    given = options(tmp_path, source)
+    first = preprocess(given, Lines())
+    whole = made(first.prefixes[0])
+    sidecar, folder = Path(first.prefixes[0] + ".json"), Path(given.output_prefix + ".preprocess")
+    # After the last name and before the folder was removed.
+    folder.mkdir()
+    assert preprocess(given, Lines()).already and not folder.exists()
+    # After .bin and before .idx and .json: what was to be published is made again.
+    plan = json.loads(sidecar.read_text())["plan"]
+    sidecar.unlink()
+    Path(first.prefixes[0] + ".idx").unlink()
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({**plan, "shard_bytes": 1 << 19}))
+    again = preprocess(given, Lines())
+    assert not again.already and made(again.prefixes[0]) == whole and not folder.exists()
+
+
 def test_files_of_somebody_else_are_not_overwritten(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(20))
     given = options(tmp_path, source)
@@ -257,7 +276,11 @@ def test_files_of_somebody_else_are_not_overwritten(tmp_path: Path) -> None:
         (b'{"body": "x"}\n', {"max_bad_share": 1.0}, "holds no document that can be used"),
         (b'{"text": "x"}\n', {"tokenizer_type": "HuggingFaceTokenizer"}, "found no tokenizer"),
         (b'{"text": "x"}\n', {"tokenizer_type": "NullTokenizer"}, "give --vocab-size"),
-        (b'{"text": "x"}\n', {"tokenizer_type": "NullTokenizer", "vocab_size": 9}, "found 'x'; NullTokenizer reads"),
+        (
+            b'{"text": "x"}\n',
+            {"tokenizer_type": "NullTokenizer", "vocab_size": 9},
+            "found 'x'; NullTokenizer reads",
+        ),
         (b'{"text": "5 9"}\n', {"tokenizer_type": "NullTokenizer", "vocab_size": 9}, "found '9'; .* 0 to 8"),
     ],
 )
@@ -432,6 +455,28 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
     assert made(preprocess(given, Lines()).prefixes[0]) == uninterrupted
 
 
+def test_a_disk_that_is_really_full(tmp_path: Path, corpus: Path, uninterrupted: tuple[bytes, bytes]) -> None:
+    given = options(tmp_path, corpus)
+    disk = tmp_path / "out"
+    disk.mkdir()
+
+    def mount(how: str) -> bool:
+        command = ["mount", "-t", "tmpfs", "-o", how, "none", str(disk)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    if not mount("size=5m"):
+        pytest.skip("a small file system to fill cannot be mounted here")
+    try:
+        process = start(given)
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 1 and "the disk is full" in told and "No space left on device" in told
+        assert mount("remount,size=100m")
+        result = preprocess(given, Lines())
+        assert made(result.prefixes[0]) == uninterrupted
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_a_shard_that_was_damaged_on_the_disk_is_made_again(
     tmp_path: Path, corpus: Path, uninterrupted: tuple[bytes, bytes]
 ) -> None:
@@ -448,20 +493,34 @@ def test_a_shard_that_was_damaged_on_the_disk_is_made_again(
 
 
 _PEAK = """
-import resource, sys
+import sys
 from pathlib import Path
+import psutil
 from tests.training.test_data_preprocess import Lines, options
 from mt_megatron.training.data.preprocess import preprocess
-preprocess(options(Path(sys.argv[1]), Path(sys.argv[2]), workers=1), Lines())
-for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-    print(resource.getrusage(who).ru_maxrss)
+
+def peak(pid):
+    # Not ru_maxrss: it begins with that of the process that started this one.
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+class Watched(Lines):
+    workers = 0
+    def advance(self, *figures):
+        pids = [child.pid for child in psutil.Process().children()]
+        self.workers = max([self.workers, *map(peak, pids)])
+
+watched = Watched()
+preprocess(options(Path(sys.argv[1]), Path(sys.argv[2]), workers=1), watched)
+print(peak("self"))
+print(watched.workers)
 """
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     block = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts(800))
     peaks = []
-    for times in (4, 40):
+    for times in (4, 28):
         source = tmp_path / f"{times}.jsonl"
         source.write_bytes(block * times)
         run = subprocess.run(
@@ -475,5 +534,5 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
         peaks.append([int(line) / 1024 for line in run.stdout.split()])
     for small, large in zip(*peaks, strict=True):
-        # 24 MB more of text, which would be twice as much in tokens.
-        assert large < small + 8, peaks
+        # 16 MB more of text, which would be twice as much in tokens.
+        assert large < small + 6, peaks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +50,8 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> Result:
     folder = Path(options.output_prefix + ".preprocess")
     done = already_made(options, plan, folder)
     if done is not None:
+        # Killed between the last name and the end of the tidying up.
+        shutil.rmtree(folder, ignore_errors=True)
         progress.say(f"{done.prefixes[0]} is already made from these files with these options")
         return done
     make_folder(folder)

@@ -71,6 +71,7 @@ def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path)
 def overwrite(options: PreprocessOptions) -> None:
     """Remove what an earlier run under the same prefix left, finished or not."""
     shutil.rmtree(options.output_prefix + ".preprocess", ignore_errors=True)
+    Path(options.output_prefix + "_problems.jsonl").unlink(missing_ok=True)
     for key in options.json_keys:
         prefix = output_prefix(options.output_prefix, key)
         for path in (sidecar_path(prefix), Path(prefix + ".bin"), Path(prefix + ".idx")):
