@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +17,7 @@ from mt_megatron.models.parameters import ModelShape, count_parameters
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.memory_estimate import memory_case, memory_of
 from tests.launch import run_ranks
+from tests.models.executed import PEAKS
 
 SHAPE = (
     "--num-layers 4 --hidden-size {0} --ffn-hidden-size {1} --num-attention-heads {2} --num-query-groups 2 "
@@ -112,37 +109,10 @@ def test_four_ranks_hold_what_is_predicted() -> None:
         check(measured, case)
 
 
-LARGE = SHAPE.format(256, 704, 8, 256, 256) + " --micro-batch-size 4"
-PEAKS = [
-    "",
-    "--bf16",
-    "--no-bias-activation-fusion --no-cross-entropy-loss-fusion",
-    "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-    "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --vocab-size 8192",
-    "--bf16 --recompute-granularity selective --vocab-size 8192",
-]
-
-
-@pytest.fixture(scope="module")
-def peaks() -> list[dict[str, int]]:
-    lines = json.dumps([[*LARGE.split(), *case.split()] for case in PEAKS])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.memory_peak", lines],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("peaks:"))
-    found: list[dict[str, int]] = json.loads(line.removeprefix("peaks:"))
-    return found
-
-
 @pytest.mark.parametrize("index", range(len(PEAKS)), ids=[case or "plain" for case in PEAKS])
-def test_the_worst_moment_is_predicted_to_four_percent(peaks: list[dict[str, int]], index: int) -> None:
-    assert peaks[index]["measured"] == pytest.approx(peaks[index]["predicted"], rel=0.04)
+def test_the_worst_moment_is_predicted_to_four_percent(executed: dict[str, list[Any]], index: int) -> None:
+    found = executed["peaks"][index]
+    assert found["measured"] == pytest.approx(found["predicted"], rel=0.04)
 
 
 GPT = ModelShape(

@@ -1,0 +1,135 @@
+"""The process that runs steps on one CPU rank and says what they took: memory at its worst, operations."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import mt_megatron
+
+_SHAPE = (
+    "--num-layers 4 --hidden-size {0} --ffn-hidden-size {1} --num-attention-heads {2} --num-query-groups {3} "
+    "--vocab-size {4} --make-vocab-size-divisible-by 8 --seq-length {5} --max-position-embeddings {5} "
+    "--micro-batch-size {6} --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --train-iters 1 --lr 1e-3 --mock-data --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
+PEAK_SHAPE = _SHAPE.format(256, 704, 8, 2, 256, 256, 4) + " --swiglu"
+PEAKS = (
+    "",
+    "--bf16",
+    "--no-bias-activation-fusion --no-cross-entropy-loss-fusion",
+    "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --vocab-size 8192",
+    "--bf16 --recompute-granularity selective --vocab-size 8192",
+)
+FLOPS_SHAPE = _SHAPE.format(48, 80, 4, 2, 96, 32, 2)
+FLOPS = (
+    "--swiglu",
+    "--no-gated-linear-unit --activation-func gelu --num-query-groups 4 --kv-channels 20",
+    "--swiglu --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--swiglu --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+    "--swiglu --recompute-granularity selective",
+)
+
+
+def peak(argv: list[str]) -> dict[str, int]:
+    """Bytes beyond what was held before: by the allocator's events at their highest, and as predicted."""
+    from mt_megatron.seams.schedule import run_schedule
+    from mt_megatron.training.arguments import load_config
+    from mt_megatron.training.distributed import joined
+    from mt_megatron.training.memory_estimate import memory_of
+    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.step import make_forward_step
+    from tests.models.memory_ranks import batches
+
+    config = load_config(argv)
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        trainable = build(config, job, family)
+        forward_step = make_forward_step(family, job.backend.device())
+
+        def run() -> None:
+            for chunk in trainable.chunks:
+                chunk.zero_grad_buffer()
+            run_schedule(
+                forward_step,
+                trainable.chunks,
+                [batches(config)],
+                num_microbatches=1,
+                seq_length=config.train.seq_length or 0,
+                micro_batch_size=config.train.micro_batch_size,
+            )
+
+        run()  # What is made once and kept is made here.
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            run()
+        memory = memory_of(config, 1, on_cpu=True).worst
+        return {"measured": _highest(profile), "predicted": memory.activations + memory.workspace}
+
+
+def _highest(profile: Any) -> int:
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+def counted(argv: list[str]) -> dict[str, float]:
+    """Operations per token: as torch counts them, by the family's definition, and as executed."""
+    from mt_megatron.models.flops import executed_flops, forward_flops
+    from mt_megatron.seams.schedule import run_schedule
+    from mt_megatron.training.arguments import load_config
+    from mt_megatron.training.distributed import joined
+    from mt_megatron.training.memory_estimate import padded_shape, recompute_of
+    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.step import make_forward_step
+    from tests.models.memory_ranks import batches
+
+    config = load_config(argv)
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        trainable = build(config, job, family)
+        step = make_forward_step(family, job.backend.device())
+        sizes: dict[str, Any] = {
+            "num_microbatches": 1,
+            "seq_length": config.train.seq_length,
+            "micro_batch_size": config.train.micro_batch_size,
+        }
+        # The counter knows matrix products, save for one in place; this kernel of attention is made of them.
+        in_place: dict[Any, Any] = {torch.ops.aten.addmm_: _addmm}
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            run_schedule(step, trainable.chunks, [batches(config)], **sizes)
+    flops = forward_flops(padded_shape(config), config.train.seq_length or 0)
+    tokens = config.train.micro_batch_size * (config.train.seq_length or 0)
+    recompute = recompute_of(config.model)
+    return {
+        "counted": counter.get_total_flops() / tokens,
+        "family": family.flops(config),
+        "training": flops.training,
+        "executed": executed_flops(flops, recompute, chunk_layers=config.model.num_layers),
+    }
+
+
+def _addmm(into: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *ignored: Any, **also: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    mt_megatron.patch("cpu")
+    found = {
+        "peaks": [peak([*PEAK_SHAPE.split(), *case.split()]) for case in PEAKS],
+        "flops": [counted([*FLOPS_SHAPE.split(), *case.split()]) for case in FLOPS],
+    }
+    print("executed:" + json.dumps(found))
