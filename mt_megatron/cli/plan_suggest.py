@@ -59,6 +59,11 @@ def print_suggestion(config: TrainingConfig, args: argparse.Namespace) -> int:
         )
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; expected at least 1")
+    if args.tflops is None and not (config.train.bf16 or config.train.fp16):
+        raise ConfigError(
+            "this run is in fp32 and the known peaks are those of bf16; expected --device-tflops with the "
+            "device's fp32 peak, or --bf16"
+        )
     hardware = hardware_of(
         args.device_memory,
         devices_per_node=args.devices_per_node,

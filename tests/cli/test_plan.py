@@ -132,6 +132,10 @@ def test_text_tells_memory_by_part(capsys: pytest.CaptureFixture[str]) -> None:
         (("--pipeline-model-parallel-size", "5"), "num_layers is 32"),
         (("--world-size", "6", "--tensor-model-parallel-size", "4"), "world size is 6"),
         (("--suggest",), "--suggest needs --world-size and --device-memory"),
+        (
+            ("--suggest", "--world-size", "8", "--device-memory", "H100", "--no-bf16"),
+            "this run is in fp32 and the known peaks are those of bf16",
+        ),
         (("--suggest", "--world-size", "8", "--device-memory", "lots"), "--device-memory is 'lots'"),
         (("--suggest", "--world-size", "8", "--device-memory", "H100", "--top", "0"), "--top is 0"),
     ],
