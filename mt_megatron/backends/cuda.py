@@ -11,7 +11,8 @@ from ..errors import BackendError
 from . import telemetry
 
 # Dense peak FLOP/s of NVIDIA's data sheets, by a part of the device's name; the first match
-# counts. A device or dtype that is not here is unknown, never guessed.
+# counts. A device or dtype that is not here is unknown, never guessed: nor is an NVL board, which has
+# another clock, or a part of a GPU (MIG), whose names contain these.
 _PEAKS: tuple[tuple[str, dict[torch.dtype, float]], ...] = tuple(
     (
         part,
@@ -105,6 +106,8 @@ class CudaBackend:
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         name = self.device_name()
+        if "NVL" in name or " MIG " in name:
+            return None
         return next((table.get(dtype) for part, table in _PEAKS if part in name), None)
 
     def collective_environment(self, nodes: int) -> Mapping[str, str]:

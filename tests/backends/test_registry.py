@@ -85,7 +85,13 @@ def test_process_group_backend_strings(requested: str | None, cpu: str | None, m
 
 def test_cuda_peak_flops_are_from_the_table_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CudaBackend()
-    for name, known in (("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA GTX 1080", False)):
+    for name, known in (
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA GTX 1080", False),
+        ("NVIDIA H100 NVL", False),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", False),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None, name=name: name)
         assert (backend.peak_flops(torch.bfloat16) is not None) is known
         assert backend.peak_flops(torch.int8) is None
