@@ -18,8 +18,9 @@ from tests.bad_input.cases import Case, Promise, as_argv, loaded, valid_case
 from tests.bad_input.rules import RULES
 
 SOAK = "MT_MEGATRON_SOAK" in os.environ
-EXAMPLES = 300 if SOAK else 6
+EXAMPLES = 100 if SOAK else 6
 SECONDS = 5.0
+"""Of processor time, which does not depend on what else the machine does."""
 
 _seen: set[tuple[str, ...]] = set()
 
@@ -64,9 +65,9 @@ def test_a_broken_rule_is_named(name: str, rng: Random) -> None:
     case = valid_case(rng)
     promise = RULES[name](case, rng)
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
+        began = time.process_time()
         text = error_of(case, Path(folder), rng)
-        seconds = time.monotonic() - began
+        seconds = time.process_time() - began
         argv = [str(case.yaml_text), *as_argv(case, Path(folder), Random(0))]
     assert_kept(promise, text)
     assert seconds < SECONDS

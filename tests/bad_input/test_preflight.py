@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def test_a_published_model_does_not_fit_one_card_and_does_spread_over_many() -> 
     spread = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
     for line in memory_notes(load_config([*big.split(), *spread.split()]), card, 128):
         assert line.startswith("WARNING: the estimated peak")
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"), [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    flag: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    (line,) = problems(load_config([*FLAGS.split(), flag, "x"]), world_size=1)
+    assert f"the package {package} is not installed" in line
+    assert f'pip install "mt_megatron[{package}]"' in line and f"leave {flag} out" in line
 
 
 def test_a_device_of_unknown_size_is_not_judged() -> None:
