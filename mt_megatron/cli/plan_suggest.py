@@ -116,11 +116,18 @@ def _choice_data(choice: Choice, found: Suggestion, argv: list[str]) -> dict[str
 def command(layout: Layout, found: Suggestion, argv: list[str]) -> str:
     """A line for the shell that starts the run in this layout; options come last, where they win."""
     options = [*argv, *(word for each in found.assumed for word in each.split()), *layout.options()]
-    per_node = min(found.world_size, found.hardware.devices_per_node)
+    per_node = _processes_per_node(layout.tensor, found)
     words = ["mt-megatron", "launch", "--gpus-per-node", str(per_node)]
     if found.world_size > per_node:
         words += ["--print", "slurm", "--nodes", str(-(-found.world_size // per_node))]
     return shlex.join([*words, "--", *options])
+
+
+def _processes_per_node(tensor: int, found: Suggestion) -> int:
+    """The most that all nodes can have alike, with whole tensor-parallel groups."""
+    most = min(found.world_size, found.hardware.devices_per_node)
+    alike = [count for count in range(1, most + 1) if found.world_size % count == 0]
+    return max((count for count in alike if count % tensor == 0), default=alike[-1])
 
 
 def _show(found: Suggestion, argv: list[str], top: int) -> None:

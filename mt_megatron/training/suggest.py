@@ -218,7 +218,16 @@ def _note_miss(found: Suggestion, layout: Layout, needed: int) -> None:
 
 def _advice(found: Suggestion) -> list[str]:
     advice = []
-    hardware = found.hardware
+    hardware, parallel = found.hardware, found.config.parallel
+    if not found.considered:
+        sizes = (
+            f"tensor {parallel.tensor_model_parallel_size}, "
+            f"pipeline {parallel.pipeline_model_parallel_size}, context {parallel.context_parallel_size}"
+        )
+        advice.append(
+            f"{found.world_size} devices are no multiple of the sizes that are set ({sizes}): another number "
+            "of them, or other sizes"
+        )
     if found.near_miss is not None:
         needed = found.near_miss.needs_bytes / (1 - hardware.memory_reserve)
         advice.append(

@@ -8,8 +8,12 @@ import shlex
 import pytest
 
 from mt_megatron.cli.main import main
+from mt_megatron.cli.plan_suggest import command
 from mt_megatron.models import presets
+from mt_megatron.models.hardware import DEVICES
 from mt_megatron.training.arguments import load_config
+from mt_megatron.training.layouts import Layout
+from mt_megatron.training.suggest import Suggestion
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -169,6 +173,21 @@ def test_suggestions_as_json_have_a_command_that_loads(capsys: pytest.CaptureFix
     assert config.parallel.tensor_model_parallel_size == layouts[0]["layout"]["tensor"]
     assert layouts[0]["memory_per_rank_bytes"]["total"] < 80 * 2**30
     assert layouts[0]["step_seconds_estimate"]["total"] <= layouts[1]["step_seconds_estimate"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor", "nodes", "per_node"),
+    [(8, 2, None, 8), (16, 8, 2, 8), (12, 4, 3, 4), (12, 2, 2, 6), (7, 1, None, 7)],
+)
+def test_the_command_starts_exactly_the_devices(
+    devices: int, tensor: int, nodes: int | None, per_node: int
+) -> None:
+    config = load_config(["--model", "llama3_8b", "--global-batch-size", "168"])
+    found = Suggestion(config=config, world_size=devices, hardware=DEVICES["h100"], assumed=[])
+    words = command(Layout(tensor=tensor), found, []).split()
+    assert words[3] == str(per_node) and ("--nodes" in words) == (nodes is not None)
+    if nodes is not None:
+        assert words[words.index("--nodes") + 1] == str(nodes) and nodes * per_node == devices
 
 
 def test_when_nothing_fits_the_exit_code_says_so(capsys: pytest.CaptureFixture[str]) -> None:

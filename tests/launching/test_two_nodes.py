@@ -126,14 +126,12 @@ class Batch:
         return (self.folder / f"output.{self.starts}").read_text(errors="replace")[-4000:]
 
 
-def test_a_slurm_job_of_two_nodes_trains_saves_before_its_limit_and_goes_on(
-    slurm: Path, tmp_path: Path
-) -> None:
+def batch_of(folder: Path, slurm: Path, steps: int) -> Batch:
     printed = subprocess.run(
         launch(
             *("--print", "slurm", "--nodes", "2", "--gpus-per-node", "1", "--vendor", "none"),
             *("--python", sys.executable, "--network-interface", "lo", "--max-restarts", "0"),
-            *("--", *options(tmp_path, 100_000)),
+            *("--", *options(folder, steps)),
         ),
         env=environment(),
         capture_output=True,
@@ -141,20 +139,44 @@ def test_a_slurm_job_of_two_nodes_trains_saves_before_its_limit_and_goes_on(
         timeout=60,
     )
     assert printed.returncode == 0, printed.stderr
-    script = tmp_path / "job.sh"
+    script = folder / "job.sh"
     script.write_text(printed.stdout)
-    job = Batch(folder=tmp_path, script=script, bin=slurm)
-    process = job.start()
+    return Batch(folder=folder, script=script, bin=slurm)
+
+
+def run_until_told(job: Batch) -> None:
+    """Start the job and, after two more steps, do what Slurm does some time before the limit."""
+    process, before = job.start(), len(steps_of(job.folder))
     try:
-        wait_for(lambda: len(steps_of(tmp_path)) >= 2, process, job)
-        process.send_signal(signal.SIGUSR1)  # What Slurm does some time before the limit.
+        wait_for(lambda: len(steps_of(job.folder)) >= before + 2, process, job)
+        process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=TIMEOUT) == 0, job.output()
     finally:
         end(process)
+
+
+def test_a_slurm_job_of_two_nodes_trains_and_saves_before_its_limit(slurm: Path, tmp_path: Path) -> None:
+    job = batch_of(tmp_path, slurm, 100_000)
+    run_until_told(job)
     assert "2 processes: tensor 1, pipeline 1, data 2" in job.output()
     assert (tmp_path / "requeued").read_text() == f"{os.getpid() % 10000}\n"
     saved = sorted((tmp_path / "run").glob("iter_*"))
     assert saved and int(saved[-1].name.removeprefix("iter_")) >= 2, job.output()
+
+
+@pytest.mark.soak
+def test_a_slurm_job_goes_on_where_it_was_until_it_is_done(slurm: Path, tmp_path: Path) -> None:
+    job = batch_of(tmp_path, slurm, 400)
+    run_until_told(job)
+    run_until_told(job)
+    assert (tmp_path / "requeued").read_text().count("\n") == 2
+    process = job.start()
+    try:
+        assert process.wait(timeout=TIMEOUT) == 0, job.output()
+    finally:
+        end(process)
+    assert steps_of(tmp_path) == list(range(1, 401)), "no step is missing and none is made twice"
+    assert (tmp_path / "requeued").read_text().count("\n") == 2, "a run that is done stays out of the queue"
 
 
 def wait_for(condition: object, process: subprocess.Popen[bytes], job: Batch) -> None:

@@ -129,6 +129,11 @@ def test_a_layout_that_is_asked_for_is_kept() -> None:
         assert choice.layout.recompute.granularity == "selective"
 
 
+def test_sizes_that_do_not_divide_the_devices_are_named() -> None:
+    found = suggest(load_config([*SMALL, "--tensor-model-parallel-size", "4"]), 6, H100)
+    assert not found.considered and "6 devices are no multiple" in found.advice[0]
+
+
 def test_the_batch_is_assumed_when_it_is_not_given() -> None:
     found = suggest(load_config(MODEL.split()), 8, H100)
     assert found.assumed == ["--global-batch-size 2048"]
