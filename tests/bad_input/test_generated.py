@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from mt_megatron.errors import ConfigError, DataError
 from mt_megatron.training.validate import problems, validate
-from tests.bad_input.cases import Case, Promise, as_argv, loaded, valid_case
+from tests.bad_input.cases import Case, Promise, loaded, valid_case
 from tests.bad_input.rules import RULES
 
 SOAK = "MT_MEGATRON_SOAK" in os.environ
+SEEDED = st.integers(0, 2**32 - 1).map(Random)
 EXAMPLES = 100 if SOAK else 6
 SECONDS = 5.0
 """Of processor time, which does not depend on what else the machine does."""
 
-_seen: set[tuple[str, ...]] = set()
+_seen: set[tuple[str, str]] = set()
 
 
 def examples(count: int) -> settings:
@@ -51,7 +52,7 @@ def assert_kept(promise: Promise, text: str) -> None:
 
 
 @examples(40 if not SOAK else 1000)
-@given(rng=st.randoms())
+@given(rng=SEEDED)
 def test_what_is_drawn_as_valid_is_valid(rng: Random) -> None:
     case = valid_case(rng)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +61,7 @@ def test_what_is_drawn_as_valid_is_valid(rng: Random) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @examples(EXAMPLES)
-@given(rng=st.randoms())
+@given(rng=SEEDED)
 def test_a_broken_rule_is_named(name: str, rng: Random) -> None:
     case = valid_case(rng)
     promise = RULES[name](case, rng)
@@ -68,10 +69,9 @@ def test_a_broken_rule_is_named(name: str, rng: Random) -> None:
         began = time.process_time()
         text = error_of(case, Path(folder), rng)
         seconds = time.process_time() - began
-        argv = [str(case.yaml_text), *as_argv(case, Path(folder), Random(0))]
     assert_kept(promise, text)
     assert seconds < SECONDS
-    _seen.add((name, *(each for each in argv if not each.startswith("/tmp"))))
+    _seen.add((name, repr(case)))
 
 
 def test_at_least_sixty_different_ones_were_tried() -> None:
