@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,22 @@ LAYOUTS = {
     "vpp2": "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
 }
 
+BEFORE_FORKING = (
+    "mt_megatron.training.arguments",
+    "mt_megatron.training.loop",
+    "mt_megatron.training.validate",
+    "mt_megatron.models.llama",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.dist_checkpointing.serialization",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+)
+"""Imports of seconds, which every rank would otherwise repeat after each fork."""
+
 POINTS = ("writing", "written", "manifest", "marker", "renamed", "pointer", "pruning", "done")
 
 
@@ -39,8 +58,11 @@ def campaign(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import mt_megatron
 
     mt_megatron.patch("cpu")
-    import mt_megatron.training.loop  # noqa: F401 (before the ranks are forked)
-
+    for name in BEFORE_FORKING:
+        importlib.import_module(name)
+    assert threading.active_count() <= 2, "a fork takes no thread along but the one that forks"
+    # What is here for good is not looked through again in every rank.
+    gc.freeze()
     return [_case(Path(folder) / f"case{index}", **case) for index, case in enumerate(cases)]
 
 

@@ -107,7 +107,7 @@ def assert_equal_runs(killed: Job, whole: Job, total: int) -> None:
 
 
 def test_a_killed_worker_leads_to_a_restart_that_ends_at_the_right_step(tmp_path: Path) -> None:
-    flags = f"{LAYOUTS['dp2']} --train-iters 120 --save-interval 10 --async-save"
+    flags = f"{LAYOUTS['dp2']} --train-iters 80 --save-interval 10 --async-save"
     whole = Job(tmp_path / "whole", flags, restarts=0)
     whole.end(200)
     killed = Job(tmp_path / "killed", flags, restarts=2)
@@ -117,8 +117,8 @@ def test_a_killed_worker_leads_to_a_restart_that_ends_at_the_right_step(tmp_path
         killed.end(200)
     finally:
         killed.stop()
-    assert_equal_runs(killed, whole, 120)
-    assert len(killed.steps()) > 120, "nothing was repeated: the kill came too late"
+    assert_equal_runs(killed, whole, 80)
+    assert len(killed.steps()) > 80, "nothing was repeated: the kill came too late"
 
 
 @pytest.mark.soak
