@@ -6,7 +6,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,25 @@ def let_group_threads_rest() -> None:
         time.sleep(0.1)
 
 
+_shared: dict[Any, Any] | None = None
+
+
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Within it, groups of equal ranks over Gloo are one group, as seen from Megatron's modules.
+
+    Each Gloo group keeps two threads and a mesh of sockets, and most of Megatron's groups have the
+    ranks of another one. All ranks ask for the same groups in the same order, so they agree on what
+    is made. Libraries whose groups are streams of their own are left alone.
+    """
+    global _shared
+    outer, _shared = _shared, {}
+    try:
+        yield
+    finally:
+        _shared = outer
+
+
 class _Works:
     """Several pending collectives as one, and what is left to do after them."""
 
@@ -219,7 +239,14 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
             kwargs["device_id"] = translator.device(kwargs["device_id"])
             if translator.backend.device_type == "cpu":
                 del kwargs["device_id"]
-        return dist.new_group(ranks, timeout, library(backend), *args, **kwargs)
+        apart = _shared is None or ranks is None or any(args)
+        if apart or (library(backend) or dist.get_backend()) != "gloo":
+            return dist.new_group(ranks, timeout, library(backend), *args, **kwargs)
+        assert _shared is not None
+        key = (tuple(ranks), timeout)
+        if key not in _shared:
+            _shared[key] = dist.new_group(ranks, timeout, library(backend), *args, **kwargs)
+        return _shared[key]
 
     @functools.wraps(dist.barrier)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:

@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.announced = None
             grad_hidden = ctx.saved_tensors[3]
             if needs_weight:
-                grad_weight = linear._already_added(weight)
+                _mark_as_added(weight)
             if torch.equal(grad_losses, done):
                 return grad_hidden, grad_weight, None, None, None, None, None
             grad_losses = grad_losses - done
@@ -115,11 +115,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 into = _accumulator(weight, ctx.into_main_grad)
             blocks.gradients(lse, grad_losses.reshape(-1), gradient, into)
             reduced = _reduced(gradient, hidden, ctx.sequence_parallel, blocks.group)
-        if done is None and into is not None:
-            grad_weight = linear._already_added(weight) if ctx.into_main_grad else into.to(weight.dtype)
+        if into is not None and ctx.into_main_grad:
+            _mark_as_added(weight)
+        elif into is not None:
+            grad_weight = into.to(weight.dtype)
         if grad_hidden is not None and reduced is not None:
             reduced = reduced + grad_hidden
         return reduced, grad_weight, None, None, None, None, None
+
+
+def _mark_as_added(weight: Tensor) -> None:
+    """Tell DDP's hook, which runs without a gradient too: a stand-in would be as large as the weight."""
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
 
 
 def _accumulator(weight: Tensor, fused: bool) -> Tensor:

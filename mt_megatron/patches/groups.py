@@ -1,13 +1,19 @@
-"""``destroy_model_parallel`` frees the process groups that ``initialize_model_parallel`` made."""
+"""Megatron's process groups: one for equal ranks where a group costs threads, and freed when destroyed."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 from ..backends.base import Backend
-from ..backends.collectives import let_group_threads_rest
+from ..backends.collectives import let_group_threads_rest, shared_groups
 from ..patching.spec import Patch
+
+
+def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with shared_groups():
+        original(*args, **kwargs)
 
 
 def _destroy_model_parallel(original: Callable[[], None]) -> None:
@@ -41,6 +47,16 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
 def patches(backend: Backend) -> list[Patch]:
     return [
         Patch(
+            id="groups.initialize_model_parallel",
+            target="megatron.core.parallel_state:initialize_model_parallel",
+            kind="wrap",
+            feature="collectives",
+            reason="it makes 18 groups a rank, most of them of the same ranks, and with Gloo each has two "
+            "threads and its own sockets",
+            body=_initialize_model_parallel,
+            digest="35db5de0f1a2cad23ad9ae97e8c4b8f6acc2c6c8d34316a038493d626f1773e1",
+        ),
+        Patch(
             id="groups.destroy_model_parallel",
             target="megatron.core.parallel_state:destroy_model_parallel",
             kind="wrap",
@@ -48,5 +64,5 @@ def patches(backend: Backend) -> list[Patch]:
             reason="0.9.0 drops its references and leaks every group's threads and sockets",
             body=_destroy_model_parallel,
             digest="2e17a04aa396c4f23415e19ad10a3f6ac5a2d4b855c40dce8bb565e841395bd4",
-        )
+        ),
     ]

@@ -95,11 +95,15 @@ def _frozen(original: Any) -> Any:
 def _make_backward_post_hook(
     original: Callable[..., Callable[..., None]], self: Any, param: Any
 ) -> Callable[..., None]:
-    """While a gradient of ``param`` waits in a queue, add what has come and do not call it ready."""
+    """While a gradient of ``param`` waits in a queue, add what has come and do not call it ready. One
+    that went to ``main_grad`` and was not handed to autograd is there all the same."""
     ready = original(self, param)
 
     def hook(*unused: Any) -> None:
         if not wgrad_pending(param):
+            if param.grad is None and getattr(param, "grad_added_to_main_grad", False):
+                # Upstream asks for some gradient; this one is a single zero.
+                param.grad = param.new_zeros(()).expand(param.shape)
             ready(*unused)
         elif param in self.param_to_bucket_group:
             added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)

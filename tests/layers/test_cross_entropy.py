@@ -36,3 +36,11 @@ def test_large_logits_are_no_trouble():
     (found,) = run_ranks(1, f"{HERE}:extremes", env=ONE_THREAD)
     assert found["losses"] == [0.0, 10000.0, 0.0]
     assert found["one"] == [[0.0]]
+
+
+def test_memory_beside_weights_and_gradients_is_a_few_percent_of_the_logits():
+    (found,) = run_ranks(1, f"{HERE}:memory", env=ONE_THREAD)
+    assert found["announced"] < 0.05, found
+    assert found["recomputed"] < 0.05, found
+    # The measure is able to see it: one block of all tokens.
+    assert found["whole"] > 0.9, found

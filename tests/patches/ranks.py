@@ -51,6 +51,26 @@ def initialise_and_destroy(times: int) -> dict[str, Any]:
     return {"before": before, "during": during, "after": _threads_and_descriptors(), "left": left}
 
 
+def groups_of_two() -> dict[str, Any]:
+    mt_megatron.patch("cpu")
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    groups = [dist.get_process_group_ranks(g) for g in dist.distributed_c10d._world.pg_map]
+    tensor, model = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_model_parallel_group(),
+    )
+    sums = []
+    for group in (tensor, model, parallel_state.get_data_parallel_group()):
+        value = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(value, group=group)
+        sums.append(value.item() if group.size() > 1 else 1.0)
+    other = parallel_state.torch.distributed.new_group([0, 1])  # type: ignore[attr-defined]
+    return {"groups": sorted(groups), "sum": sums, "apart": other is not tensor and tensor is model}
+
+
 def leak_without_the_patch(times: int) -> dict[str, Any]:
     mt_megatron.patch("cpu", features=["device"])
     from megatron.core import parallel_state
