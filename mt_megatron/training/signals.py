@@ -12,6 +12,21 @@ from contextlib import contextmanager
 from mt_megatron.training.process_end import end_process
 
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+_END = b"\0"
+
+_installed: list[signal.Signals] = []
+
+
+def _in_a_fork() -> None:
+    """Data loaders fork: their processes are told to end by others, and have their own use of SIGTERM."""
+    if _installed:
+        signal.set_wakeup_fd(-1)
+        for number in _installed:
+            signal.signal(number, signal.SIG_DFL)
+        _installed.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
 
 
 @contextmanager
@@ -33,20 +48,24 @@ def stop_requests() -> Iterator[threading.Event]:
     wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=_listen, args=(reading, event), name="signals", daemon=True)
     thread.start()
+    _installed[:] = taken
     try:
         yield event
     finally:
+        _installed.clear()
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        writing.close()
+        # Closing would not do: a forked process may hold the other end as well.
+        writing.send(_END)
         thread.join()
+        writing.close()
         reading.close()
 
 
 def _listen(reading: socket.socket, event: threading.Event) -> None:
     terminations = 0
-    while received := reading.recv(1):
+    while (received := reading.recv(1)) != _END:
         number = received[0]
         if number in _REQUESTS:
             event.set()

@@ -49,6 +49,35 @@ def test_a_stuck_process_hears_the_request_and_ends_at_the_second(first: signal.
         process.communicate()
 
 
+# A data loader's process is a fork that outlives the run and is ended by SIGTERM.
+FORKED = """
+import os, signal, time
+from mt_megatron.training.signals import stop_requests
+ready, say = os.pipe()
+with stop_requests() as requested:
+    children = [os.fork(), 0]
+    if children[0] == 0:
+        os.write(say, b"x")
+        time.sleep(600)
+    os.read(ready, 1)
+    os.kill(children[0], signal.SIGTERM)
+    status = os.waitpid(children[0], 0)[1]
+    children[1] = os.fork()
+    if children[1] == 0:
+        os.write(say, b"x")
+        time.sleep(600)
+    os.read(ready, 1)
+print(os.waitstatus_to_exitcode(status), requested.is_set(), flush=True)
+os.kill(children[1], signal.SIGKILL)
+"""
+
+
+def test_a_forked_process_ends_by_itself_and_holds_nobody_up() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == f"{-signal.SIGTERM} False\n", ended.stderr
+
+
 def test_handlers_are_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     with stop_requests() as requested:
