@@ -352,7 +352,7 @@ def test_existing_files_pass(tmp_path: Path) -> None:
     found = config(
         f"--no-mock-data --train-data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/b --valid-data-path {tmp_path}/a "
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer.json "
-        f"--load {tmp_path} --resume {tmp_path} --save {tmp_path}/new --save-interval 5"
+        f"--load {tmp_path} --resume {tmp_path} --save {tmp_path}/new --save-interval 5 --seq-length 4"
     )
     assert problems(found) == []
     np.arange(250, 258, dtype=np.uint16).tofile(tmp_path / "a.bin")
