@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,15 +19,8 @@ from mt_megatron.training.watchdog import EXIT_CODE, Watchdog
 from mt_megatron.training.watchdog_evidence import Evidence, Sign, Waiting, evidence_from, verdict
 from tests.launch import ROOT, RankError, run_ranks
 
-FAULTS = {
-    "none": "none 0 0",
-    "sleep": "sleep 1 5",
-    "stop": "stop 1 5",
-    "stop_main": "stop 0 5",
-    "other": "other 1 5",
-    "error": "error 1 5",
-    "die": "die 1 5",
-}
+FAULTS = {"none": "none 0 0", "sleep": "sleep 1 5", "stop": "stop 1 5", "die": "die 1 5"}
+MORE_FAULTS = {"stop_main": "stop 0 5", "other": "other 1 5", "error": "error 1 5"}
 
 
 def _free_port() -> int:
@@ -59,23 +51,31 @@ def _start(folder: Path, arguments: str) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def _end_of(faults: dict[str, str], folder: Path) -> dict[str, Any]:
     """Every fault at once, each in two processes: exit codes and what they wrote."""
-    folder = tmp_path_factory.mktemp("watchdog")
-    running = {name: _start(folder, arguments) for name, arguments in FAULTS.items()}
+    running = {name: _start(folder, arguments) for name, arguments in faults.items()}
     found: dict[str, Any] = {}
     try:
         for name, processes in running.items():
-            codes = [process.wait(timeout=120) for process in processes]
-            first, second = FAULTS[name].split()[:2]
+            codes = [process.wait(timeout=240) for process in processes]
+            first, second = faults[name].split()[:2]
             texts = [(folder / f"{first}{second}.{rank}").read_text() for rank in range(2)]
             found[name] = {"codes": codes, "texts": texts, "pids": [process.pid for process in processes]}
-        yield found
+        return found
     finally:
         for process in (process for processes in running.values() for process in processes):
             process.kill()
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _end_of(FAULTS, tmp_path_factory.mktemp("watchdog"))
+
+
+@pytest.fixture(scope="module")
+def more_ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _end_of(MORE_FAULTS, tmp_path_factory.mktemp("watchdog"))
 
 
 def test_a_run_that_gets_on_is_left_alone(ended: dict[str, Any]) -> None:
@@ -110,14 +110,16 @@ def test_a_stopped_rank_is_named_by_the_other_and_does_not_stay_behind(ended: di
     assert "in _stick" in found["texts"][1]
 
 
-def test_a_stopped_rank_that_holds_the_store_is_named(ended: dict[str, Any]) -> None:
-    found = ended["stop_main"]
+@pytest.mark.soak
+def test_a_stopped_rank_that_holds_the_store_is_named(more_ended: dict[str, Any]) -> None:
+    found = more_ended["stop_main"]
     assert found["codes"][1] == EXIT_CODE and found["codes"][0] in (EXIT_CODE, -signal.SIGKILL)
     assert f"pid {found['pids'][0]}) is stopped or gone" in found["texts"][1]
 
 
-def test_ranks_in_different_collectives_are_told_apart(ended: dict[str, Any]) -> None:
-    found = ended["other"]
+@pytest.mark.soak
+def test_ranks_in_different_collectives_are_told_apart(more_ended: dict[str, Any]) -> None:
+    found = more_ended["other"]
     assert found["codes"] == [EXIT_CODE, EXIT_CODE]
     for text in found["texts"]:
         assert "all_reduce" in text and "broadcast" in text
@@ -126,10 +128,15 @@ def test_ranks_in_different_collectives_are_told_apart(ended: dict[str, Any]) ->
         assert said in found["texts"][0]
 
 
-@pytest.mark.parametrize("name", ["error", "die"])
-def test_no_rank_outlives_one_that_is_gone(ended: dict[str, Any], name: str) -> None:
-    codes = ended[name]["codes"]
-    assert codes[0] not in (0, None) and codes[1] == (1 if name == "error" else -signal.SIGKILL)
+def test_no_rank_outlives_one_that_was_killed(ended: dict[str, Any]) -> None:
+    codes = ended["die"]["codes"]
+    assert codes[0] not in (0, None) and codes[1] == -signal.SIGKILL
+
+
+@pytest.mark.soak
+def test_no_rank_outlives_one_that_ended_with_an_error(more_ended: dict[str, Any]) -> None:
+    codes = more_ended["error"]["codes"]
+    assert codes[0] not in (0, None) and codes[1] == 1
 
 
 def _watched(limit: float) -> tuple[Watchdog, list[str], threading.Event]:
