@@ -71,7 +71,7 @@ def blend_of_several_epochs(folder: str) -> dict[str, Any]:
     whole = [{k: v.tolist() for k, v in b.items()} for b in islice(batches_of(train), 60)]
     same = {}
     for workers in (0, 1, 3):
-        for consumed in (0, 34, 90):
+        for consumed in (34, 90):
             batches = batches_of(train, consumed, workers=workers)
             found = [{k: v.tolist() for k, v in b.items()} for b in islice(batches, 10)]
             same[f"{workers} workers from {consumed}"] = found == whole[consumed // 2 : consumed // 2 + 10]
@@ -89,7 +89,7 @@ def blend_of_several_epochs(folder: str) -> dict[str, Any]:
 
 def test_a_blend_of_several_epochs_continues_exactly_with_any_workers(tmp_path: Path) -> None:
     (found,) = run_ranks(1, HERE + "blend_of_several_epochs", str(tmp_path), timeout=240)
-    assert all(found["same"].values()) and len(found["same"]) == 9, found["same"]
+    assert all(found["same"].values()) and len(found["same"]) == 6, found["same"]
     assert found["epochs"][0] >= 3 and found["epochs"][1] >= 2
     assert found["shares"] == pytest.approx([0.7, 0.3], abs=0.01)
     assert found["others differ"] and found["torch state kept"] and found["numpy state kept"]
@@ -127,7 +127,7 @@ class Documents:
         return {**sample, "attention_mask": mask} if masks else sample
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10_000), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]), micro=st.sampled_from([1, 2, 4])
 )
