@@ -26,11 +26,12 @@ from mt_megatron.training import (
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from tests.bad_input.cases import loaded, valid_case
-from tests.bad_input.rules import RULES
+from tests.bad_input.rules import all_rules
 from tests.bad_input.test_files import DAMAGES, FLAGS, tokenizer_file, write_data
 from tests.training.test_config_validate import WRONG
 from tests.training.test_config_validate import config as handmade
 
+RULES = all_rules()
 Check = Callable[[ModuleType, TrainingConfig, int], list[str]]
 CHECKS: dict[ModuleType, Check] = {
     validate_files: lambda module, config, world: module.file_problems(config),
