@@ -162,21 +162,19 @@ prepare_data() {
     )
 }
 
-# Sets TORCHRUN for one node (all on loopback) or several.
-compose_torchrun() {
+# Sets LAUNCH: this node's part of the run. torchrun starts the processes; above it, mt-megatron launch
+# sees to it that SIGTERM and SIGUSR1 reach them and that they have the time to save.
+compose_launch() {
     NPROC_PER_NODE="${NPROC_PER_NODE:-}"
     if [[ -z $NPROC_PER_NODE ]]; then
         if [[ $BACKEND == cpu ]]; then NPROC_PER_NODE=2; else NPROC_PER_NODE="$DEVICES"; fi
     fi
-    TORCHRUN=("${SHOWN_PYTHON:-$PYTHON}" -m torch.distributed.run --nproc-per-node "$NPROC_PER_NODE")
-    if [[ ${NNODES:-1} == 1 ]]; then
-        # Port 0: a free one. The address keeps torchrun from using the host's name.
-        TORCHRUN+=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1)
-        if [[ ${MAX_RESTARTS:-0} != 0 ]]; then TORCHRUN+=(--max-restarts "$MAX_RESTARTS"); fi
-    else
+    LAUNCH=("${SHOWN_PYTHON:-$PYTHON}" -m mt_megatron.cli launch --gpus-per-node "$NPROC_PER_NODE")
+    if [[ ${MAX_RESTARTS:-0} != 0 ]]; then LAUNCH+=(--max-restarts "$MAX_RESTARTS"); fi
+    if [[ ${NNODES:-1} != 1 ]]; then
         [[ -n ${MASTER_ADDR:-} ]] || die "NNODES=$NNODES needs MASTER_ADDR, an address of the first node that all nodes reach"
         [[ -n ${NODE_RANK:-} ]] || die "NNODES=$NNODES needs NODE_RANK, from 0 on the first node to $((NNODES - 1))"
-        TORCHRUN+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
+        LAUNCH+=(--nodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
             --master-port "${MASTER_PORT:-29500}")
     fi
 }
@@ -208,10 +206,11 @@ Run again, it resumes. Variables:
   TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
   NPROC_PER_NODE   processes (2 on a CPU, otherwise one per device)
   OMP_NUM_THREADS  threads of each process on a CPU (cores / processes)
-  MAX_RESTARTS     how often a run on one node starts again by itself, from its newest checkpoint,
-                   after a process died (0)
+  MAX_RESTARTS     how often a run starts again by itself, from its newest checkpoint, after a process
+                   died (0)
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun; RUN_DIR and DATA_DIR must
                    then be on storage that all nodes share
+SIGTERM and SIGUSR1 end a run after its step, with a checkpoint and exit code 0.
 --dry-run prints the commands and the environment and changes nothing.
 Exit codes: 0 trained, 1 a problem was found, 2 wrong use.
 EOF
@@ -249,13 +248,13 @@ launch() {
     fi
     local config="$FAMILY_DIR/$MODEL.yaml"
     [[ -f $config ]] || die "found no model '$MODEL'; expected one of: $(model_names)"
-    compose_torchrun
+    compose_launch
     choose_threads
     prepare_data "${extra[@]}"
     RUN_DIR="${RUN_DIR:-$REPO_ROOT/runs/$MODEL}"
 
     local -a command=(
-        "${TORCHRUN[@]}" -m mt_megatron.cli pretrain
+        "${LAUNCH[@]}" --
         --config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}"
     )
     if ! given --save -- "${extra[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
@@ -272,10 +271,7 @@ launch() {
         show "${command[@]}"
         return
     fi
-    # A wrong option is said once here, instead of once per process amid torchrun's own report.
-    "$PYTHON" -m mt_megatron.cli pretrain --config "$config" "${DATA_ARGUMENTS[@]}" "${extra[@]}" \
-        --print-config >/dev/null || exit "$?"
     mkdir -p "$RUN_DIR"
-    # In this process's place: signals reach torchrun, which ends the processes it started and no others.
+    # In this process's place: signals reach it.
     exec "${command[@]}"
 }

@@ -97,7 +97,7 @@ def test_dry_run_shows_the_command_and_changes_nothing(checkout: Path, tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
     prepare, run = shown.stdout.splitlines()
     assert "mt_megatron.cli prepare --output" in prepare
-    assert "--nproc-per-node 2 --nnodes 1" in run and "127.0.0.1:0" in run
+    assert "-m mt_megatron.cli launch --gpus-per-node 2 -- --config" in run
     assert run.startswith("env OMP_NUM_THREADS=1 ")
     assert "llama3_tiny.yaml" in run and run.rstrip().endswith("--lr 1e-3")
     assert str(checkout).replace(" ", "\\ ") in run, "blanks are quoted: the line can be pasted"
@@ -132,15 +132,14 @@ def test_variables_reach_the_command(tmp_path: Path, corpus: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     prepare, run = shown.stdout.splitlines()
     assert "--corpus" in prepare and "--max-tokens 5000" in prepare
-    assert "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500" in run
-    assert "127.0.0.1" not in run
+    assert "--gpus-per-node 4 --nodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 -- " in run
     assert "llama3_8b.yaml" in run and f"--save {tmp_path}/run/checkpoints" in run
 
 
 def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
     shown = _launch("--dry-run", "--train-data-path", "mine/train", "--save=elsewhere", MAX_RESTARTS="3")
     (run,) = shown.stdout.splitlines()
-    assert "--max-restarts 3 -m mt_megatron.cli pretrain" in run
+    assert "--max-restarts 3 -- --config" in run
     assert run.count("--train-data-path") == 1 and "mine/train" in run
     assert run.count("--save") == 1 and "elsewhere" in run
 
@@ -211,7 +210,10 @@ def test_trains_resumes_and_says_when_it_is_complete(tmp_path: Path, corpus: Pat
     assert ends[2]["finished"] and ends[2]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-6)
 
 
-def test_terminating_the_script_saves_and_leaves_no_process(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_terminating_the_script_saves_and_leaves_no_process(
+    tmp_path: Path, corpus: Path, number: signal.Signals
+) -> None:
     process = subprocess.Popen(
         [
             "bash",
@@ -241,8 +243,9 @@ def test_terminating_the_script_saves_and_leaves_no_process(tmp_path: Path, corp
             time.sleep(0.2)
         started = psutil.Process(process.pid).children(recursive=True)
         assert len(started) >= 2
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
     finally:
         for child in [*started, process]:
             if child.is_running() if isinstance(child, psutil.Process) else child.poll() is None:
