@@ -149,13 +149,15 @@ def run(args: argparse.Namespace) -> int:
     if args.overwrite:
         overwrite(options)
     # A scheduler that ends the job gets the same orderly end as Ctrl-C.
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     with ConsoleProgress() as progress:
         try:
             result = preprocess(options, progress)
         except KeyboardInterrupt:
             progress.say("interrupted; run the same command again to continue")
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if args.json:
         print(json.dumps(dataclasses.asdict(result), indent=2))
     return 0
