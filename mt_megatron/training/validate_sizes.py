@@ -37,6 +37,8 @@ LIMITS: Mapping[str, int] = {
 """Option -> the largest value that makes sense. numpy's generator takes seeds below 2**32, and the ranks
 add a little to theirs."""
 
+_MOST_INCREMENTS = 100_000
+
 _MINUTES = 60 * 24 * 365
 """A timeout beyond a year overflows what torch takes."""
 
@@ -51,7 +53,20 @@ def size_problems(config: TrainingConfig) -> list[str]:
             found.append(
                 f"{name} is {values[name]}; expected at most {limit}. Set --{name.replace('_', '-')}."
             )
+    found.extend(_increments(config))
     peak = config.logging.peak_tflops
     if peak is not None and peak <= 0:
         found.append(f"peak_tflops is {peak}; expected more than 0. Set --peak-tflops.")
+    return found
+
+
+def _increments(config: TrainingConfig) -> list[str]:
+    rampup, final, found = config.train.rampup_batch_size, config.train.global_batch_size, []
+    if rampup is not None and final is not None and rampup[1] >= 1:
+        count = (final - rampup[0]) // rampup[1]
+        if count > _MOST_INCREMENTS:
+            found.append(
+                f"rampup_batch_size is {' '.join(map(str, rampup))}, which makes {count} increments up to "
+                f"{final}; expected at most {_MOST_INCREMENTS}. Set --rampup-batch-size."
+            )
     return found

@@ -174,3 +174,35 @@ def positions_over_the_limit(case: Case, rng: Random) -> Promise:
     alone(case)
     case["max_position_embeddings"] = rng.randrange(1, case["seq_length"])
     return promise("seq_length", case["seq_length"])
+
+
+@rule
+def increments_over_the_final_batch(case: Case, rng: Random) -> Promise:
+    alone(case)
+    micro = case["micro_batch_size"]
+    start, increment = micro, micro * rng.choice([2, 3])
+    case["global_batch_size"] = start + increment * rng.randrange(1, 5) + micro
+    case["rampup_batch_size"] = (start, increment, 100)
+    return promise("rampup_batch_size", f"{start} {increment} 100")
+
+
+@rule
+def increments_over_micro_and_data(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["micro_batch_size"], case["global_batch_size"] = 4, 16
+    start = rng.choice([1, 2, 3])
+    case["rampup_batch_size"] = (start, 16 - start, 100)
+    return promise("rampup_batch_size", f"global batch of {start};", "--micro-batch-size")
+
+
+@rule
+def increments_over_stages(case: Case, rng: Random) -> Promise:
+    alone(case)
+    stages = rng.choice([2, 4])
+    micro = case["micro_batch_size"]
+    case["num_layers"] = stages * 2
+    case["pipeline_model_parallel_size"] = case.world = stages
+    case["virtual_pipeline_model_parallel_size"] = 2
+    case["global_batch_size"] = micro * stages * 2
+    case["rampup_batch_size"] = (micro, micro * (stages * 2 - 1), 100)
+    return promise("rampup_batch_size", "step of 1 micro-batches")

@@ -61,6 +61,8 @@ RANGES: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("exit_duration_in_mins", (0.0, -5.0)),
     ("distributed_timeout_minutes", (0.0, -5.0, 1e12)),
     ("peak_tflops", (0.0, -100.0)),
+    ("initial_loss_scale", (0.0, -1.0)),
+    ("min_loss_scale", (0.0, -2.0)),
 )
 
 
@@ -124,3 +126,30 @@ def values_that_are_missing(case: Case, rng: Random) -> Promise:
     name = rng.choice(takers)
     case.extra_flags = [flag(name)]
     return promise(flag(name), "none", "takes one value")
+
+
+@rule
+def increments_that_are_none(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["rampup_batch_size"] = rng.choice([(0, 1, 100), (1, 0, 100), (1, 1, -1)])
+    return promise("rampup_batch_size", " ".join(map(str, case["rampup_batch_size"])))
+
+
+@rule
+def increments_towards_nothing(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["global_batch_size"], case["rampup_batch_size"] = None, (1, 1, 100)
+    return promise("rampup_batch_size", "without global_batch_size", "--global-batch-size")
+
+
+@rule
+def more_increments_than_anybody_means(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["global_batch_size"], case["rampup_batch_size"] = 2**31 - 1, (1, rng.choice([1, 2]), 100)
+    return promise("rampup_batch_size", "increments up to 2147483647")
+
+
+@rule
+def loss_scales_upside_down(case: Case, rng: Random) -> Promise:
+    case["initial_loss_scale"], case["min_loss_scale"] = 8.0, rng.choice([16.0, 1024.0])
+    return promise("min_loss_scale", case["min_loss_scale"])
