@@ -67,7 +67,14 @@ def campaign(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _case(
-    folder: Path, *, layout: str, bf16: bool, kills: int, seed: int, forget_rng: bool = False
+    folder: Path,
+    *,
+    layout: str,
+    bf16: bool,
+    kills: int,
+    seed: int,
+    forget_rng: bool = False,
+    every_point: bool = False,
 ) -> dict[str, Any]:
     folder.mkdir(parents=True)
     began = time.monotonic()
@@ -79,10 +86,13 @@ def _case(
     killed = _Run(folder / "killed", flags, forget_rng=forget_rng)
     chance = random.Random(seed)
     made: list[str] = []
+    chosen = [(point, background) for point in POINTS for background in (False, True)]
     while len(made) < kills:
-        background = chance.random() < 0.5
+        background = chosen[len(made)][1] if every_point else chance.random() < 0.5
         # What is forgotten can only be missed after a checkpoint.
         known = Kill(steps=2 * INTERVAL + 1) if forget_rng else None
+        if every_point:
+            known = Kill(point=chosen[len(made)][0])
         kill = known or _next_kill(chance, near_the_end=killed.step() > total - 4 * INTERVAL)
         if not killed.go(kill, background=background):
             break
@@ -101,7 +111,7 @@ def _case(
 
 
 def _next_kill(chance: random.Random, *, near_the_end: bool) -> Kill:
-    kind = chance.choice(("start", "steps", "steps", "point", "point"))
+    kind = chance.choice(("start", "steps", "steps", "point", "point", "point"))
     if kind == "start":
         return Kill(seconds=chance.uniform(0.0, 1.0))
     if near_the_end:
