@@ -150,6 +150,15 @@ def test_a_trained_bpe_is_used_and_published(tmp_path: Path) -> None:
     assert again == replace(result, already=True)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_tokenizer_is_trained_on_all_shards(tmp_path: Path, suffix: str) -> None:
+    documents = [*texts(1500), "zqxjk" * 2000]
+    source = write_jsonl(tmp_path / f"a{suffix}", documents)
+    given = options(tmp_path, source, tokenizer_type="HuggingFaceTokenizer", train_bpe=300)
+    result = preprocess(given, Lines())
+    assert "zqxjk" in open_tokenizer("HuggingFaceTokenizer", result.tokenizer_model).vocabulary()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),

@@ -85,19 +85,19 @@ def _tokenizer(
 
 
 def _texts(options: PreprocessOptions, work: list[Unit], size: int) -> Iterator[str]:
-    """Texts to train a tokenizer on: the first shard of all, evenly, until there are enough."""
+    """Texts to train a tokenizer on: of each unit its beginning, as much as its share of all bytes."""
     reader = ShardReader(_reading(options, size), lambda finding: None)
-    left = _TRAINING_CHARACTERS
+    weights = [sum(file.size for file in unit.files) for unit in work]
     try:
-        for shard in range(max((unit.shards or 1) for unit in work)):
-            for unit in work:
-                if shard < (unit.shards or 1):
-                    for texts in reader.read(unit, shard):
-                        for text in texts:
-                            yield text
-                            left -= len(text)
-                    if left <= 0:
-                        return
+        for unit, weight in zip(work, weights, strict=True):
+            left, shard = _TRAINING_CHARACTERS * weight // max(1, sum(weights)), 0
+            while left > 0 and (
+                not reader.ended or shard == 0 if unit.shards is None else shard < unit.shards
+            ):
+                for texts in reader.read(unit, shard):
+                    yield from texts
+                    left -= sum(map(len, texts))
+                shard += 1
     finally:
         reader.close()
 
