@@ -143,7 +143,7 @@ class Watchdog:
             return verdict({self._rank: own}, {}, {}, 1)
         self._to_confer.put(own)
         try:
-            text, silent = self._conferred.get(timeout=self._patience + 5.0)
+            text, silent = self._conferred.get(timeout=self._patience + 12.0)
         except queue.Empty:
             owner = self._channel.store_owner
             text = (

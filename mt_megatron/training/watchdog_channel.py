@@ -69,12 +69,13 @@ class Channel:
         speaker = self._store.compare_set("speaker", "", str(self.rank)).decode()
         if speaker == str(self.rank):
             return self._ask_all(patience)
-        deadline = time.monotonic() + patience + 2.0
+        deadline = time.monotonic() + patience + _SECONDS_TO_READ
         while time.monotonic() < deadline:
-            text = self._read("verdict")
-            if text is not None:
-                with contextlib.suppress(RuntimeError):  # the speaker may be gone before it replies
-                    self._store.add("read", 1)
+            said = self._read("verdict")
+            if said is not None:
+                told = json.loads(said)
+                text: str = told["text"]
+                self._have_read(told["readers"])
                 # Once per node is enough to read.
                 whole = os.environ.get("LOCAL_RANK", "0") == "0"
                 return text if whole else text.partition("\n")[0], []
@@ -95,14 +96,18 @@ class Channel:
         missing = [rank for rank in range(self.world_size) if rank not in found]
         signs = {rank: sign for rank in missing if (sign := self.sign(rank)) is not None}
         text = verdict(found, signs, left, self.world_size)
-        self._store.set("verdict", text)
-        # The store may live in this process: the others read before it goes.
-        readers = len(found) - 1
-        deadline = time.monotonic() + _SECONDS_TO_READ
-        while self._store.add("read", 0) < readers and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        time.sleep(_POLL_SECONDS)
+        self._store.set("verdict", json.dumps({"text": text, "readers": list(found)}))
+        self._have_read(list(found))
         return text, [sign for rank, sign in signs.items() if rank not in left]
+
+    def _have_read(self, readers: list[int]) -> None:
+        """Say that this rank knows the verdict. Rank 0, in whose process the store may be, leaves last."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"read/{self.rank}", "")
+            deadline = time.monotonic() + _SECONDS_TO_READ
+            keys = [f"read/{rank}" for rank in readers]
+            while self.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
 
     def _read(self, key: str) -> str | None:
         if not self._store.check([key]):
