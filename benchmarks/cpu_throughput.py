@@ -43,6 +43,7 @@ class Side:
         self._store: Any = None
         environments: list[dict[str, str]] = [{}]
         if processes > 1:
+            sys.path.insert(0, str(HERE.parent))
             from mt_megatron.backends.rendezvous import loopback_store
 
             self._store, port = loopback_store()
