@@ -18,8 +18,8 @@ def memory_of(config: TrainingConfig, world_size: int, *, on_cpu: bool = False) 
     """Bytes per rank for each pipeline stage of a run of ``world_size`` processes.
 
     ``config`` must have passed ``validate``'s checks of model and layout. ``on_cpu`` says that dropout
-    masks are as wide as activations and that the loss works in small blocks. Raises ``ConfigError`` for what is not described completely, and
-    for mixtures of experts, whose activations are not modelled.
+    masks are as wide as activations and that the loss works in small blocks. Raises ``ConfigError`` for
+    what is not described completely, and for mixtures of experts, whose activations are not modelled.
     """
     return estimate_memory(memory_case(config, world_size, on_cpu=on_cpu))
 

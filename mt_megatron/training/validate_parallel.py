@@ -93,19 +93,15 @@ def _packed(config: TrainingConfig) -> list[str]:
     size = config.parallel.context_parallel_size
     if not config.data.reset_attention_mask:
         return [
-            (
-                "packed_sequences is on without reset_attention_mask; expected both: it is how attention that "
-                "stops at document borders is computed. Set --reset-attention-mask or leave "
-                "--packed-sequences out."
-            )
+            "packed_sequences is on without reset_attention_mask; expected both: it is how attention that "
+            "stops at document borders is computed. Set --reset-attention-mask or leave "
+            "--packed-sequences out."
         ]
     if size > 1:
         return [
-            (
-                f"packed_sequences is on with context_parallel_size {size}; expected 1: a process holds chunks "
-                "of the sequence, not documents. Leave --packed-sequences out, which then uses a mask, or "
-                "lower --context-parallel-size."
-            )
+            f"packed_sequences is on with context_parallel_size {size}; expected 1: a process holds chunks "
+            "of the sequence, not documents. Leave --packed-sequences out, which then uses a mask, or "
+            "lower --context-parallel-size."
         ]
     return []
 
