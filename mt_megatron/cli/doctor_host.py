@@ -22,6 +22,7 @@ REQUIRED = {
     "pyyaml": ">=6.0",
     "pydantic": ">=2.7",
     "tokenizers": ">=0.20",
+    "rich": ">=13.7",
 }
 """Distributions that this package needs and the versions it declares; kept equal to pyproject.toml."""
 
@@ -33,6 +34,11 @@ OPTIONAL = (
     "torch-musa",
     "nvidia-ml-py",
     "mthreads-ml-py",
+    "sentencepiece",
+    "zstandard",
+    "pyarrow",
+    "tensorboard",
+    "wandb",
 )
 """Distributions that are reported when present; none of them is imported."""
 

@@ -25,7 +25,10 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 DISTRIBUTION = {"yaml": "pyyaml", "megatron": "megatron-core"}
 """Distribution of an import whose name differs."""
 
-GUARDED = {"zarr", "tensorstore", "torch_musa", "pymtml", "apex", "transformer_engine"}
+GUARDED = {
+    *("zarr", "tensorstore", "torch_musa", "pymtml", "apex", "transformer_engine"),
+    *("sentencepiece", "zstandard", "pyarrow", "tensorboard", "wandb"),
+}
 """Imports of software that is optional: only where it is installed."""
 
 
