@@ -7,7 +7,7 @@ from mt_megatron.models.parameters import ModelShape
 
 _FP32 = 4
 _INT64 = 8
-_BLOCK_ON_CPU = 64 << 20
+_BLOCK_ON_CPU = 96 << 20
 _BLOCK = 1 << 30
 """Most bytes of logits at a time when output layer and loss are one (``layers.cross_entropy_blocks``)."""
 

@@ -25,6 +25,7 @@ CONCERNS = (
     "attention",
     "context_parallel",
     "swiglu",
+    "rotary",
     "cross_entropy",
     "optimizer",
     "events",
