@@ -132,9 +132,7 @@ def _attention_bytes(shape: ModelShape, options: ActivationOptions) -> int:
             bytes_ += options.tokens * query * options.element_bytes
     if not selective:
         bytes_ += options.tokens * heads * _FP32  # The logarithm of each softmax's sum.
-    positions = options.sequence // options.context_parallel
-    # Cosine and sine of the queries' and the keys' positions.
-    return bytes_ + 4 * positions * int(shape.kv_channels * options.rotary_share) * options.element_bytes
+    return bytes_
 
 
 def _mlp_bytes(shape: ModelShape, options: ActivationOptions) -> int:
@@ -155,15 +153,11 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
         groups = -(-again // recompute.num_layers) if recompute.method == "uniform" else again
         shared = options.tensor_parallel if recompute.distribute else 1
         kept = groups * hidden // shared + (place.layers - again) * whole
-        if options.rotary_share:
-            kept += (
-                options.sequence
-                // options.context_parallel
-                * int(shape.kv_channels * options.rotary_share)
-                * _FP32
-            )
     else:
         kept = place.layers * whole
+    positions = options.sequence // options.context_parallel
+    # The angles of the rotary positions, which all layers share.
+    kept += positions * int(shape.kv_channels * options.rotary_share) * _FP32
     if place.first:
         kept += options.tokens * _INT64
         if options.hidden_dropout:
