@@ -45,7 +45,7 @@ class Blocks:
         self.hidden, self.weight = hidden, weight
         self.group, self._recipe = group, recipe
         inside = (labels >= first) & (labels < first + weight.shape[0])
-        self._outside = ~inside
+        self._outside = torch.logical_not(inside)
         self._column = torch.where(inside, labels - first, 0)
         self._size = weight.shape[0]
         self._padding = padding_from(vocab_size, first, self._size)
