@@ -91,6 +91,8 @@ def losses_of_documents() -> dict[str, list[float]]:
         "context, learned": f"{CP2} {learned}",
     }
     for name, flags in layouts.items():
+        # Without DDP's buffers for the gradients.
+        flags += " --no-gradient-accumulation-fusion"
         with joined(config_of(Layout(name=name, flags=flags), seed=1), mt_megatron.backend()) as job:
             for masked in (True, False):
                 config = config_of(Layout(name=name, flags=flags), seed=1)
