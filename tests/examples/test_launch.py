@@ -210,7 +210,13 @@ def test_trains_resumes_and_says_when_it_is_complete(tmp_path: Path, corpus: Pat
     assert ends[2]["finished"] and ends[2]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="SIGTERM"),
+        pytest.param(signal.SIGUSR1, id="SIGUSR1", marks=pytest.mark.soak),
+    ],
+)
 def test_terminating_the_script_saves_and_leaves_no_process(
     tmp_path: Path, corpus: Path, number: signal.Signals
 ) -> None:

@@ -19,7 +19,12 @@ def _within(found: dict[str, float]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("world", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2_sp"]
+    ("world", "sequence_parallel"),
+    [
+        pytest.param(1, False, id="tp1"),
+        pytest.param(2, False, id="tp2"),
+        pytest.param(2, True, id="tp2_sp", marks=pytest.mark.soak),
+    ],
 )
 def test_logits_and_gradients_are_hugging_faces(
     seed: int, world: int, sequence_parallel: bool, figures: Figures
