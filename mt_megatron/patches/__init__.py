@@ -31,6 +31,7 @@ CONCERNS = (
     "events",
     "dataset_helpers",
     "param_groups",
+    "model_config",
     "training",
 )
 """Modules of this package; each has ``patches(backend) -> list[Patch]``."""

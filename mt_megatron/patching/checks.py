@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import PatchError, PatchTargetError, UpstreamDriftError
 from .cache import DigestCache
+from .dataclass_fields import check_fields
 from .digest import Source, source_of
 from .drift import describe_drift, read_fingerprints
 from .rebind import in_package
@@ -73,6 +74,8 @@ def _check_record(patch: Patch) -> None:
     if patch.kind == "constant":
         if not isinstance(patch.body, Mapping) or not patch.body:
             raise PatchTargetError("the body of a constant maps literals to literals, and is not empty")
+    elif patch.kind == "fields":
+        check_fields(patch.body)
     elif patch.kind != "add" and not callable(patch.body):
         raise PatchTargetError(f"the body of a {patch.kind} is called, but it is {patch.body!r}")
 
@@ -141,6 +144,8 @@ def _misfit(patch: Patch, source: Source) -> PatchTargetError | None:
         return problem(f"{patch.target} is a class; wrap its methods, such as {patch.target}.__init__")
     if patch.kind == "constant" and definition.kind != "function":
         return problem(f"{patch.target} is no function, so it has no literals that could be exchanged")
+    if patch.kind == "fields" and definition.kind != "class":
+        return problem(f"{patch.target} is no class, so it has no fields")
     if patch.kind == "replace":
         if isinstance(patch.body, type) != (definition.kind == "class"):
             return problem(f"the body is a {type(patch.body).__name__}, the target a {definition.kind}")

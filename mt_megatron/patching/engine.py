@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import PatchConflictError, PatchError, PatchImportError, PatchTargetError
+from .dataclass_fields import field_writes
 from .exchanging import Given, give_back, originals_of, private_ids, write_holders
 from .hooks import ImportHook
 from .journal import Journal
@@ -197,6 +198,10 @@ class AppliedPlan:
             function = coded_function(raw, patch.target)
             changed = with_constants(function.__code__, patch.body, patch.target)
             self._journal.write(Code(function), function.__code__, changed, patch.id)
+            return
+        if patch.kind == "fields":
+            for where, before, after in field_writes(raw, patch.body):
+                self._journal.write(where, before, after, patch.id)
             return
         new = Held(new_value(patch, raw, step.module, step.qualname))
         unique = new.references() == 0

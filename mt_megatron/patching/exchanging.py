@@ -32,7 +32,7 @@ def originals_of(steps: Iterable[Step], places: dict[str, Attribute]) -> list[Or
     found: dict[str, list[Original]] = {}
     for step in steps:
         target, place = step.patch.target, places[step.patch.target]
-        if step.patch.kind in ("constant", "add") or target in found or place.read() is MISSING:
+        if step.patch.kind in ("constant", "add", "fields") or target in found or place.read() is MISSING:
             continue
         raw = Held(place.read())
         found[target] = _pair(raw, place, step, reach(raw.value, step.package))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["wrap", "replace", "add", "value", "constant", "rebind"]
+Kind = Literal["wrap", "replace", "add", "value", "constant", "rebind", "fields"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class Patch:
     * ``rebind``: the target keeps its value for everybody else, and every name bound to that
       very object in the modules of ``scope``, imported now or later, is bound to
       ``body(original)``: names of the modules and their classes, and default arguments.
+    * ``fields``: ``body`` is a tuple of keyword-only ``dataclasses.Field``, which the target, a
+      dataclass, and every subclass of it accept beside their own.
     """
 
     reason: str

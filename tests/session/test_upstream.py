@@ -179,7 +179,10 @@ def test_every_patch_says_why_and_belongs_to_a_feature(declared: list[Patch]) ->
         assert patch.feature in FEATURES, patch.id
 
 
-FEATURES = {"device", "collectives", "compat", "optimizer", "norm", "attention", "linear", "loss", "events"}
+FEATURES = {
+    *("device", "collectives", "compat", "optimizer", "norm", "attention", "linear", "loss", "events"),
+    *("model_config", "moe", "mla", "mtp", "rope"),
+}
 
 
 def test_every_patched_source_notices_any_changed_name(declared: list[Patch]) -> None:

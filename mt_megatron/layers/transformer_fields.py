@@ -1,0 +1,258 @@
+"""The fields that ``TransformerConfig`` gains: one list, which patches, options and documents read.
+
+Names and meanings are Megatron-Core 0.12's, so that configurations and checkpoints can move to it.
+Left unset, every field means what Megatron-Core 0.9.0 does without it. Imports neither torch nor
+Megatron.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddedField:
+    """One field."""
+
+    name: str
+    """The attribute's name."""
+
+    type: Any
+    """The Python type of its values."""
+
+    default: Any
+    """The value that changes nothing."""
+
+    doc: str
+    """What it means, on one line."""
+
+
+def _fields(*rows: tuple[str, Any, Any, str]) -> tuple[AddedField, ...]:
+    return tuple(
+        AddedField(name=name, type=kind, default=default, doc=doc) for name, kind, default, doc in rows
+    )
+
+
+_EXPERTS = _fields(
+    (
+        "moe_ffn_hidden_size",
+        int | None,
+        None,
+        "Width of each expert between its two products. None: ffn_hidden_size, as that of dense layers.",
+    ),
+    (
+        "moe_layer_freq",
+        int | list[int],
+        1,
+        "Which layers have experts: N means layers 0, N, 2N ..., a list of num_layers entries says 1 "
+        "(experts) or 0 (dense) for each.",
+    ),
+    (
+        "moe_shared_expert_intermediate_size",
+        int | None,
+        None,
+        "Width of the expert that every token passes, beside those it is routed to; several shared experts "
+        "are one of their summed width. None: no such expert.",
+    ),
+    (
+        "moe_shared_expert_overlap",
+        bool,
+        False,
+        "Whether the shared expert computes on a stream of its own, beside the exchange of tokens.",
+    ),
+)
+
+_ROUTER = _fields(
+    (
+        "moe_router_score_function",
+        Literal["softmax", "sigmoid"],
+        "softmax",
+        "What turns the router's logits into scores.",
+    ),
+    (
+        "moe_router_enable_expert_bias",
+        bool,
+        False,
+        "Whether a bias per expert, moved after every step towards an even load, takes part in the choice of "
+        "experts (arXiv:2408.15664). Needs sigmoid scores.",
+    ),
+    ("moe_router_bias_update_rate", float, 1e-3, "How far that bias moves per step."),
+    (
+        "moe_router_num_groups",
+        int | None,
+        None,
+        "Experts are divided into so many groups of neighbours, of which a token may use some. None: no "
+        "groups.",
+    ),
+    ("moe_router_group_topk", int | None, None, "How many of those groups a token may use."),
+    (
+        "moe_router_topk_scaling_factor",
+        float | None,
+        None,
+        "The chosen experts' weights are multiplied by it. None: they are not.",
+    ),
+    (
+        "moe_router_dtype",
+        Literal["fp32", "fp64"] | None,
+        None,
+        "Type in which the router computes its logits and scores. None: the parameters' type.",
+    ),
+)
+
+_ATTENTION = _fields(
+    (
+        "multi_latent_attention",
+        bool,
+        False,
+        "Whether attention keeps keys and values in a small latent vector (arXiv:2405.04434, section 2.1).",
+    ),
+    (
+        "q_lora_rank",
+        int | None,
+        None,
+        "Rank of the queries' down-projection. None: queries are not compressed.",
+    ),
+    ("kv_lora_rank", int, 512, "Rank of the joint down-projection of keys and values."),
+    ("qk_head_dim", int, 128, "Dimensions of a head's query and key that carry no position."),
+    ("qk_pos_emb_head_dim", int, 64, "Dimensions of a head's query and key that are rotated."),
+    ("v_head_dim", int, 128, "Dimensions of a head's value."),
+    (
+        "recompute_mla_up_proj",
+        bool,
+        False,
+        "Whether the up-projections of multi-latent attention are computed again in backward.",
+    ),
+)
+
+_ROTARY = _fields(
+    (
+        "rope_type",
+        Literal["rope", "linear", "llama3", "yarn"],
+        "rope",
+        "How rotary frequencies are stretched for longer sequences: not at all, linearly, as in Llama 3.1, "
+        "or by YaRN (arXiv:2309.00071).",
+    ),
+    (
+        "rotary_base",
+        float | None,
+        None,
+        "Theta of multi-latent attention's rotary positions; for other attention it is GPTModel's argument.",
+    ),
+    ("rotary_scaling_factor", float, 1.0, "How many times longer than the original the sequences may be."),
+    (
+        "original_max_position_embeddings",
+        int,
+        4096,
+        "Longest sequence of the model before its positions were stretched.",
+    ),
+    ("beta_fast", float, 32.0, "YaRN: rotations over the original length from which a frequency is kept."),
+    (
+        "beta_slow",
+        float,
+        1.0,
+        "YaRN: rotations over the original length below which a frequency is stretched.",
+    ),
+    ("mscale", float, 1.0, "YaRN: weight of the logarithm in the factor of rotated queries and keys."),
+    ("mscale_all_dim", float, 0.0, "YaRN: the same for all dimensions, as a factor of the softmax."),
+    ("rope_low_freq_factor", float, 1.0, "Llama 3.1: rotations below which a frequency is stretched."),
+    ("rope_high_freq_factor", float, 4.0, "Llama 3.1: rotations from which a frequency is kept."),
+)
+
+_PREDICTION = _fields(
+    (
+        "mtp_num_layers",
+        int | None,
+        None,
+        "Multi-token prediction: how many further tokens are predicted, each by a layer of its own "
+        "(arXiv:2412.19437, section 2.2). None: none.",
+    ),
+    (
+        "mtp_loss_scaling_factor",
+        float,
+        0.1,
+        "Weight of the mean of their losses beside the loss of the next token.",
+    ),
+)
+
+_PIPELINE = _fields(
+    (
+        "num_layers_in_first_pipeline_stage",
+        int | None,
+        None,
+        "Layers of the first stage; another name of first_pipeline_num_layers. None: as many as the others.",
+    ),
+    (
+        "num_layers_in_last_pipeline_stage",
+        int | None,
+        None,
+        "Layers of the last stage; another name of last_pipeline_num_layers. None: as many as the others.",
+    ),
+    (
+        "pipeline_model_parallel_layout",
+        str | list[int] | None,
+        None,
+        "Layers of every stage (and chunk, in the order tokens pass them): their counts, or a text of E, t, "
+        "m, L and | such as 'Et*3|t*4|t*3L'. None: the same number everywhere.",
+    ),
+)
+
+FIELDS: tuple[AddedField, ...] = (*_EXPERTS, *_ROUTER, *_ATTENTION, *_ROTARY, *_PREDICTION, *_PIPELINE)
+"""In the order in which documents show them."""
+
+LOAD_BALANCING: tuple[str, ...] = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
+"""Values of upstream's ``moe_router_load_balancing_type``; ``seq_aux_loss`` is added."""
+
+
+def dataclass_fields() -> tuple[dataclasses.Field[Any], ...]:
+    """``FIELDS`` as keyword-only fields of a dataclass, so that positions of others stay as they are."""
+    rows = [
+        (one.name, one.type, dataclasses.field(default=one.default, kw_only=True, metadata={"doc": one.doc}))
+        for one in FIELDS
+    ]
+    return dataclasses.fields(dataclasses.make_dataclass("TransformerFields", rows))
+
+
+def moe_pattern(freq: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """1 for every layer with experts and 0 for every dense one, ``num_layers`` long.
+
+    Raises ``ConfigError`` for a list of another length or with other entries, and for ``freq`` < 1.
+    """
+    if isinstance(freq, bool) or not isinstance(freq, int | Sequence) or isinstance(freq, str):
+        raise ConfigError(
+            f"moe_layer_freq is {freq!r}; expected a whole number, or a list of 0 and 1 with one entry per "
+            "layer. Change moe_layer_freq."
+        )
+    if isinstance(freq, int):
+        if freq < 1:
+            raise ConfigError(f"moe_layer_freq is {freq}; expected at least 1. Change moe_layer_freq.")
+        return tuple(int(layer % freq == 0) for layer in range(num_layers))
+    if len(freq) != num_layers:
+        raise ConfigError(
+            f"moe_layer_freq has {len(freq)} entries; expected one per layer = {num_layers}. Change "
+            "moe_layer_freq or num_layers."
+        )
+    wrong = [entry for entry in freq if entry not in (0, 1)]
+    if wrong:
+        raise ConfigError(
+            f"moe_layer_freq holds {wrong[0]!r}; expected 0 (dense) and 1 (experts) only. Change "
+            "moe_layer_freq."
+        )
+    return tuple(int(entry) for entry in freq)
+
+
+def moe_layer_pattern(config: Any) -> tuple[int, ...]:
+    """``moe_pattern`` of a ``TransformerConfig``; all 0 without experts."""
+    if config.num_moe_experts is None:
+        return (0,) * int(config.num_layers)
+    return moe_pattern(config.moe_layer_freq, int(config.num_layers))
+
+
+def expert_hidden_size(values: Mapping[str, Any]) -> int | None:
+    """Width of one expert from plain values: ``moe_ffn_hidden_size``, else ``ffn_hidden_size``."""
+    size = values.get("moe_ffn_hidden_size")
+    return values.get("ffn_hidden_size") if size is None else size
