@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,18 @@ from torch import Tensor
 
 from mt_megatron.errors import CheckpointError
 
+_GROUPED = re.compile(r"(.*\bexperts)\.weight([12])")
+_GROUPED_LINEAR = re.compile(r"(.*\bexperts)\.(linear_fc[12]\.(?:weight|bias))\d+")
+_SEQUENTIAL = re.compile(r"(.*\bexperts\.local_experts)\.\d+\.(.*)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A piece of one tensor of the unsharded model, as this rank holds it."""
 
     name: str
-    """The tensor's name in the unsharded model: ``decoder.layers.17.mlp.linear_fc1.weight``."""
+    """The tensor's name in the unsharded model: ``decoder.layers.17.mlp.linear_fc1.weight``. Experts
+    are named as ``SequentialMLP`` does, whichever kind they are."""
 
     shape: tuple[int, ...]
     """The whole tensor's shape."""
@@ -28,14 +34,14 @@ class Part:
     tensor: Tensor
     """The piece: a view of ``source``."""
 
-    source: torch.nn.Parameter
-    """The parameter that the piece is part of; it may be several pieces, as gate and up are."""
+    source: Tensor
+    """The parameter or buffer that the piece is part of; it may be several pieces, as gate and up are."""
 
 
 def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
-    """Every piece of a parameter that this rank's model ``chunks`` hold (bare: without DDP), under tensor,
-    pipeline and virtual pipeline parallelism. The copy of a tied embedding on the last pipeline stage
-    has the embedding's name."""
+    """Every piece of a parameter or persistent buffer that this rank's model ``chunks`` hold (bare: without
+    DDP), under tensor, pipeline, virtual pipeline and expert parallelism. Copies of the embedding
+    or the output layer on another pipeline stage have their names."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -44,23 +50,28 @@ def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
         if len(chunks) > 1:
             # Layer offsets are computed from the current virtual rank.
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        parameters = {id(each): (name, each) for name, each in chunk.named_parameters()}
+        tensors = {id(each): (name, each) for name, each in chunk.named_parameters()}
+        tensors |= {id(each): (name, each) for name, each in chunk.named_buffers()}
         for sharded in nested_values(chunk.sharded_state_dict()):  # type: ignore[operator]
             if not isinstance(sharded, ShardedTensor | ShardedTensorFactory):
                 continue
-            if id(sharded.data) not in parameters:
+            if id(sharded.data) not in tensors:
                 continue
-            local, parameter = parameters[id(sharded.data)]
+            local, source = tensors[id(sharded.data)]
             built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else sharded
-            for piece in nested_values({"built": built}):
+            pieces = list(nested_values({"built": built}))
+            grouped = _GROUPED.fullmatch(local)
+            if grouped:
+                yield from _grouped(_of_whole_model(chunk, grouped[1]), int(grouped[2]), pieces, source)
+                continue
+            for piece in pieces:
                 lead = piece.prepend_axis_num
-                offsets = piece.global_offset[lead:]
                 yield Part(
-                    name=_unsharded_name(chunk, local),
+                    name=_unsharded_name(chunk, local, piece),
                     shape=tuple(piece.global_shape[lead:]),
-                    region=tuple(slice(o, o + n) for o, n in zip(offsets, piece.local_shape, strict=True)),
+                    region=_region(piece.global_offset[lead:], piece.local_shape),
                     tensor=piece.data.detach().view(piece.local_shape),
-                    source=parameter,
+                    source=source,
                 )
 
 
@@ -72,27 +83,74 @@ def place(whole: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> Non
     An optimizer with master weights must be told: ``optimizer.reload_model_params()``.
     """
     wanted = list(parts(chunks))
+    check_parts(wanted, {name: tuple(tensor.shape) for name, tensor in whole.items()})
+    fill(wanted, lambda part: whole[part.name][part.region])
+
+
+def check_parts(wanted: Sequence[Part], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ``CheckpointError`` unless every one of the ``wanted`` parts belongs to a tensor in ``found``
+    (name -> shape) of the right shape."""
     problems = []
     for part in wanted:
-        found = whole.get(part.name)
-        if found is None:
+        if part.name not in found:
             problems.append(f"{part.name} is missing")
-        elif tuple(found.shape) != part.shape:
-            problems.append(f"{part.name} is {tuple(found.shape)}, expected {part.shape}")
+        elif tuple(found[part.name]) != part.shape:
+            problems.append(f"{part.name} is {tuple(found[part.name])}, expected {part.shape}")
     if problems:
         raise CheckpointError(
             f"{len(problems)} tensors do not fit the model: {'; '.join(problems[:8])}. Check that the "
             "configuration describes the model that the weights belong to"
         )
+
+
+def fill(wanted: Sequence[Part], read: Callable[[Part], Tensor]) -> None:
+    """Copy into each of ``wanted`` what ``read`` gives for it, in the parameter's dtype."""
     with torch.no_grad():
         for part in wanted:
-            part.tensor.copy_(whole[part.name][part.region])
+            part.tensor.copy_(read(part))
 
 
-def _unsharded_name(chunk: Any, local: str) -> str:
+def _grouped(prefix: str, which: int, pieces: Sequence[Any], source: Tensor) -> Iterator[Part]:
+    """The experts of one ``GroupedMLP`` matrix. Behind each other lie the experts' transposed matrices,
+    [h, gate and up] in ``weight1`` and [ffn, h] in ``weight2``, whatever shape the parameter shows."""
+    first = pieces[0]
+    experts, offset = first.local_shape[0], first.global_offset[first.prepend_axis_num]
+    rows, columns = first.local_shape[1:]
+    shape = (experts, columns, -1) if which == 1 else (experts, -1, rows)
+    each = source.detach().view(shape).transpose(1, 2)
+    for half, piece in zip(each.chunk(len(pieces), dim=1), pieces, strict=True):
+        lead = piece.prepend_axis_num + 1
+        for expert in range(experts):
+            yield Part(
+                name=f"{prefix}.local_experts.{offset + expert}.linear_fc{which}.weight",
+                shape=tuple(piece.global_shape[lead:]),
+                region=_region(piece.global_offset[lead:], piece.local_shape[1:]),
+                tensor=half[expert],
+                source=source,
+            )
+
+
+def _region(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+
+
+def _unsharded_name(chunk: Any, local: str, piece: Any) -> str:
     if local == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
-    if not local.startswith("decoder.layers."):
-        return local
-    _, _, index, rest = local.split(".", 3)
-    return f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+    sequential, linear = _SEQUENTIAL.fullmatch(local), _GROUPED_LINEAR.fullmatch(local)
+    # The last axis before the tensor's own counts the experts.
+    expert = piece.global_offset[piece.prepend_axis_num - 1]
+    if sequential:
+        local = f"{sequential[1]}.{expert}.{sequential[2]}"
+    elif linear:
+        local = f"{linear[1]}.local_experts.{expert}.{linear[2]}"
+    return _of_whole_model(chunk, local)
+
+
+def _of_whole_model(chunk: Any, local: str) -> str:
+    """``local`` with the layer's index in the whole model in place of the one in this chunk."""
+    for block, layers in (("decoder.layers", "decoder"), ("mtp.layers", "mtp")):
+        if local.startswith(block + "."):
+            index, _, rest = local[len(block) + 1 :].partition(".")
+            return f"{block}.{getattr(chunk, layers).layers[int(index)].layer_number - 1}.{rest}"
+    return local

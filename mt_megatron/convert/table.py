@@ -5,14 +5,16 @@ Both directions read the same rows, so they cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.models.weights import TensorRow
+from mt_megatron.models.weights import RotaryRows, TensorRow
 
 Table = Mapping[str, TensorRow]
 """Name in an unsharded Megatron model (tensor and pipeline size 1) -> its row."""
@@ -46,89 +48,155 @@ class Sizes:
         )
 
 
-def to_megatron(weights: Mapping[str, torch.Tensor], table: Table, sizes: Sizes) -> dict[str, torch.Tensor]:
+def to_megatron(weights: Mapping[str, Tensor], table: Table, sizes: Sizes) -> dict[str, Tensor]:
     """Pack published ``weights`` (whole tensors) into an unsharded Megatron state.
 
     Rows that pad the vocabulary are zero. Raises ``CheckpointError`` naming every tensor that is
-    missing and every tensor that no row mentions.
+    missing and every tensor that no row mentions, and a repetition that is not one.
     """
-    rows = _expand(table, sizes.num_layers)
-    _check_names(weights, {name for row in rows.values() for name in row.sources}, "published")
-    packed: dict[str, torch.Tensor] = {}
+    rows = expand(table, sizes.num_layers)
+    check_names(
+        weights,
+        {name for row in rows.values() for name in row.sources},
+        "published",
+        optional={name for row in rows.values() for name in row.copies},
+    )
+    packed: dict[str, Tensor] = {}
     for target, row in rows.items():
-        parts = [weights[name] for name in row.sources]
-        if row.packing == "query_groups":
-            tensor = _pack_query_groups(parts, sizes)
-        else:
-            tensor = torch.cat(parts, dim=0)
+        for name in row.copies:
+            if name in weights:
+                check_copy(name, weights[name], row.sources[0], weights[row.sources[0]])
+        tensor = pack(row, [weights[name] for name in row.sources], sizes)
         if row.vocabulary:
-            _check_rows(row.sources[0], tensor, sizes.vocab_size)
+            check_rows(row.sources[0], tensor.shape[0], sizes.vocab_size)
             padding = tensor.new_zeros(sizes.padded_vocab_size - sizes.vocab_size, *tensor.shape[1:])
             tensor = torch.cat([tensor, padding], dim=0)
         packed[target] = tensor
     return packed
 
 
-def from_megatron(state: Mapping[str, torch.Tensor], table: Table, sizes: Sizes) -> dict[str, torch.Tensor]:
+def from_megatron(state: Mapping[str, Tensor], table: Table, sizes: Sizes) -> dict[str, Tensor]:
     """Unpack an unsharded Megatron ``state`` (empty ``_extra_state`` entries are ignored).
 
     Padding of the vocabulary is stripped. Raises ``CheckpointError`` as ``to_megatron`` does.
     """
     state = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
-    rows = _expand(table, sizes.num_layers)
-    _check_names(state, set(rows), "Megatron")
-    unpacked: dict[str, torch.Tensor] = {}
+    rows = expand(table, sizes.num_layers)
+    check_names(state, set(rows), "Megatron")
+    unpacked: dict[str, Tensor] = {}
     for source, row in rows.items():
         tensor = state[source]
         if row.vocabulary:
-            _check_rows(source, tensor, sizes.padded_vocab_size)
+            check_rows(source, tensor.shape[0], sizes.padded_vocab_size)
             tensor = tensor[: sizes.vocab_size]
-        if row.packing == "query_groups":
-            parts = _unpack_query_groups(tensor, sizes)
-        else:
-            parts = list(tensor.chunk(len(row.sources), dim=0))
-        for name, part in zip(row.sources, parts, strict=True):
+        for name, part in zip(row.sources, unpack(row, tensor, sizes), strict=True):
             unpacked[name] = part.clone()
+        for name in row.copies if row.writes_copies else ():
+            unpacked[name] = unpacked[row.sources[0]].clone()
     return unpacked
 
 
-def _expand(table: Table, num_layers: int) -> dict[str, TensorRow]:
+def expand(table: Table, num_layers: int) -> dict[str, TensorRow]:
+    """Every single tensor's row: one for each layer and each expert that a row of ``table`` stands for."""
     rows: dict[str, TensorRow] = {}
     for name, row in table.items():
-        for layer in range(num_layers) if "{layer}" in name else range(1):
-            rows[name.format(layer=layer)] = TensorRow(
-                sources=tuple(source.format(layer=layer) for source in row.sources),
-                packing=row.packing,
-                vocabulary=row.vocabulary,
+        layers = row.layers if row.layers is not None else tuple(range(num_layers))
+        for layer, expert in itertools.product(
+            layers if "{layer}" in name else (0,), range(row.experts) if "{expert}" in name else (0,)
+        ):
+            rows[name.format(layer=layer, expert=expert)] = replace(
+                row,
+                sources=tuple(source.format(layer=layer, expert=expert) for source in row.sources),
+                layers=None,
+                experts=1,
             )
     return rows
 
 
-def _pack_query_groups(parts: list[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+def pack(row: TensorRow, parts: list[Tensor], sizes: Sizes) -> Tensor:
+    """The Megatron tensor of ``row`` from its published ``parts``, without padding. Of one part that is
+    not reordered it is the part itself."""
+    if row.rotary:
+        parts = [_interleave(part, rows) for part, rows in zip(parts, row.rotary, strict=True)]
+    if row.packing == "query_groups":
+        return _pack_query_groups(parts, sizes)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
+
+
+def unpack(row: TensorRow, tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+    """The published parts of a Megatron ``tensor`` without padding: views of it where it is possible."""
+    if row.packing == "query_groups":
+        parts = _unpack_query_groups(tensor, sizes)
+    else:
+        parts = list(tensor.chunk(len(row.sources), dim=0))
+    if row.rotary:
+        parts = [_halve(part, rows) for part, rows in zip(parts, row.rotary, strict=True)]
+    return parts
+
+
+def _pack_query_groups(parts: list[Tensor], sizes: Sizes) -> Tensor:
     rest = parts[0].shape[1:]
     blocks = [part.reshape(sizes.num_query_groups, -1, *rest) for part in parts]
     return torch.cat(blocks, dim=1).reshape(-1, *rest)
 
 
-def _unpack_query_groups(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+def _unpack_query_groups(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
     rest, head = tensor.shape[1:], sizes.kv_channels
     query = sizes.num_attention_heads // sizes.num_query_groups * head
     blocks = tensor.reshape(sizes.num_query_groups, query + 2 * head, *rest).split([query, head, head], dim=1)
     return [block.reshape(-1, *rest) for block in blocks]
 
 
-def _check_names(found: Mapping[str, torch.Tensor], expected: set[str], side: str) -> None:
-    missing, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
+def _interleave(part: Tensor, rows: RotaryRows | None) -> Tensor:
+    return part if rows is None else _reordered(part, rows, (2, rows.size // 2))
+
+
+def _halve(part: Tensor, rows: RotaryRows | None) -> Tensor:
+    return part if rows is None else _reordered(part, rows, (rows.size // 2, 2))
+
+
+def _reordered(part: Tensor, rows: RotaryRows, pairs: tuple[int, int]) -> Tensor:
+    """``part`` with the rotated rows of each block read as a ``pairs`` matrix and transposed."""
+    rest = part.shape[1:]
+    blocks = part.reshape(-1, rows.block, *rest)
+    turned = blocks[:, : rows.size].reshape(-1, *pairs, *rest).transpose(1, 2)
+    turned = turned.reshape(-1, rows.size, *rest)
+    return torch.cat([turned, blocks[:, rows.size :]], dim=1).reshape(part.shape)
+
+
+def check_names(
+    found: Collection[str], expected: Collection[str], side: str, optional: Collection[str] = ()
+) -> None:
+    """Raise ``CheckpointError`` that lists every expected name that is missing and every name that is
+    neither expected nor optional."""
+    names = set(found)
+    missing, unknown = sorted(set(expected) - names), sorted(names - set(expected) - set(optional))
     if missing or unknown:
         raise CheckpointError(
-            f"the {side} tensors do not match the conversion table: {len(missing)} missing {missing[:8]}, "
-            f"{len(unknown)} unknown {unknown[:8]}. Check that the configuration describes this model"
+            f"the {side} tensors do not match the conversion table: "
+            f"{len(missing)} missing {listed(missing)}, {len(unknown)} unknown {listed(unknown)}. "
+            "Check that the configuration describes this model"
         )
 
 
-def _check_rows(name: str, tensor: torch.Tensor, expected: int) -> None:
-    if tensor.shape[0] != expected:
+def listed(names: list[str], most: int = 200) -> str:
+    """``names`` for an error: all of them, up to a number at which nobody reads on."""
+    return str(names) if len(names) <= most else f"{names[:most]} and {len(names) - most} more"
+
+
+def check_copy(name: str, copy: Tensor, original: str, tensor: Tensor) -> None:
+    """Raise ``CheckpointError`` unless a repeated tensor is equal to what it repeats, to the bit."""
+    if copy.shape != tensor.shape or copy.dtype != tensor.dtype or not torch.equal(copy, tensor):
         raise CheckpointError(
-            f"{name} has {tensor.shape[0]} vocabulary rows, expected {expected}; set --vocab-size to the "
-            "model's own vocabulary"
+            f"{name} is not equal to {original}, which the model uses in its place: both would be needed. "
+            "Check that the files belong together"
+        )
+
+
+def check_rows(name: str, found: int, expected: int) -> None:
+    """Raise ``CheckpointError`` unless the vocabulary has the ``expected`` rows."""
+    if found != expected:
+        raise CheckpointError(
+            f"{name} has {found} vocabulary rows, expected {expected}; set --vocab-size to the model's own "
+            "vocabulary"
         )
