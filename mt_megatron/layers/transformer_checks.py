@@ -211,10 +211,17 @@ def _groups(values: Values, experts: int, topk: int) -> list[str]:
             "moe_router_group_topk."
         ]
     found = []
-    if topk % chosen:
+    judges = _get(values, "moe_router_group_score_topk")
+    if judges is not None and not 1 <= judges <= experts // groups:
+        found.append(
+            f"moe_router_group_score_topk is {judges}; expected 1 to the {experts // groups} experts of a "
+            "group. Change moe_router_group_score_topk."
+        )
+    if judges is None and topk % chosen:
         found.append(
             f"moe_router_topk is {topk}; expected a multiple of moe_router_group_topk = {chosen}, since a "
-            "group is judged by its topk/group_topk best experts. Change one of them."
+            "group is judged by its topk/group_topk best experts. Change one of them, or set "
+            "moe_router_group_score_topk."
         )
     if topk > chosen * (experts // groups):
         found.append(
