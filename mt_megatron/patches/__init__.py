@@ -32,6 +32,7 @@ CONCERNS = (
     "dataset_helpers",
     "param_groups",
     "model_config",
+    "stage_layers",
     "training",
 )
 """Modules of this package; each has ``patches(backend) -> list[Patch]``."""
