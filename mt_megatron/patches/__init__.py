@@ -32,6 +32,9 @@ CONCERNS = (
     "dataset_helpers",
     "param_groups",
     "model_config",
+    "block_spec",
+    "moe_ffn",
+    "moe_layer",
     "stage_layers",
     "training",
 )
