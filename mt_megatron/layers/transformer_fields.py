@@ -94,8 +94,8 @@ _ROUTER = _fields(
         "moe_router_group_score_topk",
         int | None,
         None,
-        "A group is judged by the sum of so many of its best scores: 1 as published for DeepSeek-V2, 2 for V3. "
-        "None: moe_router_topk / moe_router_group_topk, as Megatron-Core 0.12, which has no such field.",
+        "So many of a group's best scores, added up, judge it: 1 as published for DeepSeek-V2, 2 for V3. "
+        "None: moe_router_topk / moe_router_group_topk, as in Megatron-Core 0.12, which has no such field.",
     ),
     (
         "moe_router_topk_scaling_factor",

@@ -1,0 +1,179 @@
+"""Which experts a token goes to, and with which weights: scores, groups and exact ties.
+
+Sources: Switch and Mixtral (softmax), DeepSeek-V2 (arXiv:2405.04434, section 2.2: groups judged by
+their best expert, weights not normalised), DeepSeek-V3 (arXiv:2412.19437, section 2.1.2: sigmoid
+scores, a bias that only chooses, groups judged by their two best experts, weights normalised).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """How a router chooses; the fields are those of ``TransformerConfig`` without ``moe_router_``."""
+
+    num_experts: int
+    topk: int
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    group_score_topk: int | None = None
+    topk_scaling_factor: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> RouterOptions:
+        """Those of a ``TransformerConfig``. Raises ``ConfigError`` when they contradict each other."""
+        options = cls(
+            num_experts=config.num_moe_experts,
+            topk=config.moe_router_topk,
+            score_function=config.moe_router_score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            group_score_topk=config.moe_router_group_score_topk,
+            topk_scaling_factor=config.moe_router_topk_scaling_factor,
+        )
+        if config.moe_router_load_balancing_type != "sinkhorn":
+            options.check()
+        return options
+
+    def check(self) -> None:
+        """Raises ``ConfigError`` for what no router can do."""
+        if self.topk > self.num_experts:
+            raise ConfigError(
+                f"moe_router_topk is {self.topk}; expected at most num_moe_experts = {self.num_experts}. "
+                "Change moe_router_topk"
+            )
+        if self.score_function == "softmax" and self.topk == 1 and not self.pre_softmax:
+            raise ConfigError(
+                "moe_router_topk is 1 with a softmax over the chosen experts, which is 1 whatever the "
+                "logits are; expected a softmax over all of them. Set moe_router_pre_softmax"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Where tokens go, before any capacity."""
+
+    weights: Tensor
+    """[tokens, topk] in the logits' type, largest score first; gradients flow to the logits."""
+
+    indices: Tensor
+    """int64 [tokens, topk], experts in the order of ``weights``."""
+
+
+def choose_experts(logits: Tensor, options: RouterOptions, bias: Tensor | None = None) -> Routing:
+    """Experts and weights of every token.
+
+    ``logits`` are [tokens, num_experts]; ``bias`` is float32 [num_experts] and takes part in the
+    choice alone: weights are made of the unbiased scores. Among exactly equal scores, and groups,
+    the lowest index wins. Nothing waits for the device.
+    """
+    if options.score_function == "sigmoid":
+        weights, indices = _by_sigmoid(logits, options, bias)
+    elif options.score_function == "softmax":
+        weights, indices = _by_softmax(logits, options)
+    else:
+        raise ConfigError(
+            f"moe_router_score_function is {options.score_function!r}; expected softmax or sigmoid"
+        )
+    if options.topk_scaling_factor is not None:
+        weights = weights * options.topk_scaling_factor
+    return Routing(weights=weights.type_as(logits), indices=indices)
+
+
+def _by_softmax(logits: Tensor, options: RouterOptions) -> tuple[Tensor, Tensor]:
+    if options.pre_softmax:
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
+        indices = best_experts(scores, options)
+        return scores.gather(1, indices), indices
+    indices = best_experts(logits, options)
+    chosen = logits.gather(1, indices)
+    return torch.softmax(chosen, dim=-1, dtype=torch.float32).type_as(logits), indices
+
+
+def _by_sigmoid(logits: Tensor, options: RouterOptions, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        scores = _same_everywhere(logits).type_as(logits)
+        choosers = scores if bias is None else scores + bias
+        indices = best_experts(choosers, options)
+    # Scores of the chosen alone: the others have no part in the weights, nor a gradient.
+    weights = torch.sigmoid(logits.gather(1, indices).float())
+    if options.topk > 1:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights, indices
+
+
+def _same_everywhere(logits: Tensor) -> Tensor:
+    """Sigmoid in float32, the same for equal logits wherever they stand.
+
+    On a CPU, torch computes the last few numbers of a block by another formula than the others, and
+    the last bit may differ: equal experts would no longer tie. Rounded from float64 it does not.
+    """
+    if logits.device.type == "cpu":
+        return torch.sigmoid(logits.double()).float()
+    return torch.sigmoid(logits.float())
+
+
+def best_experts(scores: Tensor, options: RouterOptions) -> Tensor:
+    """The ``topk`` best of [tokens, num_experts], int64 [tokens, topk]; of the best groups, where there
+    are groups."""
+    allowed = None
+    if options.group_topk is not None and options.num_groups is not None:
+        allowed = _in_best_groups(scores.detach(), options, options.num_groups, options.group_topk)
+    return lowest_index_topk(scores, options.topk, allowed)
+
+
+def _in_best_groups(scores: Tensor, options: RouterOptions, groups: int, chosen: int) -> Tensor:
+    tokens, experts = scores.shape
+    members = scores.view(tokens, groups, experts // groups)
+    judges = options.group_score_topk or max(1, options.topk // chosen)
+    judgement = members.amax(dim=-1) if judges == 1 else members.topk(judges, dim=-1).values.sum(dim=-1)
+    best = lowest_index_topk(judgement, chosen)
+    mask = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return mask.unsqueeze(-1).expand(-1, -1, experts // groups).reshape(tokens, experts)
+
+
+def lowest_index_topk(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
+    """Indices of the ``k`` largest of the last dimension, int64, largest first.
+
+    Of exactly equal ones the lowest index comes first, which ``torch.topk`` does not promise. Only where
+    ``allowed`` is True, if given; there must be ``k`` of them.
+    """
+    scores = scores.detach()
+    if scores.dtype == torch.float64:
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
+    keys = _keys(scores)
+    if allowed is not None:
+        keys = keys.masked_fill(~allowed, torch.iinfo(torch.int64).min)
+    return torch.topk(keys, k, dim=-1).indices
+
+
+def _keys(scores: Tensor) -> Tensor:
+    """int64, all different along the last dimension: by score, then by falling index."""
+    # Adding 0 makes one zero of two. Flipping a negative number's other bits makes its order an integer's.
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    size = scores.shape[-1]
+    return bits.long().mul_(size).add_(torch.arange(size - 1, -1, -1, device=scores.device))
+
+
+def count_tokens(indices: Tensor, num_experts: int) -> Tensor:
+    """Tokens per expert, int64 [num_experts], of expert indices of any shape.
+
+    Adds ones instead of ``bincount``, which on an accelerator waits for the largest index.
+    """
+    flat = indices.reshape(-1)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))
