@@ -1,0 +1,83 @@
+"""What multi-latent attention cannot be built from or called with, said before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from .rope_scaling import rope_scaling_of
+
+
+def check_mla(config: Any) -> None:
+    """Raises ConfigError for a TransformerConfig that MLA cannot be built from."""
+    heads, ranks = config.num_attention_heads, config.tensor_model_parallel_size
+    groups = config.num_query_groups
+    for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "q_lora_rank"):
+        size = getattr(config, name)
+        if size is not None and size < 1:
+            raise ConfigError(f"{name} is {size} with multi_latent_attention; expected 1 or more")
+    if config.qk_pos_emb_head_dim % 2:
+        raise ConfigError(
+            f"qk_pos_emb_head_dim is {config.qk_pos_emb_head_dim}; expected an even number: rotary positions "
+            "turn pairs"
+        )
+    if groups not in (None, heads):
+        raise ConfigError(
+            f"num_query_groups is {groups} with multi_latent_attention and {heads} heads; expected it unset: "
+            "each head's keys and values are projected from one latent"
+        )
+    if heads % ranks:
+        raise ConfigError(
+            f"num_attention_heads is {heads} and tensor_model_parallel_size {ranks}; expected a multiple: "
+            "tensor parallelism splits the heads"
+        )
+    for name, why in (
+        ("rotary_interleaved", "MLA's rotary pairs are always interleaved"),
+        ("apply_rope_fusion", "Apex's fused kernel rotates halves"),
+    ):
+        if getattr(config, name, False):
+            raise ConfigError(f"{name} is set with multi_latent_attention; expected it unset: {why}")
+    rope_scaling_of(config)
+
+
+def check_down_projection(linear: Any, output_size: int) -> None:
+    """Raises ConfigError where a spec's projection to a latent is split over the ranks."""
+    found = getattr(linear, "weight", None)
+    if isinstance(found, Tensor) and found.size(0) != output_size:
+        raise ConfigError(
+            f"the spec's projection down to {output_size} numbers has {found.size(0)} of them on this rank; "
+            "expected all. Put ReplicatedLinear of mt_megatron.layers.mla_replicated into the spec"
+        )
+
+
+def check_call(config: Any, key_value_states: Any, inference_params: Any, packed: Any) -> None:
+    """Raises ConfigError for cross attention, a key-value cache, and packed sequences under context
+    parallelism."""
+    if key_value_states is not None:
+        raise ConfigError(
+            "key_value_states reached a multi-latent attention; expected None: it is self attention"
+        )
+    if inference_params is not None:
+        raise ConfigError(
+            "a key-value cache (inference_params) reached a multi-latent attention, which has none; expected "
+            "None. Compute the whole sequence for each new token, or export the model to generate"
+        )
+    if packed is not None and config.context_parallel_size > 1:
+        raise ConfigError(
+            f"context_parallel_size is {config.context_parallel_size} and packed sequences were given; "
+            "expected None: a rank holds chunks of one sequence, not of several. Keep documents apart with "
+            "an attention mask"
+        )
+
+
+def check_angles(angles: Tensor, length: int, size: int) -> None:
+    """Raises ConfigError unless ``angles`` [positions, b or 1, r] suffice for ``length`` tokens and r is
+    ``size``."""
+    if angles.size(-1) != size or angles.size(0) < length:
+        raise ConfigError(
+            f"rotary angles of {angles.size(0)} positions and {angles.size(-1)} numbers reached a "
+            f"multi-latent attention of {length} tokens and qk_pos_emb_head_dim {size}; expected as many. "
+            "Build the model while mt_megatron's patches of feature rope are in place"
+        )
