@@ -1,7 +1,7 @@
 """The checkpoints of a run: where it continues from, when one is written, what is kept.
 
 Saving is collective and agreed on: every rank calls ``save`` after the same step, says what it knows
-in ``local_state`` before each step, and calls ``advance`` with what all agreed on after it.
+in ``has_written`` before each step, and calls ``advance`` with what all agreed on after it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Resumed:
 
 
 class CheckpointStore:
-    """The checkpoints of one run; every method but ``local_state`` and ``close`` is collective."""
+    """The checkpoints of one run; every method but ``has_written`` and ``close`` is collective."""
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class CheckpointStore:
         current = self._saver.directory / files.folder_name(progress.iteration)
         return self.newest.absolute() == current.absolute()
 
-    def local_state(self) -> tuple[bool, bool]:
-        """For this rank's wishes: its part of the current phase of a save is done; never a failure,
-        which all ranks hear of when the phase ends."""
-        return self._pending is not None and self._pending.ready, False
+    def has_written(self) -> bool:
+        """Whether this rank's part of the current phase of a save is done, well or not: all ranks hear of
+        a failure when the phase ends."""
+        return self._pending is not None and self._pending.ready
 
     def advance(self, agreed: Agreed) -> list[SaveReport]:
         """Take the next step of a save in the background when all ranks are ready for it."""

@@ -143,8 +143,7 @@ class _Run:
         result: StepResult | None = None
         while not self._finished():
             stop = stop_requested.is_set() or self._out_of_time()
-            written, failed = self.store.local_state()
-            result = self.steps.take(Wishes(stop=stop, save_written=written, save_failed=failed))
+            result = self.steps.take(Wishes(stop=stop, save_written=self.store.has_written()))
             self._saved(self.store.advance(result.wishes))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
@@ -154,7 +153,7 @@ class _Run:
             if result.wishes.stop or self._due(self.config.train.exit_interval):
                 break
             with window.paused():
-                if result.wishes.save or self._due(self.config.checkpoint.save_interval):
+                if self._due(self.config.checkpoint.save_interval):
                     self._save()
                 if self._due(self.config.train.eval_interval) and not self._finished():
                     self._evaluate()

@@ -49,14 +49,8 @@ class Wishes:
     stop: bool = False
     """End the run."""
 
-    save: bool = False
-    """Write a checkpoint."""
-
     save_written: bool = False
     """This rank's part of the checkpoint being written is complete."""
-
-    save_failed: bool = False
-    """This rank's part of the checkpoint being written failed."""
 
 
 NO_WISHES = Wishes()
@@ -69,14 +63,8 @@ class AgreedWishes:
     stop: bool
     """Any rank wants to end the run."""
 
-    save: bool
-    """Any rank wants a checkpoint."""
-
     save_written: bool
     """All ranks have written their part."""
-
-    save_failed: bool
-    """Any rank failed to write its part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,23 +202,18 @@ def _agree(
     overflowed: bool,
     norm_is_bad: bool,
 ) -> _Agreed:
-    said = (wishes.stop, wishes.save, wishes.save_written, wishes.save_failed, overflowed, norm_is_bad)
+    said = (wishes.stop, wishes.save_written, overflowed, norm_is_bad)
     loss, tokens, *counts = job.sum_over_ranks([*summed(reports, job), *map(float, said)])
     if tokens == 0:
         raise DataError(
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
             "(--eod-mask-loss) and the data"
         )
-    stop, save, written, failed, overflows, bad_norms = (round(count) for count in counts)
+    stop, written, overflows, bad_norms = (round(count) for count in counts)
     return _Agreed(
         loss=loss / tokens,
         tokens=round(tokens),
         overflowed=overflows > 0,
         norm_is_bad=bad_norms > 0,
-        wishes=AgreedWishes(
-            stop=stop > 0,
-            save=save > 0,
-            save_written=written == job.layout.world_size,
-            save_failed=failed > 0,
-        ),
+        wishes=AgreedWishes(stop=stop > 0, save_written=written == job.layout.world_size),
     )
