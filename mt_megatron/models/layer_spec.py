@@ -15,7 +15,8 @@ _log = logging.getLogger("mt_megatron")
 
 
 def gpt_layer_spec(config: Any, transformer: Any) -> Any:
-    """Megatron-Core's own ``ModuleSpec`` of a GPT layer for ``config`` (a ``TrainingConfig``).
+    """Megatron-Core's own ``ModuleSpec`` of a GPT layer for ``config`` (a ``TrainingConfig``), with experts
+    where it has some; which layers are dense is decided for each when the model is built.
 
     ``config.model.transformer_impl`` decides: ``local``, ``transformer_engine``, or ``auto``, which
     takes Transformer Engine where it can be used and says in one log line which it is and why.
@@ -27,9 +28,16 @@ def gpt_layer_spec(config: Any, transformer: Any) -> Any:
 
     if uses_transformer_engine(config):
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=transformer.qk_layernorm, fp8=transformer.fp8
+            num_experts=transformer.num_moe_experts,
+            moe_grouped_gemm=transformer.moe_grouped_gemm,
+            qk_layernorm=transformer.qk_layernorm,
+            fp8=transformer.fp8,
         )
-    return gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm)
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts,
+        moe_grouped_gemm=transformer.moe_grouped_gemm,
+        qk_layernorm=transformer.qk_layernorm,
+    )
 
 
 def uses_transformer_engine(config: Any) -> bool:
@@ -37,7 +45,7 @@ def uses_transformer_engine(config: Any) -> bool:
     asked = config.model.transformer_impl
     if asked == "local":
         return False
-    obstacle = _obstacle(_device_type(), config.model.qk_layernorm, config.data.reset_attention_mask)
+    obstacle = _obstacle(_device_type(), config.model, config.data.reset_attention_mask)
     if asked == "transformer_engine" and obstacle:
         raise ConfigError(
             f"transformer_impl is transformer_engine, and {obstacle}; change that, or use "
@@ -62,7 +70,7 @@ def _device_type() -> str:
         return "cpu"
 
 
-def _obstacle(device_type: str, qk_layernorm: bool, documents_apart: bool) -> str:
+def _obstacle(device_type: str, model: Any, documents_apart: bool) -> str:
     """Why Transformer Engine's layers cannot be used here; empty when they can."""
     if device_type != "cuda":
         return f"Transformer Engine needs CUDA and the backend's device is {device_type}"
@@ -74,7 +82,9 @@ def _obstacle(device_type: str, qk_layernorm: bool, documents_apart: bool) -> st
         return f"Megatron-Core cannot import it: {_import_error()}"
     if documents_apart:
         return "reset_attention_mask is set, and its causal attention looks at no mask"
-    if qk_layernorm and not hasattr(gpt_layer_specs, "FusedLayerNorm"):
+    if model.multi_latent_attention:
+        return "multi_latent_attention is set, which has been built with local layers only"
+    if model.qk_layernorm and not hasattr(gpt_layer_specs, "FusedLayerNorm"):
         return "qk_layernorm is set, for which Megatron-Core's Transformer Engine spec needs Apex"
     return ""
 

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.layers.transformer_fields import FIELDS, LOAD_BALANCING, AddedField
 from mt_megatron.training import config
 from mt_megatron.training.config_core import (
     DDP,
@@ -24,6 +25,7 @@ from mt_megatron.training.config_core import (
     core_fields,
     docstring_after,
 )
+from mt_megatron.training.config_lists import layer_counts, layer_kinds
 
 SECTIONS: Mapping[str, type | None] = {
     "model": config.ModelConfig,
@@ -51,7 +53,7 @@ CHOICES: Mapping[str, Any] = {
     "recompute_method": Literal["uniform", "block"],
     "fp8": Literal["e4m3", "hybrid"],
     "fp8_amax_compute_algo": Literal["most_recent", "max"],
-    "moe_router_load_balancing_type": Literal["aux_loss", "sinkhorn", "none"],
+    "moe_router_load_balancing_type": Literal[LOAD_BALANCING],
     "moe_token_dispatcher_type": Literal["allgather", "alltoall", "alltoall_seq"],
     "moe_token_drop_policy": Literal["probs", "position"],
     "optimizer": Literal["adam", "sgd"],
@@ -96,6 +98,12 @@ NOT_SETTABLE: Mapping[str, str] = {
     "test_mode": "nothing in megatron-core 0.9.0 reads it",
 }
 """Core fields that exist and cannot be set from a configuration, and why."""
+
+PARSERS: Mapping[str, Callable[[object], object]] = {
+    "moe_layer_freq": layer_kinds,
+    "pipeline_model_parallel_layout": layer_counts,
+}
+"""Options that can be written as a text of their own: what makes numbers of it."""
 
 _ANNOTATIONS: Mapping[str, Any] = {
     "int": int,
@@ -169,6 +177,8 @@ def _options() -> dict[str, Option]:
         for core in core_fields(which).values():
             if core.name not in found and core.name not in NOT_SETTABLE:
                 found[core.name] = _core_option(section, core)
+        if which == TRANSFORMER:
+            found |= {each.name: _added_option(section, each) for each in FIELDS if each.name not in found}
     order = list(SECTIONS)
     return dict(sorted(found.items(), key=lambda item: order.index(item[1].section)))
 
@@ -212,6 +222,24 @@ def _core_option(section: str, core: CoreField) -> Option:
     if default is None and type(None) not in get_args(annotation):
         annotation = annotation | None
     return Option(name=core.name, section=section, type=annotation, default=default, doc=core.doc, core=True)
+
+
+def _added_option(section: str, added: AddedField) -> Option:
+    # Values of a configuration do not change, so a list is a tuple.
+    kinds = [
+        tuple[get_args(member)[0], ...] if get_origin(member) is list else member
+        for member in members(added.type)
+    ]
+    if type(None) in get_args(added.type):
+        kinds.append(type(None))
+    return Option(
+        name=added.name,
+        section=section,
+        type=Union[tuple(kinds)],  # noqa: UP007
+        default=added.default,
+        doc=added.doc,
+        core=True,
+    )
 
 
 def type_text(annotation: Any) -> str:
@@ -258,7 +286,9 @@ def convert(option: Option, value: object, where: str) -> Any:
     optional = type(None) in get_args(option.type)
     if optional and isinstance(value, str) and value.strip().lower() in ("none", "null"):
         return None
-    if option.is_list and isinstance(value, str | int | float) and not isinstance(value, bool):
+    if option.name in PARSERS:
+        prepared = PARSERS[option.name](value)
+    elif option.is_list and isinstance(value, str | int | float) and not isinstance(value, bool):
         prepared = [value]
     wrong = isinstance(value, bool) and not option.is_bool
     if not wrong:

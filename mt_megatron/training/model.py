@@ -15,7 +15,8 @@ from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.distributed import Job, seed_dropout
 from mt_megatron.training.lr import build_scheduler
 
-_BUILT_IN = {"llama": "mt_megatron.models.llama"}
+_BUILT_IN = ("llama", "mixtral", "deepseek", "qwen")
+"""Families with a module of their name in ``mt_megatron.models``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def family_of(config: TrainingConfig) -> ModelFamily:
     """The configured model family. Raises ``ConfigError`` when it is not known."""
     name = config.model.family
     if name in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[name])
+        importlib.import_module(f"mt_megatron.models.{name}")
     return families.get(name)
 
 
