@@ -24,10 +24,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from ..seams.context_parallel import part_of_sequence
-from .mla_checks import check_angles, check_call, check_down_projection, check_mla
+from .mla_checks import check_angles, check_call, check_down_projection, check_mla, check_submodules
 from .mla_recompute import Recomputation
 from .mla_rope import keys_of, rotated_queries
-from .mla_spec import MLASelfAttentionSubmodules, replaced
+from .mla_spec import MLASelfAttentionSubmodules, mla_submodules
 from .packed import document_positions
 from .rope_scaling import inverse_frequencies, rope_scaling_of, rotary_factor, softmax_factor
 
@@ -65,6 +65,8 @@ class MLASelfAttention(Attention):  # type: ignore[misc]
         # Attention's own __init__ would build a core attention and a projection of other sizes.
         MegatronModule.__init__(self, config)
         check_mla(config)
+        check_submodules(submodules)
+        submodules = mla_submodules(submodules)
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.attention_type = "self"
@@ -268,9 +270,11 @@ def mla_spec(self_attention: ModuleSpec, config: Any) -> ModuleSpec:
     Raises ConfigError for a configuration that MLA cannot have.
     """
     check_mla(config)
-    if self_attention.module is MLASelfAttention:
-        return self_attention
-    return replaced(self_attention, MLASelfAttention)
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params=dict(self_attention.params or {}),
+        submodules=mla_submodules(self_attention.submodules),
+    )
 
 
 @cache

@@ -7,11 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigError
+from .mla_spec import norm_is_in_linear
 from .rope_scaling import rope_scaling_of
 
 
 def check_mla(config: Any) -> None:
     """Raises ConfigError for a TransformerConfig that MLA cannot be built from."""
+    if not config.multi_latent_attention:
+        raise ConfigError(
+            "a multi-latent attention is built from a config without multi_latent_attention; expected "
+            "TransformerConfig(multi_latent_attention=True), which also says its sizes"
+        )
     heads, ranks = config.num_attention_heads, config.tensor_model_parallel_size
     groups = config.num_query_groups
     for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "q_lora_rank"):
@@ -40,6 +46,16 @@ def check_mla(config: Any) -> None:
         if getattr(config, name, False):
             raise ConfigError(f"{name} is set with multi_latent_attention; expected it unset: {why}")
     rope_scaling_of(config)
+
+
+def check_submodules(submodules: Any) -> None:
+    """Raises ConfigError for Transformer Engine's parts of another attention, left as they were."""
+    if norm_is_in_linear(submodules):
+        raise ConfigError(
+            "the spec of a multi-latent attention holds Transformer Engine's linear_qkv with the norm of the "
+            "layer's input in it; expected MLASelfAttentionSubmodules and a norm of the layer. Give the "
+            "model the spec of one layer instead of a list: then both are put in"
+        )
 
 
 def check_down_projection(linear: Any, output_size: int) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron.core.transformer.spec_utils import ModuleSpec
-
 from .attention import DotProductAttention
 from .mla_replicated import ReplicatedLinear
 
@@ -50,7 +48,9 @@ class MLASelfAttentionSubmodules:
 
 def mla_submodules(given: Any) -> MLASelfAttentionSubmodules:
     """MLA's parts in the place of ``given``, a ``SelfAttentionSubmodules`` of the local or of
-    Transformer Engine's spec."""
+    Transformer Engine's spec; ``given`` itself where they are MLA's already."""
+    if isinstance(given, MLASelfAttentionSubmodules):
+        return given
     column, norm = _column_and_norm(given)
     if given.core_attention is not DotProductAttention:
         _say_core_attention(getattr(given.core_attention, "__name__", str(given.core_attention)))
@@ -67,19 +67,16 @@ def mla_submodules(given: Any) -> MLASelfAttentionSubmodules:
     )
 
 
-def replaced(self_attention: ModuleSpec, module: type) -> ModuleSpec:
-    """The spec of ``module`` in the place of ``self_attention``, with the latter's parameters."""
-    return ModuleSpec(
-        module=module,
-        params=dict(self_attention.params),
-        submodules=mla_submodules(self_attention.submodules),
+def norm_is_in_linear(given: Any) -> bool:
+    """Whether the parts ``given`` include the norm of the layer's input, as Transformer Engine's do."""
+    return not isinstance(given, MLASelfAttentionSubmodules) and given.linear_qkv is getattr(
+        sys.modules[given.linear_qkv.__module__], "TELayerNormColumnParallelLinear", None
     )
 
 
 def _column_and_norm(given: Any) -> tuple[Any, Any]:
-    beside = sys.modules[given.linear_qkv.__module__]
-    if given.linear_qkv is getattr(beside, "TELayerNormColumnParallelLinear", None):
-        # It holds the norm of the layer's input, which goes through several linears here.
+    if norm_is_in_linear(given):
+        beside: Any = sys.modules[given.linear_qkv.__module__]
         return beside.TEColumnParallelLinear, beside.TENorm
     from megatron.core.models.gpt import gpt_layer_specs
 

@@ -33,6 +33,8 @@ CONCERNS = (
     "param_groups",
     "model_config",
     "block_spec",
+    "rope",
+    "mla",
     "moe_ffn",
     "moe_layer",
     "stage_layers",
