@@ -69,7 +69,7 @@ def print_suggestion(config: TrainingConfig, args: argparse.Namespace) -> int:
         devices_per_node=args.devices_per_node,
         **{name: getattr(args, name) for name, _, _ in _OVERRIDES},
     )
-    found = suggest(config, args.world_size, hardware)
+    found = suggest(config, args.world_size, hardware, expert_imbalance=args.expert_imbalance)
     if args.json:
         print(json.dumps(as_data(found, args.config_argv, args.top), indent=2))
     else:
@@ -85,6 +85,7 @@ def as_data(found: Suggestion, argv: list[str], top: int) -> dict[str, Any]:
         "world_size": found.world_size,
         "assumptions": dataclasses.asdict(found.hardware),
         "assumed_options": found.assumed,
+        "expert_imbalance_assumed": found.expert_imbalance,
         "considered": found.considered,
         "fitting": found.fitting,
         "layouts": [_choice_data(choice, found, argv) for choice in found.choices[:top]],
@@ -139,9 +140,11 @@ def _show(found: Suggestion, argv: list[str], top: int) -> None:
     for line in _heading(found):
         console.print(line)
     if found.choices:
-        table = Table(*_COLUMNS, box=None, pad_edge=False, header_style="bold")
+        experts = found.config.model.num_moe_experts is not None
+        columns = [name for name in _COLUMNS if experts or name != "EP"]
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
         for choice in found.choices[:top]:
-            table.add_row(*_row(choice))
+            table.add_row(*(_row(choice)[name] for name in columns))
         console.print(table)
         more = len(found.choices) - top
         if more > 0:
@@ -159,6 +162,7 @@ _COLUMNS = (
     "PP",
     "VPP",
     "CP",
+    "EP",
     "DP",
     "micro",
     "SP",
@@ -191,15 +195,16 @@ def _heading(found: Suggestion) -> list[str]:
     return [*lines, ""]
 
 
-def _row(choice: Choice) -> list[str]:
+def _row(choice: Choice) -> dict[str, str]:
+    """The cells of one layout, by column."""
     layout, cost = choice.layout, choice.cost
     recompute = layout.recompute
     how: str = recompute.granularity or "none"
     if recompute.granularity == "full":
         how = f"{recompute.method} {recompute.num_layers}"
-    sizes = (layout.tensor, layout.pipeline, layout.chunks, layout.context, layout.data, layout.micro_batch)
-    return [
-        *map(str, sizes),
+    sizes = (layout.tensor, layout.pipeline, layout.chunks, layout.context, layout.expert, layout.data)
+    cells = [
+        *map(str, (*sizes, layout.micro_batch)),
         "yes" if layout.sequence_parallel else "no",
         "yes" if layout.distributed_optimizer else "no",
         how,
@@ -208,6 +213,7 @@ def _row(choice: Choice) -> list[str]:
         f"{cost.bubble / cost.total:.0%}",
         f"{choice.mfu:.1%}",
     ]
+    return dict(zip(_COLUMNS, cells, strict=True))
 
 
 def _why_not(found: Suggestion) -> list[str]:

@@ -5,7 +5,8 @@ Each part is work divided by a rate of ``Hardware``:
 * matrix products and attention by the device's peak times the efficiency assumed for them, recomputed
   layers once more; everything else of a layer by the bytes it moves;
 * tensor- and context-parallel collectives as rings over the slowest link they cross, half of those of
-  the backward pass hidden behind matrix products;
+  the backward pass hidden behind matrix products; tokens that travel to their experts and back as
+  exchanges over the slowest link of the expert-parallel group, none of them hidden;
 * the pipeline's bubble, (p - 1) / v micro-batches of the slowest stage (arXiv 2104.04473, section 2.2);
 * gradients and weights over the data-parallel ranks, less what hides behind one micro-batch;
 * the optimizer by the bytes of its state.
@@ -16,9 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mt_megatron.models.activation_memory import hidden_bytes, layer_bytes
+from mt_megatron.models.balance import balanced_layout
+from mt_megatron.models.expert_memory import expert_rows
 from mt_megatron.models.flops import ForwardFlops, forward_flops
 from mt_megatron.models.hardware import Hardware
-from mt_megatron.models.memory import MemoryCase, RankMemory, stage_layers
+from mt_megatron.models.memory import MemoryCase, RankMemory, places, state_memory
+from mt_megatron.models.parameter_memory import ParameterMemory
+
+__all__ = ["StepCost", "balanced_layout", "step_cost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,9 @@ class StepCost:
     recompute: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
+    """Tokens on their way to their experts and back."""
+
     pipeline: float
     """Transfers between stages."""
 
@@ -51,64 +60,115 @@ class StepCost:
 def step_cost(case: MemoryCase, memory: RankMemory, hardware: Hardware) -> StepCost:
     """Estimated seconds of one step. ``memory`` is that of the rank that holds most."""
     flops = forward_flops(case.shape, case.activations.sequence)
-    stage = max(
-        range(case.pipeline_parallel),
-        key=lambda index: _stage_compute(case, flops, hardware, index),
-    )
-    layers = stage_layers(case)[stage]
-    batches = case.num_microbatches
-    compute = _stage_compute(case, flops, hardware, stage)
-    again = _recompute(case, flops, hardware, layers)
+    kinds = [_kinds(case, stage) for stage in range(case.pipeline_parallel)]
+    computes = [_stage_compute(case, flops, hardware, stage, kinds[stage]) for stage in range(len(kinds))]
+    stage = max(range(len(kinds)), key=computes.__getitem__)
+    batches, compute, layers = case.num_microbatches, computes[stage], len(kinds[stage])
+    mixtures = sum(kinds[stage])
+    again = _recompute(case, flops, hardware, stage)
     tensor, context = layers * _tensor_parallel(case, hardware), layers * _context_parallel(case, hardware)
+    exchange = mixtures * _exchange(case, hardware, 4)
     transfer = _transfer(case, hardware)
-    one = compute + again + tensor + context + transfer
+    one = compute + again + tensor + context + exchange + transfer
     return StepCost(
         compute=batches * compute,
         recompute=batches * again,
         tensor_parallel=batches * tensor,
         context_parallel=batches * context,
+        expert_parallel=batches * exchange,
         pipeline=batches * transfer,
         bubble=(case.pipeline_parallel - 1) / case.chunks * one,
-        data_parallel=_data_parallel(case, memory, hardware, one),
+        data_parallel=_data_parallel(case, stage, hardware, one),
         optimizer=_optimizer(memory, hardware),
     )
+
+
+def _kinds(case: MemoryCase, stage: int) -> list[bool]:
+    """For each layer of a stage whether it is a mixture; those of multi-token prediction come last."""
+    kinds = [kind for place in places(case, stage) for kind in place.kinds(case.shape)]
+    if stage == case.pipeline_parallel - 1:
+        kinds += [case.shape.pattern[-1:] == (1,)] * (case.shape.mtp_num_layers or 0)
+    return kinds
 
 
 def _rate(hardware: Hardware, efficiency: float) -> float:
     return hardware.tflops * 1e12 * efficiency
 
 
-def _moved(case: MemoryCase, hardware: Hardware) -> float:
+def _moved(case: MemoryCase, hardware: Hardware, mixture: bool) -> float:
     # What a layer keeps is written and read in forward, read in backward, and has a gradient.
-    touched = 4 * layer_bytes(case.shape, case.activations)
+    touched = 4 * layer_bytes(case.shape, case.activations, mixture=mixture)
     return touched / (hardware.memory_gbps * 1e9 * hardware.bandwidth_efficiency)
 
 
-def _layer_forward(case: MemoryCase, flops: ForwardFlops, hardware: Hardware) -> float:
+def _layer_forward(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, mixture: bool) -> float:
     tokens = case.activations.tokens / case.activations.tensor_parallel
+    matrices, routed = flops.matrices(mixture), 0.0
+    if mixture:
+        # The busiest rank is waited for; its products are many small ones.
+        matrices -= flops.experts
+        routed = flops.experts * case.activations.expert_rows
     return tokens * (
-        flops.layer_matrices / _rate(hardware, hardware.matrix_efficiency)
-        + flops.layer_attention / _rate(hardware, hardware.attention_efficiency)
+        matrices / _rate(hardware, hardware.matrix_efficiency)
+        + routed / _rate(hardware, hardware.expert_efficiency)
+        + (flops.layer_attention + flops.padding) / _rate(hardware, hardware.attention_efficiency)
     )
 
 
-def _stage_compute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> float:
-    layer = 3 * _layer_forward(case, flops, hardware) + _moved(case, hardware)
-    seconds = stage_layers(case)[stage] * layer
+def _stage_compute(
+    case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int, kinds: list[bool]
+) -> float:
+    seconds = 0.0
+    for kind in set(kinds):
+        layer = 3 * _layer_forward(case, flops, hardware, kind) + _moved(case, hardware, kind)
+        seconds += kinds.count(kind) * layer
     if stage == case.pipeline_parallel - 1:
         tokens = case.activations.tokens / case.activations.tensor_parallel
-        seconds += 3 * tokens * flops.head / _rate(hardware, hardware.matrix_efficiency)
+        head = (1 + flops.depths) * flops.head + flops.depths * flops.depth_projection
+        seconds += 3 * tokens * head / _rate(hardware, hardware.matrix_efficiency)
     return seconds
 
 
-def _recompute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, layers: int) -> float:
+def _recompute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> float:
     recompute = case.activations.recompute
+    kinds = _kinds(case, stage)
+    tokens = case.activations.tokens / case.activations.tensor_parallel
+    if recompute.granularity == "full":
+        again = [
+            kind
+            for place in places(case, stage)
+            for kind in place.kinds(case.shape)[: recompute.recomputed_layers(place.layers)]
+        ]
+        again += kinds[sum(place.layers for place in places(case, stage)) :]
+        return sum(
+            _layer_forward(case, flops, hardware, kind)
+            + _moved(case, hardware, kind) / 2
+            + _collectives(case, hardware, 2)
+            + (_exchange(case, hardware, 2) if kind else 0.0)
+            for kind in again
+        )
+    seconds = 0.0
     if recompute.granularity == "selective":
-        tokens = case.activations.tokens / case.activations.tensor_parallel
-        return layers * tokens * flops.layer_attention / _rate(hardware, hardware.attention_efficiency)
-    again = case.chunks * recompute.recomputed_layers(layers // case.chunks)
-    forward = _layer_forward(case, flops, hardware) + _moved(case, hardware) / 2
-    return again * (forward + _collectives(case, hardware, 2))
+        again_each = flops.layer_attention + flops.padding
+        seconds += len(kinds) * tokens * again_each / _rate(hardware, hardware.attention_efficiency)
+    if recompute.mla_up_proj:
+        seconds += len(kinds) * tokens * flops.up_projections / _rate(hardware, hardware.matrix_efficiency)
+    if recompute.moe_layer:
+        routed = flops.experts * case.activations.expert_rows / _rate(hardware, hardware.expert_efficiency)
+        others = (flops.router + flops.shared_experts) / _rate(hardware, hardware.matrix_efficiency)
+        seconds += sum(kinds) * (tokens * (routed + others) + _exchange(case, hardware, 2))
+    return seconds
+
+
+def _exchange(case: MemoryCase, hardware: Hardware, count: int) -> float:
+    """Seconds of ``count`` exchanges of tokens with the ranks that hold their experts, in one layer."""
+    options, size = case.activations, case.expert_parallel
+    if size == 1:
+        return 0.0
+    rows = expert_rows(case.shape, options) / options.tensor_parallel
+    sent = (size - 1) / size * rows * case.shape.hidden_size * options.element_bytes
+    span = options.tensor_parallel * options.context_parallel * size
+    return count * (sent / _bandwidth(hardware, span) + hardware.latency)
 
 
 def _bandwidth(hardware: Hardware, span: int) -> float:
@@ -137,7 +197,10 @@ def _context_parallel(case: MemoryCase, hardware: Hardware) -> float:
     size = options.context_parallel
     if size == 1:
         return 0.0
-    keys = 2 * case.shape.num_query_groups * case.shape.kv_channels / options.tensor_parallel
+    shape = case.shape
+    keys = 2 * shape.num_query_groups * shape.kv_channels / options.tensor_parallel
+    if shape.multi_latent_attention:
+        keys = 2 * shape.query_size / options.tensor_parallel
     gathered = options.micro_batch * options.sequence * keys * options.element_bytes
     span = options.tensor_parallel * size
     # Keys and values are gathered in forward and in backward, and their gradients are scattered.
@@ -155,15 +218,17 @@ def _transfer(case: MemoryCase, hardware: Hardware) -> float:
     return 2 * case.chunks * one * (1 - hardware.overlap if case.chunks > 1 else 1.0)
 
 
-def _data_parallel(case: MemoryCase, memory: RankMemory, hardware: Hardware, one: float) -> float:
+def _data_parallel(case: MemoryCase, stage: int, hardware: Hardware, one: float) -> float:
+    """Gradients and weights of one stage over the ranks that share them: experts have fewer of those."""
     options = case.activations
     size = case.data_parallel * options.context_parallel
     if size == 1:
         return 0.0
-    share = (size - 1) / size
-    bandwidth = _bandwidth(hardware, options.tensor_parallel * size)
-    scatter = share * memory.gradients / bandwidth
-    gather = share * (memory.weights if case.state.distributed else memory.gradients) / bandwidth
+    scatter = gather = 0.0
+    for experts, ranks in ((False, size), (True, size // case.expert_parallel)):
+        state = state_memory(case, stage, experts=experts)
+        once, back = _reduction(case, state, ranks, hardware)
+        scatter, gather = scatter + once, gather + back
     if not case.state.overlap_grad_reduce:
         return scatter + gather + 2 * hardware.latency
     # Gradients hide behind the last backward pass (2/3 of a micro-batch); weights behind the first
@@ -172,6 +237,16 @@ def _data_parallel(case: MemoryCase, memory: RankMemory, hardware: Hardware, one
     scatter = max(0.0, scatter - hidden * 2 / 3)
     gather = max(0.0, gather - hidden / 3) if case.state.distributed else gather
     return scatter + gather + 2 * hardware.latency
+
+
+def _reduction(
+    case: MemoryCase, state: ParameterMemory, ranks: int, hardware: Hardware
+) -> tuple[float, float]:
+    share = (ranks - 1) / ranks
+    span = case.activations.tensor_parallel * case.activations.context_parallel * case.data_parallel
+    bandwidth = _bandwidth(hardware, span)
+    scatter = share * state.gradients / bandwidth
+    return scatter, share * (state.weights if case.state.distributed else state.gradients) / bandwidth
 
 
 def _optimizer(memory: RankMemory, hardware: Hardware) -> float:

@@ -45,6 +45,9 @@ class Hardware:
     matrix_efficiency: float = 0.7
     """Share of the peak that large matrix products reach."""
 
+    expert_efficiency: float = 0.5
+    """Share of the peak that the smaller products of routed experts reach."""
+
     attention_efficiency: float = 0.6
     """The same for attention, its operations counted over the whole square."""
 

@@ -13,15 +13,16 @@ _BLOCK = 1 << 30
 
 
 def loss_kept_bytes(shape: ModelShape, options: ActivationOptions) -> int:
-    """What one micro-batch's loss keeps for its backward pass.
+    """What one micro-batch's loss keeps for its backward pass, and those of multi-token prediction.
 
     Fused with the output layer: the gradient of its input, the targets, one sum and one weight per token.
     Else: the softmax of all tokens in fp32, the targets, which of them are on this rank, the weights.
     """
+    losses = 1 + (shape.mtp_num_layers or 0)
     if options.fused_loss:
-        return hidden_bytes(shape, options) + options.tokens * (_INT64 + 2 * _FP32)
+        return losses * (hidden_bytes(shape, options) + options.tokens * (_INT64 + 2 * _FP32))
     softmax = _FP32 * shape.vocab_size // options.tensor_parallel
-    return options.tokens * (softmax + _INT64 + 1 + _FP32)
+    return losses * options.tokens * (softmax + _INT64 + 1 + _FP32)
 
 
 def loss_workspace(shape: ModelShape, options: ActivationOptions, weight_gradient: int) -> int:

@@ -41,8 +41,10 @@ class MemoryCase:
     chunks: int = 1
     """Model chunks per stage: more than one under the interleaved schedule."""
 
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+    """Layers of each model chunk in the order that a batch takes (the stages' first chunks, then their
+    second ones). None: the same number everywhere."""
+
     fused_weight_gradients: bool = False
     """Whether weight gradients are added up by the matrix product itself."""
 
@@ -98,14 +100,12 @@ class MemoryEstimate:
 
 
 def worst_memory(case: MemoryCase) -> RankMemory:
-    """``estimate_memory(case).worst`` from the three stages that it can be.
+    """``estimate_memory(case).worst``, from the stages that it can be.
 
-    The stages between have as many layers as the second and fewer micro-batches in flight.
+    Of stages with the same kinds of layers the first has most micro-batches in flight.
     """
-    last = case.pipeline_parallel - 1
-    return max(
-        (_stage(case, stage) for stage in sorted({0, min(1, last), last})), key=lambda each: each.total
-    )
+    first = {tuple(places(case, stage)): stage for stage in reversed(range(case.pipeline_parallel))}
+    return max((_stage(case, stage) for stage in sorted(first.values())), key=lambda each: each.total)
 
 
 def estimate_memory(case: MemoryCase) -> MemoryEstimate:
@@ -113,37 +113,54 @@ def estimate_memory(case: MemoryCase) -> MemoryEstimate:
     return MemoryEstimate(stages=tuple(_stage(case, stage) for stage in range(case.pipeline_parallel)))
 
 
+def chunk_layers(case: MemoryCase) -> tuple[int, ...]:
+    """Layers of each model chunk in the order that a batch takes."""
+    if case.layers is not None:
+        return case.layers
+    total = case.pipeline_parallel * case.chunks
+    return (case.shape.num_layers // total,) * total
+
+
 def stage_layers(case: MemoryCase) -> list[int]:
     """Transformer layers of each stage."""
-    stages, first, last = case.pipeline_parallel, case.first_stage_layers, case.last_stage_layers
-    given = [count for count in (first, last) if count is not None]
-    others = stages - len(given)
-    rest = (case.shape.num_layers - sum(given)) // others if others else 0
-    layers = [rest] * stages
-    if first is not None:
-        layers[0] = first
-    if last is not None:
-        layers[-1] = last
-    return layers
+    counts, stages = chunk_layers(case), case.pipeline_parallel
+    return [sum(counts[stage::stages]) for stage in range(stages)]
 
 
 def places(case: MemoryCase, stage: int) -> list[ChunkPlace]:
     """The chunks of one stage in their order."""
-    layers = stage_layers(case)[stage] // case.chunks
-    return [
-        ChunkPlace(
-            layers=layers,
-            first=stage == 0 and chunk == 0,
-            last=stage == case.pipeline_parallel - 1 and chunk == case.chunks - 1,
+    return list(_places(case.shape, chunk_layers(case), case.pipeline_parallel)[stage])
+
+
+@lru_cache(maxsize=4096)
+def _places(shape: ModelShape, counts: tuple[int, ...], stages: int) -> list[list[ChunkPlace]]:
+    found: list[list[ChunkPlace]] = [[] for _ in range(stages)]
+    pattern, start = shape.pattern, 0
+    for index, count in enumerate(counts):
+        found[index % stages].append(
+            ChunkPlace(
+                layers=count,
+                first=index == 0,
+                last=index == len(counts) - 1,
+                mixtures=pattern[start : start + count],
+            )
         )
-        for chunk in range(case.chunks)
-    ]
+        start += count
+    return found
 
 
-def state_memory(case: MemoryCase, stage: int, rank: int | None = None) -> ParameterMemory:
+def state_memory(
+    case: MemoryCase, stage: int, rank: int | None = None, *, experts: bool | None = None
+) -> ParameterMemory:
     """Weights, gradients and optimizer state of data-parallel rank ``rank`` (with context-parallel ones
-    counted in, as Megatron-Core's group with both), or of the one that has most."""
-    total = NOTHING
+    counted in, as Megatron-Core's group with both), or of the one that has most.
+
+    ``experts`` leaves only the parameters that expert-parallel ranks do not share (True), or only the
+    others (False).
+    """
+    context, total = case.activations.context_parallel, NOTHING
+    # Expert-parallel ranks are neighbours among the data-parallel ones.
+    apart = None if rank is None else rank // context // case.expert_parallel * context + rank % context
     for index, place in enumerate(places(case, stage)):
         total += _chunk_state(
             case.shape,
@@ -151,10 +168,11 @@ def state_memory(case: MemoryCase, stage: int, rank: int | None = None) -> Param
             case.activations.tensor_parallel,
             case.expert_parallel,
             case.state,
-            case.data_parallel * case.activations.context_parallel,
+            case.data_parallel * context,
             # Upstream divides gradients into buckets where their reduction can hide nowhere else.
             stage == 0 and index == 0,
-            rank,
+            (rank, apart),
+            experts,
         )
     return total
 
@@ -164,10 +182,10 @@ def _tensors(shape: ModelShape, place: ChunkPlace, tp: int, ep: int) -> tuple[Pa
     return tuple(chunk_tensors(shape, place, tensor_parallel=tp, expert_parallel=ep))
 
 
-@lru_cache(maxsize=256)
-def _largest_of_a_layer(shape: ModelShape, tp: int) -> int:
-    one = _tensors(shape, ChunkPlace(layers=1, first=False, last=False), tp, 1)
-    return max(tensor.numel for tensor in one)
+@lru_cache(maxsize=1024)
+def _largest_of_a_layer(shape: ModelShape, tp: int, ep: int, kinds: frozenset[int]) -> int:
+    place = ChunkPlace(layers=len(kinds), first=False, last=False, mixtures=tuple(kinds))
+    return max((tensor.numel for tensor in _tensors(shape, place, tp, ep)), default=0)
 
 
 @lru_cache(maxsize=16384)
@@ -179,15 +197,18 @@ def _chunk_state(
     state: StateOptions,
     ranks: int,
     bucketed: bool,
-    rank: int | None,
+    rank: tuple[int | None, int | None],
+    experts: bool | None,
 ) -> ParameterMemory:
+    tensors = _tensors(shape, place, tp, ep)
     return chunk_state_memory(
-        _tensors(shape, place, tp, ep),
+        [tensor for tensor in tensors if experts is None or tensor.expert is experts],
         state,
         data_parallel=ranks,
         expert_data_parallel=ranks // ep,
         bucketed=bucketed,
-        rank=rank,
+        rank=rank[0],
+        expert_rank=rank[1],
     )
 
 
@@ -223,7 +244,8 @@ def _workspace(case: MemoryCase, place: ChunkPlace) -> int:
     shape, tp = case.shape, case.activations.tensor_parallel
     width = 0 if case.fused_weight_gradients else case.state.parameter_bytes
     vocabulary = shape.vocab_size // tp * shape.hidden_size
-    layer = _largest_of_a_layer(shape, tp) * width
+    kinds = frozenset(place.mixtures or (0,))
+    layer = _largest_of_a_layer(shape, tp, case.expert_parallel, kinds) * width
     backward = backward_workspace(shape, place, case.activations, layer)
     if not place.last:
         return max(backward, vocabulary * width if place.first else 0)

@@ -85,8 +85,10 @@ def chunk_state_memory(
     expert_data_parallel: int | None = None,
     bucketed: bool = False,
     rank: int | None = None,
+    expert_rank: int | None = None,
 ) -> ParameterMemory:
-    """Bytes for one model chunk on data-parallel rank ``rank``, or on the one that has most.
+    """Bytes for one model chunk on data-parallel rank ``rank``, which is ``expert_rank`` of those that
+    share its experts, or on the one that has most.
 
     ``data_parallel`` counts context-parallel ranks too, since gradients are reduced and state is spread
     over both; ``expert_data_parallel`` is that of expert parameters (the same when None).
@@ -95,11 +97,12 @@ def chunk_state_memory(
     total = NOTHING
     for expert in (False, True):
         group = [tensor for tensor in tensors if tensor.expert is expert]
-        ranks = expert_data_parallel if expert and expert_data_parallel is not None else data_parallel
+        apart = expert and expert_data_parallel is not None
+        ranks = expert_data_parallel if apart and expert_data_parallel else data_parallel
+        index = expert_rank if apart else rank
         if group:
-            total += _buffer_memory(
-                group, options, ranks, _bucket_size(options, data_parallel, bucketed), rank
-            )
+            size = _bucket_size(options, data_parallel, bucketed)
+            total += _buffer_memory(group, options, ranks, size, index)
     return total
 
 
@@ -129,7 +132,7 @@ def _buffer_memory(
     if rank is None:
         owned = _largest_share(spans, buckets, data_parallel)
     else:
-        owned = _owned(spans, buckets, data_parallel, rank % data_parallel)
+        owned = _owned(spans, buckets, data_parallel, rank)
     return ParameterMemory(
         weights=padded * options.parameter_bytes,
         gradients=padded * options.gradient_bytes,

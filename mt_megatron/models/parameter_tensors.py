@@ -38,7 +38,20 @@ class ChunkPlace:
     """Whether it has the embedding."""
 
     last: bool
-    """Whether it has the final norm and the output layer."""
+    """Whether it has the final norm, the output layer and multi-token prediction."""
+
+    mixtures: tuple[int, ...] | None = None
+    """For each layer 1 where it is a mixture of experts, else 0. None: all are, in a model with experts."""
+
+    def kinds(self, shape: ModelShape) -> tuple[bool, ...]:
+        """For each layer whether it is a mixture of experts."""
+        if self.mixtures is not None:
+            return tuple(map(bool, self.mixtures))
+        return (shape.num_moe_experts is not None,) * self.layers
+
+    def depths(self, shape: ModelShape) -> int:
+        """How many depths of multi-token prediction are in it."""
+        return (shape.mtp_num_layers or 0) if self.last else 0
 
 
 def chunk_tensors(
@@ -52,30 +65,55 @@ def chunk_tensors(
     hidden = shape.hidden_size
     rows = shape.vocab_size // tensor_parallel
     tied = not shape.untie_embeddings_and_output_weights
+    depths = place.depths(shape)
     found: list[ParameterTensor] = []
     if place.first:
-        found.append(ParameterTensor(numel=rows * hidden, shared_embedding=tied and not place.last))
+        shared = (tied or depths_of(shape)) and not place.last
+        found.append(ParameterTensor(numel=rows * hidden, shared_embedding=bool(shared)))
         if shape.position_embedding_type == "learned_absolute":
             found.append(ParameterTensor(numel=shape.max_position_embeddings * hidden))
-    layer = list(_layer(shape, tensor_parallel, expert_parallel))
-    for _ in range(place.layers):
-        found += layer
+    kinds = {
+        mixture: list(_layer(shape, tensor_parallel, expert_parallel, mixture=mixture))
+        for mixture in (False, True)
+    }
+    for mixture in place.kinds(shape):
+        found += kinds[mixture]
     if place.last:
         found += _norm(shape, hidden)
-        if not tied or not place.first:
+        if depths and not place.first:
+            found.append(ParameterTensor(numel=rows * hidden, shared_embedding=True))
+        for _ in range(depths):
+            found += _norm(shape, hidden) + _norm(shape, hidden)
+            found.append(ParameterTensor(numel=2 * hidden * hidden // tensor_parallel))
+            found += kinds[shape.pattern[-1:] == (1,)]
+            found += _norm(shape, hidden)
+        if not tied or not (place.first or depths):
             found.append(ParameterTensor(numel=rows * hidden, shared_embedding=tied))
     return found
+
+
+def depths_of(shape: ModelShape) -> int:
+    """Depths of multi-token prediction of the whole model."""
+    return shape.mtp_num_layers or 0
 
 
 def _norm(shape: ModelShape, size: int) -> list[ParameterTensor]:
     return [ParameterTensor(numel=size)] * (2 if shape.normalization == "LayerNorm" else 1)
 
 
-def _layer(shape: ModelShape, tp: int, ep: int) -> Iterator[ParameterTensor]:
-    hidden = shape.hidden_size
-    query = shape.num_attention_heads * shape.kv_channels // tp
+def _layer(shape: ModelShape, tp: int, ep: int, *, mixture: bool) -> Iterator[ParameterTensor]:
+    yield from _norm(shape, shape.hidden_size)
+    yield from _latent_attention(shape, tp) if shape.multi_latent_attention else _attention(shape, tp)
+    yield from _norm(shape, shape.hidden_size)
+    if mixture:
+        yield from _mixture(shape, tp, ep)
+    else:
+        yield from _mlp(shape, shape.ffn_hidden_size // tp, biased=shape.add_bias_linear)
+
+
+def _attention(shape: ModelShape, tp: int) -> Iterator[ParameterTensor]:
+    hidden, query = shape.hidden_size, shape.query_size // tp
     qkv = query + 2 * shape.num_query_groups * shape.kv_channels // tp
-    yield from _norm(shape, hidden)
     yield ParameterTensor(numel=hidden * query)
     if shape.add_bias_linear:
         yield ParameterTensor(numel=hidden)
@@ -85,21 +123,46 @@ def _layer(shape: ModelShape, tp: int, ep: int) -> Iterator[ParameterTensor]:
     if shape.qk_layernorm:
         yield from _norm(shape, shape.kv_channels)
         yield from _norm(shape, shape.kv_channels)
-    yield from _norm(shape, hidden)
-    if shape.num_moe_experts is None:
-        yield from _mlp(shape, tp, expert=False)
-        return
-    yield ParameterTensor(numel=shape.num_moe_experts * hidden)
-    for _ in range(shape.num_moe_experts // ep):
-        yield from _mlp(shape, tp, expert=ep > 1)
 
 
-def _mlp(shape: ModelShape, tp: int, *, expert: bool) -> Iterator[ParameterTensor]:
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tp
-    fc1 = ffn * (2 if shape.gated_linear_unit else 1)
+def _latent_attention(shape: ModelShape, tp: int) -> Iterator[ParameterTensor]:
+    hidden, heads = shape.hidden_size, shape.num_attention_heads // tp
+    yield ParameterTensor(numel=heads * shape.v_head_dim * hidden)
+    if shape.add_bias_linear:
+        yield ParameterTensor(numel=hidden)
+    if shape.q_lora_rank is None:
+        yield ParameterTensor(numel=hidden * shape.query_size // tp)
+    else:
+        yield ParameterTensor(numel=hidden * shape.q_lora_rank)
+        yield ParameterTensor(numel=shape.q_lora_rank * shape.query_size // tp)
+    yield ParameterTensor(numel=hidden * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim))
+    yield ParameterTensor(numel=shape.kv_lora_rank * heads * (shape.qk_head_dim + shape.v_head_dim))
+    if shape.q_lora_rank is not None:
+        yield from _norm(shape, shape.q_lora_rank)
+    yield from _norm(shape, shape.kv_lora_rank)
+
+
+def _mixture(shape: ModelShape, tp: int, ep: int) -> Iterator[ParameterTensor]:
+    experts = shape.num_moe_experts or 0
+    width, local = shape.expert_size // tp, experts // ep
+    yield ParameterTensor(numel=experts * shape.hidden_size)
+    if shape.moe_grouped_gemm:
+        fc1 = width * (2 if shape.gated_linear_unit else 1)
+        yield ParameterTensor(numel=local * fc1 * shape.hidden_size, expert=ep > 1)
+        yield ParameterTensor(numel=local * width * shape.hidden_size, expert=ep > 1)
+    else:
+        for _ in range(local):
+            yield from _mlp(shape, width, biased=shape.add_bias_linear, expert=ep > 1)
+    if shape.moe_shared_expert_intermediate_size is not None:
+        yield from _mlp(shape, shape.moe_shared_expert_intermediate_size // tp, biased=False)
+
+
+def _mlp(shape: ModelShape, width: int, *, biased: bool, expert: bool = False) -> Iterator[ParameterTensor]:
+    hidden = shape.hidden_size
+    fc1 = width * (2 if shape.gated_linear_unit else 1)
     yield ParameterTensor(numel=fc1 * hidden, expert=expert)
-    if shape.add_bias_linear:
+    if biased:
         yield ParameterTensor(numel=fc1, expert=expert)
-    yield ParameterTensor(numel=hidden * ffn, expert=expert)
-    if shape.add_bias_linear:
+    yield ParameterTensor(numel=hidden * width, expert=expert)
+    if biased:
         yield ParameterTensor(numel=hidden, expert=expert)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mt_megatron.errors import ConfigError
 from mt_megatron.models.parameters import ModelShape
+from mt_megatron.models.shape import shape_of
 
 if TYPE_CHECKING:
     from mt_megatron.training.config import TrainingConfig
@@ -23,6 +23,8 @@ def transformer_config(config: TrainingConfig) -> Any:
     import torch
     from megatron.core.transformer import TransformerConfig
 
+    from mt_megatron.training.pipeline_layout import resolved_layout
+
     values = dict(config.model.core.values)
     dtype = getattr(torch, config.params_dtype)
     autocast = values.pop("autocast_dtype")
@@ -31,6 +33,12 @@ def transformer_config(config: TrainingConfig) -> Any:
     for name in ("init_method", "output_layer_init_method"):
         values[name] = _init_method(values.pop(name))
     parallel = config.parallel
+    values["pipeline_model_parallel_layout"] = resolved_layout(config)
+    for name in ("moe_layer_freq", "pipeline_model_parallel_layout"):
+        values[name] = list(values[name]) if isinstance(values[name], tuple) else values[name]
+    if config.model.multi_latent_attention:
+        # Its rotary positions are its own; those of other attention are GPTModel's.
+        values["rotary_base"] = config.model.rotary_base
     built = TransformerConfig(
         **values,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -87,41 +95,7 @@ def model_shape(config: TrainingConfig) -> ModelShape:
 
     Raises ``ConfigError`` naming every size that is not set.
     """
-    model = config.model
-    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-    missing = [name for name in sizes if not getattr(model, name)]
-    if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is None:
-        missing.append("max_position_embeddings")
-    if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
-        raise ConfigError(
-            f"the model is not complete: {', '.join(missing)} not set. Set {flags}, or choose a --model."
-        )
-    if model.kv_channels is None:
-        raise ConfigError(
-            f"hidden_size {model.hidden_size} is no multiple of num_attention_heads "
-            f"{model.num_attention_heads}; expected one, or --kv-channels to be given."
-        )
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        vocab_size=model.vocab_size or 0,
-        gated_linear_unit=model.gated_linear_unit,
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        normalization=model.normalization,
-        qk_layernorm=model.qk_layernorm,
-        position_embedding_type=model.position_embedding_type,
-        max_position_embeddings=model.max_position_embeddings or 0,
-        untie_embeddings_and_output_weights=model.untie_embeddings_and_output_weights,
-        num_moe_experts=model.num_moe_experts,
-        moe_router_topk=model.moe_router_topk,
-        moe_grouped_gemm=model.moe_grouped_gemm,
-    )
+    return shape_of(config.model)
 
 
 def _activation(name: str) -> Callable[..., Any]:

@@ -6,11 +6,15 @@ The rules are ``validate``'s own; nothing is restated here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mt_megatron.models.activation_memory import Recompute
+from mt_megatron.models.activation_options import Recompute
+from mt_megatron.models.balance import balanced_layout
+from mt_megatron.models.shape import padded_shape_of
+from mt_megatron.seams.stage_layers import end_counts
 from mt_megatron.training.config import CoreOptions, TrainingConfig
 from mt_megatron.training.validate_model import model_problems
 from mt_megatron.training.validate_nodes import node_problems
@@ -35,13 +39,14 @@ class Layout:
     pipeline: int = 1
     chunks: int = 1
     context: int = 1
+    expert: int = 1
     data: int = 1
     micro_batch: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: Recompute = Recompute()
-    first_layers: int | None = None
-    last_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+    """Layers of each model chunk where they are not the same everywhere and the configuration names none."""
 
     @property
     def overlaps(self) -> bool:
@@ -57,10 +62,10 @@ class Layout:
             "recompute_num_layers": (
                 self.recompute.num_layers if self.recompute.granularity == "full" else None
             ),
-            "first_pipeline_num_layers": self.first_layers,
-            "last_pipeline_num_layers": self.last_layers,
             "overlap_p2p_comm": self.chunks > 1,
         }
+        if self.layers is not None:
+            core["pipeline_model_parallel_layout"] = list(self.layers)
         parallel = dataclasses.replace(
             config.parallel,
             tensor_model_parallel_size=self.tensor,
@@ -69,6 +74,7 @@ class Layout:
             num_layers_per_virtual_pipeline_stage=None,
             context_parallel_size=self.context,
             cp_comm_type=config.parallel.cp_comm_type if self.context > 1 else None,
+            expert_model_parallel_size=self.expert,
             sequence_parallel=self.sequence_parallel,
             use_distributed_optimizer=self.distributed_optimizer,
             overlap_grad_reduce=self.overlaps,
@@ -88,9 +94,9 @@ class Layout:
             "tensor-model-parallel-size": self.tensor,
             "pipeline-model-parallel-size": self.pipeline,
             "virtual-pipeline-model-parallel-size": self.chunks if self.chunks > 1 else None,
-            "first-pipeline-num-layers": self.first_layers,
-            "last-pipeline-num-layers": self.last_layers,
+            "pipeline-model-parallel-layout": ",".join(map(str, self.layers)) if self.layers else None,
             "context-parallel-size": self.context,
+            "expert-model-parallel-size": self.expert if self.expert > 1 else None,
             "micro-batch-size": self.micro_batch,
             "recompute-granularity": recompute.granularity,
             "recompute-method": recompute.method,
@@ -125,26 +131,34 @@ def layouts(config: TrainingConfig, world_size: int, *, frugal: bool = False) ->
                 share = tensor * pipeline * context
                 if world_size % share:
                     continue
-                for chunks in _chunks(config, pipeline, frugal):
-                    first, last = _uneven(config, pipeline)
-                    for size in micro:
-                        yield from _switches(
-                            Layout(
-                                tensor=tensor,
-                                pipeline=pipeline,
-                                chunks=chunks,
-                                context=context,
-                                data=world_size // share,
-                                micro_batch=size,
-                                first_layers=first,
-                                last_layers=last,
-                            ),
-                            config,
-                            frugal,
-                        )
+                data = world_size // share
+                for expert, chunks, size in itertools.product(
+                    _expert_sizes(config, data), _chunks(config, pipeline, frugal), micro
+                ):
+                    layout = Layout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        chunks=chunks,
+                        context=context,
+                        expert=expert,
+                        data=data,
+                        micro_batch=size,
+                        layers=_uneven(config, pipeline, chunks),
+                    )
+                    yield from _switches(layout, config, frugal)
+
+
+def _expert_sizes(config: TrainingConfig, data: int) -> list[int]:
+    """Sizes of expert parallelism: its ranks are data-parallel ones, and each has as many experts."""
+    given, experts = config.parallel.expert_model_parallel_size, config.model.num_moe_experts
+    if given > 1 or experts is None:
+        return [given] if data % given == 0 else []
+    return [size for size in _divisors(experts) if data % size == 0]
 
 
 def _switches(layout: Layout, config: TrainingConfig, frugal: bool) -> Iterator[Layout]:
+    # Experts need sequence parallelism beside tensor parallelism, and are too many for whole optimizers.
+    frugal = frugal or config.model.num_moe_experts is not None
     sequence = (False,) if layout.tensor == 1 else (True,) if frugal else (True, False)
     if config.parallel.sequence_parallel and layout.tensor > 1:
         sequence = (True,)
@@ -190,21 +204,24 @@ def _chunks(config: TrainingConfig, pipeline: int, frugal: bool) -> list[int]:
     if given is not None:
         return [given]
     layers = config.model.num_layers
-    if layers % pipeline:
+    if _settled(config):
         return [1]
-    return [each for each in _divisors(layers // pipeline) if each <= _MOST_CHUNKS]
+    most = min(_MOST_CHUNKS, layers // pipeline)
+    if layers % pipeline:
+        # They come out even for no number of chunks, so that any number will do.
+        return [2**power for power in range(most.bit_length())] or [1]
+    return [each for each in _divisors(layers // pipeline) if each <= most]
 
 
-def _uneven(config: TrainingConfig, pipeline: int) -> tuple[int | None, int | None]:
-    """Layers of the first and the last stage, where an equal number for all does not come out even."""
-    model = config.model
-    given = (model.first_pipeline_num_layers, model.last_pipeline_num_layers)
-    if pipeline == 1 or given != (None, None):
-        return given if pipeline > 1 else (None, None)
-    if model.num_layers % pipeline == 0 or pipeline == 2:
-        return (None, None) if model.num_layers % pipeline == 0 else (model.num_layers // 2, None)
-    # The ends have the embedding and the output layer to do besides.
-    ends = model.num_layers - (pipeline - 2) * -(-model.num_layers // pipeline)
-    if ends < 2:
-        ends += pipeline - 2
-    return ends // 2, ends - ends // 2
+def _settled(config: TrainingConfig) -> bool:
+    """Whether the configuration itself says how many layers the stages have."""
+    return config.model.pipeline_model_parallel_layout is not None or end_counts(config.model) != (None, None)
+
+
+def _uneven(config: TrainingConfig, pipeline: int, chunks: int) -> tuple[int, ...] | None:
+    """Layers of each chunk, balanced by cost, where an equal number for all does not come out even."""
+    layers = config.model.num_layers
+    if _settled(config) or layers % (pipeline * chunks) == 0 or layers < pipeline * chunks:
+        return None
+    shape = padded_shape_of(config)
+    return tuple(balanced_layout(shape, pipeline, chunks, sequence=config.train.seq_length or 4096))

@@ -3,61 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.models.activation_memory import ActivationOptions, Recompute
 from mt_megatron.models.memory import MemoryCase, MemoryEstimate, estimate_memory
 from mt_megatron.models.parameter_memory import StateOptions
-from mt_megatron.models.parameters import ModelShape, padded_vocab_size
+from mt_megatron.models.parameters import ModelShape
+from mt_megatron.models.shape import padded_shape_of
 from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_build import model_shape
+from mt_megatron.training.pipeline_layout import chunk_layer_counts
+
+DEFAULT_IMBALANCE = 1.2
+"""Tokens that the busiest expert-parallel rank receives over their mean, unless somebody knows better: an
+assumption, which only dropless experts and expert parallelism depend on."""
 
 
-def memory_of(config: TrainingConfig, world_size: int, *, on_cpu: bool = False) -> MemoryEstimate:
+def memory_of(
+    config: TrainingConfig,
+    world_size: int,
+    *,
+    on_cpu: bool = False,
+    expert_imbalance: float = DEFAULT_IMBALANCE,
+) -> MemoryEstimate:
     """Bytes per rank for each pipeline stage of a run of ``world_size`` processes.
 
     ``config`` must have passed ``validate``'s checks of model and layout. ``on_cpu`` says that dropout
     masks are as wide as activations and that the loss works in small blocks. Raises ``ConfigError`` for
-    what is not described completely, and for mixtures of experts, whose activations are not modelled.
+    what is not described completely.
     """
-    return estimate_memory(memory_case(config, world_size, on_cpu=on_cpu))
+    return estimate_memory(memory_case(config, world_size, on_cpu=on_cpu, expert_imbalance=expert_imbalance))
 
 
-def memory_case(config: TrainingConfig, world_size: int, *, on_cpu: bool = False) -> MemoryCase:
+def memory_case(
+    config: TrainingConfig,
+    world_size: int,
+    *,
+    on_cpu: bool = False,
+    expert_imbalance: float = DEFAULT_IMBALANCE,
+) -> MemoryCase:
     """``config`` in the terms of ``mt_megatron.models.memory``. Raises as ``memory_of`` does."""
-    if config.model.num_moe_experts is not None:
-        raise ConfigError(
-            f"num_moe_experts is {config.model.num_moe_experts}; expected a dense model: the activations of "
-            "experts depend on how tokens are routed, and this version has no estimate of them"
-        )
     if config.train.seq_length is None:
         raise ConfigError("seq_length is not set; memory depends on it. Set --seq-length.")
+    if not 1 <= expert_imbalance < math.inf:
+        raise ConfigError(
+            f"--expert-imbalance is {expert_imbalance}; expected at least 1: the tokens of the busiest "
+            "expert-parallel rank over their mean"
+        )
     parallel, model = config.parallel, config.model
+    activations = _activations(config, config.train.seq_length, on_cpu)
     return MemoryCase(
         shape=padded_shape(config),
         state=_state(config),
-        activations=_activations(config, config.train.seq_length, on_cpu),
+        activations=dataclasses.replace(activations, expert_imbalance=expert_imbalance),
         num_microbatches=config.num_microbatches(world_size),
         data_parallel=config.data_parallel_size(world_size),
         expert_parallel=parallel.expert_model_parallel_size,
         pipeline_parallel=parallel.pipeline_model_parallel_size,
         chunks=config.virtual_pipeline_model_parallel_size or 1,
-        first_stage_layers=model.first_pipeline_num_layers,
-        last_stage_layers=model.last_pipeline_num_layers,
+        layers=chunk_layer_counts(config),
         fused_weight_gradients=model.gradient_accumulation_fusion,
     )
 
 
 def padded_shape(config: TrainingConfig) -> ModelShape:
     """The model's shape with the vocabulary padded as it is stored."""
-    shape = model_shape(config)
-    padded = padded_vocab_size(
-        shape.vocab_size,
-        divisible_by=config.model.make_vocab_size_divisible_by,
-        tensor_parallel=config.parallel.tensor_model_parallel_size,
-    )
-    return dataclasses.replace(shape, vocab_size=padded)
+    return padded_shape_of(config)
 
 
 def element_bytes(config: TrainingConfig) -> int:
@@ -94,6 +106,12 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         on_cpu=on_cpu,
         rotary_share=model.rotary_percent if model.position_embedding_type == "rope" else 0.0,
         deallocate_outputs=model.deallocate_pipeline_outputs,
+        expert_parallel=parallel.expert_model_parallel_size,
+        expert_capacity_factor=model.moe_expert_capacity_factor,
+        pad_to_capacity=model.moe_pad_expert_input_to_capacity,
+        router_bytes={"fp32": 4, "fp64": 8}.get(model.moe_router_dtype or ""),
+        aux_loss=model.moe_aux_loss_coeff > 0
+        and model.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss"),
     )
 
 
@@ -104,4 +122,6 @@ def recompute_of(model: Any) -> Recompute:
         method=model.recompute_method,
         num_layers=model.recompute_num_layers or 1,
         distribute=bool(model.distribute_saved_activations),
+        mla_up_proj=bool(model.recompute_mla_up_proj),
+        moe_layer=bool(model.moe_layer_recompute),
     )

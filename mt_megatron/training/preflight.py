@@ -32,6 +32,17 @@ _SHAPE = (
     "position_embedding_type",
     "untie_embeddings_and_output_weights",
     "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mtp_num_layers",
 )
 """Options that decide which parameters there are and how large."""
 
@@ -50,10 +61,10 @@ def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> l
     """What is to be said about memory before the start; nothing when the estimate fits.
 
     Raises ``ConfigError`` when weights, gradients and optimizer state alone do not fit and
-    ``check_memory`` is on. Silent for models that the estimate does not know.
+    ``check_memory`` is on.
     """
     total = device_memory(backend, os.environ)
-    if total is None or config.model.num_moe_experts is not None:
+    if total is None:
         return []
     stages = memory_of(_complete(config), world_size, on_cpu=backend.device_type == "cpu").stages
     state = max(stages, key=lambda stage: stage.weights + stage.gradients + stage.optimizer)

@@ -12,10 +12,15 @@ from mt_megatron.models.activation_memory import Recompute
 from mt_megatron.models.cost import StepCost, step_cost
 from mt_megatron.models.flops import forward_flops
 from mt_megatron.models.hardware import Hardware
-from mt_megatron.models.memory import MemoryCase, RankMemory, stage_layers, worst_memory
+from mt_megatron.models.memory import MemoryCase, RankMemory, chunk_layers, worst_memory
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.layouts import Layout, layouts, reason_of, rule_problems
-from mt_megatron.training.memory_estimate import memory_case, padded_shape, recompute_of
+from mt_megatron.training.memory_estimate import (
+    DEFAULT_IMBALANCE,
+    memory_case,
+    padded_shape,
+    recompute_of,
+)
 from mt_megatron.training.validate_supported import support_problems
 
 _DEFAULT_TOKENS = 4 * 2**20
@@ -70,6 +75,9 @@ class Suggestion:
     assumed: list[str]
     """What the configuration left open and was filled in, as options."""
 
+    expert_imbalance: float = DEFAULT_IMBALANCE
+    """Tokens that the busiest expert-parallel rank is assumed to receive over their mean."""
+
     considered: int = 0
     choices: list[Choice] = field(default_factory=list)
     """Best first; of layouts that differ in switches alone the best one."""
@@ -88,7 +96,13 @@ class Suggestion:
     """What would make it fit, when nothing does."""
 
 
-def suggest(config: TrainingConfig, world_size: int, hardware: Hardware) -> Suggestion:
+def suggest(
+    config: TrainingConfig,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    expert_imbalance: float = DEFAULT_IMBALANCE,
+) -> Suggestion:
     """Rank the layouts of ``config`` on ``world_size`` devices.
 
     What ``config`` sets itself (sizes above 1, a recomputation, switches that are on) is kept. Raises
@@ -100,7 +114,13 @@ def suggest(config: TrainingConfig, world_size: int, hardware: Hardware) -> Sugg
     problems = support_problems(complete)
     if problems:
         raise ConfigError("no layout can be suggested:\n" + "\n".join(f"- {each}" for each in problems))
-    found = Suggestion(config=complete, world_size=world_size, hardware=hardware, assumed=assumed)
+    found = Suggestion(
+        config=complete,
+        world_size=world_size,
+        hardware=hardware,
+        assumed=assumed,
+        expert_imbalance=expert_imbalance,
+    )
     _search(found)
     if not found.choices:
         found.advice = _advice(found)
@@ -143,7 +163,10 @@ def _search(found: Suggestion) -> None:
             fits = True
             found.fitting += 1
             choice = _choice(found, variant, case, memory)
-            key = (variant.tensor, variant.pipeline, variant.chunks, variant.context, variant.micro_batch)
+            key = (
+                *(variant.tensor, variant.pipeline, variant.chunks, variant.context, variant.expert),
+                variant.micro_batch,
+            )
             if key not in best or _order(choice) < _order(best[key]):
                 best[key] = choice
         if not fits:
@@ -160,9 +183,13 @@ def _order(choice: Choice) -> tuple[float, int]:
 Variant = tuple[Layout, MemoryCase, RankMemory]
 
 
+def _case(found: Suggestion, layout: Layout, world_size: int) -> MemoryCase:
+    return memory_case(layout.apply(found.config), world_size, expert_imbalance=found.expert_imbalance)
+
+
 def _variants(layout: Layout, found: Suggestion) -> Iterator[Variant]:
     """``layout`` with every recomputation worth trying, and the worst rank's memory."""
-    case = memory_case(layout.apply(found.config), found.world_size)
+    case = _case(found, layout, found.world_size)
     given = recompute_of(found.config.model)
     if given.granularity is not None:
         yield _with(layout, case, given)
@@ -177,7 +204,7 @@ def _variants(layout: Layout, found: Suggestion) -> Iterator[Variant]:
 
 def _smallest_block(layout: Layout, case: MemoryCase, usable: float) -> Iterator[Variant]:
     """The fewest recomputed layers per chunk that fit; nothing when that is all of them."""
-    low, high, best = 1, max(stage_layers(case)) // layout.chunks - 1, None
+    low, high, best = 1, max(chunk_layers(case)) - 1, None
     while low <= high:
         middle = (low + high) // 2
         tried = _with(layout, case, Recompute(granularity="full", method="block", num_layers=middle))
@@ -261,7 +288,7 @@ def _fits(found: Suggestion, world_size: int) -> bool:
         layout = dataclasses.replace(layout, recompute=given if given.granularity else full)
         if rule_problems(layout, found.config, world_size, found.hardware.devices_per_node):
             continue
-        case = memory_case(layout.apply(found.config), world_size)
+        case = _case(found, layout, world_size)
         if worst_memory(case).total <= found.hardware.usable_bytes:
             return True
     return False
