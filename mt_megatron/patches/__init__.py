@@ -25,7 +25,10 @@ CONCERNS = (
     "attention",
     "context_parallel",
     "swiglu",
+    "experts",
+    "token_dispatcher",
     "rotary",
+    "mtp",
     "cross_entropy",
     "optimizer",
     "events",
@@ -38,6 +41,7 @@ CONCERNS = (
     "moe_ffn",
     "moe_layer",
     "stage_layers",
+    "router",
     "training",
 )
 """Modules of this package; each has ``patches(backend) -> list[Patch]``."""
