@@ -1,0 +1,144 @@
+"""A distributed checkpoint (``torch_dist``) read tensor by tensor, without process groups and at any layout.
+
+Tensors are named as in an unsharded model of local layers. Those of an optimizer are left alone.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mt_megatron.convert.dist_metadata import Chunk, StoredTensor, read_metadata
+from mt_megatron.convert.mapped import MappedFile
+from mt_megatron.convert.megatron_names import names_of
+from mt_megatron.convert.published import Kept
+from mt_megatron.convert.table import listed
+from mt_megatron.errors import CheckpointError
+from mt_megatron.training.checkpoint_items import frame_of
+
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """A tensor of the whole model: a part of a stored one."""
+
+    stored: StoredTensor
+    index: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    """Those that hold some of it."""
+
+
+class DistFolder:
+    """The weights of a distributed checkpoint by name. Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the metadata only. Raises ``CheckpointError``."""
+        self.folder = folder
+        self.contents = read_metadata(folder)
+        self.keys = {key for key in self.contents.tensors if not key.startswith(_NOT_WEIGHTS)}
+        self._maps: dict[str, MappedFile] = {}
+        self._lock = threading.Lock()
+        self._wholes: dict[str, _Whole] = {}
+        for key in sorted(self.keys):
+            self._add(key, self.contents.tensors[key])
+        self.tensors: Mapping[str, Kept] = {
+            name: Kept(dtype=each.stored.dtype, shape=each.stored.shape[len(each.index) :])
+            for name, each in self._wholes.items()
+        }
+        files = {chunk.file for each in self._wholes.values() for chunk in each.chunks}
+        absent = sorted(file for file in files if not (folder / file).is_file())
+        if absent:
+            raise CheckpointError(f"{folder} lacks {len(absent)} of its files: {listed(absent)}")
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is state of an optimizer as well."""
+        return any(key.startswith(_NOT_WEIGHTS[:2]) for key in self.contents.tensors)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor ``name``, or its ``rows`` (first, behind the last) alone: a view of its file where one
+        chunk holds all of it, else put together. Raises ``CheckpointError`` for a hole."""
+        whole = self._wholes[name]
+        shape = whole.stored.shape[len(whole.index) :]
+        first, last = rows or (0, shape[0] if shape else 0)
+        wanted = (last - first, *shape[1:]) if shape else ()
+        result, filled = None, 0
+        for chunk in whole.chunks:
+            piece, offsets = self._piece(whole, chunk)
+            if not shape:
+                return piece
+            start, stop = max(first, offsets[0]), min(last, offsets[0] + piece.shape[0])
+            if start >= stop:
+                continue
+            piece = piece[start - offsets[0] : stop - offsets[0]]
+            if piece.shape == wanted:
+                return piece
+            if result is None:
+                result = torch.empty(wanted, dtype=whole.stored.dtype)
+            region = (
+                slice(start - first, stop - first),
+                *(slice(o, o + n) for o, n in zip(offsets[1:], piece.shape[1:], strict=True)),
+            )
+            result[region] = piece
+            filled += piece.numel()
+        if result is None or filled != result.numel():
+            raise CheckpointError(
+                f"{self.folder} holds {filled} of the {last - first} x {wanted[1:]} numbers of {name}: it is "
+                "not complete. Give another checkpoint"
+            )
+        return result
+
+    def release(self, name: str) -> None:
+        """Let go of the memory that reading ``name`` took."""
+        for chunk in self._wholes[name].chunks:
+            self._map(chunk.file).release(chunk.offset, chunk.length)
+
+    def _add(self, key: str, stored: StoredTensor) -> None:
+        lead, names = names_of(key, stored.shape)
+        chunks: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+        for chunk in stored.chunks:
+            spans = zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)
+            for index in itertools.product(*(range(o, o + n) for o, n in spans)):
+                chunks[index].append(chunk)
+        for index, name in names:
+            if name in self._wholes:
+                raise CheckpointError(f"{self.folder} holds {name} twice, once as {key}; give another one")
+            if index not in chunks:
+                raise CheckpointError(f"{self.folder} lacks {name}, which {key} should hold; it is damaged")
+            self._wholes[name] = _Whole(stored=stored, index=index, chunks=tuple(chunks[index]))
+
+    def _piece(self, whole: _Whole, chunk: Chunk) -> tuple[Tensor, tuple[int, ...]]:
+        """The part of ``chunk`` that is of ``whole``, and its offsets in it."""
+        lead = len(whole.index)
+        tensor = self._chunk(chunk, whole.stored.dtype)
+        within = tuple(i - o for i, o in zip(whole.index, chunk.offsets[:lead], strict=True))
+        return tensor[within], chunk.offsets[lead:]
+
+    def _chunk(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        mapped, frame = self._map(chunk.file), frame_of(chunk.sizes, dtype)
+        if chunk.length == frame.total and mapped.bytes(chunk.offset, len(frame.before)) == frame.before:
+            return mapped.tensor(chunk.offset + len(frame.before), dtype, chunk.sizes)
+        # Another version of torch wrote it, or it is not contiguous.
+        stream = io.BytesIO(mapped.bytes(chunk.offset, chunk.length))
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
+            raise CheckpointError(
+                f"{self.folder / chunk.file} holds at {chunk.offset} something else than its metadata says; "
+                "give another checkpoint"
+            )
+        return tensor
+
+    def _map(self, file: str) -> MappedFile:
+        with self._lock:
+            if file not in self._maps:
+                self._maps[file] = MappedFile(self.folder / file)
+            return self._maps[file]
