@@ -34,6 +34,7 @@ CONCERNS = (
     "events",
     "dataset_helpers",
     "param_groups",
+    "expert_optimizer",
     "model_config",
     "block_spec",
     "rope",
