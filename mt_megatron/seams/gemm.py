@@ -117,6 +117,11 @@ def set_gemm(implementation: Gemm | None) -> None:
     _gemm = torch_gemm if implementation is None else implementation
 
 
+def is_plain() -> bool:
+    """Whether no other implementation is installed, so that a faster equal of ``torch_gemm`` may run."""
+    return _gemm is torch_gemm
+
+
 class DeferredWgrad:
     """Weight gradients whose inputs are kept until ``flush`` computes them, first in, first out.
 

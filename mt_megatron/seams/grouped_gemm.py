@@ -1,0 +1,169 @@
+"""The products of a linear whose weight each expert has of its own, by role, as one call.
+
+Rows are grouped by expert. Whoever replaces the GEMMs of all linears (``seams.gemm.set_gemm``) gets
+these too, expert by expert; otherwise torch's grouped kernel runs where the device has one and it is
+faster than products in a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from . import gemm as _single
+from .gemm import GemmRole, gemm
+
+_log = logging.getLogger("mt_megatron")
+_ALIGNMENT = 16  # bytes; torch's grouped kernels refuse other strides
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenGroups:
+    """How ``rows`` rows are divided among experts, in their order."""
+
+    ends: Tensor
+    """int32 [experts], on the device: one past each expert's last row."""
+
+    rows: int
+    """The end of the last one, known to the host."""
+
+    _bounds: list[list[tuple[int, int]]] = field(default_factory=list, compare=False, repr=False)
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """First and one past the last row of each expert. Waits for the device, the first time."""
+        if not self._bounds:
+            ends = self.ends.tolist()
+            self._bounds.append(list(zip([0, *ends[:-1]], ends, strict=True)))
+        return self._bounds[0]
+
+    def empty(self) -> list[int]:
+        """The experts without rows. Waits for the device, as ``bounds`` does."""
+        return [expert for expert, (start, end) in enumerate(self.bounds()) if start == end]
+
+
+def groups_from(tokens_per_expert: Tensor | Sequence[int], rows: int, device: torch.device) -> TokenGroups:
+    """The groups of so many rows for each expert, ``rows`` in all.
+
+    Counts on the host are known to it; counts on ``device`` are not read. Raises ConfigError when counts
+    on the host do not add up to ``rows``.
+    """
+    counts = torch.as_tensor(tokens_per_expert)
+    ends = counts.cumsum(0)
+    if counts.device.type != "cpu":
+        return TokenGroups(ends=ends.int(), rows=rows)
+    known = ends.tolist()
+    if rows != (known[-1] if known else 0):
+        raise ConfigError(
+            f"experts were given {rows} rows and counts that add up to {known[-1] if known else 0}; "
+            "tokens_per_expert must count the rows of each expert"
+        )
+    groups = TokenGroups(ends=ends.int().to(device, non_blocking=True), rows=rows)
+    groups._bounds.append(list(zip([0, *known[:-1]], known, strict=True)))
+    return groups
+
+
+def grouped_gemm(
+    role: GemmRole,
+    a: Tensor,
+    b: Tensor,
+    groups: TokenGroups,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    recipe: Any = None,
+) -> Tensor:
+    """``seams.gemm.gemm`` of every expert's rows; E experts, T rows, K inputs, N outputs each.
+
+    ======  ================  ====================  ================
+    role    ``a``             ``b``                 result
+    ======  ================  ====================  ================
+    fprop   input (T, K)      weights (E, N, K)     output (T, N)
+    dgrad   grad out (T, N)   weights (E, N, K)     grad in (T, K)
+    wgrad   grad out (T, N)   input (T, K)          grad w (E, N, K)
+    ======  ================  ====================  ================
+
+    An expert without rows has a weight gradient of zero. ``out``, ``accumulate`` and ``recipe`` are as
+    for ``gemm``.
+    """
+    if recipe is None and _single.is_plain() and has_grouped_kernel(a, b):
+        result = _by_kernel(role, a, b, groups)
+        if out is None:
+            return result
+        return out.add_(result) if accumulate else out.copy_(result)
+    return _one_by_one(role, a, b, groups, out, accumulate, recipe)
+
+
+def _by_kernel(role: GemmRole, a: Tensor, b: Tensor, groups: TokenGroups) -> Tensor:
+    if role == "fprop":
+        b = b.transpose(-2, -1)
+    elif role == "wgrad":
+        a = a.t()
+    return torch._grouped_mm(a, b, offs=groups.ends)
+
+
+def _one_by_one(
+    role: GemmRole,
+    a: Tensor,
+    b: Tensor,
+    groups: TokenGroups,
+    out: Tensor | None,
+    accumulate: bool,
+    recipe: Any,
+) -> Tensor:
+    bounds = groups.bounds()
+    if role == "wgrad":
+        if out is None:
+            out = a.new_empty(len(bounds), a.shape[1], b.shape[1])
+        for expert, (start, end) in enumerate(bounds):
+            if end > start:
+                into = out[expert]
+                gemm(role, a[start:end], b[start:end], out=into, accumulate=accumulate, recipe=recipe)
+            elif not accumulate:
+                out[expert].zero_()
+        return out
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1 if role == "fprop" else 2])
+    for expert, (start, end) in enumerate(bounds):
+        if end > start:
+            into = out[start:end]
+            gemm(role, a[start:end], b[expert], out=into, accumulate=accumulate, recipe=recipe)
+    return out
+
+
+def has_grouped_kernel(a: Tensor, b: Tensor) -> bool:
+    """Whether ``torch._grouped_mm`` takes such operands here and is the faster way."""
+    if a.device.type == "cpu":
+        # It is a loop over the same products there, and a loop of ours keeps an expert's rows in cache.
+        return False
+    if a.dtype is not b.dtype or a.dtype is not torch.bfloat16:
+        return False
+    if any(size * a.element_size() % _ALIGNMENT for size in (*a.shape[1:], *b.shape[1:])):
+        return False
+    return _kernel_works(a.device.type, a.device.index)
+
+
+@cache
+def _kernel_works(kind: str, index: int | None) -> bool:
+    """Asked of the device itself: which torch has the kernel for which of them changes often."""
+    device = torch.device(kind, index) if index is not None else torch.device(kind)
+    if hasattr(torch, "_grouped_mm"):
+        rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        weights = torch.ones(2, 16, 16, dtype=torch.bfloat16, device=device)
+        try:
+            torch._grouped_mm(rows, weights, offs=torch.tensor([8, 16], dtype=torch.int32, device=device))
+            return True
+        except (RuntimeError, NotImplementedError) as error:
+            why = str(error).splitlines()[0]
+    else:
+        why = f"torch {torch.__version__} has none"
+    _log.warning(
+        "experts: torch._grouped_mm was asked for on %s; products one by one are used: %s", kind, why
+    )
+    return False
