@@ -60,10 +60,6 @@ def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
             local, source = tensors[id(sharded.data)]
             built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else sharded
             pieces = list(nested_values({"built": built}))
-            grouped = _GROUPED.fullmatch(local)
-            if grouped:
-                yield from _grouped(_of_whole_model(chunk, grouped[1]), int(grouped[2]), pieces, source)
-                continue
             for piece in pieces:
                 lead = piece.prepend_axis_num
                 yield Part(
@@ -110,26 +106,6 @@ def fill(wanted: Sequence[Part], read: Callable[[Part], Tensor]) -> None:
             part.tensor.copy_(read(part))
 
 
-def _grouped(prefix: str, which: int, pieces: Sequence[Any], source: Tensor) -> Iterator[Part]:
-    """The experts of one ``GroupedMLP`` matrix. Behind each other lie the experts' transposed matrices,
-    [h, gate and up] in ``weight1`` and [ffn, h] in ``weight2``, whatever shape the parameter shows."""
-    first = pieces[0]
-    experts, offset = first.local_shape[0], first.global_offset[first.prepend_axis_num]
-    rows, columns = first.local_shape[1:]
-    shape = (experts, columns, -1) if which == 1 else (experts, -1, rows)
-    each = source.detach().view(shape).transpose(1, 2)
-    for half, piece in zip(each.chunk(len(pieces), dim=1), pieces, strict=True):
-        lead = piece.prepend_axis_num + 1
-        for expert in range(experts):
-            yield Part(
-                name=f"{prefix}.local_experts.{offset + expert}.linear_fc{which}.weight",
-                shape=tuple(piece.global_shape[lead:]),
-                region=_region(piece.global_offset[lead:], piece.local_shape[1:]),
-                tensor=half[expert],
-                source=source,
-            )
-
-
 def _region(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
 
@@ -138,12 +114,15 @@ def _unsharded_name(chunk: Any, local: str, piece: Any) -> str:
     if local == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     sequential, linear = _SEQUENTIAL.fullmatch(local), _GROUPED_LINEAR.fullmatch(local)
+    grouped = _GROUPED.fullmatch(local)
     # The last axis before the tensor's own counts the experts.
     expert = piece.global_offset[piece.prepend_axis_num - 1]
     if sequential:
         local = f"{sequential[1]}.{expert}.{sequential[2]}"
     elif linear:
         local = f"{linear[1]}.local_experts.{expert}.{linear[2]}"
+    elif grouped:
+        local = f"{grouped[1]}.local_experts.{expert}.linear_fc{grouped[2]}.weight"
     return _of_whole_model(chunk, local)
 
 
