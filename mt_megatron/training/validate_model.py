@@ -176,10 +176,6 @@ def _experts(config: TrainingConfig) -> list[str]:
             f"moe_extended_tp is on with the {model.moe_token_dispatcher_type} dispatcher; expected "
             "allgather. Set --moe-token-dispatcher-type allgather."
         )
-    if model.moe_grouped_gemm and not config.train.bf16:
-        found.append(
-            "moe_grouped_gemm is on without bf16; expected bf16: its kernel has no other type. Set --bf16."
-        )
     if model.moe_grouped_gemm and config.model.add_bias_linear:
         found.append(
             "moe_grouped_gemm is on with add_bias_linear; expected no biases: its experts have none. "

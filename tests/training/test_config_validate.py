@@ -130,7 +130,6 @@ WRONG = [
         1,
         "moe_extended_tp is on with the alltoall dispatcher; expected allgather",
     ),
-    ("--family other --num-moe-experts 4 --moe-grouped-gemm", 1, "moe_grouped_gemm is on without bf16"),
     (
         "--family other --num-moe-experts 4 --moe-grouped-gemm --bf16 --add-bias-linear",
         1,
