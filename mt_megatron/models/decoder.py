@@ -131,8 +131,10 @@ class DecoderFamily:
         if borders is not None:
             mask, positions = borders, document_positions(borders, len(batch["tokens"]))
         gradient = loss_gradient(model, batch["loss_mask"], batch["counted_tokens"])
+        # Multi-token prediction moves it along; other models do not know the argument.
+        further = {"loss_mask": batch["loss_mask"]} if _predicts_further(model) else {}
         with positions_restart(_rotary(model), positions), announced_loss_gradient(gradient):
-            output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+            output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **further)
         return output, partial(masked_loss, model, batch["loss_mask"], batch["counted_tokens"])
 
     def flops(self, config: Any) -> float:
@@ -154,6 +156,12 @@ def _say_documents(config: Any) -> None:
     why = why or (f"context_parallel_size is {size}" if size > 1 else "")
     used = f"one mask of the whole sequence, since {why}" if why else "each document by itself (packed)"
     _log.info("reset_attention_mask: %s", used)
+
+
+def _predicts_further(model: torch.nn.Module) -> bool:
+    from megatron.core.utils import get_model_config
+
+    return bool(get_model_config(model).mtp_num_layers)
 
 
 def _rotary(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -19,10 +19,12 @@ from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_build import model_shape
 from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
 from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.training.depth_losses import depth_values
 from mt_megatron.training.distributed import Job, joined, require_precision, world_size
 from mt_megatron.training.evaluate import Validation, evaluate
 from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.moe_metrics import ExpertLoads
 from mt_megatron.training.output import Output
 from mt_megatron.training.preflight import check_before_start
 from mt_megatron.training.rampup import batch_sizes
@@ -107,6 +109,7 @@ class _Run:
         self.forward_step = touching(watchdog, make_forward_step(family, job.backend.device()))
         self.datasets = self._datasets()
         self.trainable: Trainable = build(config, job, family)
+        self.expert_loads = ExpertLoads(self.trainable, job)
         self.manifest = {
             "config": config.to_dict(),
             "patches": json.loads(mt_megatron.report().to_json()),
@@ -268,6 +271,8 @@ class _Run:
             "consumed_tokens": self.progress.consumed_tokens,
             "skipped_iterations": self.progress.skipped_iterations,
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
+            **depth_values(window.results),
+            **self.expert_loads.collect(),
         }
         self.output.report(self.progress.iteration, window, values)
 

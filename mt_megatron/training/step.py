@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import DataError
+from mt_megatron.layers.expert_bias import update_expert_bias
 from mt_megatron.seams import events
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.seams.schedule import ForwardStep, LossFunction, run_schedule
+from mt_megatron.training.depth_losses import depth_means, depth_sums, forget
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.divergence import DivergenceWatch, Judgement
 from mt_megatron.training.lr import learning_rate
@@ -95,6 +97,9 @@ class StepResult:
     wishes: AgreedWishes
     """What all ranks together want."""
 
+    depth_losses: tuple[float, ...] = ()
+    """Multi-token prediction: each depth's cross-entropy per token that it counts, in nats."""
+
 
 def make_forward_step(family: ModelFamily, device: torch.device) -> ForwardStep:
     """A forward step that holds nothing but ``family`` and ``device``."""
@@ -125,6 +130,7 @@ def train_step(
     ``watch`` found otherwise. Raises ``DataError`` when no token counts.
     """
     watch = watch or DivergenceWatch()
+    forget(trainable)
     reports = forward_backward(trainable, forward_step, batches, shape)
     optimizer, samples = trainable.optimizer, shape.samples(job)
     lr = learning_rate(optimizer)
@@ -133,7 +139,8 @@ def train_step(
         norm = None
         if not overflowed and (watch.check_gradients or wants_norm(optimizer)):
             norm = gradient_norm(optimizer)
-        agreed = _agree(reports, job, iteration, wishes, overflowed, watch.norm_is_bad(norm))
+        sums = [*summed(reports, job), *depth_sums(trainable, job)]
+        agreed = _agree(sums, job, iteration, wishes, overflowed, watch.norm_is_bad(norm))
         if agreed.overflowed:
             diverged = watch.overflowed(scale_is_stuck=loss_scale_is_stuck(optimizer))
         else:
@@ -141,6 +148,7 @@ def train_step(
         skipped = agreed.overflowed or diverged is not None
         if not skipped:
             clip_and_apply(optimizer, norm)
+            update_expert_bias(trainable.chunks)
     if not skipped:
         trainable.scheduler.step(samples)
         watch.mean.add(agreed.loss)
@@ -153,6 +161,7 @@ def train_step(
         skipped=skipped,
         diverged=diverged,
         wishes=agreed.wishes,
+        depth_losses=agreed.depth_losses,
     )
 
 
@@ -192,10 +201,11 @@ class _Agreed:
     overflowed: bool
     norm_is_bad: bool
     wishes: AgreedWishes
+    depth_losses: tuple[float, ...]
 
 
 def _agree(
-    reports: list[dict[str, Any]],
+    sums: list[float],
     job: Job,
     iteration: int,
     wishes: Wishes,
@@ -203,7 +213,8 @@ def _agree(
     norm_is_bad: bool,
 ) -> _Agreed:
     said = (wishes.stop, wishes.save_written, overflowed, norm_is_bad)
-    loss, tokens, *counts = job.sum_over_ranks([*summed(reports, job), *map(float, said)])
+    loss, tokens, *rest = job.sum_over_ranks([*sums, *map(float, said)])
+    depths, counts = rest[: len(sums) - 2], rest[len(sums) - 2 :]
     if tokens == 0:
         raise DataError(
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
@@ -216,4 +227,5 @@ def _agree(
         overflowed=overflows > 0,
         norm_is_bad=bad_norms > 0,
         wishes=AgreedWishes(stop=stop > 0, save_written=written == job.layout.world_size),
+        depth_losses=depth_means(depths),
     )
