@@ -70,7 +70,7 @@ class KeyStyle:
         if self.transformer_engine:
             is_moe = layer in self.moe_layers if layer is not None else bool(self.moe_layers)
             return fused_name(name, is_moe=is_moe, latent=self.latent)
-        if self.latent or layer is None:
+        if self.latent:
             return name
         # Upstream's map for its local layers, which it applies to mixtures as well.
         return fused_name(name, is_moe=False, latent=False)

@@ -59,8 +59,12 @@ def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
                 continue
             local, source = tensors[id(sharded.data)]
             built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else sharded
-            pieces = list(nested_values({"built": built}))
-            for piece in pieces:
+            for piece in nested_values({"built": built}):
+                if piece.data.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+                    raise CheckpointError(
+                        f"{local} describes its parts by copies, which cannot be written into; use "
+                        "SequentialMLP, or patch before the model is built"
+                    )
                 lead = piece.prepend_axis_num
                 yield Part(
                     name=_unsharded_name(chunk, local, piece),
@@ -104,6 +108,17 @@ def fill(wanted: Sequence[Part], read: Callable[[Part], Tensor]) -> None:
     with torch.no_grad():
         for part in wanted:
             part.tensor.copy_(read(part))
+
+
+def whole_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """The unsharded state of a model that this process holds all of: a copy of every parameter and
+    persistent buffer, by the names that conversion tables use, whichever kind its experts are."""
+    state: dict[str, Tensor] = {}
+    for part in parts(chunks):
+        if part.name not in state:
+            state[part.name] = torch.empty(part.shape, dtype=part.tensor.dtype, device=part.tensor.device)
+        state[part.name][part.region] = part.tensor
+    return state
 
 
 def _region(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -27,11 +27,11 @@ _KINDS: tuple[tuple[str, int | None, Callable[[Any], Shape]], ...] = (
     (r"k_layernorm\.weight", None, lambda m: (_head(m),)),
     (r"kv_layernorm\.weight", None, lambda m: (m.kv_lora_rank,)),
     (r"linear_q_proj\.weight", COLUMN, lambda m: (_latent_query(m), m.hidden_size)),
-    (r"linear_q_down_proj\.weight", COLUMN, lambda m: (m.q_lora_rank, m.hidden_size)),
+    (r"linear_q_down_proj\.weight", None, lambda m: (m.q_lora_rank, m.hidden_size)),
     (r"linear_q_up_proj\.weight", COLUMN, lambda m: (_latent_query(m), m.q_lora_rank)),
     (
         r"linear_kv_down_proj\.weight",
-        COLUMN,
+        None,
         lambda m: (m.kv_lora_rank + m.qk_pos_emb_head_dim, m.hidden_size),
     ),
     (

@@ -19,9 +19,9 @@ def fused_name(name: str, *, is_moe: bool, latent: bool) -> str:
     """The name in Transformer Engine's layers of the tensor that local layers call ``name``.
 
     ``is_moe``: its layer is a mixture of experts, whose norm stays apart. ``latent``: its attention is
-    multi-latent, where the norm of the input stays apart and those of the latents do not.
+    multi-latent, where the norms stay apart.
     """
-    pairs = (*(_LATENT if latent else (_INPUT,)), *(() if is_moe else (_MLP,)))
+    pairs = (*(() if latent else (_INPUT,)), *(() if is_moe else (_MLP,)))
     for apart, fused in pairs:
         if f".{apart}" in name:
             return name.replace(f".{apart}", f".{fused}")
@@ -29,7 +29,8 @@ def fused_name(name: str, *, is_moe: bool, latent: bool) -> str:
 
 
 def local_name(name: str) -> str:
-    """The name in local layers of a tensor, whichever of both names is given."""
+    """The name in local layers of a tensor, whichever of both names is given; also of the norms that
+    Megatron-Core 0.12 has inside of the up-projections of multi-latent attention."""
     for apart, fused in (_INPUT, *_LATENT, _MLP, _INPUT_OF_LATENT):
         if f".{fused}" in name:
             return name.replace(f".{fused}", f".{apart}")
