@@ -56,7 +56,11 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
             kept += options.norm_tokens * shape.hidden_size * options.mask_bytes
     if place.last:
         kept += 2 * hidden + (_FP32 if shape.normalization == "RMSNorm" else 0) * options.norm_tokens
-        kept += place.depths(shape) * depth_bytes(shape, options)
+        depths = range(1, place.depths(shape) + 1)
+        kept += sum(
+            _depth_bytes(shape, options, again=recompute.recomputes_depth(place.layers, depth))
+            for depth in depths
+        )
     elif not options.deallocate_outputs:
         kept += hidden
     return kept
@@ -70,17 +74,16 @@ def _angle_bytes(shape: ModelShape, options: ActivationOptions) -> int:
     return positions * int(shape.kv_channels * options.rotary_share) * _FP32
 
 
-def depth_bytes(shape: ModelShape, options: ActivationOptions) -> int:
+def _depth_bytes(shape: ModelShape, options: ActivationOptions, *, again: bool) -> int:
     """What one depth of multi-token prediction keeps, its loss apart."""
     hidden = hidden_bytes(shape, options)
-    # Both norms' inputs and outputs; the projection takes the outputs side by side, copied.
-    kept = 2 * hidden + 2 * hidden + 2 * statistics_bytes(shape, options) * options.norm_tokens
-    kept += options.tokens * _INT64
-    if options.recompute.granularity == "full":
-        kept += hidden
-    else:
-        kept += layer_bytes(shape, options, mixture=shape.pattern[-1:] == (1,))
-    return kept + 2 * hidden + statistics_bytes(shape, options) * options.norm_tokens
+    # The embedding, and what goes into the output layer.
+    kept = 2 * hidden + options.tokens * _INT64
+    if again:
+        return kept
+    # Both side by side, a layer, and what goes into the last norm; the statistics of three norms.
+    kept += 3 * hidden + 3 * statistics_bytes(shape, options) * options.norm_tokens
+    return kept + layer_bytes(shape, options, mixture=shape.pattern[-1:] == (1,))
 
 
 def backward_workspace(

@@ -34,6 +34,13 @@ class Recompute:
             return 0
         return layers if self.method == "uniform" else min(self.num_layers, layers)
 
+    def recomputes_depth(self, layers: int, depth: int) -> bool:
+        """Whether depth ``depth`` (from 1) of multi-token prediction runs forward twice, in a chunk of
+        ``layers``: its layer is numbered on from theirs."""
+        if self.granularity != "full":
+            return False
+        return self.method == "uniform" or layers + depth <= self.num_layers
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
@@ -71,6 +78,9 @@ class ActivationOptions:
     """Whether a stage drops its output once it is sent (``deallocate_pipeline_outputs``)."""
 
     expert_parallel: int = 1
+    expert_dispatcher: str = "alltoall"
+    """``moe_token_dispatcher_type``."""
+
     expert_imbalance: float = 1.0
     """Tokens that the experts of the busiest expert-parallel rank receive, over their mean."""
 
@@ -85,6 +95,11 @@ class ActivationOptions:
 
     aux_loss: bool = False
     """Whether the router's probabilities of all experts are kept for a balancing loss."""
+
+    @property
+    def experts_span_ranks(self) -> bool:
+        """Whether tokens travel to their experts."""
+        return self.expert_parallel * self.tensor_parallel > 1
 
     @property
     def expert_rows(self) -> float:

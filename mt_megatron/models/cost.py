@@ -139,7 +139,10 @@ def _recompute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage:
             for place in places(case, stage)
             for kind in place.kinds(case.shape)[: recompute.recomputed_layers(place.layers)]
         ]
-        again += kinds[sum(place.layers for place in places(case, stage)) :]
+        own, last = sum(place.layers for place in places(case, stage)), places(case, stage)[-1].layers
+        again += [
+            kind for depth, kind in enumerate(kinds[own:], start=1) if recompute.recomputes_depth(last, depth)
+        ]
         return sum(
             _layer_forward(case, flops, hardware, kind)
             + _moved(case, hardware, kind) / 2

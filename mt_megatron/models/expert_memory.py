@@ -33,12 +33,12 @@ def _inner_bytes(shape: ModelShape, options: ActivationOptions, width: int) -> i
 
 
 def router_bytes(shape: ModelShape, options: ActivationOptions) -> int:
-    """What the router keeps: its logits and probabilities, its choices."""
+    """What the router keeps: its scores, its choices, and where each of them goes."""
     experts = shape.num_moe_experts or 0
     width = options.router_bytes or options.element_bytes
     rows = options.norm_tokens
-    kept = rows * experts * (width + (_FP32 if options.aux_loss else 0))
-    return kept + rows * shape.moe_router_topk * (_FP32 + 2 * _INT64)
+    scores = width + (_FP32 if options.aux_loss else 0)
+    return rows * (experts * scores + shape.moe_router_topk * (width + 2 * _FP32 + _INT64))
 
 
 def expert_rows(shape: ModelShape, options: ActivationOptions) -> int:
@@ -47,8 +47,20 @@ def expert_rows(shape: ModelShape, options: ActivationOptions) -> int:
 
 
 def expert_bytes(shape: ModelShape, options: ActivationOptions) -> int:
-    """What dispatch, experts and combination keep."""
+    """What dispatch, experts and combination keep (``layers.token_dispatch``, ``layers.experts``)."""
     rows, hidden = expert_rows(shape, options), shape.hidden_size * options.element_bytes
-    kept = rows * (hidden + _inner_bytes(shape, options, shape.expert_size))
+    width = shape.expert_size // options.tensor_parallel * options.element_bytes
+    # Every row's place in the three orders that it is looked up by.
+    kept = rows * 3 * _INT64
+    gathers = options.expert_dispatcher == "allgather"
+    hands_over = shape.moe_grouped_gemm and not options.pad_to_capacity
+    if hands_over and (gathers or not options.experts_span_ranks):
+        # Experts read the layer's input, gathered from all ranks, and keep one product's output.
+        tokens = options.tokens * options.expert_parallel if options.experts_span_ranks else 0
+        return kept + tokens * hidden + rows * 2 * width
+    if gathers and options.experts_span_ranks:
+        kept += options.tokens * options.expert_parallel * hidden
+    inner = 2 * width if shape.moe_grouped_gemm else _inner_bytes(shape, options, shape.expert_size)
     # What comes back is kept in the order of the tokens, for the gradient of their weights.
-    return kept + options.norm_tokens * shape.moe_router_topk * (hidden + _INT64)
+    returned = rows if gathers else options.norm_tokens * shape.moe_router_topk
+    return kept + rows * (hidden + inner) + returned * hidden

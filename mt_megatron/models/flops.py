@@ -133,7 +133,7 @@ def executed_flops(flops: ForwardFlops, recompute: Recompute, chunks: Sequence[S
     ``chunks`` are the kinds of layers (true: a mixture) of every model chunk, of which ``block``
     counts from the first.
     """
-    last = [flops.depth_kind] * flops.depths
+    last, layers = [flops.depth_kind] * flops.depths, len(chunks[-1])
     again = 0
     if recompute.granularity == "full":
         for kinds in chunks:
@@ -141,7 +141,11 @@ def executed_flops(flops: ForwardFlops, recompute: Recompute, chunks: Sequence[S
                 flops.layer(bool(kind)) + flops.padding
                 for kind in kinds[: recompute.recomputed_layers(len(kinds))]
             )
-        again += sum(flops.layer(kind) + flops.padding for kind in last)
+        again += sum(
+            flops.layer(kind) + flops.padding + flops.depth_projection
+            for depth, kind in enumerate(last, start=1)
+            if recompute.recomputes_depth(layers, depth)
+        )
     else:
         kinds = [*flops.pattern, *last]
         if recompute.granularity == "selective":

@@ -63,15 +63,18 @@ def chunk_tensors(
     megatron-core 0.9.0, local layer spec.
     """
     hidden = shape.hidden_size
-    rows = shape.vocab_size // tensor_parallel
+    table = shape.vocab_size // tensor_parallel * hidden
     tied = not shape.untie_embeddings_and_output_weights
-    depths = place.depths(shape)
+    predicts, apart = bool(shape.mtp_num_layers), place.first != place.last
+    positions = [
+        ParameterTensor(numel=shape.max_position_embeddings * hidden, shared_embedding=predicts and apart)
+    ]
+    if shape.position_embedding_type != "learned_absolute":
+        positions = []
     found: list[ParameterTensor] = []
     if place.first:
-        shared = (tied or depths_of(shape)) and not place.last
-        found.append(ParameterTensor(numel=rows * hidden, shared_embedding=bool(shared)))
-        if shape.position_embedding_type == "learned_absolute":
-            found.append(ParameterTensor(numel=shape.max_position_embeddings * hidden))
+        found.append(ParameterTensor(numel=table, shared_embedding=(tied or predicts) and apart))
+        found += positions
     kinds = {
         mixture: list(_layer(shape, tensor_parallel, expert_parallel, mixture=mixture))
         for mixture in (False, True)
@@ -80,21 +83,17 @@ def chunk_tensors(
         found += kinds[mixture]
     if place.last:
         found += _norm(shape, hidden)
-        if depths and not place.first:
-            found.append(ParameterTensor(numel=rows * hidden, shared_embedding=True))
-        for _ in range(depths):
+        if not tied or not place.first:
+            found.append(ParameterTensor(numel=table, shared_embedding=tied))
+        for _ in range(place.depths(shape)):
             found += _norm(shape, hidden) + _norm(shape, hidden)
             found.append(ParameterTensor(numel=2 * hidden * hidden // tensor_parallel))
             found += kinds[shape.pattern[-1:] == (1,)]
             found += _norm(shape, hidden)
-        if not tied or not (place.first or depths):
-            found.append(ParameterTensor(numel=rows * hidden, shared_embedding=tied))
+        if predicts and not place.first:
+            # The copy of the embedding; one with the output layer where they are tied.
+            found += [ParameterTensor(numel=table, shared_embedding=True)] * int(not tied) + positions
     return found
-
-
-def depths_of(shape: ModelShape) -> int:
-    """Depths of multi-token prediction of the whole model."""
-    return shape.mtp_num_layers or 0
 
 
 def _norm(shape: ModelShape, size: int) -> list[ParameterTensor]:

@@ -107,6 +107,7 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         rotary_share=model.rotary_percent if model.position_embedding_type == "rope" else 0.0,
         deallocate_outputs=model.deallocate_pipeline_outputs,
         expert_parallel=parallel.expert_model_parallel_size,
+        expert_dispatcher=model.moe_token_dispatcher_type,
         expert_capacity_factor=model.moe_expert_capacity_factor,
         pad_to_capacity=model.moe_pad_expert_input_to_capacity,
         router_bytes={"fp32": 4, "fp64": 8}.get(model.moe_router_dtype or ""),
