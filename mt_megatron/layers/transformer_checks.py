@@ -157,15 +157,15 @@ def _divides(values: Values, experts: int) -> list[str]:
     if experts % ep and not values.get("moe_extended_tp"):
         found.append(
             f"num_moe_experts is {experts}; expected a multiple of expert_model_parallel_size = {ep}. Change "
-            "one of them."
+            "num_moe_experts or expert_model_parallel_size."
         )
     tp = values.get("tensor_model_parallel_size") or 1
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         size = _get(values, name)
         if size is not None and size % tp:
             found.append(
-                f"{name} is {size}; expected a multiple of tensor_model_parallel_size = {tp}. Change one of "
-                "them."
+                f"{name} is {size}; expected a multiple of tensor_model_parallel_size = {tp}. Change "
+                f"{name} or tensor_model_parallel_size."
             )
     return found
 
@@ -220,7 +220,7 @@ def _groups(values: Values, experts: int, topk: int) -> list[str]:
     if judges is None and topk % chosen:
         found.append(
             f"moe_router_topk is {topk}; expected a multiple of moe_router_group_topk = {chosen}, since a "
-            "group is judged by its topk/group_topk best experts. Change one of them, or set "
+            "group is judged by its topk/group_topk best experts. Change moe_router_topk, or set "
             "moe_router_group_score_topk."
         )
     if topk > chosen * (experts // groups):
@@ -265,7 +265,7 @@ def _rotary(values: Values) -> list[str]:
     if kind == "llama3" and low >= high:
         return [
             f"rope_low_freq_factor is {low} and rope_high_freq_factor {high}; expected the first below the "
-            "second. Change one of them."
+            "second. Change rope_low_freq_factor."
         ]
     return []
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.seams.stage_layers import chunks_of_layout
 
 
 @dataclass(frozen=True)
@@ -363,6 +364,16 @@ class LaunchConfig:
     """Print the whole configuration as YAML and stop."""
 
 
+def layout_chunks(layout: Any, stages: int) -> int | None:
+    """Chunks per stage that ``pipeline_model_parallel_layout`` describes; None for one, and where it
+    does not come out even, which ``validate`` reports."""
+    try:
+        chunks = chunks_of_layout(layout, stages)
+    except (ConfigError, ZeroDivisionError):
+        return None
+    return None if chunks == 1 else chunks
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Everything a run is told. Made by ``mt_megatron.training.arguments.load_config``."""
@@ -404,9 +415,12 @@ class TrainingConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Chunks per stage, from either way of saying it; None without interleaving, also for one."""
+        """Chunks per stage, from any way of saying it; None without interleaving, also for one."""
         per_chunk = self.parallel.num_layers_per_virtual_pipeline_stage
         chunks = self.parallel.virtual_pipeline_model_parallel_size
+        layout = self.model.pipeline_model_parallel_layout
+        if layout not in (None, "balanced"):
+            return layout_chunks(layout, self.parallel.pipeline_model_parallel_size)
         if per_chunk is not None:
             chunks = self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_chunk
         return None if chunks == 1 else chunks

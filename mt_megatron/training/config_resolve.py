@@ -17,7 +17,7 @@ def assemble(values: Mapping[str, Any], notes: tuple[str, ...] = ()) -> config.T
     ``kv_channels``, ``ffn_hidden_size`` (4 x hidden; not for gated units, where the two differ and
     ``validate`` asks for it), ``max_position_embeddings`` for rotary positions,
     ``grad_reduce_in_fp32`` under bf16, ``overlap_p2p_comm`` under the interleaved schedule,
-    ``bias_activation_fusion`` with SwiGLU.
+    ``bias_activation_fusion`` with SwiGLU, ``moe_grouped_gemm`` with experts.
     """
     complete = {name: option.default for name, option in options().items()} | dict(values)
     complete |= _derived(complete)
@@ -53,7 +53,13 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["overlap_p2p_comm"] is None:
         chunks = values["virtual_pipeline_model_parallel_size"] or 1
         per_chunk = values["num_layers_per_virtual_pipeline_stage"]
+        layout, stages = values["pipeline_model_parallel_layout"], values["pipeline_model_parallel_size"]
+        if layout not in (None, "balanced"):
+            chunks = config.layout_chunks(layout, stages) or 1
         found["overlap_p2p_comm"] = chunks > 1 or per_chunk is not None
+    if values["moe_grouped_gemm"] is None:
+        # Extended tensor parallelism splits single experts, which only SequentialMLP has.
+        found["moe_grouped_gemm"] = values["num_moe_experts"] is not None and not values["moe_extended_tp"]
     if values["bias_activation_fusion"] is None:
         found["bias_activation_fusion"] = values["activation_func"] == "silu" and values["gated_linear_unit"]
     return found

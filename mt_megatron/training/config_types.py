@@ -73,12 +73,14 @@ DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": None,
     "overlap_p2p_comm": None,
     "bias_activation_fusion": None,
+    "moe_grouped_gemm": None,
 }
 """Core fields with another default here. The first two name what None means upstream; min_lr and the
 two after the optimizer's are what Megatron-LM 0.9's own arguments default to; adam_beta2 and weight_decay
 are what language models are trained with (GPT-3, Llama); both fusions
-save passes over memory and need no extension here. The last three are decided by others: gradients are
-reduced in fp32 under bf16, p2p overlaps under the interleaved schedule, SwiGLU is fused, unless set."""
+save passes over memory and need no extension here. The last four are decided by others: gradients are
+reduced in fp32 under bf16, p2p overlaps under the interleaved schedule, SwiGLU is fused, experts are
+grouped, unless set."""
 
 NOT_SETTABLE: Mapping[str, str] = {
     "params_dtype": "it follows from train.bf16 and train.fp16",

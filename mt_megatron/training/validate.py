@@ -5,6 +5,7 @@ from __future__ import annotations
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.validate_checkpoint import checkpoint_problems
+from mt_megatron.training.validate_experts import expert_problems
 from mt_megatron.training.validate_files import file_problems
 from mt_megatron.training.validate_model import model_problems
 from mt_megatron.training.validate_parallel import parallel_problems
@@ -38,6 +39,7 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *support_problems(config),
         *model_problems(config),
         *parallel_problems(config, world_size),
+        *expert_problems(config, world_size),
         *train_problems(config),
         *checkpoint_problems(config),
         *rampup_problems(config, world_size),

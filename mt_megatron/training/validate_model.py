@@ -12,7 +12,6 @@ def model_problems(config: TrainingConfig) -> list[str]:
         *_attention(config),
         *_positions(config),
         *_recompute(config),
-        *_experts(config),
     ]
 
 
@@ -60,7 +59,7 @@ def _sizes(config: TrainingConfig) -> list[str]:
 def _attention(config: TrainingConfig) -> list[str]:
     model, found = config.model, []
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
-    if heads >= 1 and model.kv_channels is None:
+    if heads >= 1 and model.kv_channels is None and not model.multi_latent_attention:
         found.append(
             f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; expected one, or "
             "kv_channels to be given. Change --hidden-size or --num-attention-heads, or set --kv-channels."
@@ -92,7 +91,18 @@ def _positions(config: TrainingConfig) -> list[str]:
         )
     if model.rotary_base <= 0:
         found.append(f"rotary_base is {model.rotary_base}; expected more than 0. Set --rotary-base.")
-    if model.position_embedding_type == "rope" and model.kv_channels is not None:
+    latent = model.multi_latent_attention
+    if latent and model.position_embedding_type != "rope":
+        found.append(
+            f"position_embedding_type is {model.position_embedding_type} with multi_latent_attention; "
+            "expected rope: part of each head is rotated. Set --position-embedding-type rope."
+        )
+    if model.rope_type != "rope" and model.position_embedding_type != "rope":
+        found.append(
+            f"rope_type is {model.rope_type} with {model.position_embedding_type} positions; expected rotary "
+            "ones, which it stretches. Set --position-embedding-type rope or leave --rope-type out."
+        )
+    if model.position_embedding_type == "rope" and model.kv_channels is not None and not latent:
         rotated = int(model.kv_channels * model.rotary_percent)
         if rotated % 2 or rotated == 0:
             found.append(
@@ -140,45 +150,4 @@ def _recompute(config: TrainingConfig) -> list[str]:
                 "distribute_saved_activations is on together with sequence_parallel; expected one of the "
                 "two. Leave --distribute-saved-activations out."
             )
-    return found
-
-
-def _experts(config: TrainingConfig) -> list[str]:
-    model, found = config.model, []
-    experts = model.num_moe_experts
-    if experts is None:
-        return []
-    if experts < 1:
-        found.append(f"num_moe_experts is {experts}; expected at least 1. Set --num-moe-experts.")
-    if not 1 <= model.moe_router_topk <= max(experts, 1):
-        found.append(
-            f"moe_router_topk is {model.moe_router_topk}; expected 1 to num_moe_experts = {experts}. "
-            "Set --moe-router-topk."
-        )
-    if model.moe_expert_capacity_factor is not None:
-        if model.moe_token_dispatcher_type == "allgather":
-            found.append(
-                "moe_expert_capacity_factor is set with the allgather dispatcher; expected alltoall or "
-                "alltoall_seq. Set --moe-token-dispatcher-type alltoall."
-            )
-        if model.moe_router_load_balancing_type == "sinkhorn":
-            found.append(
-                "moe_expert_capacity_factor is set with sinkhorn balancing; expected aux_loss or none. "
-                "Set --moe-router-load-balancing-type."
-            )
-    elif model.moe_pad_expert_input_to_capacity:
-        found.append(
-            "moe_pad_expert_input_to_capacity is on without a capacity; expected "
-            "moe_expert_capacity_factor. Set --moe-expert-capacity-factor."
-        )
-    if model.moe_extended_tp and model.moe_token_dispatcher_type != "allgather":
-        found.append(
-            f"moe_extended_tp is on with the {model.moe_token_dispatcher_type} dispatcher; expected "
-            "allgather. Set --moe-token-dispatcher-type allgather."
-        )
-    if model.moe_grouped_gemm and config.model.add_bias_linear:
-        found.append(
-            "moe_grouped_gemm is on with add_bias_linear; expected no biases: its experts have none. "
-            "Set --disable-bias-linear."
-        )
     return found

@@ -35,6 +35,8 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Option -> why a value other than its default is refused."""
 
+_WITHOUT_LATENT_ATTENTION = ("llama", "mixtral", "qwen")
+
 _PACKAGES = (("tensorboard_dir", "tensorboard", "tensorboard"), ("wandb_project", "wandb", "wandb"))
 """Option, the package that it needs, and the extra of this project that brings it."""
 
@@ -61,6 +63,11 @@ def support_problems(config: TrainingConfig) -> list[str]:
                 f"{name} is {values[name]}, and the package {package} is not installed; expected it. Install "
                 f'it with `pip install "mt_megatron[{extra}]"`, or leave {options()[name].flag} out.'
             )
+    if config.model.multi_latent_attention and config.model.family in _WITHOUT_LATENT_ATTENTION:
+        found.append(
+            f"multi_latent_attention is on; expected off: the family {config.model.family} has none. Leave "
+            "--multi-latent-attention out or choose --family deepseek."
+        )
     if config.model.family == "llama" and config.model.num_moe_experts is not None:
         found.append(
             f"num_moe_experts is {config.model.num_moe_experts}; expected none: the family llama is dense. "
