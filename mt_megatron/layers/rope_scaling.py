@@ -90,7 +90,7 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling) -> Tensor:
             "above 1. Change the head's rotary size (qk_pos_emb_head_dim, kv_channels x rotary_percent) or "
             "rotary_base"
         )
-    plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     factor = scaling.rotary_scaling_factor
     if scaling.rope_type == "linear":
         return plain / factor

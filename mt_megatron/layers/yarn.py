@@ -35,7 +35,7 @@ def interpolated_share(
     last: float = min(math.ceil(pair_of(beta_slow)), dim - 1)
     if first == last:
         last += 0.001
-    return ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
 
 
 def magnitude(factor: float, coefficient: float) -> float:
