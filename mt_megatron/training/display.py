@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
+from mt_megatron.training.moe_metrics import shown
 from mt_megatron.training.panel import Panel
 from mt_megatron.training.quantities import duration, gibibytes, significant
 from mt_megatron.training.terminal import LiveRegion, can_be_redrawn
@@ -116,6 +117,7 @@ def format_step(iteration: int, train_iters: int, values: Mapping[str, Any]) -> 
         parts.append(f"communication {100 * share:.0f} %")
     if values.get("memory_bytes") is not None:
         parts.append(f"memory {gibibytes(values['memory_bytes'])} GiB")
+    parts += shown(values)
     if values["skipped_iterations"]:
         parts.append(f"{values['skipped_iterations']} skipped")
     return "  ".join(parts)

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mt_megatron.errors import ConfigError
+from mt_megatron.training.moe_metrics import histograms, scalars
 
 MISSING = (
     "tensorboard_dir is set, and the package tensorboard is not installed. Install it with "
@@ -18,8 +21,8 @@ _EVENTS = ("train", "valid")
 
 
 class TensorBoard:
-    """Every number of ``train`` and ``valid`` records as ``train/NAME`` or ``valid/NAME`` at its step;
-    the configuration as the text ``config``.
+    """Every number of ``train`` and ``valid`` records as ``train/NAME`` or ``valid/NAME`` at its step, those
+    of layers with experts below ``train/moe``; the configuration as the text ``config``.
 
     Written and flushed at every record: a killed run leaves what it had reported.
     """
@@ -57,9 +60,11 @@ class TensorBoard:
             self._writer.file_writer.add_event(restarted, iteration + 1)
         if event not in _EVENTS:
             return
-        for name, value in values.items():
+        for name, value in {**values, **scalars(values)}.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(f"{event}/{name}", value, iteration)
+        for name, counts in histograms(values).items():
+            self._writer.add_histogram(f"{event}/{name}", np.array(counts), iteration)
         self._writer.flush()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.metrics import finite
+from mt_megatron.training.moe_metrics import LAYERS, scalars
 
 MISSING = (
     "wandb_project is set, and the package wandb is not installed. Install it with "
@@ -79,7 +80,9 @@ class WeightsAndBiases:
         """Keep one record. Raises what wandb raises."""
         values = finite(values)
         if event in _LOGGED:
-            found = {f"{event}/{name}": value for name, value in values.items() if value is not None}
+            numbers = {**values, **scalars(values)}
+            numbers.pop(LAYERS, None)
+            found = {f"{event}/{name}": value for name, value in numbers.items() if value is not None}
             self._run.log({"iteration": iteration, **found})
         elif event == "end":
             self._run.summary.update({name: value for name, value in values.items() if value is not None})
