@@ -7,6 +7,8 @@ et al. (arXiv 2205.05198), section 4, is the published form of the same count fo
 
 from __future__ import annotations
 
+import dataclasses
+
 from mt_megatron.models.activation_options import ActivationOptions, Recompute
 from mt_megatron.models.attention_memory import attention_bytes, statistics_bytes
 from mt_megatron.models.expert_memory import expert_rows, feed_forward_bytes
@@ -94,9 +96,12 @@ def backward_workspace(
     ``weight_gradient`` is the largest one of a layer in bytes, before it is added to the others. Before
     recomputed layers come to their turn, the others behind them have dropped what they kept.
     """
-    kinds = place.kinds(shape)
-    gradients = max((_gradients(shape, options, kind) for kind in set(kinds)), default=0) + weight_gradient
-    recompute = options.recompute
+    kinds, recompute = place.kinds(shape), options.recompute
+    gradients = max(
+        (_gradients(shape, options, kind) + _made_again(shape, options, kind) for kind in set(kinds)),
+        default=0,
+    )
+    gradients += weight_gradient
     again = recompute.recomputed_layers(place.layers)
     if not again:
         return gradients
@@ -105,6 +110,15 @@ def backward_workspace(
     dropped = sum(sizes[again:])
     largest = max(sum(sizes[start : start + group]) for start in range(0, again, group))
     return max(gradients if dropped else 0, largest - dropped + gradients)
+
+
+def _made_again(shape: ModelShape, options: ActivationOptions, mixture: bool) -> int:
+    """What parts of one layer that are computed again in the backward pass take then."""
+    bare = dataclasses.replace(options.recompute, mla_up_proj=False, moe_layer=False)
+    if bare == options.recompute:
+        return 0
+    whole = layer_bytes(shape, dataclasses.replace(options, recompute=bare), mixture=mixture)
+    return whole - layer_bytes(shape, options, mixture=mixture)
 
 
 def _gradients(shape: ModelShape, options: ActivationOptions, mixture: bool) -> int:

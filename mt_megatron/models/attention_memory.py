@@ -6,6 +6,8 @@ from mt_megatron.models.activation_options import ActivationOptions
 from mt_megatron.models.parameters import ModelShape
 
 _FP32 = 4
+_SHORTEST_OWN = 64
+"""Shorter sequences leave our kernel for a CPU out (``layers.causal_attention.suits``)."""
 
 
 def attention_bytes(shape: ModelShape, options: ActivationOptions) -> int:
@@ -48,21 +50,29 @@ def _grouped(shape: ModelShape, options: ActivationOptions) -> int:
     return bytes_
 
 
+def pads_values(shape: ModelShape, options: ActivationOptions) -> bool:
+    """Whether values are padded to the size of keys: all kernels but ours for a CPU want one size."""
+    differ = shape.qk_head_dim + shape.qk_pos_emb_head_dim != shape.v_head_dim
+    own = options.on_cpu and options.context_parallel == 1 and options.sequence >= _SHORTEST_OWN
+    return shape.multi_latent_attention and differ and not own
+
+
 def _latent(shape: ModelShape, options: ActivationOptions) -> int:
     heads = shape.num_attention_heads // options.tensor_parallel
-    query, output = heads * (shape.qk_head_dim + shape.qk_pos_emb_head_dim), heads * shape.v_head_dim
-    selective = options.recompute.granularity == "selective"
-    # Both compressed streams before and after their norms, the shared key's rotated part beside one.
+    query, output = shape.query_size // options.tensor_parallel, heads * shape.v_head_dim
+    recompute = options.recompute
+    # Both compressed streams before and after their norms; beside one lies the shared key's part.
     narrow = 2 * shape.kv_lora_rank + shape.qk_pos_emb_head_dim + 2 * (shape.q_lora_rank or 0)
-    rows = options.norm_tokens
-    bytes_ = rows * narrow * options.element_bytes
-    bytes_ += rows * statistics_bytes(shape, options) * (1 if shape.q_lora_rank is None else 2)
-    wide = 0
-    if not options.recompute.mla_up_proj:
-        wide += 3 * query  # Queries, keys, and values padded to their size.
-    # The attention's output, and what of it is no padding.
-    wide += (0 if selective else query) + (output if output != query or selective else 0)
+    bytes_ = options.norm_tokens * narrow * options.element_bytes
+    norms = 1 if shape.q_lora_rank is None else 2
+    bytes_ += options.norm_tokens * statistics_bytes(shape, options) * norms
+    wide = output  # What goes into the output projection.
+    padded = pads_values(shape, options) and recompute.granularity != "selective"
+    if padded:
+        wide += 2 * query  # Padded values and their weighted sums, both copies.
+    if not recompute.mla_up_proj:
+        wide += 2 * query + (0 if padded else output)
     bytes_ += options.tokens * wide * options.element_bytes
-    if not selective:
+    if recompute.granularity != "selective":
         bytes_ += options.tokens * heads * _FP32
     return bytes_

@@ -126,36 +126,41 @@ def _projections(shape: ModelShape) -> tuple[int, int]:
     return up + hidden * down + shape.attention_output_size * hidden, up
 
 
-def executed_flops(flops: ForwardFlops, recompute: Recompute, chunks: Sequence[Sequence[int | bool]]) -> int:
+def executed_flops(
+    flops: ForwardFlops,
+    recompute: Recompute,
+    chunks: Sequence[Sequence[int | bool]],
+    *,
+    padded: bool = True,
+) -> int:
     """Operations per token that a training step really executes: what is recomputed, and the products of
     values that are padded.
 
     ``chunks`` are the kinds of layers (true: a mixture) of every model chunk, of which ``block``
-    counts from the first.
+    counts from the first. ``padded`` says that latent attention's values are padded.
     """
+    padding = flops.padding if padded else 0
     last, layers = [flops.depth_kind] * flops.depths, len(chunks[-1])
     again = 0
     if recompute.granularity == "full":
         for kinds in chunks:
             again += sum(
-                flops.layer(bool(kind)) + flops.padding
-                for kind in kinds[: recompute.recomputed_layers(len(kinds))]
+                flops.layer(bool(kind)) + padding for kind in kinds[: recompute.recomputed_layers(len(kinds))]
             )
         again += sum(
-            flops.layer(kind) + flops.padding + flops.depth_projection
+            flops.layer(kind) + padding + flops.depth_projection
             for depth, kind in enumerate(last, start=1)
             if recompute.recomputes_depth(layers, depth)
         )
     else:
         kinds = [*flops.pattern, *last]
         if recompute.granularity == "selective":
-            again += len(kinds) * (flops.layer_attention + flops.padding)
+            again += len(kinds) * (flops.layer_attention + padding)
         if recompute.mla_up_proj:
             again += len(kinds) * flops.up_projections
         if recompute.moe_layer:
             again += sum(map(bool, kinds)) * (flops.router + flops.experts + flops.shared_experts)
-    padded = 3 * (len(flops.pattern) + flops.depths) * flops.padding
-    return flops.training + padded + again
+    return flops.training + 3 * (len(flops.pattern) + flops.depths) * padding + again
 
 
 def training_flops(config: Any) -> float:
