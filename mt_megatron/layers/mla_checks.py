@@ -12,39 +12,18 @@ from .rope_scaling import rope_scaling_of
 
 
 def check_mla(config: Any) -> None:
-    """Raises ConfigError for a TransformerConfig that MLA cannot be built from."""
+    """Raises ConfigError for a TransformerConfig that MLA cannot be built from, as far as the config's
+    own checks (``transformer_checks``) do not."""
     if not config.multi_latent_attention:
         raise ConfigError(
             "a multi-latent attention is built from a config without multi_latent_attention; expected "
             "TransformerConfig(multi_latent_attention=True), which also says its sizes"
         )
-    heads, ranks = config.num_attention_heads, config.tensor_model_parallel_size
-    groups = config.num_query_groups
-    for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "q_lora_rank"):
-        size = getattr(config, name)
-        if size is not None and size < 1:
-            raise ConfigError(f"{name} is {size} with multi_latent_attention; expected 1 or more")
-    if config.qk_pos_emb_head_dim % 2:
+    if config.apply_rope_fusion:
         raise ConfigError(
-            f"qk_pos_emb_head_dim is {config.qk_pos_emb_head_dim}; expected an even number: rotary positions "
-            "turn pairs"
+            "apply_rope_fusion is set with multi_latent_attention; expected it unset: Apex's fused kernel "
+            "rotates halves, and MLA's pairs are interleaved"
         )
-    if groups not in (None, heads):
-        raise ConfigError(
-            f"num_query_groups is {groups} with multi_latent_attention and {heads} heads; expected it unset: "
-            "each head's keys and values are projected from one latent"
-        )
-    if heads % ranks:
-        raise ConfigError(
-            f"num_attention_heads is {heads} and tensor_model_parallel_size {ranks}; expected a multiple: "
-            "tensor parallelism splits the heads"
-        )
-    for name, why in (
-        ("rotary_interleaved", "MLA's rotary pairs are always interleaved"),
-        ("apply_rope_fusion", "Apex's fused kernel rotates halves"),
-    ):
-        if getattr(config, name, False):
-            raise ConfigError(f"{name} is set with multi_latent_attention; expected it unset: {why}")
     rope_scaling_of(config)
 
 

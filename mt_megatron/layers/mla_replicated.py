@@ -48,9 +48,10 @@ class ReplicatedLinear(torch.nn.Module):
             )
         self.config = config
         self.input_size, self.output_size = input_size, output_size
-        device = "cpu" if config.use_cpu_initialization else layers.torch.cuda.current_device()
+        # As upstream's layers choose it: on the host, or where the caller's context says, or on the device.
+        place = {} if config.use_cpu_initialization else {"device": layers.torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(
-            layers.torch.empty(output_size, input_size, device=device, dtype=config.params_dtype)
+            layers.torch.empty(output_size, input_size, dtype=config.params_dtype, **place)
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
