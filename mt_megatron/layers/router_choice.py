@@ -102,26 +102,25 @@ def _by_softmax(logits: Tensor, options: RouterOptions) -> tuple[Tensor, Tensor]
 
 
 def _by_sigmoid(logits: Tensor, options: RouterOptions, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = _same_everywhere(logits)
     with torch.no_grad():
-        scores = _same_everywhere(logits).type_as(logits)
+        scores = torch.sigmoid(logits.to(wide)).float().type_as(logits)
         choosers = scores if bias is None else scores + bias
         indices = best_experts(choosers, options)
     # Scores of the chosen alone: the others have no part in the weights, nor a gradient.
-    weights = torch.sigmoid(logits.gather(1, indices).float())
+    weights = torch.sigmoid(logits.gather(1, indices).to(wide))
     if options.topk > 1:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights, indices
+    return weights.float(), indices
 
 
-def _same_everywhere(logits: Tensor) -> Tensor:
-    """Sigmoid in float32, the same for equal logits wherever they stand.
+def _same_everywhere(logits: Tensor) -> torch.dtype:
+    """The type to compute scores in, so that rounded to float32 they are the same for equal logits.
 
     On a CPU, torch computes the last few numbers of a block by another formula than the others, and
-    the last bit may differ: equal experts would no longer tie. Rounded from float64 it does not.
+    their last bits may differ: equal experts would no longer tie.
     """
-    if logits.device.type == "cpu":
-        return torch.sigmoid(logits.double()).float()
-    return torch.sigmoid(logits.float())
+    return torch.float64 if logits.device.type == "cpu" else torch.float32
 
 
 def best_experts(scores: Tensor, options: RouterOptions) -> Tensor:
@@ -137,7 +136,11 @@ def _in_best_groups(scores: Tensor, options: RouterOptions, groups: int, chosen:
     tokens, experts = scores.shape
     members = scores.view(tokens, groups, experts // groups)
     judges = options.group_score_topk or max(1, options.topk // chosen)
-    judgement = members.amax(dim=-1) if judges == 1 else members.topk(judges, dim=-1).values.sum(dim=-1)
+    if judges == 1:
+        judgement = members.amax(dim=-1)
+    else:
+        wide = _same_everywhere(scores)
+        judgement = members.topk(judges, dim=-1).values.to(wide).sum(dim=-1).type_as(scores)
     best = lowest_index_topk(judgement, chosen)
     mask = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
     return mask.unsqueeze(-1).expand(-1, -1, experts // groups).reshape(tokens, experts)
