@@ -63,4 +63,7 @@ def expert_bytes(shape: ModelShape, options: ActivationOptions) -> int:
     inner = 2 * width if shape.moe_grouped_gemm else _inner_bytes(shape, options, shape.expert_size)
     # What comes back is kept in the order of the tokens, for the gradient of their weights.
     returned = rows if gathers else options.norm_tokens * shape.moe_router_topk
+    if options.pad_to_capacity:
+        # Once more with the weights: summing slots up keeps what it sums.
+        returned = 2 * rows
     return kept + rows * (hidden + inner) + returned * hidden

@@ -22,6 +22,9 @@ class ParameterTensor:
     expert: bool = False
     """Whether it is of an expert that this rank does not share with its whole data-parallel group."""
 
+    replicated: bool = False
+    """Whether every tensor-parallel rank has all of it."""
+
     shared_embedding: bool = False
     """Whether it is one of the two copies of a tied embedding on the first and last stage, which get
     a bucket of their own."""
@@ -67,7 +70,11 @@ def chunk_tensors(
     tied = not shape.untie_embeddings_and_output_weights
     predicts, apart = bool(shape.mtp_num_layers), place.first != place.last
     positions = [
-        ParameterTensor(numel=shape.max_position_embeddings * hidden, shared_embedding=predicts and apart)
+        ParameterTensor(
+            numel=shape.max_position_embeddings * hidden,
+            replicated=True,
+            shared_embedding=predicts and apart,
+        )
     ]
     if shape.position_embedding_type != "learned_absolute":
         positions = []
@@ -97,7 +104,7 @@ def chunk_tensors(
 
 
 def _norm(shape: ModelShape, size: int) -> list[ParameterTensor]:
-    return [ParameterTensor(numel=size)] * (2 if shape.normalization == "LayerNorm" else 1)
+    return [ParameterTensor(numel=size, replicated=True)] * (2 if shape.normalization == "LayerNorm" else 1)
 
 
 def _layer(shape: ModelShape, tp: int, ep: int, *, mixture: bool) -> Iterator[ParameterTensor]:
@@ -115,7 +122,7 @@ def _attention(shape: ModelShape, tp: int) -> Iterator[ParameterTensor]:
     qkv = query + 2 * shape.num_query_groups * shape.kv_channels // tp
     yield ParameterTensor(numel=hidden * query)
     if shape.add_bias_linear:
-        yield ParameterTensor(numel=hidden)
+        yield ParameterTensor(numel=hidden, replicated=True)
     yield ParameterTensor(numel=hidden * qkv)
     if shape.add_bias_linear or shape.add_qkv_bias:
         yield ParameterTensor(numel=qkv)
@@ -128,13 +135,14 @@ def _latent_attention(shape: ModelShape, tp: int) -> Iterator[ParameterTensor]:
     hidden, heads = shape.hidden_size, shape.num_attention_heads // tp
     yield ParameterTensor(numel=heads * shape.v_head_dim * hidden)
     if shape.add_bias_linear:
-        yield ParameterTensor(numel=hidden)
+        yield ParameterTensor(numel=hidden, replicated=True)
     if shape.q_lora_rank is None:
         yield ParameterTensor(numel=hidden * shape.query_size // tp)
     else:
-        yield ParameterTensor(numel=hidden * shape.q_lora_rank)
+        yield ParameterTensor(numel=hidden * shape.q_lora_rank, replicated=True)
         yield ParameterTensor(numel=shape.q_lora_rank * shape.query_size // tp)
-    yield ParameterTensor(numel=hidden * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim))
+    down = shape.kv_lora_rank + shape.qk_pos_emb_head_dim
+    yield ParameterTensor(numel=hidden * down, replicated=True)
     yield ParameterTensor(numel=shape.kv_lora_rank * heads * (shape.qk_head_dim + shape.v_head_dim))
     if shape.q_lora_rank is not None:
         yield from _norm(shape, shape.q_lora_rank)
@@ -144,7 +152,7 @@ def _latent_attention(shape: ModelShape, tp: int) -> Iterator[ParameterTensor]:
 def _mixture(shape: ModelShape, tp: int, ep: int) -> Iterator[ParameterTensor]:
     experts = shape.num_moe_experts or 0
     width, local = shape.expert_size // tp, experts // ep
-    yield ParameterTensor(numel=experts * shape.hidden_size)
+    yield ParameterTensor(numel=experts * shape.hidden_size, replicated=True)
     if shape.moe_grouped_gemm:
         fc1 = width * (2 if shape.gated_linear_unit else 1)
         yield ParameterTensor(numel=local * fc1 * shape.hidden_size, expert=ep > 1)
@@ -164,4 +172,4 @@ def _mlp(shape: ModelShape, width: int, *, biased: bool, expert: bool = False) -
         yield ParameterTensor(numel=fc1, expert=expert)
     yield ParameterTensor(numel=hidden * width, expert=expert)
     if biased:
-        yield ParameterTensor(numel=hidden, expert=expert)
+        yield ParameterTensor(numel=hidden, replicated=True, expert=expert)

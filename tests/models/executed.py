@@ -20,6 +20,14 @@ _SHAPE = (
     "--attention-dropout 0"
 )
 PEAK_SHAPE = _SHAPE.format(256, 704, 8, 2, 256, 256, 4) + " --swiglu"
+_PEAK_MIXTURE = (
+    "--family deepseek --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 352 "
+    "--moe-shared-expert-intermediate-size 352 --moe-token-dispatcher-type alltoall"
+)
+_PEAK_LATENT = (
+    "--family deepseek --multi-latent-attention --num-query-groups 8 --q-lora-rank 96 --kv-lora-rank 64 "
+    "--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32"
+)
 PEAKS = (
     "",
     "--bf16",
@@ -28,6 +36,18 @@ PEAKS = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --vocab-size 8192",
     "--bf16 --recompute-granularity selective --vocab-size 8192",
+    f"--bf16 --moe-grouped-gemm {_PEAK_MIXTURE}",
+    _PEAK_MIXTURE,
+    f"--bf16 --moe-grouped-gemm {_PEAK_MIXTURE} {_PEAK_LATENT} --mtp-num-layers 1",
+    f"{_PEAK_LATENT} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+)
+MIXTURE = (
+    "--swiglu --family deepseek --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
+    "--moe-shared-expert-intermediate-size 40 --moe-token-dispatcher-type alltoall"
+)
+LATENT = (
+    "--swiglu --family deepseek --multi-latent-attention --num-query-groups 4 --kv-lora-rank 24 "
+    "--qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 10"
 )
 FLOPS_SHAPE = _SHAPE.format(48, 80, 4, 2, 96, 32, 2)
 FLOPS = (
@@ -36,6 +56,12 @@ FLOPS = (
     "--swiglu --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--swiglu --recompute-granularity full --recompute-method block --recompute-num-layers 3",
     "--swiglu --recompute-granularity selective",
+    MIXTURE,
+    f"{MIXTURE} --moe-layer-freq [0,1,1,1] --moe-layer-recompute",
+    f"{LATENT} --q-lora-rank 16",
+    f"{LATENT} --recompute-mla-up-proj {MIXTURE} --mtp-num-layers 2",
+    f"{LATENT} {MIXTURE} --mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
 )
 
 
@@ -117,7 +143,7 @@ def counted(argv: list[str]) -> dict[str, float]:
         "counted": counter.get_total_flops() / tokens,
         "family": family.flops(config),
         "training": flops.training,
-        "executed": executed_flops(flops, recompute, chunk_layers=config.model.num_layers),
+        "executed": executed_flops(flops, recompute, [flops.pattern]),
     }
 
 

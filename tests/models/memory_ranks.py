@@ -51,7 +51,8 @@ def _measure(argv: list[str]) -> dict[str, Any]:
         # Context-parallel ranks share gradients and optimizer state with the data-parallel ones.
         index = job.at.dp * job.layout.cp + job.at.cp
         predicted = state_memory(memory_case(config, world), job.at.pp, index)
-        stage = memory_of(config, world, on_cpu=True).stages[job.at.pp]
+        # Ranks are looked at together, and together they receive their mean.
+        stage = memory_of(config, world, on_cpu=True, expert_imbalance=1.0).stages[job.at.pp]
         return {
             "held": _state(trainable),
             "predicted": [predicted.weights, predicted.gradients, predicted.optimizer],
