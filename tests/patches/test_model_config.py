@@ -1,0 +1,128 @@
+"""Megatron-Core's own TransformerConfig accepts what later versions do, wherever it was subclassed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+_SCRIPT = """
+import copy, dataclasses, json, pickle, warnings
+from dataclasses import dataclass
+warnings.simplefilter("ignore")
+from megatron.core.transformer.transformer_config import TransformerConfig
+import megatron.core.transformer as package
+import mt_megatron
+from mt_megatron.errors import ConfigError
+
+@dataclass
+class Early(TransformerConfig):
+    mine: int = 3
+def state():
+    return {
+        (cls.__name__, name): id(value)
+        for cls in (TransformerConfig, Early)
+        for name, value in vars(cls).items()
+        if name != "__slotnames__"  # copy and pickle leave it on every class that they meet
+    } | {("module", name): id(value) for name, value in vars(package).items()}
+SIZES = dict(num_layers=3, hidden_size=8, num_attention_heads=2)
+MIXTURE = dict(SIZES, num_moe_experts=4, moe_ffn_hidden_size=6, moe_layer_freq=[0, 1, 1])
+def refused(make, **values):
+    try:
+        make(**values)
+    except (ConfigError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+def without_closures(config):
+    config.init_method = config.output_layer_init_method = None
+    return config
+
+found = {"unpatched": refused(TransformerConfig, **MIXTURE), "off": []}
+plain = without_closures(TransformerConfig(**SIZES))
+before = state()
+mt_megatron.patch("cpu", features=["model_config"])
+@dataclass
+class Late(TransformerConfig):
+    yours: int = 4
+for cls in (TransformerConfig, Early, Late):
+    one = without_closures(cls(**MIXTURE))
+    other = without_closures(dataclasses.replace(one, moe_ffn_hidden_size=10))
+    found[cls.__name__] = {
+        "values": [one.moe_ffn_hidden_size, one.moe_layer_freq, other.moe_ffn_hidden_size],
+        "unlike": one != other,
+        "copies": [copy.deepcopy(one) == one, pickle.loads(pickle.dumps(one)) == one],
+        "dict": dataclasses.asdict(one)["moe_layer_freq"],
+        "refused": refused(cls, **dict(MIXTURE, moe_layer_freq=[1])),
+        "unknown": refused(cls, **SIZES, moe_ffn_size=3),
+    }
+now = without_closures(TransformerConfig(**SIZES))
+found["off"] = [name for name, value in vars(plain).items() if vars(now)[name] != value]
+found["of_before"] = [plain.moe_layer_freq, plain.multi_latent_attention]
+found["positions"] = list(Early.__match_args__)[-1]
+
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig as again
+latent = without_closures(MLATransformerConfig(**SIZES, max_position_embeddings=128))
+found["latent"] = [
+    MLATransformerConfig is again, latent.multi_latent_attention, latent.q_lora_rank, latent.rope_type,
+    latent.rotary_scaling_factor, latent.normalization, latent.original_max_position_embeddings,
+    pickle.loads(pickle.dumps(latent)) == latent,
+]
+found["two_lengths"] = refused(
+    MLATransformerConfig, **SIZES, max_position_embeddings=1, original_max_position_embeddings=2
+)
+capacity = dict(MIXTURE, moe_token_dispatcher_type="alltoall", moe_expert_capacity_factor=1.0)
+found["capacity"] = [
+    TransformerConfig(**capacity, moe_router_load_balancing_type=kind).moe_router_load_balancing_type
+    for kind in ("seq_aux_loss", "none")
+] + [refused(TransformerConfig, **capacity, moe_router_load_balancing_type="sinkhorn")]
+mt_megatron.unpatch()
+after = state()
+keys = before.keys() | after.keys()
+found["restored"] = sorted(str(key) for key in keys if before.get(key) != after.get(key))
+found["again"] = refused(TransformerConfig, **MIXTURE)
+found["gone"] = not hasattr(package, "MLATransformerConfig")
+found["late_class"] = Late(**MIXTURE).moe_ffn_hidden_size
+print("found:" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.split("found:")[1]))
+
+
+@pytest.mark.parametrize("name", ["TransformerConfig", "Early", "Late"])
+def test_subclasses_of_before_and_after_take_the_fields(found: dict[str, Any], name: str) -> None:
+    seen = found[name]
+    assert seen["values"] == [6, [0, 1, 1], 10]
+    assert seen["unlike"] and seen["copies"] == [True, True] and seen["dict"] == [0, 1, 1]
+    assert "moe_layer_freq has 1 entries; expected one per layer = 3" in seen["refused"]
+    assert seen["unknown"].startswith("TypeError")
+
+
+def test_fields_left_unset_change_no_other_and_exist_on_older_objects(found: dict[str, Any]) -> None:
+    assert found["off"] == []
+    assert found["of_before"] == [1, False]
+    assert found["positions"] == "mine"
+
+
+def test_the_later_configuration_of_latent_attention_has_its_defaults(found: dict[str, Any]) -> None:
+    assert found["latent"] == [True, True, 512, "yarn", 40.0, "RMSNorm", 128, True]
+    assert "max_position_embeddings is 1 and original_max_position_embeddings is 2" in found["two_lengths"]
+
+
+def test_a_capacity_goes_with_the_balancing_of_sequences(found: dict[str, Any]) -> None:
+    assert found["capacity"][:2] == ["seq_aux_loss", "none"]
+    assert "sinkhorn" not in found["capacity"][2] and found["capacity"][2].startswith("ValueError")
+
+
+def test_unpatching_restores_everything(found: dict[str, Any]) -> None:
+    assert found["restored"] == [] and found["gone"]
+    assert found["unpatched"].startswith("TypeError") and found["again"] == found["unpatched"]
+    assert found["late_class"] == 6, "a class that was made meanwhile keeps the fields that it was made with"

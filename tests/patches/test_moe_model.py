@@ -1,0 +1,95 @@
+"""Experts of their own width, shared experts, dense layers among them: against a loop over tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+
+RANKS = "tests.patches.moe_ranks"
+NEAR = 2e-5
+
+ALONE: dict[str, dict[str, Any]] = {
+    "narrow": {"width": 12},
+    "wide_not_gated": {"width": 56, "gated": False},
+    "as_dense": {},
+    "shared": {"width": 12, "shared": 20},
+    "shared_not_gated": {"width": 12, "shared": 20, "gated": False},
+    "shared_of_dense_width": {"shared": 20},
+    "grouped": {"width": 12, "grouped": True},
+    "grouped_shared": {"width": 12, "shared": 20, "grouped": True},
+    "grouped_not_gated": {"width": 12, "grouped": True, "gated": False},
+    "recomputed": {"width": 12, "shared": 20, "fields": {"moe_layer_recompute": True}},
+    "overlapped": {"width": 12, "shared": 20, "fields": {"moe_shared_expert_overlap": True}},
+    "allgather": {"width": 12, "shared": 20, "fields": {"moe_token_dispatcher_type": "allgather"}},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "width": 12, "shared": 20},
+    "tp2_not_gated": {"tp": 2, "width": 12, "shared": 20, "gated": False},
+    "tp2_grouped": {"tp": 2, "width": 12, "shared": 20, "grouped": True},
+    "tp2_recomputed": {"tp": 2, "width": 12, "shared": 20, "fields": {"moe_layer_recompute": True}},
+    "ep2": {"ep": 2, "width": 12, "shared": 20},
+    "ep2_grouped": {"ep": 2, "width": 12, "shared": 20, "grouped": True},
+    "ep2_not_gated": {"ep": 2, "width": 12, "gated": False},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "tp2_ep2": {"tp": 2, "ep": 2, "width": 12, "shared": 20},
+    "tp2_ep2_grouped": {"tp": 2, "ep": 2, "width": 12, "shared": 20, "grouped": True},
+}
+
+
+@pytest.fixture(scope="module")
+def deviations() -> dict[str, list[dict[str, float]]]:
+    found: dict[str, list[dict[str, float]]] = {}
+    for size, variants in ((1, ALONE), (2, TWO), (4, FOUR)):
+        ranks = run_ranks(size, f"{RANKS}:layer_deviations", list(variants.values()), timeout=200)
+        for index, name in enumerate(variants):
+            found[name] = [rank[index] for rank in ranks]
+    return found
+
+
+@pytest.mark.parametrize("name", [*ALONE, *TWO, *FOUR])
+def test_a_layer_equals_a_loop_over_its_tokens(
+    deviations: dict[str, list[dict[str, float]]], name: str
+) -> None:
+    variant = {**ALONE, **TWO, **FOUR}[name]
+    parts = {"output", "input", "router", "experts1", "experts2"}
+    parts |= {"shared_experts1", "shared_experts2"} if "shared" in variant else set()
+    for rank in deviations[name]:
+        assert set(rank) == parts
+        assert max(rank.values()) < NEAR, rank
+
+
+def test_the_comparison_notices_a_shared_expert_that_is_left_out() -> None:
+    variant = {"width": 12, "shared": 20}
+    (found,) = run_ranks(
+        1, f"{RANKS}:spoiled_deviations", variant, "moe_shared_expert_intermediate_size", timeout=60
+    )
+    assert found["output"] > 0.01 and found["input"] > 0.01
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_dense_layers_stand_where_the_list_says(tmp_path: Path, pp: int) -> None:
+    pattern = [0, 0, 1, 1] if pp == 2 else [0, 1, 0]
+    ranks = run_ranks(pp, f"{RANKS}:mixed_layers", pp, pattern, str(tmp_path), timeout=120)
+    kinds = {int(layer): kind for rank in ranks for layer, kind in rank["kinds"].items()}
+    assert kinds == {layer: bool(kind) for layer, kind in enumerate(pattern)}
+    for rank in ranks:
+        assert rank["back"]
+        assert rank["block"] == list(rank["kinds"].values())
+        for layer, kind in rank["kinds"].items():
+            keys = [key for key in rank["keys"] if key.startswith(f"decoder.layers.{layer}.mlp.")]
+            assert any("experts" in key for key in keys) == kind
+
+
+def test_fields_left_unset_change_nothing() -> None:
+    (found,) = run_ranks(1, f"{RANKS}:unset_fields_change_nothing", timeout=120)
+    assert found["with"] == found["without"]
+
+
+def test_a_spec_without_experts_for_a_model_with_some_is_an_error() -> None:
+    (message,) = run_ranks(1, f"{RANKS}:expert_without_experts", timeout=60)
+    assert "the layer spec has none; expected one made with num_experts=4" in message
