@@ -149,9 +149,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         routing: Routing = ctx.routing
         grad_rows = grad.index_select(0, routing.tokens)
-        if not ctx.saved_tensors:
+        # Read once: torch's checkpointing without reentry computes them for one look.
+        saved = ctx.saved_tensors
+        if not saved:
             return grad_rows, None, None
-        rows, probs = ctx.saved_tensors
+        rows, probs = saved
         grad_probs = None
         if ctx.needs_input_grad[1]:
             products = torch.linalg.vecdot(grad_rows.to(probs.dtype), rows.to(probs.dtype))
