@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,3 +88,46 @@ def batches(count: int, *, masked: bool = True) -> list[dict[str, torch.Tensor]]
         data["mask"] = mask.float() if masked else torch.ones(BATCH, SEQUENCE)
         found.append(data)
     return found
+
+
+def _step(per_token: bool) -> Any:
+    from megatron.core.utils import get_model_config
+
+    def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+        data = next(iterator)
+        given = {"loss_mask": data["mask"]} if get_model_config(model).mtp_num_layers else {}
+        losses = model(data["tokens"], data["positions"], None, labels=data["labels"], **given)
+
+        def loss(losses: torch.Tensor) -> Any:
+            total, count = (losses * data["mask"]).sum(), data["mask"].sum()
+            report = {"loss": float(total.detach()), "tokens": float(count)}
+            return (total, count.int(), report) if per_token else (total / count, report)
+
+        return losses, loss
+
+    return forward_step
+
+
+def train(chunks: list[Any], transformer: Any, data: list[Any]) -> list[dict[str, float]]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    from mt_megatron.seams.schedule import run_schedule
+
+    options = DistributedDataParallelConfig()
+    wrapped = [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
+    transformer.finalize_model_grads_func = finalize_model_grads
+    reports: list[dict[str, float]] = run_schedule(
+        _step(transformer.calculate_per_token_loss),
+        wrapped,
+        [iter(data) for _ in wrapped],
+        num_microbatches=len(data),
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+    return reports
+
+
+def depths(chunks: list[Any]) -> list[float] | None:
+    blocks = [chunk.mtp for chunk in chunks if getattr(chunk, "mtp", None) is not None]
+    return blocks[0].take_reported().flatten().tolist() if blocks else None

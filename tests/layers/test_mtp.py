@@ -12,6 +12,7 @@ from mt_megatron.layers.mtp_loss import counted_positions, document_numbers, shi
 from tests.launch import run_ranks
 
 HERE = "tests.layers.mtp_ranks"
+LAYOUTS = "tests.layers.mtp_layout_ranks"
 
 CASES = [
     ["untied", "pp2"],
@@ -71,8 +72,8 @@ def test_a_steps_gradients_weigh_micro_batches_as_the_main_loss_does() -> None:
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = str(tmp_path_factory.mktemp("mtp"))
-    (reference,) = run_ranks(1, f"{HERE}:reference", folder)
-    return reference, run_ranks(2, f"{HERE}:compare", folder, CASES, timeout=240)
+    (reference,) = run_ranks(1, f"{LAYOUTS}:reference", folder)
+    return reference, run_ranks(2, f"{LAYOUTS}:compare", folder, CASES, timeout=240)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[-1] != "not summed"], ids=", ".join)
