@@ -164,14 +164,24 @@ def _recompute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage:
 
 
 def _exchange(case: MemoryCase, hardware: Hardware, count: int) -> float:
-    """Seconds of ``count`` exchanges of tokens with the ranks that hold their experts, in one layer."""
-    options, size = case.activations, case.expert_parallel
-    if size == 1:
+    """Seconds of ``count`` exchanges of tokens with the ranks that hold their experts, in one layer: two
+    in forward and two in backward."""
+    options, size, tensor = case.activations, case.expert_parallel, case.activations.tensor_parallel
+    if size * tensor == 1:
         return 0.0
-    rows = expert_rows(case.shape, options) / options.tensor_parallel
-    sent = (size - 1) / size * rows * case.shape.hidden_size * options.element_bytes
-    span = options.tensor_parallel * options.context_parallel * size
-    return count * (sent / _bandwidth(hardware, span) + hardware.latency)
+    width = case.shape.hidden_size * options.element_bytes
+    span = tensor * options.context_parallel * size
+    if options.expert_dispatcher == "allgather":
+        gathered = (size * tensor - 1) / (size * tensor) * options.tokens * size * width
+        return count * (gathered / _bandwidth(hardware, span) + hardware.latency)
+    rows, seconds = expert_rows(case.shape, options) * width, 0.0
+    if size > 1:
+        sent = (size - 1) / size * rows / tensor
+        seconds += sent / _bandwidth(hardware, span) + hardware.latency
+    if tensor > 1:
+        # Every tensor-parallel rank has a part of each expert and needs all the rows.
+        seconds += (tensor - 1) / tensor * rows / _bandwidth(hardware, tensor) + hardware.latency
+    return count * seconds
 
 
 def _bandwidth(hardware: Hardware, span: int) -> float:
