@@ -9,7 +9,7 @@ and unlike a checkpoint of the attention it does not attend again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,7 @@ class Recomputation:
             kept: Tensor = packed
             return kept
         if self._found is None:
-            kind, dtype, enabled = self._autocast
-            with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
+            with torch.no_grad(), self._as_in_forward():
                 self._found = self._again()
         part = self._found[packed.index].as_strided(packed.size, packed.stride, packed.offset)
         self._asked += 1
@@ -69,3 +68,9 @@ class Recomputation:
             # Everything was asked for: another backward pass makes them once more.
             self._found, self._asked = None, 0
         return part
+
+    def _as_in_forward(self) -> AbstractContextManager[Any]:
+        kind, dtype, enabled = self._autocast
+        if not enabled and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=enabled)

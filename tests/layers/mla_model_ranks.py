@@ -124,6 +124,17 @@ def trained() -> dict[str, Any]:
     }
 
 
+def initialised() -> dict[str, bool]:
+    """Parameters drawn on the device by Megatron's RNG tracker: which are equal on both ranks."""
+    start(tensor_model_parallel_size=2)
+    found = {}
+    for name, parameter in gpt(tensor_model_parallel_size=2, use_cpu_initialization=False).named_parameters():
+        parts = [torch.empty_like(parameter.data) for _ in range(2)]
+        dist.all_gather(parts, parameter.data)
+        found[name] = torch.equal(*parts)
+    return {name: equal for name, equal in found.items() if "layers.1.self_attention" in name}
+
+
 def checkpoint(folder: str) -> dict[str, float]:
     """Saved by two tensor-parallel ranks, loaded by them and by one: difference of the losses."""
     from megatron.core import dist_checkpointing

@@ -260,7 +260,7 @@ def alone(count: int) -> dict[str, Any]:
 
 def pair(count: int, folder: str) -> dict[str, Any]:
     """Everything that two processes can show."""
-    from .mla_model_ranks import checkpoint, context_parallel, trained
+    from .mla_model_ranks import checkpoint, context_parallel, initialised, trained
 
     results: dict[str, Any] = {}
     start(tensor_model_parallel_size=2)
@@ -271,6 +271,7 @@ def pair(count: int, folder: str) -> dict[str, Any]:
         1, **tensor, sequence_parallel=True, recompute_mla_up_proj=True
     )
     results["trained"] = trained()
+    results["initialised"] = initialised()
     results["checkpoint"] = checkpoint(folder)
     results["context"] = context_parallel()
     return results

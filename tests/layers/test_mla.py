@@ -88,6 +88,13 @@ def test_upstreams_sum_of_query_norms_would_be_wrong(pair: list[dict[str, Any]])
     assert pair[0]["trained"]["tp2 qk_layernorm as upstream"]["shared"] > 1e-4
 
 
+def test_replicated_parameters_begin_equal_and_split_ones_do_not(pair: list[dict[str, Any]]) -> None:
+    begun = pair[0]["initialised"]
+    assert len(begun) == 7
+    for name, equal in begun.items():
+        assert equal == ("down_proj" in name or "layernorm" in name), name
+
+
 def test_checkpoints_load_at_another_tensor_parallel_size(pair: list[dict[str, Any]]) -> None:
     for result in pair:
         found = result["checkpoint"]

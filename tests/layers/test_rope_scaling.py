@@ -180,8 +180,9 @@ def test_packed_documents_are_stretched_alike(models: dict[str, Any]) -> None:
     assert models["packed"] <= 1e-6
 
 
-def test_other_models_are_stretched_too(models: dict[str, Any]) -> None:
-    assert models["bert"] and models["t5"]
+@pytest.mark.parametrize("other", ["bert", "t5", "mamba"])
+def test_other_models_are_stretched_too(models: dict[str, Any], other: str) -> None:
+    assert models[other]
 
 
 def test_a_base_in_the_config_counts(models: dict[str, Any]) -> None:
