@@ -17,9 +17,11 @@ import pytest
 from mt_megatron.errors import ConfigError
 from mt_megatron.training import (
     validate_environment,
+    validate_experts,
     validate_files,
     validate_model,
     validate_parallel,
+    validate_pipeline,
     validate_rampup,
     validate_sizes,
     validate_supported,
@@ -37,8 +39,10 @@ RULES = all_rules()
 Check = Callable[[ModuleType, TrainingConfig, int], list[str]]
 CHECKS: dict[ModuleType, Check] = {
     validate_files: lambda module, config, world: module.file_problems(config),
+    validate_experts: lambda module, config, world: module.expert_problems(config, world),
     validate_model: lambda module, config, world: module.model_problems(config),
     validate_parallel: lambda module, config, world: module.parallel_problems(config, world),
+    validate_pipeline: lambda module, config, world: module.pipeline_problems(config),
     validate_rampup: lambda module, config, world: module.rampup_problems(config, world),
     validate_sizes: lambda module, config, world: module.size_problems(config),
     validate_supported: lambda module, config, world: module.support_problems(config),

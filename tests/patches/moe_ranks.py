@@ -289,3 +289,33 @@ def expert_without_experts() -> str:
 def spoiled_deviations(variant: dict[str, Any], field: str) -> dict[str, float]:
     """Those of one variant whose layer is not told of ``field``."""
     return _deviations(spoiled=field, **variant)
+
+
+def of_a_stub(grouped: bool) -> dict[str, Any]:
+    """Which linears a dense and an expert layer build from a stub of Transformer Engine's, and how large."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from mt_megatron.layers.block_spec import layer_specs
+    from tests.patches import te_stub
+
+    start()
+    made = config(
+        moe_layer_freq=[0, 1, 1],
+        moe_ffn_hidden_size=12,
+        moe_shared_expert_intermediate_size=20,
+        moe_grouped_gemm=grouped,
+        gated_linear_unit=True,
+    )
+    found: dict[str, Any] = {}
+    for name, spec in zip(
+        ("dense", "experts"), layer_specs(te_stub.layer_spec(grouped=grouped), made), strict=False
+    ):
+        te_stub.built.clear()
+        build_module(spec.submodules.mlp, config=made)
+        found[name] = [[kind, list(sizes)] for kind, sizes in te_stub.built]
+        norm = spec.submodules.pre_mlp_layernorm
+        found[f"{name}_norm"] = "inside" if norm is IdentityOp else norm.__name__
+        assert spec.module is TransformerLayer
+    return found

@@ -93,3 +93,23 @@ def test_fields_left_unset_change_nothing() -> None:
 def test_a_spec_without_experts_for_a_model_with_some_is_an_error() -> None:
     (message,) = run_ranks(1, f"{RANKS}:expert_without_experts", timeout=60)
     assert "the layer spec has none; expected one made with num_experts=4" in message
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_transformer_engines_linears_get_the_widths(grouped: bool) -> None:
+    """Against a recording stub, since Transformer Engine runs on CUDA alone."""
+    (found,) = run_ranks(1, f"{RANKS}:of_a_stub", grouped, timeout=60)
+    assert found["dense"] == [
+        ["TELayerNormColumnParallelLinear", [16, 2 * 40]],
+        ["TERowParallelLinear", [40, 16]],
+    ]
+    assert (found["dense_norm"], found["experts_norm"]) == ("inside", "TENorm")
+    shared = [["TEColumnParallelLinear", [16, 2 * 20]], ["TERowParallelLinear", [20, 16]]]
+    if grouped:
+        experts: list[Any] = [
+            ["TEColumnParallelGroupedLinear", [4, 16, 2 * 12]],
+            ["TERowParallelGroupedLinear", [4, 12, 16]],
+        ]
+    else:
+        experts = [["TEColumnParallelLinear", [16, 2 * 12]], ["TERowParallelLinear", [12, 16]]] * 4
+    assert found["experts"] == experts + shared

@@ -22,6 +22,7 @@ BASE = (
     "--model llama3_tiny --vocab-size 4096 --tokenizer-type NullTokenizer --mock-data "
     "--train-iters 100 --lr 1e-3 --micro-batch-size 2"
 )
+MIXTURE = "--family other --disable-bias-linear --num-moe-experts 4 --moe-token-dispatcher-type alltoall"
 
 
 def config(extra: str = "") -> TrainingConfig:
@@ -58,6 +59,18 @@ def config(extra: str = "") -> TrainingConfig:
         ("--eval-interval none --eval-iters 0 --clip-grad 0", 1),
         ("--kv-channels 48", 1),
         ("--window-size 64 0 --gradient-accumulation-fusion", 1),
+        (f"{MIXTURE} --moe-layer-freq ([0]+[1]*3) --moe-ffn-hidden-size 64", 1),
+        (f"{MIXTURE} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 64", 4),
+        (f"{MIXTURE} --moe-router-topk 1 --moe-router-pre-softmax", 1),
+        (f"{MIXTURE} --tensor-model-parallel-size 2 --sequence-parallel --moe-layer-freq 2", 2),
+        ("--family deepseek --multi-latent-attention --num-query-groups none --q-lora-rank 32", 1),
+        ("--pipeline-model-parallel-layout 3,1 --pipeline-model-parallel-size 2", 2),
+        (
+            "--pipeline-model-parallel-layout 0 2 1 1 --pipeline-model-parallel-size 2 --global-batch-size 8",
+            2,
+        ),
+        ("--pipeline-model-parallel-layout balanced --pipeline-model-parallel-size 3", 3),
+        ("--num-layers 6 --pipeline-model-parallel-size 3 --num-layers-in-first-pipeline-stage 4", 3),
         (
             "--pipeline-model-parallel-size 2 --gradient-accumulation-fusion --defer-embedding-wgrad-compute",
             2,
@@ -122,7 +135,7 @@ WRONG = [
         "--family other --num-moe-experts 4 --moe-expert-capacity-factor 1 "
         "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type sinkhorn",
         1,
-        "set with sinkhorn balancing; expected aux_loss or none",
+        "set with sinkhorn balancing; expected aux_loss, seq_aux_loss or none",
     ),
     ("--family other --num-moe-experts 4 --moe-pad-expert-input-to-capacity", 1, "on without a capacity"),
     (
@@ -131,9 +144,53 @@ WRONG = [
         "moe_extended_tp is on with the alltoall dispatcher; expected allgather",
     ),
     (
-        "--family other --num-moe-experts 4 --moe-grouped-gemm --bf16 --add-bias-linear",
+        "--family other --num-moe-experts 4 --add-bias-linear",
         1,
-        "moe_grouped_gemm is on with add_bias_linear",
+        "add_bias_linear is on with num_moe_experts 4; expected no biases",
+    ),
+    (
+        "--family other --num-moe-experts 4 --moe-router-topk 1",
+        1,
+        "moe_router_topk is 1 and the softmax comes after the choice",
+    ),
+    (
+        "--family other --num-moe-experts 4 --moe-layer-freq [0,1]",
+        1,
+        "moe_layer_freq has 2 entries; expected one per layer = 4. Change --moe-layer-freq or --num-layers",
+    ),
+    ("--moe-ffn-hidden-size 64", 1, "moe_ffn_hidden_size is 64 without experts; expected num_moe_experts"),
+    (
+        "--family other --num-moe-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",
+        1,
+        "moe_router_num_groups is 3; expected a divisor of num_moe_experts = 4. Change --moe-router-num",
+    ),
+    (
+        "--family other --num-moe-experts 4 --moe-shared-expert-intermediate-size 63 "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "moe_shared_expert_intermediate_size is 63; expected a multiple of tensor_model_parallel_size = 2",
+    ),
+    # Latent attention and stretched positions.
+    ("--multi-latent-attention", 1, "multi_latent_attention is on; expected off: the family llama has none"),
+    (
+        "--family deepseek --multi-latent-attention",
+        1,
+        "num_query_groups is 4 with multi-latent attention; expected none",
+    ),
+    (
+        "--family deepseek --multi-latent-attention --num-query-groups none --qk-pos-emb-head-dim 5",
+        1,
+        "qk_pos_emb_head_dim is 5; expected an even number. Change --qk-pos-emb-head-dim",
+    ),
+    (
+        "--family deepseek --multi-latent-attention --num-query-groups none --position-embedding-type none",
+        1,
+        "position_embedding_type is none with multi_latent_attention; expected rope",
+    ),
+    (
+        "--rope-type llama3 --position-embedding-type learned_absolute --max-position-embeddings 256",
+        1,
+        "rope_type is llama3 with learned_absolute positions; expected rotary ones",
     ),
     # Processes.
     ("--tensor-model-parallel-size 0", 1, "tensor_model_parallel_size is 0; expected at least 1"),
@@ -220,7 +277,24 @@ WRONG = [
         "--pipeline-model-parallel-size 2 --first-pipeline-num-layers 1 "
         "--virtual-pipeline-model-parallel-size 2 --global-batch-size 8",
         2,
-        "set together with interleaving",
+        ": --virtual-pipeline-model-parallel-size.",
+    ),
+    ("--pipeline-model-parallel-layout balanced", 1, "is balanced with pipeline_model_parallel_size 1"),
+    (
+        "--pipeline-model-parallel-layout 3,2 --pipeline-model-parallel-size 2",
+        2,
+        "pipeline_model_parallel_layout has 5 layers ([3, 2]); expected num_layers = 4",
+    ),
+    (
+        "--pipeline-model-parallel-layout 3,1 --pipeline-model-parallel-size 2 "
+        "--virtual-pipeline-model-parallel-size 1",
+        2,
+        "virtual_pipeline_model_parallel_size is 1 beside pipeline_model_parallel_layout",
+    ),
+    (
+        "--pipeline-model-parallel-layout 3,1 --pipeline-model-parallel-size 2 --first-pipeline-num-layers 3",
+        2,
+        "first_pipeline_num_layers is set beside pipeline_model_parallel_layout",
     ),
     ("--overlap-param-gather", 2, "overlap_param_gather is on without use_distributed_optimizer"),
     ("--align-param-gather", 2, "align_param_gather is on without overlap_param_gather"),
@@ -241,7 +315,7 @@ WRONG = [
     (
         "--family other --num-moe-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
         4,
-        "combined without sequence_parallel",
+        "experts and tensor parallelism are combined without sequence_parallel",
     ),
     (
         "--family other --num-moe-experts 4 --expert-model-parallel-size 2 --fp16 --loss-scale 2",
