@@ -75,7 +75,7 @@ def option_help() -> str:
                 switch = f" | --no-{option.flag[2:]}" if option.is_bool else ""
                 lines.append(f"  {option.flag}{switch}  ({type_text(option.type)}; default {option.default})")
                 lines.append(f"      {option.doc}")
-    lines.append("Megatron-LM 0.9's own names that are understood as well:")
+    lines.append("Megatron-LM's own names that are understood as well:")
     lines.append("  " + " ".join(f"--{name}" for name in ALIASES))
     return "\n".join(lines)
 
@@ -221,7 +221,7 @@ class _Reader:
                 f"{alias.otherwise}."
             )
         else:
-            self.values.update(alias.sets)
+            self.values = {**alias.presumes, **self.values, **alias.sets}
 
     def _convert(self, option: Option, value: object, where: str) -> None:
         try:

@@ -25,6 +25,9 @@ class Alias:
     sets: Mapping[str, Any] = field(default_factory=dict)
     """What a switch sets, by option name."""
 
+    presumes: Mapping[str, Any] = field(default_factory=dict)
+    """What a switch sets where nobody says otherwise, by option name."""
+
     values: tuple[str, ...] = ()
     """For an argument whose value changes nothing: the only values that are true here."""
 
@@ -161,5 +164,20 @@ _ALIASES = (
     ),
 )
 
-ALIASES: Mapping[str, Alias] = {alias.name: alias for alias in _ALIASES}
+_LATER = (
+    Alias(
+        name="use-rope-scaling",
+        sets={"rope_type": "llama3"},
+        presumes={"rotary_scaling_factor": 8.0, "original_max_position_embeddings": 8192},
+    ),
+    _rename("rope-scaling-factor", "rotary_scaling_factor"),
+    _rename("num-virtual-stages-per-pipeline-rank", "virtual_pipeline_model_parallel_size"),
+    _anyway("moe-use-legacy-grouped-gemm", "grouped experts need no package beside torch"),
+    _anyway("moe-permute-fusion", "tokens are permuted by one gather and one weighted sum"),
+)
+
+LATER = frozenset(alias.name for alias in _LATER)
+"""Those of Megatron-LM 0.12, for what is added here; its other names are the fields' own."""
+
+ALIASES: Mapping[str, Alias] = {alias.name: alias for alias in (*_ALIASES, *_LATER)}
 """By name, without the leading dashes."""

@@ -8,7 +8,7 @@ import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.arguments import load_config
-from mt_megatron.training.arguments_megatron import ALIASES
+from mt_megatron.training.arguments_megatron import ALIASES, LATER
 from mt_megatron.training.arguments_refused import REFUSED
 from mt_megatron.training.config_types import NOT_SETTABLE, options
 
@@ -55,9 +55,9 @@ def test_tables_name_real_options_and_no_others() -> None:
     known = options()
     for alias in ALIASES.values():
         assert alias.to is None or alias.to in known
-        assert set(alias.sets) <= set(known)
+        assert {*alias.sets, *alias.presumes} <= set(known)
         assert alias.needs is None or alias.needs[0] in known
-    ours = {"model", "fp32"}
+    ours = {"model", "fp32", *LATER}
     assert set(ALIASES) - ours <= set(ARGUMENTS)
     assert set(REFUSED) <= set(ARGUMENTS)
 
@@ -91,6 +91,18 @@ def test_switch_sets_what_the_table_says(name: str) -> None:
         (["--encoder-seq-length", "3"], "train", "seq_length", 3),
         (["--persistent-save-interval", "3"], "checkpoint", "save_interval", 3),
         (["--model", "llama3_tiny"], "model", "preset", "llama3_tiny"),
+        (["--rope-scaling-factor", "4"], "model", "rotary_scaling_factor", 4.0),
+        (["--use-rope-scaling"], "model", "rotary_scaling_factor", 8.0),
+        (["--use-rope-scaling"], "model", "original_max_position_embeddings", 8192),
+        (["--use-rope-scaling", "--rope-scaling-factor", "4"], "model", "rotary_scaling_factor", 4.0),
+        (["--rope-scaling-factor", "4", "--use-rope-scaling"], "model", "rotary_scaling_factor", 4.0),
+        (
+            ["--num-virtual-stages-per-pipeline-rank", "2"],
+            "parallel",
+            "virtual_pipeline_model_parallel_size",
+            2,
+        ),
+        (["--moe-layer-freq", "([0]*1+[1]*2)"], "model", "moe_layer_freq", (0, 1, 1)),
     ],
 )
 def test_renamed_arguments(argv: list[str], section: str, name: str, expected: object) -> None:
