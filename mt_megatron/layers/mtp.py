@@ -107,6 +107,8 @@ class MultiTokenPredictionLayer(MegatronModule):  # type: ignore[misc]
             hidden = tensor_parallel.gather_from_tensor_model_parallel_region(projected)
             if parallel:
                 hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
+            if self.config.fp32_residual_connection:
+                hidden = hidden.float()
             hidden, _ = self.transformer_layer(hidden_states=hidden, **attention)
         output: Tensor = make_viewless_tensor(
             inp=self.final_layernorm(hidden), requires_grad=True, keep_graph=True

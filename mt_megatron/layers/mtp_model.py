@@ -22,21 +22,6 @@ from ..seams.loss_gradient import announced, announced_loss_gradient
 from .mtp_loss import DepthLosses, document_numbers, shifted
 
 
-def check_config(config: Any) -> None:
-    """Raises ``ConfigError`` for what multi-token prediction cannot be combined with."""
-    for wrong, found, change in (
-        (config.context_parallel_size > 1, "context parallelism", "context_parallel_size = 1"),
-        (bool(config.fp8), "fp8", "fp8 unset"),
-        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute", "it off"),
-        (config.enable_cuda_graph, "enable_cuda_graph", "it off"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"found mtp_num_layers {config.mtp_num_layers} with {found}; expected {change}, since a "
-                "depth needs tokens, layers and gradients that are elsewhere then. Change one of them"
-            )
-
-
 def add_depths(model: Any, block_spec: Any, layer_spec: Any) -> None:
     """Complete ``model``, a ``GPTModel`` that upstream has built; collective over its embedding group.
 

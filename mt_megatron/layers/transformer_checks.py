@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ..errors import ConfigError
+from .mtp_checks import prediction_problems
 from .transformer_fields import FIELDS, LOAD_BALANCING, moe_pattern
 
 Values = Mapping[str, Any]
@@ -56,6 +57,7 @@ def field_problems(values: Values) -> list[str]:
         *_attention(values),
         *_rotary(values),
         *_stages(values),
+        *prediction_problems(values),
     ]
 
 

@@ -23,9 +23,9 @@ def _init(
 ) -> None:
     depths = getattr(config, "mtp_num_layers", None)
     if depths:
-        from ..layers.mtp_model import check_config
+        from ..layers.mtp_checks import check_prediction
 
-        check_config(config)
+        check_prediction(config)
     original(self, config, transformer_layer_spec, *args, **kwargs)
     if depths:
         from ..layers.mtp_model import add_depths

@@ -22,6 +22,7 @@ def _fields(config: TrainingConfig) -> list[str]:
         **config.model.core.values,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
     }
     return [_with_flags(problem) for problem in field_problems(values)]
 

@@ -150,19 +150,19 @@ def test_what_it_does_not_go_with_is_refused_before_anything_is_built() -> None:
     from types import SimpleNamespace
 
     from mt_megatron.errors import ConfigError
-    from mt_megatron.layers.mtp_model import check_config
+    from mt_megatron.layers.mtp_checks import check_prediction
 
-    plain = {
-        "mtp_num_layers": 1,
-        "context_parallel_size": 1,
-        "fp8": None,
-        "defer_embedding_wgrad_compute": False,
-        "enable_cuda_graph": False,
-    }
-    check_config(SimpleNamespace(**plain))
-    for name, value in (("context_parallel_size", 2), ("fp8", "hybrid"), ("enable_cuda_graph", True)):
-        with pytest.raises(ConfigError, match="found mtp_num_layers 1 with"):
-            check_config(SimpleNamespace(**plain | {name: value}))
+    plain = {"mtp_num_layers": 1, "context_parallel_size": 1, "fp8": None}
+    check_prediction(SimpleNamespace(**plain))
+    for name, value in (
+        ("context_parallel_size", 2),
+        ("fp8", "hybrid"),
+        ("enable_cuda_graph", True),
+        ("defer_embedding_wgrad_compute", True),
+    ):
+        with pytest.raises(ConfigError, match=f"mtp_num_layers is 1 with {name}"):
+            check_prediction(SimpleNamespace(**plain | {name: value}))
+        check_prediction(SimpleNamespace(**plain | {name: value, "mtp_num_layers": None}))
 
 
 def test_an_unmodified_script_asks_as_later_versions_do(tmp_path: Path) -> None:
