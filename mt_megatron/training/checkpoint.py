@@ -182,7 +182,16 @@ def _padding_notes(folder: Path, document: Mapping[str, Any], trainable: Trainab
 
 
 def _require_same_optimizer(folder: Path, document: Mapping[str, Any], trainable: Trainable) -> None:
-    saved = document.get("config", {}).get("parallel", {}).get("use_distributed_optimizer")
+    parallel = document.get("config", {}).get("parallel", {})
+    experts = parallel.get("expert_model_parallel_size", 1)
+    if (experts > 1) != (trainable.core.expert_model_parallel_size > 1):
+        # Experts have an optimizer of their own as soon as they are spread, not before.
+        raise CheckpointError(
+            f"{folder} was saved with expert_model_parallel_size {experts} and this run has "
+            f"{trainable.core.expert_model_parallel_size}: with 1 there is one optimizer, above it experts "
+            "have their own. Choose a size on the same side, or start from the weights alone with --load"
+        )
+    saved = parallel.get("use_distributed_optimizer")
     wanted = bool(trainable.chunks[0].ddp_config.use_distributed_optimizer)
     if saved is None or bool(saved) == wanted:
         return

@@ -1,0 +1,69 @@
+"""Runs of models with experts continue to the bit, and stages without experts wait for nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+
+CASES = "tests.training.experts_cases"
+# The bias moves far enough to change the choice of experts within a few steps.
+EXPERTS = (
+    "--family deepseek --num-moe-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 "
+    "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
+)
+MIXED = f"{EXPERTS} --moe-layer-freq [0,1,1,1]"
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+EP2 = "--expert-model-parallel-size 2"
+TWO = {
+    "ep2": f"{MIXED} {EP2}",
+    "ep2_zero1_bf16": f"{MIXED} {EP2} {ZERO1} --bf16",
+    "ep2_sequential_bf16": f"{MIXED} {EP2} --bf16 --no-moe-grouped-gemm",
+    "ep2_allgather_uniform": f"{EXPERTS} {EP2} --moe-token-dispatcher-type allgather",
+    "dp2": MIXED,
+}
+# The first of two stages has dense layers only.
+PP2 = f"{EXPERTS} --moe-layer-freq [0,0,1,1] {EP2} --pipeline-model-parallel-size 2"
+FOUR = {"pp2_ep2": PP2, "pp2_ep2_zero1_bf16": f"{PP2} {ZERO1} --bf16"}
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for size, layouts in ((2, TWO), (4, FOUR)):
+        folder = str(tmp_path_factory.mktemp(f"experts{size}"))
+        found |= run_ranks(size, f"{CASES}:continued_and_not", folder, layouts, timeout=300)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_a_resumed_run_continues_to_the_bit(continued: dict[str, Any], name: str) -> None:
+    found = continued[name]
+    whole, first, second = (found[part] for part in ("whole", "first", "second"))
+    assert "error" not in whole and "error" not in second, found
+    assert {**first["steps"], **second["steps"]} == whole["steps"] and len(whole["steps"]) == 6
+    assert found["differing"] == [] and found["tensors"] > 20
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_the_bias_is_in_the_checkpoint_in_fp32_and_has_moved(continued: dict[str, Any], name: str) -> None:
+    biases = continued[name]["biases"]
+    assert biases
+    for largest, dtype in biases.values():
+        assert dtype == "torch.float32" and largest >= 0.05
+
+
+def test_sizes_on_either_side_of_one_are_named(tmp_path: Path) -> None:
+    resume = f"--resume {tmp_path}/source"
+    others = [f"{MIXED} {resume}", f"{MIXED} --load {tmp_path}/source"]
+    refused, weights = run_ranks(
+        2, f"{CASES}:other_sizes", str(tmp_path), f"{MIXED} {EP2}", others, timeout=200
+    )[0]
+    assert "expert_model_parallel_size 2 and this run has 1" in refused["error"]
+    assert "error" not in weights and weights["finished"]
