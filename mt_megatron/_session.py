@@ -200,15 +200,21 @@ def make_plan_for(
     chosen: Backend, why: str, *, features: Iterable[str] | None = None, strict: bool = True
 ) -> Plan:
     """Check versions and sources and plan the patches of a backend, changing nothing."""
-    from .patches import collect
+    from .patches import collect, reading_fields
     from .patching.plan import make_plan
 
     check_upstream_version()
+    wanted = None if features is None else frozenset(features)
+    if wanted is not None and "model_config" not in wanted and (readers := reading_fields(wanted)):
+        raise PatchError(
+            f"features {', '.join(readers)} read fields of the configuration that the feature model_config "
+            "adds; add it to the features"
+        )
     return make_plan(
         collect(chosen),
         backend=chosen.name,
         why=why,
-        features=None if features is None else frozenset(features),
+        features=wanted,
         strict=strict,
         settings=settings(),
         notes=untested_versions(),

@@ -54,3 +54,8 @@ def collect(backend: Backend) -> list[Patch]:
     for concern in CONCERNS:
         found += import_module(f"{__name__}.{concern}").patches(backend)
     return found
+
+
+def reading_fields(features: frozenset[str]) -> list[str]:
+    """Those of ``features`` whose patches read what the feature ``model_config`` adds."""
+    return sorted(features & {"moe", "mla", "mtp", "rope"})

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import mt_megatron
+from mt_megatron.errors import PatchError
+
 _SCRIPT = """
 import copy, dataclasses, json, pickle, warnings
 from dataclasses import dataclass
@@ -126,3 +129,9 @@ def test_unpatching_restores_everything(found: dict[str, Any]) -> None:
     assert found["restored"] == [] and found["gone"]
     assert found["unpatched"].startswith("TypeError") and found["again"] == found["unpatched"]
     assert found["late_class"] == 6, "a class that was made meanwhile keeps the fields that it was made with"
+
+
+@pytest.mark.parametrize("feature", ["moe", "mla", "mtp", "rope"])
+def test_features_that_read_the_fields_are_refused_without_them(feature: str) -> None:
+    with pytest.raises(PatchError, match=f"features {feature} read fields.*model_config"):
+        mt_megatron.patch("cpu", features=["device", feature])
