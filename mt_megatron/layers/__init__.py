@@ -7,8 +7,10 @@ context_parallel.py           the same over a sequence that is spread over ranks
 context_parallel_blocks.py    its kernels: some queries, some keys, and how to merge
 context_parallel_exchange.py  how keys and values travel: all-gather or a ring
 swiglu.py      SwiGLU where it is not compiled
-transformer_fields.py         the fields that TransformerConfig gains; transformer_checks.py what they have to fulfil
+transformer_fields.py         the fields that TransformerConfig gains
+transformer_checks.py         what they have to fulfil
 mla_transformer_config.py     MLATransformerConfig
 block_spec.py                 which layer has experts, and which attention
-shared_experts.py             the expert that every token passes; mlp_width.py how wide an MLP is built
+shared_experts.py             the expert that every token passes
+mlp_width.py                  how wide an MLP is built
 """
