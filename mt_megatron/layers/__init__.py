@@ -13,4 +13,7 @@ mla_transformer_config.py     MLATransformerConfig
 block_spec.py                 which layer has experts, and which attention
 shared_experts.py             the expert that every token passes
 mlp_width.py                  how wide an MLP is built
+router.py            the router of a mixture of experts, from the parts beside it: router_choice.py (scores,
+                     groups, ties), router_capacity.py, router_losses.py, router_passes.py (what counts),
+                     router_telemetry.py, router_tracker.py; expert_bias.py is the bias that evens their load
 """

@@ -126,41 +126,44 @@ def _same_everywhere(logits: Tensor) -> torch.dtype:
 def best_experts(scores: Tensor, options: RouterOptions) -> Tensor:
     """The ``topk`` best of [tokens, num_experts], int64 [tokens, topk]; of the best groups, where there
     are groups."""
-    allowed = None
-    if options.group_topk is not None and options.num_groups is not None:
-        allowed = _in_best_groups(scores.detach(), options, options.num_groups, options.group_topk)
-    return lowest_index_topk(scores, options.topk, allowed)
+    scores = scores.detach()
+    if options.group_topk is None or options.num_groups is None:
+        return lowest_index_topk(scores, options.topk)
+    size = options.num_experts // options.num_groups
+    members = scores.view(-1, options.num_groups, size)
+    groups = _best_groups(members, options, options.group_topk)
+    # In the order of their indices, so that places among them are in the order of the experts.
+    groups = groups.sort(dim=-1).values
+    candidates = members.gather(1, groups.unsqueeze(-1).expand(-1, -1, size)).flatten(1)
+    places = lowest_index_topk(candidates, options.topk)
+    return groups.gather(1, places // size) * size + places % size
 
 
-def _in_best_groups(scores: Tensor, options: RouterOptions, groups: int, chosen: int) -> Tensor:
-    tokens, experts = scores.shape
-    members = scores.view(tokens, groups, experts // groups)
+def _best_groups(members: Tensor, options: RouterOptions, chosen: int) -> Tensor:
+    """int64 [tokens, chosen] of scores [tokens, groups, experts of a group]."""
     judges = options.group_score_topk or max(1, options.topk // chosen)
     if judges == 1:
-        judgement = members.amax(dim=-1)
-    else:
-        wide = _same_everywhere(scores)
-        judgement = members.topk(judges, dim=-1).values.to(wide).sum(dim=-1).type_as(scores)
-    best = lowest_index_topk(judgement, chosen)
-    mask = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
-    return mask.unsqueeze(-1).expand(-1, -1, experts // groups).reshape(tokens, experts)
+        return lowest_index_topk(members.amax(dim=-1), chosen)
+    best = members.gather(-1, lowest_index_topk(members, judges))
+    return lowest_index_topk(best.to(_same_everywhere(best)).sum(dim=-1).type_as(best), chosen)
 
 
-def lowest_index_topk(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
+def lowest_index_topk(scores: Tensor, k: int) -> Tensor:
     """Indices of the ``k`` largest of the last dimension, int64, largest first.
 
-    Of exactly equal ones the lowest index comes first, which ``torch.topk`` does not promise. Only where
-    ``allowed`` is True, if given; there must be ``k`` of them.
+    Of exactly equal ones the lowest index comes first, which ``torch.topk`` does not promise.
     """
     scores = scores.detach()
     if scores.dtype == torch.float64:
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, -torch.inf)
         return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
     keys = _keys(scores)
-    if allowed is not None:
-        keys = keys.masked_fill(~allowed, torch.iinfo(torch.int64).min)
+    if scores.device.type == "cpu" and k <= _FEW:
+        return _one_by_one(keys, k)
     return torch.topk(keys, k, dim=-1).indices
+
+
+_FEW = 16
+"""Up to so many, taking maxima one by one is several times as fast on a CPU as ``torch.topk``."""
 
 
 def _keys(scores: Tensor) -> Tensor:
@@ -170,6 +173,17 @@ def _keys(scores: Tensor) -> Tensor:
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     size = scores.shape[-1]
     return bits.long().mul_(size).add_(torch.arange(size - 1, -1, -1, device=scores.device))
+
+
+def _one_by_one(keys: Tensor, k: int) -> Tensor:
+    """Indices of the ``k`` largest of ``keys``, which are overwritten. A key tells where it stands."""
+    size, found = keys.shape[-1], []
+    for _ in range(k):
+        largest = keys.amax(dim=-1, keepdim=True)
+        index = size - 1 - largest.remainder_(size)
+        keys.scatter_(-1, index, torch.iinfo(torch.int64).min)
+        found.append(index)
+    return torch.cat(found, dim=-1)
 
 
 def count_tokens(indices: Tensor, num_experts: int) -> Tensor:

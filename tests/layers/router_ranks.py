@@ -362,3 +362,13 @@ def everything(world: int, folder: str) -> dict[str, Any]:
     with layout(cp=2):
         found["cp2"] = {kind: loss_gradient(kind) for kind in KINDS if kind != "alltoall_seq"}
     return found
+
+
+def combined(folder: str) -> dict[str, Any]:
+    """Four ranks: two ways of dividing the work at once."""
+    found = {}
+    with layout(tp=2):
+        found["tp2 dp2"] = steps(folder, "tp2", [0, 1, 1], 1, sequence_parallel=True)
+    with layout(pp=2, ep=2):
+        found["pp2 ep2"] = steps(folder, "pp2", [0, 1, 1, 1], 1)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,19 @@ def test_the_tracker_is_reduced_where_a_stage_has_no_experts(two: list[Found]) -
     losses = first["values"]["load_balancing_loss"]
     # Two micro-batches are added up; a balanced load gives 1 each.
     assert losses[:2] == [0, 0] and min(losses[2:]) > 1.5
+
+
+@pytest.mark.soak
+def test_biases_of_four_ranks_equal_the_hand_computation(tmp_path: Path) -> None:
+    layers = {"tp2 dp2": [[2, 3]] * 4, "pp2 ep2": [[2], [2], [3, 4], [3, 4]]}
+    for rank, found in enumerate(
+        run_ranks(4, "tests.layers.router_ranks:combined", str(tmp_path), timeout=300)
+    ):
+        for name, expected in layers.items():
+            assert found[name]["layers"] == expected[rank]
+            assert (
+                close(*found[name]["first"])
+                and close(*found[name]["third"])
+                and close(*found[name]["skipped"])
+            )
+            assert found[name]["saved"]["before"] == found[name]["saved"]["after"]
