@@ -221,7 +221,8 @@ def dataclass_fields() -> tuple[dataclasses.Field[Any], ...]:
         (one.name, one.type, dataclasses.field(default=one.default, kw_only=True, metadata={"doc": one.doc}))
         for one in FIELDS
     ]
-    return dataclasses.fields(dataclasses.make_dataclass("TransformerFields", rows))
+    made = dataclasses.make_dataclass("TransformerFields", rows, init=False, repr=False, eq=False)
+    return dataclasses.fields(made)
 
 
 def moe_pattern(freq: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
