@@ -19,7 +19,18 @@ from typing import Any, NoReturn
 import mt_megatron
 from mt_megatron.errors import ConfigError, MtMegatronError, RunError
 
-COMMANDS = ("run", "pretrain", "launch", "prepare", "preprocess", "plan", "diverge", "doctor", "patches")
+COMMANDS = (
+    "run",
+    "pretrain",
+    "launch",
+    "prepare",
+    "preprocess",
+    "convert",
+    "plan",
+    "diverge",
+    "doctor",
+    "patches",
+)
 """Subcommands, in the order of ``--help``."""
 
 

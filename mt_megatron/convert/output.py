@@ -45,8 +45,11 @@ class FileTask:
     size: int
     """Bytes; an estimate is enough."""
 
-    produce: Callable[[], Iterable[Any]]
+    produce: Callable[[], Iterable[Any]] | None = None
     """Makes the buffers (or ``Summed`` ones) that it consists of, one at a time."""
+
+    save: Callable[[Callable[[Any], int]], None] | None = None
+    """The same for those who want to be given the function that writes a buffer."""
 
 
 class OutputFolder:
@@ -175,29 +178,21 @@ class OutputFolder:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.part")
-        size, crc = 0, 0
         try:
             with open(temporary, "wb", buffering=0) as stream:
-                for buffer in task.produce():
-                    content = buffer.content if isinstance(buffer, Summed) else buffer
-                    view = memoryview(content)
-                    if self._stop.is_set():
-                        return
-                    written = 0
-                    while written < view.nbytes:
-                        written += stream.write(view[written:])
-                    if isinstance(buffer, Summed):
-                        crc = combined(crc, buffer.crc32, view.nbytes)
-                    else:
-                        crc = zlib.crc32(view, crc)
-                    size += view.nbytes
-                    progress(view.nbytes)
+                sink = _Sink(stream, self._stop, progress)
+                if task.save is not None:
+                    task.save(sink.write)
+                for buffer in task.produce() if task.produce is not None else ():
+                    sink.write(buffer)
                 os.fsync(stream.fileno())
             temporary.replace(path)
+        except _Stopped:
+            return
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
         sync_folder(path.parent)
-        self._complete(task.name, {"bytes": size, "crc32": f"{crc:08x}"})
+        self._complete(task.name, {"bytes": sink.size, "crc32": f"{sink.crc32:08x}"})
 
     def _complete(self, name: str, entry: dict[str, Any]) -> None:
         with self._mutex:
@@ -206,3 +201,33 @@ class OutputFolder:
                 stream.write(json.dumps({"file": name, "entry": entry}) + "\n")
                 stream.flush()
                 os.fsync(stream.fileno())
+
+
+class _Stopped(Exception):
+    """Another file failed."""
+
+
+class _Sink:
+    """Counts and sums what it writes."""
+
+    def __init__(self, stream: Any, stop: threading.Event, progress: Callable[[int], None]) -> None:
+        self._stream = stream
+        self._stop = stop
+        self._progress = progress
+        self.size = 0
+        self.crc32 = 0
+
+    def write(self, buffer: Any) -> int:
+        if self._stop.is_set():
+            raise _Stopped
+        view = memoryview(buffer.content if isinstance(buffer, Summed) else buffer)
+        written = 0
+        while written < view.nbytes:
+            written += self._stream.write(view[written:])
+        if isinstance(buffer, Summed):
+            self.crc32 = combined(self.crc32, buffer.crc32, view.nbytes)
+        else:
+            self.crc32 = zlib.crc32(view, self.crc32)
+        self.size += view.nbytes
+        self._progress(view.nbytes)
+        return view.nbytes

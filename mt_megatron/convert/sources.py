@@ -5,7 +5,7 @@ Nothing is read before it is asked for, and what can be a view of a file is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,13 +62,13 @@ class PublishedSource:
     target: torch.dtype | None
     """The dtype that is asked for; None: as it is stored."""
 
-    def check(self, model: Any, ignored: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    def check(self, model: Any, ignored: Collection[str] = ()) -> None:
         """Raise ``CheckpointError`` for tensors that are missing, unknown, or of another shape than the
         configuration (a ``ModelConfig``) says. ``ignored`` names are known and not wanted."""
         found = self.folder.tensors
         needed = {name for row in self.rows.values() for name in row.sources}
         copies = {name for row in self.rows.values() for name in row.copies}
-        check_names(set(found) - ignored, needed, "published", optional=copies)
+        check_names(set(found) - set(ignored), needed, "published", optional=copies)
         wrong = []
         for name, row in self.rows.items():
             shapes = [found[source].shape for source in row.sources]
@@ -113,10 +113,10 @@ class MegatronSource:
     sizes: Sizes
     target: torch.dtype | None
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, ignored: Collection[str] = ()) -> None:
         """Raise ``CheckpointError`` as ``PublishedSource.check`` does. The vocabulary may be padded."""
         found = self.checkpoint.tensors
-        check_names(set(found), set(self.rows), "Megatron")
+        check_names(set(found) - set(ignored), set(self.rows), "Megatron")
         wrong = []
         for name, row in self.rows.items():
             shape, expected = found[name].shape, shape_of(name, model)
@@ -152,9 +152,9 @@ class MegatronSource:
 
 
 def _dtype(row: TensorRow, stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    if row.fp32:
-        return torch.float32
-    return stored if target is None else target
+    if target is None:
+        return stored
+    return torch.float32 if row.fp32 else target
 
 
 def _raise_wrong(wrong: list[str]) -> None:

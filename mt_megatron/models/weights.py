@@ -58,4 +58,4 @@ class TensorRow:
     """Whether published files may hold it in FP8 with one scale for each block."""
 
     fp32: bool = False
-    """Whether it stays float32 whatever the model's dtype is."""
+    """Whether it becomes float32 where a dtype is asked for, whatever that is."""

@@ -1,0 +1,141 @@
+"""``mt-megatron convert``: weights between Hugging Face's folders and Megatron's checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.errors import ConfigError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MOST_WORKERS = 8
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "convert",
+        help="weights from and to Hugging Face",
+        description="Convert weights between a folder in Hugging Face's form and Megatron checkpoints, or\n"
+        "between the two forms of those. No model is built and no device is used. A conversion\n"
+        "that was interrupted goes on where it was when the same command is given again.\n"
+        "Every option of mt-megatron pretrain that describes the model or its layout is taken.",
+        epilog="examples:\n"
+        "  mt-megatron convert --from-hf models/llama-3-8b --to-megatron checkpoints/llama-3-8b\n"
+        "  mt-megatron convert --from-megatron runs/mine --to-hf models/mine --dtype bf16\n"
+        "  mt-megatron convert --from-hf models/llama-3-8b --to-torch checkpoints/for-0.9 \\\n"
+        "    --tensor-model-parallel-size 8 --transformer-impl transformer_engine\n"
+        "  mt-megatron convert --from-hf models/llama-3-8b --to-config llama-3-8b.yaml\n\n"
+        "exit codes: 0 converted, 1 the weights cannot be converted, 2 wrong use",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-hf", type=Path, metavar="DIR", help="folder with config.json and safetensors")
+    source.add_argument(
+        "--from-megatron",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint (torch_dist or torch), or a folder that names its newest",
+    )
+    destination = parser.add_mutually_exclusive_group(required=True)
+    destination.add_argument("--to-hf", type=Path, metavar="DIR", help="folder that transformers loads")
+    destination.add_argument(
+        "--to-megatron", type=Path, metavar="DIR", help="distributed checkpoint (torch_dist), any layout"
+    )
+    destination.add_argument(
+        "--to-torch", type=Path, metavar="DIR", help="Megatron-LM 0.9's mp_rank_* files, for one layout"
+    )
+    destination.add_argument("--to-config", type=Path, metavar="FILE", help="only the model's configuration")
+    add = parser.add_argument
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the result (as it is stored)")
+    add("--max-shard-size", type=_size, metavar="SIZE", help="of a file, such as 5GB")
+    add("--fp8", action="store_true", help="write DeepSeek's block-scaled FP8 weights (with --to-hf)")
+    add("--no-mtp", action="store_true", help="leave layers of multi-token prediction out")
+    add(
+        "--with-optimizer",
+        action="store_true",
+        help="an error when the source holds an optimizer's state, which is never converted",
+    )
+    add(
+        "--hf-files", type=Path, metavar="DIR", help="folder with tokenizer files and config.json for --to-hf"
+    )
+    add("--workers", type=_positive, metavar="N", help="threads (the cores, at most 8)")
+    add("--json", action="store_true", help="print the result as one JSON object")
+    parser.set_defaults(func=run, config_arguments=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert. Raises ``CheckpointError`` and ``ConfigError``."""
+    # Deprecations of torch's that megatron-core's import sets off; nothing the reader can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core\.")
+    import torch
+
+    from mt_megatron.cli.convert_progress import ConsoleProgress
+    from mt_megatron.convert.request import Request
+    from mt_megatron.convert.run import configuration_file, convert
+    from mt_megatron.training.checkpoint_files import write_durably
+
+    if args.to_config is not None:
+        if args.from_hf is None:
+            raise ConfigError("--to-config reads the config.json of --from-hf; a checkpoint has config.yaml")
+        write_durably(args.to_config, configuration_file(args.from_hf, prediction=not args.no_mtp))
+        print(f"wrote {args.to_config}", file=sys.stderr)
+        return 0
+    forms = (("huggingface", args.to_hf), ("torch_dist", args.to_megatron), ("torch", args.to_torch))
+    form, destination = next((form, path) for form, path in forms if path is not None)
+    workers = args.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    # Each file has a thread of its own; torch's would only get into each other's way.
+    torch.set_num_threads(1)
+    with ConsoleProgress() as progress:
+        outcome = convert(
+            Request(
+                source=args.from_hf or args.from_megatron,
+                published=args.from_hf is not None,
+                destination=destination,
+                form=form,  # type: ignore[arg-type]
+                arguments=tuple(args.config_argv),
+                dtype=args.dtype,
+                max_shard_size=args.max_shard_size,
+                fp8=args.fp8,
+                prediction=not args.no_mtp,
+                weights_only=not args.with_optimizer,
+                side_files=args.hf_files,
+                workers=workers,
+            ),
+            progress,
+        )
+    rate = outcome.bytes / 1e6 / max(1e-9, outcome.seconds)
+    if args.json:
+        result = {
+            "folder": str(outcome.folder),
+            "tensors": outcome.tensors,
+            "bytes": outcome.bytes,
+            "seconds": outcome.seconds,
+        }
+        print(json.dumps(result, indent=2))
+    else:
+        print(
+            f"{outcome.folder}: {outcome.tensors:,} tensors, {outcome.bytes / 1e6:,.0f} MB in "
+            f"{outcome.seconds:.1f} s ({rate:,.0f} MB/s)"
+        )
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}; expected at least 1")
+    return value
+
+
+def _size(text: str) -> int:
+    number = text.rstrip("KMGIBkmgib")
+    unit = text[len(number) :].upper()
+    if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a size such as 500MB or 5GB")
+    return max(1, int(float(number) * _UNITS[unit]))

@@ -1,0 +1,187 @@
+"""A distributed checkpoint (``torch_dist``) written without process groups or a model.
+
+It is what Megatron-Core writes: files of ``torch.save`` archives behind each other, ``.metadata`` that
+says where each lies, ``metadata.json``, and ``common.pt``. The layout decides which pieces tensors are
+stored in, and which files they share; any other layout reads it all the same.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mt_megatron.convert.dist_metadata import METADATA
+from mt_megatron.convert.layout import Piece, pieces_of, take
+from mt_megatron.convert.megatron_names import KeyStyle
+from mt_megatron.convert.output import FileTask, Summed
+from mt_megatron.convert.sources import Rows, Source
+from mt_megatron.convert.tensors import extra_state_of, split_axis
+from mt_megatron.training.checkpoint_items import frame_of, pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """A piece of a tensor as it is stored."""
+
+    key: str
+    piece: Piece
+    lead: tuple[int, ...]
+    """Its place on the axes before the tensor's own."""
+
+    dtype: torch.dtype
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return (*self.lead, *self.piece.offsets)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (*(1 for _ in self.lead), *self.piece.sizes)
+
+    @property
+    def stored(self) -> int:
+        return frame_of(self.sizes, self.dtype).total
+
+
+class DistWriter:
+    """The files of a distributed checkpoint, planned from names, shapes and dtypes alone."""
+
+    def __init__(
+        self,
+        source: Source,
+        rows: Rows,
+        shapes: Mapping[str, tuple[int, ...]],
+        style: KeyStyle,
+        *,
+        tensor: int,
+        groups: Sequence[Sequence[str]],
+    ) -> None:
+        """``shapes`` are of whole tensors with padding; ``groups`` are the names of tensors that share
+        a file, in the order of the files."""
+        self._source = source
+        self._items: dict[str, list[_Item]] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        for name, row in rows.items():
+            place = style.place(name)
+            self._sizes[place.key] = (*place.axes, *shapes[name])
+            self._items[name] = [
+                _Item(key=place.key, piece=piece, lead=place.index, dtype=source.dtype(name))
+                for piece in pieces_of(name, row, shapes[name], split_axis(name), tensor)
+            ]
+        self._groups = [list(group) for group in groups]
+        self._states = _extra_states(rows, style)
+        self._state = _serialised([None])
+
+    def tasks(self) -> list[FileTask]:
+        """The files with tensors; the first has the empty extra states as well."""
+        found = []
+        for index, group in enumerate(self._groups):
+            size = sum(item.stored for name in group for item in self._items[name])
+            found.append(
+                FileTask(
+                    name=_file(index),
+                    size=size,
+                    produce=lambda index=index, group=group: self._produce(index, group),  # type: ignore[misc]
+                )
+            )
+        return found
+
+    def metadata(self) -> dict[str, bytes]:
+        """``.metadata`` and ``metadata.json``, by name."""
+        from torch.distributed.checkpoint import metadata as planner
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        entries: dict[str, Any] = {}
+        places: dict[Any, Any] = {}
+        for index, group in enumerate(self._groups):
+            offset = 0
+            for name in group:
+                for item in self._items[name]:
+                    if item.key not in entries:
+                        entries[item.key] = planner.TensorStorageMetadata(
+                            properties=planner.TensorProperties(dtype=item.dtype),
+                            size=torch.Size(self._sizes[item.key]),
+                            chunks=[],
+                        )
+                    entries[item.key].chunks.append(
+                        planner.ChunkStorageMetadata(
+                            offsets=torch.Size(item.offsets), sizes=torch.Size(item.sizes)
+                        )
+                    )
+                    where = planner.MetadataIndex(item.key, item.offsets)
+                    places[where] = _StorageInfo(_file(index), offset, item.stored)
+                    offset += item.stored
+            for key in self._states if index == 0 else ():
+                entries[key] = planner.BytesStorageMetadata()
+                places[planner.MetadataIndex(key)] = _StorageInfo(_file(index), offset, len(self._state))
+                offset += len(self._state)
+        document = planner.Metadata(
+            state_dict_metadata=entries,
+            planner_data={key: (key,) for key in entries},
+            storage_data=places,
+        )
+        # Megatron-Core's own addition, which it asks for when it loads an optimizer's flattened states.
+        document.mcore_data = {  # type: ignore[attr-defined]
+            key: {} for key, entry in entries.items() if isinstance(entry, planner.TensorStorageMetadata)
+        }
+        backend = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        return {METADATA: pickle.dumps(document), "metadata.json": json.dumps(backend).encode()}
+
+    def _produce(self, index: int, group: Sequence[str]) -> Iterator[Any]:
+        for name in group:
+            parts = self._source.parts(name)
+            for item in self._items[name]:
+                tensor = take(parts, item.piece).view(item.sizes)
+                yield from _with_checksums(tensor)
+            del parts
+            self._source.release(name)
+        if index == 0:
+            for _ in self._states:
+                yield self._state
+
+
+def _with_checksums(tensor: torch.Tensor) -> Iterator[Any]:
+    """The archive of ``tensor``; the checksum that stands in it is not computed a second time."""
+    frame, buffers = frame_of(tuple(tensor.shape), tensor.dtype), pieces(tensor)
+    if len(buffers) == 1:
+        yield buffers[0]
+        return
+    before, content, after = buffers
+    yield before
+    yield Summed(content=content, crc32=struct.unpack_from("<I", after, frame.crc_at[0])[0])
+    yield after
+
+
+def _extra_states(rows: Rows, style: KeyStyle) -> list[str]:
+    """Keys of the empty objects that Megatron's linears ask for when they load."""
+    keys = []
+    for name in rows:
+        state = extra_state_of(name)
+        if state is not None:
+            place = style.place(state)
+            index = ".".join(map(str, place.index or (0,)))
+            axes = ".".join(map(str, place.axes or (1,)))
+            keys.append(f"{place.key}/shard_{index}_{axes}")
+    return keys
+
+
+def _file(index: int) -> str:
+    return f"__{index}_0.distcp"
+
+
+def _serialised(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()

@@ -1,0 +1,247 @@
+"""``config.json`` of a published folder to options of ours and back, by ``model_type``.
+
+What a published configuration says and a model here cannot do is an error that names it; what it says
+about other things than the model (caches, tokens, dtypes) is kept for the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_megatron.convert import hf_families as families
+from mt_megatron.convert.hf_rope import rope_options, rope_settings
+from mt_megatron.errors import CheckpointError, ConfigError
+
+Options = dict[str, Any]
+"""Values by option name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One ``model_type``."""
+
+    family: str
+    """Our model family."""
+
+    name: str
+    """The class in transformers that ``architectures`` names."""
+
+    read: Callable[[families.Reader], Options]
+    """The options beside those that all architectures have."""
+
+    write: Callable[[Any], dict[str, Any]]
+    """The entries beside those that all architectures have, from a ``ModelConfig``."""
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        family="llama",
+        name="LlamaForCausalLM",
+        read=families.read_llama,
+        write=families.write_llama,
+    ),
+    "mixtral": Architecture(
+        family="mixtral",
+        name="MixtralForCausalLM",
+        read=families.read_mixtral,
+        write=families.write_mixtral,
+    ),
+    "deepseek_v2": Architecture(
+        family="deepseek",
+        name="DeepseekV2ForCausalLM",
+        read=families.read_deepseek_v2,
+        write=families.write_deepseek_v2,
+    ),
+    "deepseek_v3": Architecture(
+        family="deepseek",
+        name="DeepseekV3ForCausalLM",
+        read=families.read_deepseek_v3,
+        write=families.write_deepseek_v3,
+    ),
+    "qwen2": Architecture(
+        family="qwen",
+        name="Qwen2ForCausalLM",
+        read=families.read_qwen2,
+        write=families.write_qwen2,
+    ),
+    "qwen3": Architecture(
+        family="qwen",
+        name="Qwen3ForCausalLM",
+        read=families.read_qwen3,
+        write=families.write_qwen3,
+    ),
+    "qwen3_moe": Architecture(
+        family="qwen",
+        name="Qwen3MoeForCausalLM",
+        read=families.read_qwen3_moe,
+        write=families.write_qwen3_moe,
+    ),
+}
+"""``model_type`` -> what it is."""
+
+
+def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Options:
+    """The model options that a ``config.json`` describes. Without ``prediction`` its layers of multi-token
+    prediction are left out.
+
+    Raises ``CheckpointError`` for an architecture that is not known, and for entries that say
+    something that a model here cannot do.
+    """
+    kind = document.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(
+            f"config.json has the model_type {kind!r}; expected one of {', '.join(ARCHITECTURES)}"
+        )
+    architecture = ARCHITECTURES[kind]
+    reader = families.Reader(document)
+    reader.require("hidden_act", "silu", default="silu")
+    reader.require("attention_bias", False, default=False)
+    reader.require("mlp_bias", False, default=False)
+    heads = reader.get("num_attention_heads")
+    options: Options = {
+        "family": architecture.family,
+        "num_layers": reader.get("num_hidden_layers"),
+        "hidden_size": reader.get("hidden_size"),
+        "ffn_hidden_size": reader.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "vocab_size": reader.get("vocab_size"),
+        "max_position_embeddings": reader.get("max_position_embeddings"),
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": reader.get("rms_norm_eps"),
+        "init_method_std": reader.get("initializer_range", 0.02),
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not reader.get("tie_word_embeddings", False),
+        "attention_dropout": float(reader.get("attention_dropout", 0.0) or 0.0),
+        "hidden_dropout": 0.0,
+        **rope_options(document),
+        **architecture.read(reader),
+    }
+    if not options.get("multi_latent_attention"):
+        options["num_query_groups"] = reader.get("num_key_value_heads", heads) or heads
+        head = reader.get("head_dim", None)
+        options["kv_channels"] = head or options["hidden_size"] // heads
+    if not prediction:
+        options.pop("mtp_num_layers", None)
+    return options
+
+
+def model_type_of(model: Any) -> str:
+    """The ``model_type`` under which a ``ModelConfig`` is published. Raises ``ConfigError`` when there is
+    none."""
+    family = model.family
+    if family in ("llama", "mixtral"):
+        return str(family)
+    if family == "deepseek":
+        return "deepseek_v3" if model.moe_router_score_function == "sigmoid" else "deepseek_v2"
+    if family == "qwen":
+        if model.num_moe_experts is not None:
+            return "qwen3_moe"
+        return "qwen3" if model.qk_layernorm else "qwen2"
+    raise ConfigError(f"the family {family} has no published form; expected llama, mixtral, deepseek or qwen")
+
+
+def config_json(
+    model: Any, *, dtype: str, like: Mapping[str, Any] | None = None, fp8_block: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """``config.json`` for a ``ModelConfig``: what transformers, vLLM and SGLang read.
+
+    ``dtype`` names the weights' type. Entries of ``like``, an earlier ``config.json`` of the same
+    ``model_type``, that say nothing about the model are taken over. Raises ``ConfigError`` when the model
+    cannot be published as its family's architecture, naming why.
+    """
+    kind = model_type_of(model)
+    architecture = ARCHITECTURES[kind]
+    document: dict[str, Any] = {
+        "architectures": [architecture.name],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "attention_dropout": model.attention_dropout,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        "vocab_size": model.vocab_size,
+        **rope_settings(model),
+    }
+    families.require_published(model)
+    document |= architecture.write(model)
+    kept = dict(like) if like and like.get("model_type") == kind else {}
+    for name in (
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+        "dtype",
+        "torch_dtype",
+        "quantization_config",
+    ):
+        kept.pop(name, None)
+    kept |= document
+    if fp8_block is not None:
+        kept["quantization_config"] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(fp8_block),
+        }
+    return dict(sorted(kept.items()))
+
+
+def differences(options: Mapping[str, Any], model: Any, *, ignored: tuple[str, ...] = ()) -> list[str]:
+    """One line for each of the published ``options`` that a ``ModelConfig`` contradicts."""
+    found = []
+    for name, value in options.items():
+        if name in _FREE or name in ignored:
+            continue
+        ours = getattr(model, name)
+        same = ours == value or (isinstance(ours, list | tuple) and list(ours) == value)
+        if name == "family":
+            continue
+        if name == "moe_layer_freq":
+            same = families.same_layers(ours, value, model.num_layers)
+        if isinstance(value, float) and isinstance(ours, float):
+            same = abs(ours - value) <= 1e-9 * max(abs(ours), abs(value))
+        if not same:
+            found.append(f"{name} is {ours}, config.json says {value}")
+    return found
+
+
+_WRITTEN_ANEW = (
+    "auto_map",
+    "dtype",
+    "head_dim",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+)
+"""Entries that would contradict what is written; code of a repository is none of an export's business."""
+
+_FREE = frozenset(
+    {
+        "family",
+        "init_method_std",
+        "attention_dropout",
+        "hidden_dropout",
+        "max_position_embeddings",
+        "moe_aux_loss_coeff",
+        "moe_router_load_balancing_type",
+        "moe_router_dtype",
+        "moe_router_bias_update_rate",
+        "moe_token_dispatcher_type",
+    }
+)
+"""Options that a run may choose otherwise than the weights' publisher did: they are about training."""

@@ -1,0 +1,139 @@
+"""What a conversion starts from: a published folder or a Megatron checkpoint, opened and understood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_megatron.convert.dist_metadata import METADATA
+from mt_megatron.convert.dist_reader import DistFolder
+from mt_megatron.convert.hf_config import options_of
+from mt_megatron.convert.hf_files import carried_files, side_files, tokenizer_files
+from mt_megatron.convert.published import CONFIG, PublishedFolder
+from mt_megatron.convert.sources import WholeTensors
+from mt_megatron.convert.torch_args import options_from_arguments, read_common
+from mt_megatron.convert.torch_reader import TorchFolder, is_torch_folder
+from mt_megatron.errors import CheckpointError
+from mt_megatron.training.checkpoint_files import LATEST, MANIFEST, folder_name, read_manifest
+from mt_megatron.training.config_types import options as known_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """An opened source."""
+
+    path: Path
+    options: Mapping[str, Any]
+    """What it says of its model, by option name."""
+
+    published: PublishedFolder | None = None
+    checkpoint: WholeTensors | None = None
+    side_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Tokenizer, generation settings and ``config.json``, by name."""
+
+    iteration: int = 0
+    """Of a Megatron checkpoint."""
+
+    has_optimizer: bool = False
+    notes: tuple[str, ...] = ()
+    """What the log should say."""
+
+
+def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Input:
+    """A folder in Hugging Face's form. Raises ``CheckpointError``."""
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} has no {CONFIG}; expected a folder in Hugging Face's form")
+    folder = PublishedFolder(path, fp8_as)
+    return Input(
+        path=path,
+        options=options_of(folder.config, prediction=prediction),
+        published=folder,
+        side_files=side_files(path),
+    )
+
+
+def open_megatron(path: Path) -> Input:
+    """A Megatron checkpoint: the folder of one, or a folder that names its newest. Raises
+    ``CheckpointError``."""
+    folder = _resolved(path)
+    if (folder / METADATA).is_file():
+        return _distributed(folder)
+    if is_torch_folder(folder):
+        checkpoint = TorchFolder(folder)
+        return Input(
+            path=folder,
+            options=options_from_arguments(checkpoint.arguments),
+            checkpoint=checkpoint,
+            iteration=checkpoint.iteration,
+            has_optimizer=checkpoint.has_optimizer,
+            notes=checkpoint.notes,
+        )
+    raise CheckpointError(
+        f"{folder} is no Megatron checkpoint: it has neither {METADATA} (torch_dist) nor mp_rank_* folders "
+        "(torch)"
+    )
+
+
+def _distributed(folder: Path) -> Input:
+    checkpoint = DistFolder(folder)
+    found: dict[str, Any] = {"path": folder, "checkpoint": checkpoint}
+    found["has_optimizer"] = checkpoint.has_optimizer
+    found["side_files"] = carried_files(folder)
+    if (folder / MANIFEST).is_file():
+        document = read_manifest(folder)
+        config = document.get("config", {})
+        options = _model_options(config)
+        found["iteration"] = int(document.get("progress", {}).get("iteration", 0))
+        tokenizer = config.get("data", {}).get("tokenizer_model")
+        if not found["side_files"] and tokenizer and Path(tokenizer).exists():
+            found["side_files"] = tokenizer_files(Path(tokenizer))
+    else:
+        common = read_common(folder)
+        options = options_from_arguments(common.get("args"))
+        found["iteration"] = int(common.get("iteration") or 0)
+    return Input(options=options, **found)
+
+
+def _model_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    known = known_options()
+    values = {name: value for name, value in config.get("model", {}).items() if name in known}
+    # It has given its values already.
+    values.pop("preset", None)
+    for name in ("bf16", "fp16"):
+        if config.get("train", {}).get(name):
+            values[name] = True
+    for name in _OF_A_RUN:
+        values.pop(name, None)
+    return values
+
+
+_OF_A_RUN = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "first_pipeline_num_layers",
+    "last_pipeline_num_layers",
+)
+"""Options of the model's section that say how a run laid it out, which the result need not follow."""
+
+
+def _resolved(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; expected a Megatron checkpoint")
+    pointer = path / LATEST
+    if not pointer.is_file():
+        return path
+    try:
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}") from error
+    if text != "release" and not text.isdigit():
+        raise CheckpointError(f"{pointer} says {text!r}, expected a number or 'release'")
+    folder = path / (text if text == "release" else folder_name(int(text)))
+    if not folder.is_dir():
+        raise CheckpointError(f"{pointer} names {folder.name}, which is not there")
+    return folder

@@ -1,0 +1,195 @@
+"""The files of each form of a result, planned and not yet written."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import torch
+
+import mt_megatron
+from mt_megatron.convert import hf_files
+from mt_megatron.convert.dist_writer import DistWriter
+from mt_megatron.convert.fp8_blocks import BLOCK
+from mt_megatron.convert.grouping import groups, virtual_stages
+from mt_megatron.convert.hf_config import config_json
+from mt_megatron.convert.inputs import Input
+from mt_megatron.convert.megatron_names import KeyStyle
+from mt_megatron.convert.output import FileTask, OutputFolder
+from mt_megatron.convert.published import CONFIG
+from mt_megatron.convert.request import MAX_SHARD, Request
+from mt_megatron.convert.safetensors_writer import SafetensorsWriter
+from mt_megatron.convert.settings import Model
+from mt_megatron.convert.sources import MegatronSource, PublishedSource
+from mt_megatron.convert.tensors import shape_of
+from mt_megatron.convert.torch_args import COMMON, arguments_of
+from mt_megatron.convert.torch_writer import TorchWriter
+from mt_megatron.layers.block_spec import has_uniform_layers
+from mt_megatron.layers.transformer_fields import moe_layer_pattern
+from mt_megatron.training.checkpoint_files import write_manifest
+from mt_megatron.training.config import TrainingConfig
+
+
+def published_files(
+    request: Request, given: Input, model: Model, source: PublishedSource | MegatronSource
+) -> list[FileTask]:
+    """The files of a published folder: weights and their index, ``config.json``, what comes with it."""
+    config = model.config.model
+    shapes = {name: _published_shapes(name, model) for name in model.rows}
+    writer = SafetensorsWriter(
+        source,
+        model.rows,
+        shapes,
+        max_shard_size=request.max_shard_size or MAX_SHARD["huggingface"],
+        fp8=request.fp8,
+    )
+    files = dict(given.side_files)
+    if request.side_files is not None:
+        files |= hf_files.side_files(request.side_files)
+    like = json.loads(files.pop(CONFIG)) if CONFIG in files else None
+    document = config_json(
+        config, dtype=_name_of_dtype(model, source), like=like, fp8_block=BLOCK if request.fp8 else None
+    )
+    texts: dict[str, bytes] = {
+        **files,
+        CONFIG: (json.dumps(document, indent=2) + "\n").encode(),
+        hf_files.GENERATION: hf_files.generation_config(document, files),
+        **{name: text.encode() for name, text in writer.index().items()},
+    }
+    return writer.tasks() + _small(texts)
+
+
+def _published_shapes(name: str, model: Model) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the published tensors of one row."""
+    row, sizes = model.rows[name], model.sizes
+    rows, *rest = shape_of(name, model.config.model)
+    if row.packing == "query_groups":
+        head = sizes.kv_channels
+        counts = [sizes.num_attention_heads * head, *[sizes.num_query_groups * head] * 2]
+    else:
+        counts = [rows // len(row.sources)] * len(row.sources)
+    return tuple((count, *rest) for count in counts)
+
+
+def _name_of_dtype(model: Model, source: PublishedSource | MegatronSource) -> str:
+    """The dtype that most numbers have."""
+    counts: dict[torch.dtype, int] = {}
+    for name in model.rows:
+        dtype = source.dtype(name)
+        counts[dtype] = counts.get(dtype, 0) + torch.Size(shape_of(name, model.config.model)).numel()
+    return str(max(counts, key=lambda each: counts[each])).removeprefix("torch.")
+
+
+def _padded_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for name, row in model.rows.items():
+        shape = shape_of(name, model.config.model)
+        shapes[name] = (model.sizes.padded_vocab_size, *shape[1:]) if row.vocabulary else shape
+    return shapes
+
+
+def distributed_files(
+    request: Request,
+    given: Input,
+    config: TrainingConfig,
+    model: Model,
+    source: PublishedSource | MegatronSource,
+) -> list[FileTask]:
+    """The files of a distributed checkpoint, but for our manifest."""
+    shapes = _padded_shapes(model)
+    sizes = {name: torch.Size(shape).numel() * source.dtype(name).itemsize for name, shape in shapes.items()}
+    options, pattern = config.model, moe_layer_pattern(config.model)
+    writer = DistWriter(
+        source,
+        model.rows,
+        shapes,
+        KeyStyle(
+            num_layers=options.num_layers,
+            moe_layers=tuple(index for index, is_moe in enumerate(pattern) if is_moe),
+            num_experts=options.num_moe_experts or 0,
+            latent=options.multi_latent_attention,
+            uniform=has_uniform_layers(options),
+            transformer_engine=options.transformer_impl == "transformer_engine",
+        ),
+        tensor=config.parallel.tensor_model_parallel_size,
+        groups=groups(config, sizes, request.max_shard_size or MAX_SHARD["torch_dist"]),
+    )
+    common = io.BytesIO()
+    torch.save(
+        {
+            "args": arguments_of(config, model.sizes.padded_vocab_size, iteration_of(given)),
+            "checkpoint_version": 3.0,
+            "iteration": iteration_of(given),
+            "num_floating_point_operations_so_far": 0,
+        },
+        common,
+    )
+    carried = {f"{hf_files.CARRIED}/{name}": content for name, content in given.side_files.items()}
+    return writer.tasks() + _small(
+        {**writer.metadata(), COMMON: common.getvalue(), "config.yaml": config.to_yaml().encode(), **carried}
+    )
+
+
+def write_our_manifest(output: OutputFolder, given: Input, config: TrainingConfig, model: Model) -> None:
+    """The manifest and the marker of our own checkpoints, by which a run takes it for a whole one."""
+    parallel = config.parallel
+    write_manifest(
+        output.folder,
+        {
+            "format": 2,
+            "weights_only": True,
+            "progress": {
+                "iteration": iteration_of(given),
+                "consumed_samples": 0,
+                "consumed_tokens": 0,
+                "skipped_iterations": 0,
+            },
+            "layout": {
+                "tp": parallel.tensor_model_parallel_size,
+                "pp": parallel.pipeline_model_parallel_size,
+                "ep": parallel.expert_model_parallel_size,
+                "cp": 1,
+                "vpp": config.virtual_pipeline_model_parallel_size,
+                "world_size": 0,
+            },
+            "padded_vocab_size": model.sizes.padded_vocab_size,
+            "files": dict(output.entries),
+            "config": config.to_dict(),
+            "converted_from": str(given.path.name),
+            "versions": {"torch": torch.__version__, "mt_megatron": mt_megatron.__version__},
+        },
+    )
+
+
+def files_by_rank(
+    given: Input,
+    config: TrainingConfig,
+    model: Model,
+    source: PublishedSource | MegatronSource,
+    scratch: Path,
+) -> list[FileTask]:
+    """The files of a checkpoint in the ``torch`` form; ``scratch`` takes what is removed again."""
+    counts = [len(layers) for layers in virtual_stages(config)]
+    arguments = arguments_of(
+        config,
+        model.sizes.padded_vocab_size,
+        iteration_of(given),
+        None if len(set(counts)) == 1 else counts,
+    )
+    whole = dataclasses.replace(model, config=config)
+    return TorchWriter(source, whole, _padded_shapes(model), arguments, scratch).tasks()
+
+
+def _small(files: dict[str, bytes]) -> list[FileTask]:
+    return [
+        FileTask(name=name, size=len(content), produce=lambda content=content: [content])  # type: ignore[misc]
+        for name, content in files.items()
+    ]
+
+
+def iteration_of(given: Input) -> int:
+    """The step that a result is named by."""
+    # Megatron-LM takes 0 for a damaged pointer.
+    return max(1, given.iteration)

@@ -1,0 +1,172 @@
+"""One conversion from its request to the folder that it leaves: open, compare, plan, write, publish."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mt_megatron
+from mt_megatron.convert.inputs import Input, open_megatron, open_published
+from mt_megatron.convert.output import OutputFolder
+from mt_megatron.convert.outputs import (
+    distributed_files,
+    files_by_rank,
+    iteration_of,
+    published_files,
+    write_our_manifest,
+)
+from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
+from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
+from mt_megatron.convert.sources import MegatronSource, PublishedSource
+from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.training.checkpoint_files import LATEST, folder_name, write_durably
+from mt_megatron.training.config import TrainingConfig
+
+
+def convert(request: Request, progress: Progress) -> Outcome:
+    """Convert ``request.source``. Raises ``CheckpointError`` and ``ConfigError``; the destination is then as
+    it was, and what was written waits beside it for the next try."""
+    started = time.monotonic()
+    _check_destination(request)
+    target = None if request.dtype is None else DTYPES[request.dtype]
+    given = _open(request, target)
+    for note in given.notes:
+        progress.say(note)
+    if given.has_optimizer and not request.weights_only:
+        raise CheckpointError(
+            f"{given.path} holds an optimizer's state, which belongs to its layout and is not converted; "
+            "take the weights alone with --weights-only, or continue the run from it as it is"
+        )
+    if given.has_optimizer:
+        progress.say("the optimizer's state is left behind: the result holds weights only")
+    config = configuration(given.options, request.arguments)
+    if not request.prediction:
+        config = _without_prediction(config, progress)
+    model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
+    source = _source(request, given, model, target, progress)
+    folder = _final(request, given)
+    with OutputFolder(folder, _contents(request, given, config), progress.say) as output:
+        if request.form == "huggingface":
+            tasks = published_files(request, given, model, source)
+        elif request.form == "torch_dist":
+            tasks = distributed_files(request, given, config, model, source)
+        else:
+            tasks = files_by_rank(given, config, model, source, output.folder)
+        progress.expect(sum(task.size for task in tasks))
+        output.write(tasks, request.workers, progress.advance)
+        if request.form == "torch_dist":
+            write_our_manifest(output, given, config, model)
+        output.publish()
+    if request.form != "huggingface":
+        write_durably(request.destination / LATEST, f"{iteration_of(given)}\n")
+    return Outcome(
+        folder=folder,
+        tensors=len(model.rows),
+        bytes=sum(entry["bytes"] for entry in output.entries.values()),
+        seconds=time.monotonic() - started,
+    )
+
+
+def configuration_file(source: Path, *, prediction: bool = True) -> str:
+    """Our YAML for the model in the published folder ``source``. Raises ``CheckpointError``."""
+    return as_yaml(open_published(source, prediction=prediction, fp8_as=torch.bfloat16).options)
+
+
+def _open(request: Request, target: torch.dtype | None) -> Input:
+    if not request.published:
+        return open_megatron(request.source)
+    return open_published(request.source, prediction=request.prediction, fp8_as=target or torch.bfloat16)
+
+
+def _without_prediction(config: TrainingConfig, progress: Progress) -> TrainingConfig:
+    if config.model.mtp_num_layers:
+        progress.say(f"{config.model.mtp_num_layers} layers of multi-token prediction are left out")
+    core = dataclasses.replace(config.model.core, values={**config.model.core.values, "mtp_num_layers": None})
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, core=core))
+
+
+def _source(
+    request: Request, given: Input, model: Model, target: torch.dtype | None, progress: Progress
+) -> PublishedSource | MegatronSource:
+    common: dict[str, Any] = {"rows": model.rows, "sizes": model.sizes, "target": target}
+    if given.published is not None:
+        published = PublishedSource(folder=given.published, **common)
+        ignored = _derived(set(given.published.tensors))
+        if ignored:
+            progress.say(
+                f"{len(ignored)} rotary frequencies are left out: they follow from the configuration"
+            )
+        behind = set()
+        if not request.prediction:
+            behind = _behind(set(given.published.tensors), model.config.model.num_layers)
+        published.check(model.config.model, ignored | behind)
+        return published
+    assert given.checkpoint is not None
+    checkpoint = MegatronSource(checkpoint=given.checkpoint, **common)
+    behind = set()
+    if not request.prediction:
+        behind = {name for name in given.checkpoint.tensors if name.startswith("mtp.")}
+    checkpoint.check(model.config.model, behind)
+    return checkpoint
+
+
+def _derived(names: set[str]) -> set[str]:
+    """Buffers that older files hold and that every reader computes."""
+    return {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+
+
+def _behind(names: set[str], num_layers: int) -> set[str]:
+    """The published tensors of layers behind the model's last."""
+    found = set()
+    for name in names:
+        words = name.split(".")
+        if words[:2] == ["model", "layers"] and words[2].isdigit() and int(words[2]) >= num_layers:
+            found.add(name)
+    return found
+
+
+def _final(request: Request, given: Input) -> Path:
+    if request.form == "huggingface":
+        return request.destination
+    return request.destination / folder_name(iteration_of(given))
+
+
+def _check_destination(request: Request) -> None:
+    destination = request.destination
+    if destination.resolve() == request.source.resolve():
+        raise ConfigError(f"{destination} is the source as well; choose another destination")
+    if destination.exists() and not destination.is_dir():
+        raise ConfigError(f"{destination} is no folder; choose another destination")
+    there = (
+        [each for each in destination.iterdir() if not each.name.endswith(".converting")]
+        if (destination.is_dir())
+        else []
+    )
+    if there:
+        raise ConfigError(
+            f"{destination} is not empty (it holds {there[0].name}); choose another destination or empty it"
+        )
+    if request.fp8 and request.form != "huggingface":
+        raise ConfigError("FP8 weights are a published form; expected --to-hf with --fp8")
+
+
+def _contents(request: Request, given: Input, config: TrainingConfig) -> str:
+    """What the result is made of, to the last option: only the same work is taken up again."""
+    files: Sequence[Path] = sorted(each for each in given.path.rglob("*") if each.is_file())
+    stats = [
+        [str(each.relative_to(given.path)), each.stat().st_size, each.stat().st_mtime_ns] for each in files
+    ]
+    options = {
+        field.name: str(getattr(request, field.name))
+        for field in dataclasses.fields(request)
+        if field.name != "workers"
+    }
+    return json.dumps(
+        [mt_megatron.__version__, torch.__version__, stats, options, config.to_dict()], sort_keys=True
+    )

@@ -1,0 +1,97 @@
+"""The configuration that a conversion works by: what the source says of its model, and what is asked for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mt_megatron.convert.hf_config import differences
+from mt_megatron.convert.table import Sizes, expand
+from mt_megatron.errors import ConfigError
+from mt_megatron.models.parameters import padded_vocab_size
+from mt_megatron.models.weights import TensorRow
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_types import options as known_options
+
+_NAMES_A_MODEL = ("--config", "--model", "--preset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model as a conversion sees it."""
+
+    config: TrainingConfig
+    """With local layers, whatever it is trained with: tables then have one form."""
+
+    rows: dict[str, TensorRow]
+    """Every single tensor's row, first layers first."""
+
+    sizes: Sizes
+
+
+def configuration(options: Mapping[str, Any], argv: Sequence[str]) -> TrainingConfig:
+    """The configuration that ``options`` (by name, from the source) and ``argv`` (what was typed) make.
+
+    ``argv`` may describe the model itself (``--config``, ``--model``): then the two are compared. Raises
+    ``ConfigError`` that names every difference.
+    """
+    if any(word.split("=")[0] in _NAMES_A_MODEL for word in argv):
+        config = load_config(argv)
+        found = differences(options, config.model)
+        if found:
+            raise ConfigError(
+                "the configuration is not of the model that is converted:\n"
+                + "\n".join(f"- {line}" for line in found)
+            )
+        return config
+    with tempfile.TemporaryDirectory(prefix="mt_megatron.") as folder:
+        path = Path(folder) / "source.yaml"
+        path.write_text(as_yaml(options), encoding="utf-8")
+        return load_config(argv, path)
+
+
+def as_yaml(options: Mapping[str, Any]) -> str:
+    """``options`` by name as one of our YAML files."""
+    sections: dict[str, dict[str, Any]] = {}
+    known = known_options()
+    for name, value in options.items():
+        plain = list(value) if isinstance(value, tuple) else value
+        sections.setdefault(known[name].section, {})[name] = plain
+    text: str = yaml.safe_dump(sections, sort_keys=False)
+    return text
+
+
+def model_of(config: TrainingConfig, *, tensor: int = 1) -> Model:
+    """The model of ``config``, whose vocabulary is padded for tensor-parallel size ``tensor``."""
+    from mt_megatron.training.model import family_of
+
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            "the vocabulary's size is not known: the source holds it padded. Give --vocab-size, the number "
+            "of entries of the tokenizer's model"
+        )
+    local = replace(config, model=replace(config.model, transformer_impl="local"))
+    rows = expand(family_of(local).convert_table(local), local.model.num_layers)
+    padded = padded_vocab_size(
+        local.model.vocab_size or 0,
+        divisible_by=local.model.make_vocab_size_divisible_by,
+        tensor_parallel=tensor,
+    )
+    order = sorted(rows, key=_first_layers_first)
+    return Model(config=local, rows={name: rows[name] for name in order}, sizes=Sizes.of(local, padded))
+
+
+def _first_layers_first(name: str) -> tuple[int, int]:
+    """Sorts as data passes through: embedding, layers, final norm, output layer, prediction layers."""
+    words = name.split(".")
+    if words[0] == "embedding":
+        return 0, 0
+    if words[:2] == ["decoder", "layers"]:
+        return 1, int(words[2])
+    return (2, 0) if words[0] == "decoder" else (3, 0) if words[0] == "output_layer" else (4, int(words[2]))
