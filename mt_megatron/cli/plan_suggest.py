@@ -199,7 +199,8 @@ def _row(choice: Choice) -> dict[str, str]:
     """The cells of one layout, by column."""
     layout, cost = choice.layout, choice.cost
     recompute = layout.recompute
-    how: str = recompute.granularity or "none"
+    parts = ["latents"] * recompute.mla_up_proj + ["experts"] * recompute.moe_layer
+    how: str = recompute.granularity or " + ".join(parts) or "none"
     if recompute.granularity == "full":
         how = f"{recompute.method} {recompute.num_layers}"
     sizes = (layout.tensor, layout.pipeline, layout.chunks, layout.context, layout.expert, layout.data)

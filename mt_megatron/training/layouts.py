@@ -62,6 +62,8 @@ class Layout:
             "recompute_num_layers": (
                 self.recompute.num_layers if self.recompute.granularity == "full" else None
             ),
+            "recompute_mla_up_proj": self.recompute.mla_up_proj,
+            "moe_layer_recompute": self.recompute.moe_layer,
             "overlap_p2p_comm": self.chunks > 1,
         }
         if self.layers is not None:
@@ -103,6 +105,8 @@ class Layout:
             "recompute-num-layers": recompute.num_layers if recompute.granularity == "full" else None,
         }
         switches = {
+            "recompute-mla-up-proj": recompute.mla_up_proj,
+            "moe-layer-recompute": recompute.moe_layer,
             "sequence-parallel": self.sequence_parallel,
             "use-distributed-optimizer": self.distributed_optimizer,
             "overlap-grad-reduce": self.overlaps,

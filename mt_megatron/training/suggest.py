@@ -190,13 +190,20 @@ def _case(found: Suggestion, layout: Layout, world_size: int) -> MemoryCase:
 def _variants(layout: Layout, found: Suggestion) -> Iterator[Variant]:
     """``layout`` with every recomputation worth trying, and the worst rank's memory."""
     case = _case(found, layout, found.world_size)
-    given = recompute_of(found.config.model)
-    if given.granularity is not None:
+    given, model = recompute_of(found.config.model), found.config.model
+    if given != Recompute():
         yield _with(layout, case, given)
         return
     plain = _with(layout, case, Recompute())
     yield plain
     yield _with(layout, case, Recompute(granularity="selective"))
+    latent, experts = model.multi_latent_attention, model.num_moe_experts is not None
+    if latent:
+        yield _with(layout, case, Recompute(mla_up_proj=True))
+    if experts:
+        yield _with(layout, case, Recompute(moe_layer=True))
+    if latent and experts:
+        yield _with(layout, case, Recompute(mla_up_proj=True, moe_layer=True))
     if plain[2].total > found.hardware.usable_bytes:
         yield from _smallest_block(layout, case, found.hardware.usable_bytes)
     yield _with(layout, case, Recompute(granularity="full", method="uniform", num_layers=1))
@@ -285,7 +292,7 @@ def _fits(found: Suggestion, world_size: int) -> bool:
     full = Recompute(granularity="full", method="uniform", num_layers=1)
     candidates: Iterable[Layout] = layouts(found.config, world_size, frugal=True)
     for layout in candidates:
-        layout = dataclasses.replace(layout, recompute=given if given.granularity else full)
+        layout = dataclasses.replace(layout, recompute=full if given == Recompute() else given)
         if rule_problems(layout, found.config, world_size, found.hardware.devices_per_node):
             continue
         case = _case(found, layout, world_size)
