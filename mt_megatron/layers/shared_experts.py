@@ -65,13 +65,16 @@ def with_shared_experts(
         output, bias = routed(hidden)
         return output + _forward(shared, hidden, recompute), bias
     device = torch.get_device_module(hidden.device)
-    side.wait_stream(device.current_stream())
+    main = device.current_stream()
+    side.wait_stream(main)
     with device.stream(side):
         beside = _forward(shared, hidden, recompute)
+    # Each is freed while the other stream may still read it: the input in backward, which runs where
+    # forward ran, the output behind the sum.
+    hidden.record_stream(side)
+    beside.record_stream(main)
     output, bias = routed(hidden)
-    # From here on the main stream uses what belongs to the other one's memory.
-    device.current_stream().wait_stream(side)
-    beside.record_stream(device.current_stream())
+    main.wait_stream(side)
     return output + beside, bias
 
 

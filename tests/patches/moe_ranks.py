@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,14 @@ from tests.patches.moe_case import BATCH, DENSE, EXPERTS, HIDDEN, SEQUENCE, TOPK
 
 def start(tp: int = 1, pp: int = 1, ep: int = 1) -> None:
     """Patch, and make process groups in place of earlier ones."""
-    mt_megatron.patch("cpu")
+    mt_megatron.patch(os.environ.get("MT_MEGATRON_TEST_BACKEND", "cpu"))
     from megatron.core import parallel_state, tensor_parallel
 
     from mt_megatron.seams import layout
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        mt_megatron.backend().set_device(0)
+        dist.init_process_group(mt_megatron.backend().collective)
     elif parallel_state.model_parallel_is_initialized():
         layout.destroy()
     layout.initialize(
@@ -96,7 +98,8 @@ def _deviations(
         asked[spoiled] = None
     made = config(**asked)
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=grouped).submodules.mlp
-    layer = build_module(spec, config=made).train()
+    device = mt_megatron.backend().device()
+    layer = build_module(spec, config=made).to(device).train()
     whole = case.weights(width=width or DENSE, shared=shared, gated=gated)
     views = _views(layer, made)
     for name, view in views.items():
@@ -109,9 +112,9 @@ def _deviations(
         data=(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
         tensor=(parallel_state.get_tensor_model_parallel_rank(), tp),
     )
-    hidden = mine(tokens).float().requires_grad_()
+    hidden = mine(tokens).float().to(device).requires_grad_()
     output, _ = layer(hidden)
-    (output * mine(slopes).float()).sum().backward()
+    (output * mine(slopes).float().to(device)).sum().backward()
     expected_input = tokens.clone().requires_grad_()
     expected = case.token_by_token(expected_input.reshape(-1, HIDDEN), whole, gated).view_as(tokens)
     (expected * slopes).sum().backward()
@@ -186,7 +189,7 @@ def _mine(full: Tensor, data: tuple[int, int], tensor: tuple[int, int]) -> Tenso
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:
     assert found is not None and found.shape == expected.shape, (found, expected.shape)
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    return float((found.cpu().double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
 def gpt(made: Any, **options: Any) -> Any:
@@ -319,3 +322,20 @@ def of_a_stub(grouped: bool) -> dict[str, Any]:
         found[f"{name}_norm"] = "inside" if norm is IdentityOp else norm.__name__
         assert spec.module is TransformerLayer
     return found
+
+
+def overlap_on_streams() -> dict[str, Any]:
+    """Deviations of a layer whose shared expert has a stream, and what the allocator was told of it."""
+    told: list[list[Any]] = []
+    # The emulator's streams are no torch.Stream, which is all that torch takes here.
+    torch.Tensor.record_stream = lambda tensor, stream: told.append([list(tensor.shape), stream])  # type: ignore[assignment, method-assign]
+    start()
+    from mt_megatron.layers.shared_experts import _side_stream
+
+    found = _deviations(width=12, shared=20, fields={"moe_shared_expert_overlap": True})
+    side = _side_stream(mt_megatron.backend().device_type)
+    return {
+        "deviations": found,
+        "told": [[shape, "side" if stream is side else "main"] for shape, stream in told],
+        "streams": side is not None,
+    }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.emulators import environment, needs_emulated_musa
 from tests.launch import run_ranks
 
 RANKS = "tests.patches.moe_ranks"
@@ -113,3 +114,11 @@ def test_transformer_engines_linears_get_the_widths(grouped: bool) -> None:
     else:
         experts = [["TEColumnParallelLinear", [16, 2 * 12]], ["TERowParallelLinear", [12, 16]]] * 4
     assert found["experts"] == experts + shared
+
+
+@needs_emulated_musa()
+def test_a_shared_expert_computes_on_a_stream_of_its_own() -> None:
+    """On the emulated musa device, whose streams order nothing: the path, not the overlap."""
+    (found,) = run_ranks(1, f"{RANKS}:overlap_on_streams", env=environment(), timeout=90)
+    assert found["streams"] and max(found["deviations"].values()) < NEAR
+    assert found["told"] == [[[8, 4, 16], "side"], [[8, 4, 16], "main"]]
