@@ -68,10 +68,9 @@ def dense_layer(spec: Any, like: Any | None = None) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     attention = (like or spec).submodules.self_attention.submodules
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=attention.linear_qkv, linear_fc2=attention.linear_proj),
-    )
+    # A spec of latent attention has no one linear for queries, keys and values.
+    first = getattr(attention, "linear_qkv", None) or attention.linear_kv_up_proj
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=first, linear_fc2=attention.linear_proj))
     changes: dict[str, Any] = {"mlp": mlp}
     if _norm_is_in_linear(like or spec):
         changes["pre_mlp_layernorm"] = IdentityOp
