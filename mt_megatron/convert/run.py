@@ -23,7 +23,7 @@ from mt_megatron.convert.outputs import (
 )
 from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
-from mt_megatron.convert.sources import MegatronSource, PublishedSource
+from mt_megatron.convert.sources import MegatronSource, PublishedSource, not_of_model
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.checkpoint_files import LATEST, folder_name, write_durably
 from mt_megatron.training.config import TrainingConfig
@@ -97,15 +97,15 @@ def _source(
     common: dict[str, Any] = {"rows": model.rows, "sizes": model.sizes, "target": target}
     if given.published is not None:
         published = PublishedSource(folder=given.published, **common)
-        ignored = _derived(set(given.published.tensors))
+        ignored = not_of_model(
+            given.published.tensors, model.config.model.num_layers, prediction=request.prediction
+        )
         if ignored:
             progress.say(
-                f"{len(ignored)} rotary frequencies are left out: they follow from the configuration"
+                f"{len(ignored)} tensors are left out: rotary frequencies, which follow from config.json, "
+                "and what --no-mtp says"
             )
-        behind = set()
-        if not request.prediction:
-            behind = _behind(set(given.published.tensors), model.config.model.num_layers)
-        published.check(model.config.model, ignored | behind)
+        published.check(model.config.model, ignored)
         return published
     assert given.checkpoint is not None
     checkpoint = MegatronSource(checkpoint=given.checkpoint, **common)
@@ -114,21 +114,6 @@ def _source(
         behind = {name for name in given.checkpoint.tensors if name.startswith("mtp.")}
     checkpoint.check(model.config.model, behind)
     return checkpoint
-
-
-def _derived(names: set[str]) -> set[str]:
-    """Buffers that older files hold and that every reader computes."""
-    return {name for name in names if name.endswith(".rotary_emb.inv_freq")}
-
-
-def _behind(names: set[str], num_layers: int) -> set[str]:
-    """The published tensors of layers behind the model's last."""
-    found = set()
-    for name in names:
-        words = name.split(".")
-        if words[:2] == ["model", "layers"] and words[2].isdigit() and int(words[2]) >= num_layers:
-            found.add(name)
-    return found
 
 
 def _final(request: Request, given: Input) -> Path:

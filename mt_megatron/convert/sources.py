@@ -151,6 +151,17 @@ class MegatronSource:
         self.checkpoint.release(name)
 
 
+def not_of_model(names: Collection[str], num_layers: int, *, prediction: bool) -> set[str]:
+    """Published names that are known and not wanted: rotary frequencies, which every reader computes, and
+    without ``prediction`` the layers behind the model's last."""
+    found = {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+    for name in names if not prediction else ():
+        words = name.split(".")
+        if words[:2] == ["model", "layers"] and words[2].isdigit() and int(words[2]) >= num_layers:
+            found.add(name)
+    return found
+
+
 def _dtype(row: TensorRow, stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     if target is None:
         return stored

@@ -134,6 +134,22 @@ def unpack(row: TensorRow, tensor: Tensor, sizes: Sizes) -> list[Tensor]:
     return parts
 
 
+def rows_in_parts(row: TensorRow, sizes: Sizes, first: int, last: int) -> tuple[list[tuple[int, int]], Sizes]:
+    """Which rows of each published part the rows ``first`` to ``last`` of a ``query_groups`` tensor come
+    from, and the sizes of a model of these alone. They must begin and end with a query group."""
+    heads = sizes.num_attention_heads // sizes.num_query_groups
+    group = (heads + 2) * sizes.kv_channels
+    if first % group or last % group:
+        raise CheckpointError(
+            f"rows {first} to {last} of {row.sources[0]} and its neighbours are no whole query groups of "
+            f"{group}; choose a tensor-parallel size that divides the {sizes.num_query_groups} query groups"
+        )
+    begin, end = first // group, last // group
+    each = [heads * sizes.kv_channels, sizes.kv_channels, sizes.kv_channels]
+    smaller = replace(sizes, num_query_groups=end - begin, num_attention_heads=heads * (end - begin))
+    return [(begin * size, end * size) for size in each], smaller
+
+
 def _pack_query_groups(parts: list[Tensor], sizes: Sizes) -> Tensor:
     rest = parts[0].shape[1:]
     blocks = [part.reshape(sizes.num_query_groups, -1, *rest) for part in parts]

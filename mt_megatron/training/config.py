@@ -279,6 +279,10 @@ class CheckpointConfig:
     load: str | None = None
     """Directory to start from when ``resume`` finds nothing in ``save``; it must hold a checkpoint."""
 
+    init_from_hf: str | None = None
+    """Folder in Hugging Face's form (config.json, safetensors) to start from when ``resume`` finds nothing in
+    ``save``; excludes ``load``."""
+
     resume: str = "auto"
     """``auto``: continue from the newest checkpoint in ``save`` if there is one. ``never``: start
     anew. Anything else is the directory of the checkpoint to continue from."""

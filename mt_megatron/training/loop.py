@@ -22,6 +22,7 @@ from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.depth_losses import depth_values
 from mt_megatron.training.distributed import Job, joined, require_precision, world_size
 from mt_megatron.training.evaluate import Validation, evaluate
+from mt_megatron.training.init_from_hf import init_from_hf
 from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
 from mt_megatron.training.moe_metrics import ExpertLoads
@@ -206,6 +207,8 @@ class _Run:
         """Continue, or start from given weights, or start anew; say which."""
         resumed = self.store.resume()
         notes = list(resumed.notes)
+        if resumed.folder is None and self.config.checkpoint.init_from_hf is not None:
+            self.display.say(init_from_hf(self.config, self.trainable))
         if (
             resumed.folder is not None
             and read_manifest(resumed.folder).get("data_order") != self.manifest["data_order"]

@@ -14,6 +14,7 @@ from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.training.init_from_hf import check_published
 from mt_megatron.training.memory_estimate import memory_of
 from mt_megatron.training.quantities import gibibytes
 
@@ -106,6 +107,7 @@ def check_checkpoint(config: TrainingConfig) -> None:
     """Raise ``CheckpointError`` when the checkpoint that the run would start from is of another model."""
     folder = _start_folder(config)
     if folder is None:
+        check_published(config)
         return
     found = _differences(read_manifest(folder), config)
     if found:

@@ -1,0 +1,142 @@
+"""Continued pre-training from a folder in Hugging Face's form: every rank reads the parts that it holds.
+
+Nothing is converted first. The configuration must be that of the published model in everything that
+its weights or its function depend on; every difference is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mt_megatron.errors import CheckpointError
+from mt_megatron.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mt_megatron.convert.place import Part
+    from mt_megatron.convert.sources import PublishedSource
+    from mt_megatron.training.model import Trainable
+
+
+def check_published(config: TrainingConfig) -> None:
+    """Raise ``CheckpointError`` when ``init_from_hf`` names a folder of another model than ``config``'s. It
+    reads ``config.json`` alone."""
+    if config.checkpoint.init_from_hf is None:
+        return
+    from mt_megatron.convert.hf_config import differences, options_of
+    from mt_megatron.convert.published import CONFIG, read_json
+
+    folder = Path(config.checkpoint.init_from_hf)
+    options = options_of(read_json(folder / CONFIG), prediction=bool(config.model.mtp_num_layers))
+    # The tokenizer's vocabulary takes the place of one that is not set, and is compared later.
+    ignored = () if config.model.vocab_size is not None else ("vocab_size",)
+    found = differences(options, config.model, ignored=ignored)
+    if found:
+        raise CheckpointError(
+            f"the weights in {folder} are of another model than this run's:\n"
+            + "\n".join(f"- {line}" for line in found)
+            + "\nSet these options as config.json says (mt-megatron convert --from-hf DIR --to-config FILE "
+            "writes them), or name another folder"
+        )
+
+
+def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:
+    """Fill this rank's parameters, and the optimizer's master weights, from the folder that
+    ``init_from_hf`` names; collective. Returns a line for the log.
+
+    Raises ``CheckpointError`` on every rank when a tensor is missing, unknown or of another shape on
+    any, and when the folder is of another model.
+    """
+    from mt_megatron.convert.place import fill
+    from mt_megatron.training.evaluate import synchronised_parameters
+
+    folder = Path(config.checkpoint.init_from_hf or "")
+    with synchronised_parameters(trainable):
+        opened = _together(folder, lambda: _opened(config, folder, trainable))
+        source, wanted = opened
+        reading = _Reading(source)
+        _together(folder, lambda: fill(wanted, reading.part))
+        trainable.optimizer.reload_model_params()
+    left = source.folder.config.get("num_nextn_predict_layers") if not config.model.mtp_num_layers else 0
+    more = f", without its {left} layers of multi-token prediction" if left else ""
+    return f"starting from the published weights of {folder}{more}"
+
+
+def _opened(config: TrainingConfig, folder: Path, trainable: Trainable) -> tuple[PublishedSource, list[Part]]:
+    from mt_megatron.convert.place import check_parts, parts
+    from mt_megatron.convert.published import PublishedFolder
+    from mt_megatron.convert.settings import model_of
+    from mt_megatron.convert.sources import PublishedSource, not_of_model
+    from mt_megatron.convert.tensors import shape_of
+    from mt_megatron.models.tables.fused import local_name
+
+    check_published(config)
+    model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
+    published = PublishedFolder(folder)
+    source = PublishedSource(folder=published, rows=model.rows, sizes=model.sizes, target=None)
+    source.check(
+        model.config.model,
+        not_of_model(
+            published.tensors, model.config.model.num_layers, prediction=bool(config.model.mtp_num_layers)
+        ),
+    )
+    wanted = [replace(part, name=local_name(part.name)) for part in parts(trainable.bare_chunks())]
+    shapes = {}
+    for name, row in model.rows.items():
+        shape = shape_of(name, model.config.model)
+        shapes[name] = (model.sizes.padded_vocab_size, *shape[1:]) if row.vocabulary else shape
+    check_parts(wanted, shapes)
+    return source, wanted
+
+
+class _Reading:
+    """The parts of tensors, of which the last one is kept: gate and up come behind each other."""
+
+    def __init__(self, source: PublishedSource) -> None:
+        self._source = source
+        self._name = ""
+        self._parts: list[Tensor] = []
+
+    def part(self, part: Part) -> Tensor:
+        from mt_megatron.convert.layout import Piece, take
+        from mt_megatron.convert.table import pack, rows_in_parts
+
+        row = self._source.rows[part.name]
+        if part.name != self._name:
+            if self._name:
+                self._source.release(self._name)
+            self._name, self._parts = part.name, self._source.published(part.name)
+        offsets = tuple(each.start for each in part.region)
+        sizes = tuple(each.stop - each.start for each in part.region)
+        tensors = self._parts
+        if row.packing == "query_groups":
+            # Only the query groups of this rank.
+            ranges, smaller = rows_in_parts(
+                row, self._source.sizes, part.region[0].start, part.region[0].stop
+            )
+            tensors = [each[slice(*rows)] for each, rows in zip(tensors, ranges, strict=True)]
+            tensors, offsets = [pack(row, tensors, smaller)], (0, *offsets[1:])
+        elif row.rotary or row.packing != "stacked":
+            tensors = [pack(row, tensors, self._source.sizes)]
+        return take(tensors, Piece(offsets=offsets, sizes=sizes))
+
+
+def _together(folder: Path, action: Any) -> Any:
+    """What ``action`` returns; an error on any rank is raised on every one, so that none waits."""
+    import torch.distributed as dist
+
+    result, error = None, None
+    try:
+        result = action()
+    except (CheckpointError, OSError, RuntimeError) as raised:
+        error = str(raised)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    said = list(dict.fromkeys(each for each in everyone if each is not None))
+    if said:
+        ranks = [rank for rank, each in enumerate(everyone) if each is not None]
+        raise CheckpointError(f"{folder} cannot be started from (ranks {ranks}): " + "\n".join(said))
+    return result
