@@ -211,8 +211,8 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
         found.append(f"load is {checkpoint.load}, which is no directory; expected one. Correct --load.")
     if checkpoint.init_from_hf is not None and not is_folder(checkpoint.init_from_hf):
         found.append(
-            f"init_from_hf is {checkpoint.init_from_hf}, which is no directory; expected one with config.json "
-            "and safetensors files. Correct --init-from-hf."
+            f"init_from_hf is {checkpoint.init_from_hf}, which is no directory; expected one with "
+            "config.json and safetensors files. Correct --init-from-hf."
         )
     if checkpoint.init_from_hf is not None and checkpoint.load is not None:
         found.append("init_from_hf and load are both set; expected one place to start from. Leave one out.")
