@@ -84,8 +84,8 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
     document = _verified(folder, verify)
     if document.get("weights_only"):
         raise CheckpointError(
-            f"{folder} holds weights and no state of a run, so that none can be continued from it; start from "
-            f"its weights with --load {folder.parent}"
+            f"{folder} holds weights and no state of a run, so that none can be continued from it; start "
+            f"from its weights with --load {folder.parent}"
         )
     _require_same_optimizer(folder, document, trainable)
     notes = _padding_notes(folder, document, trainable)
