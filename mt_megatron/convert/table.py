@@ -67,6 +67,8 @@ def to_megatron(weights: Mapping[str, Tensor], table: Table, sizes: Sizes) -> di
             if name in weights:
                 check_copy(name, weights[name], row.sources[0], weights[row.sources[0]])
         tensor = pack(row, [weights[name] for name in row.sources], sizes)
+        if tensor is weights[row.sources[0]]:
+            tensor = tensor.clone()
         if row.vocabulary:
             check_rows(row.sources[0], tensor.shape[0], sizes.vocab_size)
             padding = tensor.new_zeros(sizes.padded_vocab_size - sizes.vocab_size, *tensor.shape[1:])

@@ -53,6 +53,7 @@ _SAME = (
     "moe_router_enable_expert_bias",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_score_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_dtype",
     "multi_latent_attention",
