@@ -258,6 +258,13 @@ def alone(count: int) -> dict[str, Any]:
     }
 
 
+def many(count: int) -> list[float]:
+    start()
+    size = dist.get_world_size()
+    start(tensor_model_parallel_size=size)
+    return against_transformers(count, tensor_model_parallel_size=size, sequence_parallel=size > 1)
+
+
 def pair(count: int, folder: str) -> dict[str, Any]:
     """Everything that two processes can show."""
     from .mla_model_ranks import checkpoint, context_parallel, initialised, trained

@@ -30,6 +30,13 @@ def test_output_and_all_gradients_equal_transformers(alone: dict[str, Any]) -> N
     assert len(alone["errors"]) == SHAPES and max(alone["errors"]) <= BOUND, alone["errors"]
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2])
+def test_many_shapes_equal_transformers(world: int) -> None:
+    for found in run_ranks(world, "tests.layers.mla_ranks:many", 80, timeout=600):
+        assert len(found) == 80 and max(found) <= BOUND, max(found)
+
+
 def test_without_mscale_it_is_another_attention(alone: dict[str, Any]) -> None:
     assert alone["without mscale"] > 1000 * BOUND
 
@@ -132,24 +139,31 @@ def test_what_cannot_be_is_said(alone: dict[str, Any], what: str, words: str) ->
     assert words in alone["refusals"][what], alone["refusals"][what]
 
 
-def turned_by_complex_numbers(t: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
-    pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * factor * torch.exp(1j * angles)).flatten(-2)
+def turned_by_definition(t: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
+    """Each pair times the rotation matrix of its angle."""
+    cos, sin = factor * torch.cos(angles), factor * torch.sin(angles)
+    matrices = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)
+    return (matrices @ t.unflatten(-1, (-1, 2)).unsqueeze(-1)).squeeze(-1).flatten(-2)
 
 
-def test_rotation_is_multiplication_by_complex_numbers() -> None:
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_rotation_is_multiplication_by_matrices(monkeypatch: pytest.MonkeyPatch, by_parts: bool) -> None:
+    from mt_megatron.layers import mla_rope
     from mt_megatron.layers.mla_rope import keys_of, rotated_queries
+
+    if by_parts:
+        monkeypatch.setattr(mla_rope, "_turned", mla_rope._turned_by_parts)
 
     torch.manual_seed(1)
     query, key, shared = torch.randn(5, 2, 3, 10), torch.randn(5, 2, 3, 12)[..., 3:10], torch.randn(5, 2, 4)
     query, key, shared, angles = (t.double() for t in (query, key, shared, torch.randn(5, 2, 2)))
     found = rotated_queries(query, angles, 1.3)
-    wanted = turned_by_complex_numbers(query[..., 6:], angles.unsqueeze(2), 1.3)
+    wanted = turned_by_definition(query[..., 6:], angles.unsqueeze(2), 1.3)
     assert torch.equal(found[..., :6], query[..., :6])
     torch.testing.assert_close(found[..., 6:], wanted)
     keys = keys_of(key, shared, angles, 1.3)
     assert torch.equal(keys[..., :7], key)
-    turned = turned_by_complex_numbers(shared, angles, 1.3).unsqueeze(2)
+    turned = turned_by_definition(shared, angles, 1.3).unsqueeze(2)
     torch.testing.assert_close(keys[..., 7:], turned.expand(-1, -1, 3, -1))
 
 
