@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mt_megatron.models.activation_options import Recompute
-from mt_megatron.models.balance import balanced_layout
-from mt_megatron.models.shape import padded_shape_of
 from mt_megatron.seams.stage_layers import end_counts
 from mt_megatron.training.config import CoreOptions, TrainingConfig
+from mt_megatron.training.pipeline_layout import BALANCED
 from mt_megatron.training.validate_model import model_problems
 from mt_megatron.training.validate_nodes import node_problems
 from mt_megatron.training.validate_parallel import parallel_problems
@@ -45,8 +44,8 @@ class Layout:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: Recompute = Recompute()
-    layers: tuple[int, ...] | None = None
-    """Layers of each model chunk where they are not the same everywhere and the configuration names none."""
+    balanced: bool = False
+    """Whether layers, which do not come out even, are divided over the chunks by cost."""
 
     @property
     def overlaps(self) -> bool:
@@ -66,8 +65,8 @@ class Layout:
             "moe_layer_recompute": self.recompute.moe_layer,
             "overlap_p2p_comm": self.chunks > 1,
         }
-        if self.layers is not None:
-            core["pipeline_model_parallel_layout"] = list(self.layers)
+        if self.balanced:
+            core["pipeline_model_parallel_layout"] = BALANCED
         parallel = dataclasses.replace(
             config.parallel,
             tensor_model_parallel_size=self.tensor,
@@ -96,7 +95,7 @@ class Layout:
             "tensor-model-parallel-size": self.tensor,
             "pipeline-model-parallel-size": self.pipeline,
             "virtual-pipeline-model-parallel-size": self.chunks if self.chunks > 1 else None,
-            "pipeline-model-parallel-layout": ",".join(map(str, self.layers)) if self.layers else None,
+            "pipeline-model-parallel-layout": BALANCED if self.balanced else None,
             "context-parallel-size": self.context,
             "expert-model-parallel-size": self.expert if self.expert > 1 else None,
             "micro-batch-size": self.micro_batch,
@@ -147,7 +146,7 @@ def layouts(config: TrainingConfig, world_size: int, *, frugal: bool = False) ->
                         expert=expert,
                         data=data,
                         micro_batch=size,
-                        layers=_uneven(config, pipeline, chunks),
+                        balanced=_uneven(config, pipeline * chunks),
                     )
                     yield from _switches(layout, config, frugal)
 
@@ -222,10 +221,6 @@ def _settled(config: TrainingConfig) -> bool:
     return config.model.pipeline_model_parallel_layout is not None or end_counts(config.model) != (None, None)
 
 
-def _uneven(config: TrainingConfig, pipeline: int, chunks: int) -> tuple[int, ...] | None:
-    """Layers of each chunk, balanced by cost, where an equal number for all does not come out even."""
-    layers = config.model.num_layers
-    if _settled(config) or layers % (pipeline * chunks) == 0 or layers < pipeline * chunks:
-        return None
-    shape = padded_shape_of(config)
-    return tuple(balanced_layout(shape, pipeline, chunks, sequence=config.train.seq_length or 4096))
+def _uneven(config: TrainingConfig, chunks: int) -> bool:
+    """Whether an equal number of layers for all chunks does not come out even, and nothing else is said."""
+    return not _settled(config) and config.model.num_layers % chunks != 0

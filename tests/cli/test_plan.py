@@ -41,9 +41,12 @@ def test_parameters_are_exact(capsys: pytest.CaptureFixture[str], name: str, exp
 def test_the_comment_of_each_preset_states_its_true_count(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    vocabulary = ["--vocab-size", "4096"] if name == "llama3_tiny" else []
-    count = plan(capsys, "--model", name, *vocabulary)["parameters"]
-    assert f"{count:,} parameters" in presets.path(name).read_text()
+    vocabulary = ["--vocab-size", "4096"] if name.endswith("_tiny") else []
+    found = plan(capsys, "--model", name, *vocabulary)
+    text = presets.path(name).read_text()
+    assert f"{found['parameters']:,} parameters" in text
+    if found["active_parameters"] != found["parameters"]:
+        assert f"a token uses {found['active_parameters']:,}" in " ".join(text.replace("#", "").split())
 
 
 def test_options_change_the_model_and_padding_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,12 +117,52 @@ def test_recomputation_adds_operations_and_saves_memory(capsys: pytest.CaptureFi
     assert less["total"] < more["total"]  # type: ignore[index]
 
 
-def test_what_cannot_be_estimated_is_none_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "--model", "llama3_8b", "--num-experts", "8")
-    assert found["memory_per_rank_bytes"] is None and found["flops_per_token"] is None
-    assert "dense models" in str(found["not_estimated"])
+def test_what_cannot_be_estimated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     piped = plan(capsys, "--model", "llama3_8b", "--pipeline-model-parallel-size", "4")
     assert "--global-batch-size" in str(piped["not_estimated"])
+
+
+V3 = (
+    *("--model", "deepseek_v3", "--pipeline-model-parallel-size", "16", "--expert-model-parallel-size", "64"),
+    *("--pipeline-model-parallel-layout", "balanced", "--use-distributed-optimizer"),
+    *("--world-size", "2048", "--global-batch-size", "15360"),
+)
+
+
+def test_experts_latents_and_further_tokens_have_their_promised_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = plan(capsys, *V3)
+    assert found["parameters"] == 671_026_404_352 and found["expert_bias_buffers"] == 14_848
+    assert found["expert_parameters"] == 58 * 256 * 3 * 7168 * 2048
+    assert found["active_expert_parameters"] == 58 * 8 * 3 * 7168 * 2048
+    assert found["shared_expert_parameters"] == 58 * 3 * 7168 * 2048
+    assert found["mtp_parameters"] == 11_610_067_968 and found["mtp_expert_bias_buffers"] == 256
+    assert sum(found["modules"].values()) == found["parameters"]  # type: ignore[attr-defined]
+    assert found["expert_data_parallel_size"] == 2 and found["expert_imbalance_assumed"] == 1.2
+    layers, states = found["layers_per_chunk"], found["expert_state_per_stage_bytes"]
+    assert isinstance(layers, list) and isinstance(states, list)
+    assert sum(layers) == 61 and len(layers) == len(states) == 16
+    # The first stage has three dense layers; a mixture's experts are 4 of 256 on each rank.
+    assert states[0]["weights"] == pytest.approx((layers[0] - 3) * 4 * 3 * 7168 * 2048 * 2, rel=1e-3)
+    for state, stage in zip(states, found["memory_per_stage_bytes"], strict=True):  # type: ignore[call-overload]
+        assert all(state[name] <= stage[name] for name in ("weights", "gradients", "optimizer"))
+
+
+def test_the_imbalance_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    even, uneven = (plan(capsys, *V3, "--expert-imbalance", by) for by in ("1", "1.5"))
+    less, more = (each["memory_per_rank_bytes"]["activations"] for each in (even, uneven))  # type: ignore[index]
+    assert less < more
+    assert main(["plan", *V3, "--expert-imbalance", "0.9"]) == 2
+    assert "--expert-imbalance is 0.9" in capsys.readouterr().err
+
+
+def test_text_tells_of_experts_and_uneven_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *V3]) == 0
+    text = capsys.readouterr().out
+    for part in ("256 experts of 2048, 8 used", "latent attention 1536 q, 512 kv", "multi-token prediction"):
+        assert part in text
+    assert "layers of each model chunk: 4,4," in text and "data-parallel size is 2" in text
 
 
 def test_text_tells_memory_by_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +203,16 @@ def test_suggestions_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("8 x H100", "not measurements", "TP", "MFU", "more (--top", "The others:", "GiB"):
         assert part in text
     assert max(map(len, text.splitlines())) > 120, "the command is one line to paste"
+
+
+def test_the_table_has_expert_parallelism_where_there_are_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ("--suggest", "--world-size", "64", "--device-memory", "H100", "--global-batch-size", "256")
+    for model, expected in (("mixtral_8x7b", True), ("llama3_8b", False)):
+        assert main(["plan", "--model", model, *argv, "--pipeline-model-parallel-size", "4"]) == 0
+        head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("TP "))
+        assert ("EP" in head.split()) == expected
 
 
 def test_suggestions_as_json_have_a_command_that_loads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from mt_megatron.models.parameters import ModelShape, count_parameters
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.memory_estimate import memory_case, memory_of
 from tests.launch import run_ranks
-from tests.models.executed import PEAKS
+from tests.models.executed import NEW_PEAKS, PEAKS
 
 SHAPE = (
     "--num-layers 4 --hidden-size {0} --ffn-hidden-size {1} --num-attention-heads {2} --num-query-groups 2 "
@@ -181,6 +181,14 @@ def test_four_ranks_hold_what_is_predicted() -> None:
 def test_the_worst_moment_is_predicted_to_four_percent(executed: dict[str, list[Any]], index: int) -> None:
     found = executed["peaks"][index]
     assert found["measured"] == pytest.approx(found["predicted"], rel=0.04)
+
+
+@pytest.mark.parametrize("index", range(len(NEW_PEAKS)), ids=NEW_PEAKS)
+def test_the_worst_moment_with_experts_and_latents_is_predicted_to_a_tenth(
+    executed: dict[str, list[Any]], index: int
+) -> None:
+    found = executed["peaks"][len(PEAKS) + index]
+    assert found["measured"] == pytest.approx(found["predicted"], rel=0.1)
 
 
 GPT = ModelShape(
