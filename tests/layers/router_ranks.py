@@ -195,15 +195,18 @@ def steps(folder: str, name: str, pattern: list[int], chunks: int, **overrides: 
 
 def save_and_load(job: Job, folder: Path) -> dict[str, Any]:
     """Biases through a distributed checkpoint, as the model is and as bf16 makes it."""
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing, parallel_state
 
     def state() -> dict[str, Any]:
-        return {
-            f"model{index}": chunk.module.sharded_state_dict(
-                prefix=f"model{index}.", metadata={"non_homogeneous_layers": True}
+        found = {}
+        for index, chunk in enumerate(job.chunks):
+            if len(job.chunks) > 1:
+                # Layers are named by their number in the whole model, which depends on the chunk.
+                parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+            found[f"model{index}"] = chunk.module.sharded_state_dict(
+                metadata={"non_homogeneous_layers": True}
             )
-            for index, chunk in enumerate(job.chunks)
-        }
+        return found
 
     before = job.biases()
     if dist.get_rank() == 0:

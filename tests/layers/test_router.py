@@ -158,7 +158,7 @@ def losses(case: Case, logits: Tensor, expected: Expected, batch: int | None) ->
         ("z", z_loss_func(leaf, 0.001), oracle.z_loss(logits.tolist(), 0.001)),
     ):
         (gradient,) = torch.autograd.grad(value, leaf)
-        assert float(value) == pytest.approx(want, rel=1e-5), name
+        assert float(value.detach()) == pytest.approx(want, rel=1e-5), name
         torch.testing.assert_close(gradient.double(), torch.tensor(by_hand).double(), rtol=2e-4, atol=1e-7)
 
 
