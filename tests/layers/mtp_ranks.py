@@ -65,6 +65,22 @@ def _compared(model: Any, expected: list[torch.Tensor], weights: dict[str, torch
     return max(errors)
 
 
+def alone(folder: str) -> dict[str, Any]:
+    """All of the below, and the gradients that layouts are compared with, in one process."""
+    import mt_megatron
+
+    without = digests(without=True)
+    mt_megatron.unpatch()
+    return {
+        "without": without,
+        "off": digests(without=False),
+        "oracle": beside_the_oracle(),
+        "over_microbatches": over_microbatches(),
+        "by_later_names": by_later_names(),
+        "reference": mtp_layout_ranks.reference(folder),
+    }
+
+
 def beside_the_oracle() -> dict[str, Any]:
     """Losses and gradients of one process for each way to say what counts, and the oracle's."""
     small_gpt.start()
@@ -131,7 +147,7 @@ def digests(without: bool) -> dict[str, Any]:
     from mt_megatron.patches import collect
 
     features = {patch.feature for patch in collect(registry.get("cpu"))}
-    small_gpt.start(features=sorted(features - {"mtp"} if without else features))
+    small_gpt.start(**({"features": sorted(features - {"mtp"})} if without else {}))
     transformer = mtp_model.config(mtp_num_layers=None)
     chunks = mtp_model.build(transformer)
     made = hashlib.sha256()

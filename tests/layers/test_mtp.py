@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ CASES = [
     ["tied", "tp2 sp", "uniform", "fused"],
     ["untied", "tp2 sp"],
     ["biased", "pp2 uneven"],
-    ["biased", "tp2 sp"],
     ["latent experts", "pp2"],
     ["latent experts", "pp2 uneven", "uniform"],
     ["untied", "dp2"],
@@ -37,8 +35,19 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Any:
-    return run_ranks(1, f"{HERE}:beside_the_oracle")[0]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("mtp"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> Any:
+    """Everything that one process finds out."""
+    return run_ranks(1, f"{HERE}:alone", folder, timeout=200)[0]
+
+
+@pytest.fixture(scope="module")
+def oracle(alone: dict[str, Any]) -> Any:
+    return alone["oracle"]
 
 
 def test_losses_and_gradients_are_the_oracles(oracle: dict[str, Any]) -> None:
@@ -63,17 +72,15 @@ def test_documents_change_what_counts(oracle: dict[str, Any]) -> None:
     assert all(a < b for a, b in zip(counted["mask"], counted["one"], strict=True))
 
 
-def test_a_steps_gradients_weigh_micro_batches_as_the_main_loss_does() -> None:
-    (found,) = run_ranks(1, f"{HERE}:over_microbatches")
+def test_a_steps_gradients_weigh_micro_batches_as_the_main_loss_does(alone: dict[str, Any]) -> None:
+    found = alone["over_microbatches"]
     assert set(found) == {"untied", "per token"}
     assert max(found.values()) < 1e-5, found
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = str(tmp_path_factory.mktemp("mtp"))
-    (reference,) = run_ranks(1, f"{LAYOUTS}:reference", folder)
-    return reference, run_ranks(2, f"{LAYOUTS}:compare", folder, CASES, timeout=240)
+def layouts(alone: dict[str, Any], folder: str) -> Any:
+    return alone["reference"], run_ranks(2, f"{LAYOUTS}:compare", folder, CASES, timeout=240)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[-1] != "not summed"], ids=", ".join)
@@ -99,8 +106,8 @@ def test_an_embedding_gradient_that_is_not_summed_would_be_seen(layouts: Any) ->
         assert found["worst"] == "embedding.word_embeddings.weight"
 
 
-def test_off_is_off_to_the_bit() -> None:
-    (on,), (without,) = (run_ranks(1, f"{HERE}:digests", flag) for flag in (False, True))
+def test_off_is_off_to_the_bit(alone: dict[str, Any]) -> None:
+    on, without = alone["off"], alone["without"]
     assert on.pop("patched") and not without.pop("patched")
     assert on == without
 
@@ -165,8 +172,8 @@ def test_what_it_does_not_go_with_is_refused_before_anything_is_built() -> None:
         check_prediction(SimpleNamespace(**plain | {name: value, "mtp_num_layers": None}))
 
 
-def test_an_unmodified_script_asks_as_later_versions_do(tmp_path: Path) -> None:
-    found = run_ranks(1, f"{HERE}:by_later_names")[0]
+def test_an_unmodified_script_asks_as_later_versions_do(alone: dict[str, Any]) -> None:
+    found = alone["by_later_names"]
     assert found["equal"]
     assert found["none_elsewhere"]
     assert found["empty"].startswith("the block spec of the last pipeline stage has no layer")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from mt_megatron.errors import ConfigError
@@ -17,8 +18,13 @@ from tests.patches import small_gpt
 HERE = "tests.patches.test_stage_layers"
 
 
-def test_upstream_builds_what_the_layout_says() -> None:
-    (found,) = run_ranks(1, f"{HERE}:built")
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return run_ranks(1, f"{HERE}:both")[0]
+
+
+def test_upstream_builds_what_the_layout_says(alone: dict[str, Any]) -> None:
+    found = alone["built"]
     assert found["even"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert found["chunks"] == [[0], [1, 2, 3], [4, 5], [6]]
     assert found["ends"] == [[0, 1], [2], [3], [4, 5, 6]]
@@ -32,8 +38,8 @@ def test_upstream_builds_what_the_layout_says() -> None:
     assert found["five, upstream"] == [[0, 1], [2, 3]]
 
 
-def test_recomputation_of_runs_that_do_not_come_out_even_is_exact() -> None:
-    (found,) = run_ranks(1, f"{HERE}:recomputed")
+def test_recomputation_of_runs_that_do_not_come_out_even_is_exact(alone: dict[str, Any]) -> None:
+    found = alone["recomputed"]
     assert found["off"] == found["runs of 2"] == found["runs of 5"]
     assert "IndexError" in found["upstream"]
 
@@ -86,6 +92,10 @@ def _error(make: Any) -> str:
     except (ConfigError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def both() -> dict[str, Any]:
+    return {"recomputed": recomputed(), "built": built()}
 
 
 def built() -> dict[str, Any]:
@@ -144,8 +154,6 @@ def _mamba() -> None:
 
 
 def recomputed() -> dict[str, Any]:
-    import mt_megatron
-
     small_gpt.start()
     data = small_gpt.batch()
 
@@ -172,5 +180,4 @@ def recomputed() -> dict[str, Any]:
         this_stage, "layer_or_nothing", lambda original, block, index: original(block, index)
     ):
         found["upstream"] = _error(lambda: gradients(**runs(2)))
-    mt_megatron.unpatch()
     return found
