@@ -47,7 +47,7 @@ def logits_of(router: Any, hidden: Tensor) -> Tensor | None:
     name = router.config.moe_router_dtype
     if name is None or (hidden.dtype is _DTYPES[name] and router.weight.dtype is _DTYPES[name]):
         return None
-    logits: Tensor = _LinearInType.apply(hidden, router.weight, _DTYPES[name])
+    logits: Tensor = _LinearInType.apply(hidden, router.weight, _DTYPES[name])  # type: ignore[no-untyped-call]
     return logits
 
 

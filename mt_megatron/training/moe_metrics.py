@@ -54,7 +54,7 @@ def record_of(loads: Mapping[int, LayerLoad]) -> dict[str, Any]:
     """
     if not loads:
         return {}
-    layers = [
+    layers: list[dict[str, Any]] = [
         {
             "layer": layer,
             "imbalance": load.imbalance,
