@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from . import linear
 from .cross_entropy_blocks import Blocks
+from .cross_entropy_panels import Panels
 
 
 def linear_cross_entropy(
@@ -139,18 +140,19 @@ def _accumulator(weight: Tensor, fused: bool) -> Tensor:
 
 def _blocks(
     total: Tensor, weight: Tensor, labels: Tensor, vocab_size: int | None, dtype: torch.dtype | None
-) -> Blocks:
+) -> Blocks | Panels:
     group = parallel_state.get_tensor_model_parallel_group()
     shared = group is not None and group.size() > 1
-    return Blocks(
-        linear._flat(total),
-        linear._cast(weight, dtype),
-        labels.reshape(-1),
-        first=weight.shape[0] * group.rank() if shared else 0,
-        vocab_size=vocab_size,
-        group=group if shared else None,
-        recipe=linear._recipe(weight),
-    )
+    place = {
+        "first": weight.shape[0] * group.rank() if shared else 0,
+        "vocab_size": vocab_size,
+        "group": group if shared else None,
+    }
+    recipe = linear._recipe(weight)
+    hidden, weight, labels = linear._flat(total), linear._cast(weight, dtype), labels.reshape(-1)
+    if hidden.device.type == "cpu" and hidden.dtype is torch.float32 and recipe is None:
+        return Panels(hidden, weight, labels, **place)
+    return Blocks(hidden, weight, labels, recipe=recipe, **place)
 
 
 def _reduced(gradient: Tensor | None, hidden: Tensor, sequence_parallel: bool, group: Any) -> Tensor | None:

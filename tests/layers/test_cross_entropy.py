@@ -13,12 +13,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_losses_and_gradients_are_the_plain_paths(tp, sequence_parallel):
     for found in run_ranks(tp, f"{HERE}:compare", tp, sequence_parallel, env=ONE_THREAD):
-        assert len(found) == 40
+        assert len(found) == 50
         for name, errors in found.items():
             plain = found["-".join([*name.split("-")[:2], "plain"])]
             for what, error in errors.items():
-                # In bf16 no farther from the fp32 result than the plain path is.
-                bound = 1e-6 if name.startswith("float32") else 1.5 * max(plain[what], 1e-6)
+                # In bf16 no farther from the fp32 result than the plain path is. Logits of hundreds are
+                # rounded by 1e-5, and so is every probability, on either path.
+                exact = 5e-6 if "rising" in name else 1e-6
+                bound = exact if name.startswith("float32") else 1.5 * max(plain[what], 1e-6)
                 assert error < bound, (name, what, error, plain)
 
 

@@ -313,7 +313,13 @@ def start(given: PreprocessOptions, *, limit: str = "") -> subprocess.Popen[str]
         command = ["bash", "-c", f'{limit}; exec "$@"', "-", *command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background job ignores SIGINT, and so does everything below it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
