@@ -1,0 +1,132 @@
+"""What the ranks of this folder's tests run: models of every layout beside published weights."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mt_megatron
+from mt_megatron.convert.place import parts
+from mt_megatron.convert.settings import model_of
+from mt_megatron.convert.table import to_megatron
+from mt_megatron.errors import CheckpointError
+from mt_megatron.models.tables.fused import local_name
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.checkpoint import load_weights
+from mt_megatron.training.checkpoint_files import resolve_checkpoint
+from mt_megatron.training.checkpoint_save import save_checkpoint
+from mt_megatron.training.distributed import joined
+from mt_megatron.training.init_from_hf import init_from_hf
+from mt_megatron.training.model import build, family_of
+from mt_megatron.training.progress import Progress
+from tests.convert.published import read
+
+_RUN = "--seq-length 16 --micro-batch-size 1 --mock-data --train-iters 1 --lr 1e-3 --hidden-dropout 0"
+
+
+def every_layout(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every case (a published folder, a converted one, options of a layout): what differs between the
+    published weights and the model that starts from them, the model that loads the converted
+    checkpoint, and the model's own checkpoint (left in ``saved`` for the caller to convert)."""
+    mt_megatron.patch("cpu")
+    dist.init_process_group("gloo")
+    return [_one(Path(folder), case) for case in cases]
+
+
+def _one(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    source = folder / case["published"]
+    config = load_config(
+        [*_RUN.split(), *case["layout"], "--init-from-hf", str(source)], folder / case["config"]
+    )
+    model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
+    whole = to_megatron(read(source), _table(config), model.sizes)
+    found: dict[str, Any] = {}
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        trainable = build(config, job, family)
+        found["said"] = init_from_hf(config, trainable)
+        found["started"] = _differing(trainable, whole)
+        masters = _masters(trainable)
+        found["masters"] = masters
+        save_checkpoint(
+            folder / case["saved"], trainable, Progress(), job, manifest={"config": config.to_dict()}
+        )
+        _spoil(trainable)
+        found["spoiled"] = len(_differing(trainable, whole))
+        load_weights(resolve_checkpoint(folder / case["converted"]), trainable)
+        found["loaded"] = _differing(trainable, whole)
+    return found
+
+
+def refusals(folder: str, published: str, config: str, cases: dict[str, list[str]]) -> dict[str, str]:
+    """What a start from a published folder says for every list of options; all ranks must say it."""
+    mt_megatron.patch("cpu")
+    dist.init_process_group("gloo")
+    found = {}
+    for name, options in cases.items():
+        settings = load_config(
+            [*_RUN.split(), "--init-from-hf", f"{folder}/{published}", *options], Path(folder) / config
+        )
+        with joined(settings, mt_megatron.backend()) as job:
+            trainable = build(settings, job, family_of(settings))
+            try:
+                init_from_hf(settings, trainable)
+                found[name] = ""
+            except CheckpointError as error:
+                found[name] = str(error)
+    return found
+
+
+def on_one_rank(folder: str, published: str, config: str) -> str:
+    """A file that rank 1 alone cannot read ends the start on both."""
+    mt_megatron.patch("cpu")
+    dist.init_process_group("gloo")
+    place = f"{folder}/{published}" if dist.get_rank() == 0 else tempfile.mkdtemp()
+    settings = load_config([*_RUN.split(), "--init-from-hf", place], Path(folder) / config)
+    with joined(settings, mt_megatron.backend()) as job:
+        trainable = build(settings, job, family_of(settings))
+        try:
+            init_from_hf(settings, trainable)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def _table(config: Any) -> Any:
+    return family_of(config).convert_table(config)
+
+
+def _differing(trainable: Any, whole: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the parts on any rank that are not the published weights'."""
+    mine = []
+    for part in parts(trainable.bare_chunks()):
+        expected = whole[local_name(part.name)][part.region].to(part.tensor.dtype)
+        if not torch.equal(part.tensor, expected):
+            mine.append(part.name)
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return sorted({name for names in everyone for name in names})
+
+
+def _masters(trainable: Any) -> int:
+    """How many fp32 master weights are not what the model's bf16 ones are."""
+    wrong = 0
+    for part in getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer]):
+        groups = zip(
+            getattr(part, "float16_groups", []),
+            getattr(part, "fp32_from_float16_groups", []),
+            strict=True,
+        )
+        for models, masters in groups:
+            wrong += sum(not torch.equal(m.detach().float(), k) for m, k in zip(models, masters, strict=True))
+    return wrong
+
+
+def _spoil(trainable: Any) -> None:
+    with torch.no_grad():
+        for part in parts(trainable.bare_chunks()):
+            part.tensor.fill_(7)
