@@ -58,7 +58,8 @@ def _subclasses(owner: type) -> Iterator[type]:
     found: dict[int, type] = {}
     waiting = [owner]
     while waiting:
-        for one in type.__subclasses__(waiting.pop()):
+        subclasses: list[type] = type.__subclasses__(waiting.pop())
+        for one in subclasses:
             if id(one) not in found:
                 found[id(one)] = one
                 waiting.append(one)

@@ -228,10 +228,10 @@ def _core_option(section: str, core: CoreField) -> Option:
 
 def _added_option(section: str, added: AddedField) -> Option:
     # Values of a configuration do not change, so a list is a tuple.
-    kinds = [
-        tuple[get_args(member)[0], ...] if get_origin(member) is list else member
-        for member in members(added.type)
-    ]
+    kinds: list[Any] = []
+    for member in members(added.type):
+        element: Any = get_args(member)[0] if get_origin(member) is list else None
+        kinds.append(member if element is None else tuple[element, ...])
     if type(None) in get_args(added.type):
         kinds.append(type(None))
     return Option(

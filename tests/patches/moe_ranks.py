@@ -239,39 +239,51 @@ def mixed_layers(pp: int, layer_freq: list[int], folder: str) -> dict[str, Any]:
     }
 
 
-def unset_fields_change_nothing() -> dict[str, Any]:
-    """The same seed and configuration with the fields' patches and without: names, order, weights, loss."""
-    import hashlib
-
-    found = {}
-    others = ["device", "collectives", "compat", "optimizer", "norm", "attention", "linear", "loss", "events"]
-    for name, features in (("without", others), ("with", None)):
+def unset_fields() -> dict[str, Any]:
+    """Without and with the patches of the fields: what the same seed and configuration build and compute,
+    a dense model and one with experts."""
+    models: dict[str, list[dict[str, Any]]] = {"dense": [], "experts": []}
+    before = ["device", "collectives", "compat", "optimizer", "norm", "attention", "linear", "loss", "events"]
+    for features in (before, None):
         mt_megatron.patch("cpu", features=features)
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import tensor_parallel
 
         from mt_megatron.seams import layout
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         layout.initialize(layout.RankLayout(world_size=1), mt_megatron.backend())
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        model = gpt(config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01))
-        tokens = torch.arange(SEQUENCE).expand(2, SEQUENCE)
-        loss = model(tokens, tokens, None, labels=tokens).sum()
-        loss.backward()
-        state = hashlib.sha256()
-        for key, parameter in model.named_parameters():
-            state.update(key.encode())
-            state.update(parameter.detach().numpy().tobytes())
-            assert parameter.grad is not None or "local_experts" in key
-            if parameter.grad is not None:
-                state.update(parameter.grad.numpy().tobytes())
-        keys = sorted(str(one.key) for one in model.sharded_state_dict().values())
-        found[name] = [float(loss.detach()), state.hexdigest(), keys]
-        assert parallel_state.model_parallel_is_initialized()
+        balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+        for name, overrides in (("dense", {"num_moe_experts": None}), ("experts", balanced)):
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            models[name].append(_one_pass(gpt(config(**overrides))))
         layout.destroy()
         mt_megatron.unpatch()
-    return found
+    return {name: _unlike(*pair) for name, pair in models.items()}
+
+
+def _one_pass(model: Any) -> dict[str, Any]:
+    tokens = torch.arange(SEQUENCE).expand(2, SEQUENCE)
+    loss = model(tokens, tokens, None, labels=tokens).sum()
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        "weights": {name: one.detach() for name, one in model.named_parameters()},
+        "gradients": {name: one.grad for name, one in model.named_parameters() if one.grad is not None},
+        "keys": sorted(str(one.key) for one in model.sharded_state_dict().values()),
+    }
+
+
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Whether names and weights are equal, and how far loss and gradients are apart."""
+    same = list(one["weights"]) == list(other["weights"]) and one["keys"] == other["keys"]
+    same = same and all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+    assert one["gradients"].keys() == other["gradients"].keys()
+    return {
+        "same": same,
+        "loss": _relative(other["loss"], one["loss"]),
+        "gradients": max(_relative(other["gradients"][name], g) for name, g in one["gradients"].items()),
+    }
 
 
 def expert_without_experts() -> str:
