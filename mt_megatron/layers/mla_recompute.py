@@ -53,7 +53,9 @@ class Recomputation:
         if index is None:
             return tensor
         self.left_out += 1
-        return _Part(index=index, size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset())
+        return _Part(
+            index=index, size=tensor.size(), stride=tensor.stride(), offset=int(tensor.storage_offset())
+        )
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Part):
