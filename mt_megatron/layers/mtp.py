@@ -120,7 +120,7 @@ def _is_recomputed(config: Any, number: int) -> bool:
     """Whether full recomputation covers layer ``number`` of this stage, from 1 on; depths come last."""
     if config.recompute_granularity != "full":
         return False
-    return config.recompute_method == "uniform" or number <= config.recompute_num_layers
+    return bool(config.recompute_method == "uniform" or number <= config.recompute_num_layers)
 
 
 class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
@@ -160,6 +160,7 @@ class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
     ) -> ShardedStateDict:
         """The depths' tensors by name: they are not stacked with the model's layers."""
         found: ShardedStateDict = {}
-        for index, layer in enumerate(self.layers):
+        layers: list[Any] = list(self.layers)
+        for index, layer in enumerate(layers):
             found.update(layer.sharded_state_dict(f"{prefix}layers.{index}.", sharded_offsets, metadata))
         return found

@@ -77,6 +77,7 @@ def _copy_embedding(model: Any) -> None:
         words.weight = model.output_layer.weight
         # Its gradient as an embedding counts beside what the output layer adds to main_grad.
         words.weight.zero_out_wgrad = True
+        model.register_load_state_dict_pre_hook(_complete_tied_state)
     words.weight.is_embedding_or_output_parameter = True
     with torch.no_grad():
         for parameter in _shared_parameters(model):
@@ -164,8 +165,19 @@ def _noting_decoder(decoder: Any) -> Iterator[dict[str, Any]]:
         handle.remove()
 
 
+def _complete_tied_state(model: Any, state: dict[str, Any], prefix: str, *ignored: Any) -> None:
+    """A distributed checkpoint has a weight once, also where two modules hold it."""
+    names = [f"{prefix}{name}.weight" for name in ("embedding.word_embeddings", "output_layer")]
+    for name, other in (names, names[::-1]):
+        if name not in state and other in state:
+            state[name] = state[other]
+
+
 def mark_copy_in_checkpoint(model: Any, state: dict[str, Any], prefix: str) -> None:
     """The copy of the embedding is a replica of the first stage's, which alone is written."""
+    if model.share_embeddings_and_output_weights:
+        # Upstream has described the parameter as the output layer's; twice, it could not be read.
+        del state[f"{prefix}embedding.word_embeddings.weight"]
     for name, sharded in state.items():
         if name.startswith(f"{prefix}embedding."):
             sharded.replica_id = (1, *sharded.replica_id[1:])

@@ -16,6 +16,21 @@ from tests.parity.case import SEQUENCE, Chain
 from tests.training.loop_cases import MODEL, TRAINING, run, start
 
 
+def moved(folder: str, plans: dict[str, tuple[str, list[str]]]) -> dict[str, list[Any]]:
+    """For each plan a whole run, and one that stops after 3 steps and is continued under other layouts."""
+    start()
+    found = {}
+    for name, (before, after) in plans.items():
+        place = f"{folder}/{name}"
+        results = [run(f"{before} --save {place}/whole", folder, f"{name}_whole")]
+        run(f"{before} --save {place}/source --exit-interval 3", folder, f"{name}_source")
+        for index, flags in enumerate(after):
+            to = f"--resume {place}/source --save {place}/after{index}"
+            results.append(run(f"{flags} {to}", folder, f"{name}_after{index}"))
+        found[name] = results
+    return found
+
+
 def reports(folder: str, flags: str) -> dict[str, Any]:
     """The same run with depths and without; TensorBoard's names of the first."""
     start()

@@ -13,30 +13,36 @@ PLAIN = "--hidden-dropout 0 --attention-dropout 0 --mtp-num-layers 2 --mtp-loss-
 CASES = "tests.training.multi_token_cases"
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_checkpoint_continues_on_other_stages(tmp_path: Path, tied: bool) -> None:
-    plain = f"{PLAIN} --no-untie-embeddings-and-output-weights" if tied else PLAIN
-    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
-    before = f"{plain} {pipeline} Et*3|tmmL --use-distributed-optimizer"
-    after = [
-        f"{plain} --use-distributed-optimizer",
-        f"{plain} {pipeline} 1,1,2,0 --use-distributed-optimizer --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 2",
-        f"{plain} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
-    ]
-    found = run_ranks(
-        2, "tests.training.loop_cases:moved_between_layouts", str(tmp_path), before, after, timeout=240
-    )[0]
-    whole = found["whole"]
-    assert "error" not in whole, whole
-    for continued in found["continued"]:
-        assert "error" not in continued, continued
-        for step in ("4", "5", "6"):
-            assert continued["steps"][step] == pytest.approx(whole["steps"][step], rel=1e-5)
-            ours, theirs = continued["records"][step], whole["records"][step]
-            for depth in ("mtp_1_loss", "mtp_2_loss"):
-                assert ours[depth] == pytest.approx(theirs[depth], rel=1e-5)
-        assert continued["valid"][-1] == pytest.approx(whole["valid"][-1], rel=1e-5)
+ZERO1 = "--use-distributed-optimizer"
+PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+EMPTY_LAST = f"{PIPELINE} Et*4|mmL {ZERO1} --overlap-grad-reduce --overlap-param-gather"
+CHUNKS = (
+    f"{PIPELINE} 1,1,2,0 {ZERO1} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 2"
+)
+TENSOR = f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO1}"
+
+
+def test_a_checkpoint_continues_on_other_stages(tmp_path: Path) -> None:
+    # At the usual rate the norm jumps, and rounding of another order of sums with it.
+    plain = f"{PLAIN} --lr 1e-3"
+    tied = f"{plain} --no-untie-embeddings-and-output-weights"
+    plans = {
+        "untied": (f"{plain} {PIPELINE} Et*3|tmmL {ZERO1}", [f"{plain} {CHUNKS}", f"{plain} {TENSOR}"]),
+        "tied": (f"{tied} {EMPTY_LAST}", [f"{tied} {ZERO1}", f"{tied} {CHUNKS}"]),
+    }
+    found = run_ranks(2, f"{CASES}:moved", str(tmp_path), plans, timeout=300)[0]
+    for name, (whole, *others) in found.items():
+        assert "error" not in whole, (name, whole)
+        assert len(others) == 2
+        for continued in others:
+            assert "error" not in continued, (name, continued)
+            for step in ("4", "5", "6"):
+                assert continued["steps"][step] == pytest.approx(whole["steps"][step], rel=1e-5), name
+                ours, theirs = continued["records"][step], whole["records"][step]
+                for depth in ("mtp_1_loss", "mtp_2_loss"):
+                    assert ours[depth] == pytest.approx(theirs[depth], rel=1e-5), name
+            assert continued["valid"][-1] == pytest.approx(whole["valid"][-1], rel=1e-5)
 
 
 def test_what_is_reported_is_the_main_loss_and_the_depths_apart(tmp_path: Path) -> None:
