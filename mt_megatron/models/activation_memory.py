@@ -8,6 +8,7 @@ et al. (arXiv 2205.05198), section 4, is the published form of the same count fo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from mt_megatron.models.activation_options import ActivationOptions, Recompute
 from mt_megatron.models.attention_memory import attention_bytes, statistics_bytes
@@ -47,7 +48,8 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
     hidden = hidden_bytes(shape, options)
     recompute, kinds = options.recompute, place.kinds(shape)
     again = recompute.recomputed_layers(place.layers)
-    kept = sum(layer_bytes(shape, options, mixture=kind) for kind in kinds[again:])
+    sizes = _sizes(shape, options, kinds[again:])
+    kept = sum(map(sizes.__getitem__, kinds[again:]))
     shared = options.tensor_parallel if recompute.distribute else 1
     groups = -(-again // recompute.num_layers) if recompute.method == "uniform" else again
     kept += groups * hidden // shared
@@ -66,6 +68,11 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
     elif not options.deallocate_outputs:
         kept += hidden
     return kept
+
+
+def _sizes(shape: ModelShape, options: ActivationOptions, kinds: Iterable[bool]) -> dict[bool, int]:
+    """What a layer of each of ``kinds`` keeps."""
+    return {kind: layer_bytes(shape, options, mixture=kind) for kind in set(kinds)}
 
 
 def _angle_bytes(shape: ModelShape, options: ActivationOptions) -> int:
@@ -106,7 +113,8 @@ def backward_workspace(
     if not again:
         return gradients
     group = min(recompute.num_layers, again) if recompute.method == "uniform" else 1
-    sizes = [layer_bytes(shape, options, mixture=kind) for kind in kinds]
+    of_kind = _sizes(shape, options, kinds)
+    sizes = [of_kind[kind] for kind in kinds]
     dropped = sum(sizes[again:])
     largest = max(sum(sizes[start : start + group]) for start in range(0, again, group))
     return max(gradients if dropped else 0, largest - dropped + gradients)

@@ -7,6 +7,7 @@ Upstream: ``distributed/param_and_grad_buffer.py`` (padding, buckets), ``optimiz
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -184,10 +185,13 @@ def _close(buckets: list[Span], start: int, end: int, alignment: int) -> int:
 def _owned(spans: Sequence[Span], buckets: Sequence[Span], data_parallel: int, rank: int) -> int:
     """Parameter elements (no padding) in ``rank``'s share of every bucket."""
     owned = 0
+    # Both ascend: of the spans only those that reach into the share are looked at.
+    starts, ends = [a for a, _ in spans], [b for _, b in spans]
     for start, end in buckets:
         share = (end - start) // data_parallel
         low, high = start + rank * share, start + (rank + 1) * share
-        owned += sum(max(0, min(high, b) - max(low, a)) for a, b in spans)
+        near = slice(bisect_right(ends, low), bisect_left(starts, high))
+        owned += sum(max(0, min(high, b) - max(low, a)) for a, b in spans[near])
     return owned
 
 

@@ -68,7 +68,7 @@ FOUR_RANKS = [
 
 
 EXPERTS = (
-    "--family mixtral --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 56 "
+    "--family deepseek --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 56 "
     "--moe-shared-expert-intermediate-size 40 --moe-token-dispatcher-type alltoall"
 )
 LATENT = (
@@ -87,7 +87,7 @@ NEW_ON_ONE_RANK = [
     f"{COMPRESSED} --bf16",
     f"{COMPRESSED} --recompute-mla-up-proj",
     f"{COMPRESSED} --seq-length 32",
-    f"{COMPRESSED} {EXPERTS} --family deepseek {GROUPED} --mtp-num-layers 2",
+    f"{COMPRESSED} {EXPERTS} {GROUPED} --mtp-num-layers 2",
     "--mtp-num-layers 1 --bf16 --no-untie-embeddings-and-output-weights --no-cross-entropy-loss-fusion",
 ]
 EXPERT_PARALLEL = f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer"

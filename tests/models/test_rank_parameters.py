@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mt_megatron.models import presets
 from mt_megatron.models.memory import MemoryCase, places
@@ -192,3 +194,57 @@ def test_a_wrong_shape_is_noticed(build: Build) -> None:
 def test_embeddings_that_stages_share(build: Build, switches: str, stages: int) -> None:
     layout = f"--vocab-size 512 --pipeline-model-parallel-size {stages} {switches}"
     check_built(build, arguments("deepseekv3_tiny", layout))
+
+
+SMALL = (
+    "--family deepseek --vocab-size 64 --make-vocab-size-divisible-by 1 --seq-length 8 --disable-bias-linear "
+    "--max-position-embeddings 8 --num-attention-heads 4 --ffn-hidden-size 24"
+)
+
+
+@st.composite
+def small_models(draw: st.DrawFn) -> list[str]:
+    """The command line of a small model with experts, latent attention and further tokens, in some layout."""
+    tensor, expert, stages = (draw(st.sampled_from([1, 2])) for _ in range(3))
+    layers = stages * draw(st.integers(1, 3))
+    kinds = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers).filter(any))
+    argv = [
+        *SMALL.split(),
+        f"--num-layers={layers}",
+        f"--hidden-size={draw(st.sampled_from([8, 16]))}",
+        f"--num-experts={4 * draw(st.integers(1, 2))}",
+        f"--moe-ffn-hidden-size={2 * draw(st.integers(1, 20))}",
+        f"--moe-layer-freq=[{','.join(map(str, kinds))}]",
+        f"--normalization={draw(st.sampled_from(['LayerNorm', 'RMSNorm']))}",
+        f"--position-embedding-type={draw(st.sampled_from(['rope', 'learned_absolute']))}",
+        f"--tensor-model-parallel-size={tensor}",
+        f"--expert-model-parallel-size={expert}",
+        f"--pipeline-model-parallel-size={stages}",
+        f"--global-batch-size={2 * stages}",
+        draw(st.sampled_from(["--moe-grouped-gemm", "--no-moe-grouped-gemm"])),
+    ]
+    if tensor > 1:
+        argv.append("--sequence-parallel")
+    if draw(st.booleans()):
+        argv.append(f"--moe-shared-expert-intermediate-size={2 * draw(st.integers(1, 20))}")
+    if draw(st.booleans()):
+        argv += ["--moe-router-score-function=sigmoid", "--moe-router-enable-expert-bias"]
+    if draw(st.booleans()):
+        argv += ["--multi-latent-attention", f"--kv-lora-rank={draw(st.integers(1, 20))}"]
+        argv += ["--qk-head-dim=6", "--qk-pos-emb-head-dim=4", f"--v-head-dim={draw(st.integers(1, 12))}"]
+        if draw(st.booleans()):
+            argv.append(f"--q-lora-rank={draw(st.integers(1, 20))}")
+    for switch in ("--gated-linear-unit", "--qk-layernorm", "--untie-embeddings-and-output-weights"):
+        if draw(st.booleans()):
+            argv.append(switch)
+    if draw(st.booleans()):
+        argv.append(f"--mtp-num-layers={draw(st.integers(1, 2))}")
+    return argv
+
+
+@given(argv=small_models())
+@settings(max_examples=40, deadline=None)
+def test_random_models_agree_and_add_up(build: Build, argv: list[str]) -> None:
+    check_built(build, argv)
+    case = case_of(argv)
+    assert whole(case.shape, case) == count_parameters(case.shape).trained
