@@ -157,7 +157,7 @@ def _memory(config: TrainingConfig, case: MemoryCase) -> dict[str, Any]:
             "activations of a full pipeline: --global-batch-size is not given, so that a step has one "
             "micro-batch"
         )
-    found = {
+    found: dict[str, Any] = {
         "layers_per_chunk": list(chunk_layers(case)),
         "memory_per_rank_bytes": estimate.worst.as_dict(),
         "memory_per_stage_bytes": [stage.as_dict() for stage in estimate.stages],

@@ -61,8 +61,8 @@ def _balanced(shape: ModelShape, stages: int, sequence: int) -> tuple[int, ...]:
                     if cost > limit:
                         break
                     entry = (max(largest, cost), squares + cost * cost, (*counts, end - start))
-                    rank = 0 if limit == math.inf else 1
-                    if end not in found or entry[rank] < found[end][rank]:
+                    old = found.get(end)
+                    if old is None or (entry[0] < old[0] if limit == math.inf else entry[1] < old[1]):
                         found[end] = entry
             held = found
         return held[layers]
