@@ -90,7 +90,7 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
     something that a model here cannot do.
     """
     kind = document.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise CheckpointError(
             f"config.json has the model_type {kind!r}; expected one of {', '.join(ARCHITECTURES)}"
         )
@@ -178,14 +178,7 @@ def config_json(
     families.require_published(model)
     document |= architecture.write(model)
     kept = dict(like) if like and like.get("model_type") == kind else {}
-    for name in (
-        "rope_parameters",
-        "rope_theta",
-        "rope_scaling",
-        "dtype",
-        "torch_dtype",
-        "quantization_config",
-    ):
+    for name in _WRITTEN_ANEW:
         kept.pop(name, None)
     kept |= document
     if fp8_block is not None:

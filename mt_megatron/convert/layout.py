@@ -74,8 +74,8 @@ def take(parts: Sequence[Tensor], piece: Piece) -> Tensor:
     for part in parts:
         stop = start + part.shape[0]
         if start < last and first < stop:
-            rows = slice(max(first, start) - start, min(last, stop) - start)
-            found.append(part[(rows, *columns)])
+            region = (slice(max(first, start) - start, min(last, stop) - start), *columns)
+            found.append(part[region])
         start = stop
     missing = last - max(first, start)
     if missing > 0:

@@ -50,7 +50,9 @@ def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
         if len(chunks) > 1:
             # Layer offsets are computed from the current virtual rank.
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        tensors = {id(each): (name, each) for name, each in chunk.named_parameters()}
+        tensors: dict[int, tuple[str, Tensor]] = {
+            id(each): (name, each) for name, each in chunk.named_parameters()
+        }
         tensors |= {id(each): (name, each) for name, each in chunk.named_buffers()}
         for sharded in nested_values(chunk.sharded_state_dict()):  # type: ignore[operator]
             if not isinstance(sharded, ShardedTensor | ShardedTensorFactory):

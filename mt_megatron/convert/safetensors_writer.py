@@ -94,7 +94,8 @@ class SafetensorsWriter:
         for source, shape in zip(row.sources, shapes, strict=True):
             if self._fp8 and row.block_scaled:
                 tensors.append((source, _FP8, shape))
-                tensors.append((source + SUFFIX, torch.float32, scale_shape(*shape)))
+                rows, columns = shape
+                tensors.append((source + SUFFIX, torch.float32, scale_shape(rows, columns)))
             else:
                 tensors.append((source, dtype, shape))
         size = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors)

@@ -157,7 +157,7 @@ def _state(path: Path) -> Mapping[str, Any]:
 
 
 def _chunks(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    chunks = []
+    chunks: list[Mapping[str, Any]] = []
     while f"model{len(chunks)}" in state:
         chunks.append(state[f"model{len(chunks)}"])
     return chunks

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,7 @@ class TorchWriter:
             folder += f"_{rank.expert:03d}"
         held = [each for chunk in self._chunks(rank) for each in chunk]
         size = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in held)
-        return FileTask(
-            name=f"{folder}/{STATE}", size=size, save=lambda write, rank=rank: self._save(rank, write)
-        )
+        return FileTask(name=f"{folder}/{STATE}", size=size, save=partial(self._save, rank))
 
     def _chunks(self, rank: _Rank) -> list[list[_Held]]:
         pipeline = self._sizes.pipeline_model_parallel_size

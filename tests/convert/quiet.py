@@ -29,6 +29,7 @@ class Quiet:
 
 def converted(source: Path, destination: Path, form: str, *arguments: str, **more: Any) -> Outcome:
     """Convert, without a word; the source is a published folder if it has a ``config.json``."""
+    progress = more.pop("progress", None) or Quiet()
     request = Request(
         source=source,
         published=(source / "config.json").is_file(),
@@ -37,4 +38,4 @@ def converted(source: Path, destination: Path, form: str, *arguments: str, **mor
         arguments=arguments,
         **more,
     )
-    return convert(request, more.get("progress") or Quiet())
+    return convert(request, progress)

@@ -1,0 +1,94 @@
+"""A conversion that was killed goes on where it was, and what it left half-done or damaged is made anew."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.errors import CheckpointError
+from tests.convert import published
+from tests.convert.published import differing, read
+from tests.convert.quiet import Quiet, converted
+from tests.launch import ROOT
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "llama"
+    published.write(folder, "llama", published.draw("llama", random.Random(0)), seed=0)
+    return folder
+
+
+def killed(source: Path, destination: Path, form: str, after: int) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.convert.kill"]
+    done = subprocess.run(
+        [*command, str(source), str(destination), form, str(after)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 9, done.stderr.decode()
+
+
+@pytest.mark.parametrize("form", ["huggingface", "torch_dist"])
+def test_goes_on_where_it_was(source: Path, tmp_path: Path, form: str) -> None:
+    out = tmp_path / "out"
+    for after in (1, 15, 35) if form == "huggingface" else (1, 50, 80):
+        killed(source, out, form, after)
+        assert not out.is_dir() or not list(out.glob("iter_*")), "nothing has its name before it is whole"
+    [left] = tmp_path.rglob(".*.converting")
+    lines = [json.loads(line) for line in (left / "journal").read_text().splitlines()[1:]]
+    whole = sorted(each["file"] for each in lines if each["file"].endswith((".safetensors", ".distcp")))
+    assert whole, "some files are complete"
+    times = {name: (left / name).stat().st_mtime_ns for name in whole}
+    # One of them was damaged meanwhile.
+    spoiled = left / whole[0]
+    content = bytearray(spoiled.read_bytes())
+    content[-1] ^= 1
+    spoiled.write_bytes(content)
+    progress = Quiet()
+    outcome = converted(source, out, form, max_shard_size=30_000, progress=progress, workers=2)
+    assert any("taking up" in line for line in progress.lines)
+    for name in whole[1:]:
+        assert (outcome.folder / name).stat().st_mtime_ns == times[name], "complete files are kept"
+    assert not list(tmp_path.rglob(".*.converting")) and not list(tmp_path.rglob("*.part"))
+    final = out
+    if form == "torch_dist":
+        final = tmp_path / "back"
+        converted(out, final, "huggingface")
+    assert differing(read(final), read(source)) == []
+
+
+def test_other_work_is_not_taken_up(source: Path, tmp_path: Path) -> None:
+    killed(source, tmp_path / "out", "huggingface", 25)
+    progress = Quiet()
+    converted(source, tmp_path / "out", "huggingface", dtype="fp32", progress=progress)
+    assert any("left by another conversion: starting anew" in line for line in progress.lines)
+    assert all(str(tensor.dtype) == "torch.float32" for tensor in read(tmp_path / "out").values())
+
+
+def test_a_strange_folder_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.converting").mkdir()
+    (tmp_path / ".out.converting" / "mine").write_text("x")
+    with pytest.raises(CheckpointError, match="remove it"):
+        converted(source, tmp_path / "out", "huggingface")
+    assert (tmp_path / ".out.converting" / "mine").exists()
+
+
+def test_two_at_once_are_refused(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ".out.converting"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match="another process"):
+        converted(source, tmp_path / "out", "huggingface")
+    os.close(descriptor)
+    converted(source, tmp_path / "out", "huggingface")

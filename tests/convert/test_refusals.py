@@ -1,0 +1,251 @@
+"""What is missing, unknown, damaged, of another model or unsafe is named, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mt_megatron.convert.dist_metadata import read_metadata
+from mt_megatron.errors import CheckpointError, ConfigError
+from tests.convert import published
+from tests.convert.published import differing, read
+from tests.convert.quiet import Quiet, converted
+
+EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "mixtral"
+    shape = published.draw("mixtral", random.Random(0))
+    shape |= {"tie_word_embeddings": False, "num_hidden_layers": 4}
+    published.write(folder, "mixtral", shape, seed=0)
+    return folder
+
+
+def changed(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """A copy of a published folder with other tensors."""
+    tensors = read(source)
+    change(tensors)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    return target
+
+
+def test_a_missing_expert_is_named(mixtral: Path, tmp_path: Path) -> None:
+    source = changed(mixtral, tmp_path / "less", lambda tensors: tensors.pop(EXPERT))
+    with pytest.raises(CheckpointError, match=f"1 missing \\['{EXPERT}'\\], 0 unknown"):
+        converted(source, tmp_path / "out", "torch_dist")
+    assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
+
+
+def test_unknown_tensors_are_all_named(mixtral: Path, tmp_path: Path) -> None:
+    extra = {f"model.layers.{n}.self_attn.q_proj.lora_A": torch.zeros(1) for n in range(30)}
+    source = changed(mixtral, tmp_path / "more", lambda tensors: tensors.update(extra))
+    with pytest.raises(CheckpointError, match="0 missing.*30 unknown") as raised:
+        converted(source, tmp_path / "out", "torch_dist")
+    assert all(name in str(raised.value) for name in extra)
+
+
+def test_rotary_frequencies_of_old_files_are_left_out(mixtral: Path, tmp_path: Path) -> None:
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    source = changed(mixtral, tmp_path / "old", lambda tensors: tensors.update(old))
+    progress = Quiet()
+    converted(source, tmp_path / "out", "torch_dist", progress=progress)
+    assert any("1 tensors are left out" in line for line in progress.lines)
+    converted(tmp_path / "out", tmp_path / "back", "huggingface")
+    assert differing(read(tmp_path / "back"), read(mixtral)) == []
+
+
+def test_another_shape_is_named(mixtral: Path, tmp_path: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EXPERT] = tensors[EXPERT][:, 1:].contiguous()
+
+    source = changed(mixtral, tmp_path / "cut", cut)
+    with pytest.raises(CheckpointError, match="experts.1.w2.weight.*expected"):
+        converted(source, tmp_path / "out", "torch_dist")
+
+
+def test_swapped_heads_and_experts_are_noticed(mixtral: Path, tmp_path: Path) -> None:
+    """A negative control of every comparison in this folder: what has moved is not equal."""
+    other = EXPERT.replace("experts.1", "experts.0")
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EXPERT], tensors[other] = tensors[other].clone(), tensors[EXPERT].clone()
+        query = tensors["model.layers.0.self_attn.q_proj.weight"]
+        head = query.shape[0] // 4
+        query[: 2 * head] = torch.cat([query[head : 2 * head], query[:head]])
+
+    source = changed(mixtral, tmp_path / "swapped", swap)
+    converted(source, tmp_path / "out", "torch_dist", "--tensor-model-parallel-size", "2")
+    converted(tmp_path / "out", tmp_path / "back", "huggingface")
+    assert differing(read(tmp_path / "back"), read(mixtral)) == sorted(
+        [EXPERT, other, "model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+def test_a_copy_that_differs_is_refused(tmp_path: Path) -> None:
+    shape = published.draw("deepseek_v3", random.Random(2)) | {"num_nextn_predict_layers": 1}
+    shape |= {"tie_word_embeddings": False, "num_hidden_layers": 4}
+    published.write(tmp_path / "source", "deepseek_v3", shape, seed=0)
+    copy = "model.layers.4.shared_head.head.weight"
+    assert copy in read(tmp_path / "source")
+
+    def another(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[copy][3, 3] += 1
+
+    source = changed(tmp_path / "source", tmp_path / "other", another)
+    with pytest.raises(CheckpointError, match=f"{copy} is not equal to lm_head.weight"):
+        converted(source, tmp_path / "out", "torch_dist")
+    # Files without the repetitions are complete all the same.
+    absent = changed(tmp_path / "source", tmp_path / "absent", lambda tensors: tensors.pop(copy))
+    converted(absent, tmp_path / "fine", "torch_dist")
+    converted(tmp_path / "fine", tmp_path / "back", "huggingface")
+    assert differing(read(tmp_path / "back"), read(tmp_path / "source")) == []
+    # And without the prediction layers, when that is asked for.
+    converted(tmp_path / "source", tmp_path / "plain", "torch_dist", prediction=False)
+    converted(tmp_path / "plain", tmp_path / "plain_back", "huggingface")
+    left = {name for name in read(tmp_path / "source") if not name.startswith("model.layers.4.")}
+    assert set(read(tmp_path / "plain_back")) == left
+
+
+def test_a_configuration_of_another_model_is_compared(mixtral: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model:\n  family: mixtral\n  num_layers: 3\n  hidden_size: 16\n  num_attention_heads: 4\n"
+    )
+    with pytest.raises(ConfigError, match="num_layers is 3, config.json says"):
+        converted(mixtral, tmp_path / "out", "torch_dist", "--config", str(config))
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("model_type", "gpt2", "model_type 'gpt2'"),
+        ("hidden_act", "gelu", "hidden_act = 'gelu'"),
+        ("sliding_window", 4096, "sliding_window = 4096"),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}, "'longrope'"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "odd": 1}, "with odd"),
+        ("num_hidden_layers", None, "num_hidden_layers"),
+    ],
+)
+def test_what_a_model_here_cannot_do_is_named(
+    mixtral: Path, tmp_path: Path, entry: str, value: Any, said: str
+) -> None:
+    source = changed(mixtral, tmp_path / "source", lambda tensors: None)
+    document = json.loads((source / "config.json").read_text())
+    document.pop("rope_parameters", None)
+    if value is None:
+        document.pop(entry)
+    else:
+        document[entry] = value
+    (source / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=said):
+        converted(source, tmp_path / "out", "torch_dist")
+
+
+def test_damaged_files_are_named(mixtral: Path, tmp_path: Path) -> None:
+    for index, content in enumerate(
+        [b"", b"\x00" * 8, struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 4) + b"nope", b"short"]
+    ):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        (folder / "config.json").write_bytes((mixtral / "config.json").read_bytes())
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+            converted(folder, tmp_path / "out", "torch_dist")
+    whole = (mixtral / "model.safetensors").read_bytes()
+    (tmp_path / "0" / "model.safetensors").write_bytes(whole[:-5])
+    with pytest.raises(CheckpointError, match="would end at"):
+        converted(tmp_path / "0", tmp_path / "out", "torch_dist")
+
+
+def test_an_index_that_names_other_folders_is_refused(mixtral: Path, tmp_path: Path) -> None:
+    source = changed(mixtral, tmp_path / "source", lambda tensors: None)
+    index = {"weight_map": dict.fromkeys(read(source), "../mixtral/model.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="expected one beside it"):
+        converted(source, tmp_path / "out", "torch_dist")
+    index["weight_map"] = dict.fromkeys(read(source), "model-00001-of-00002.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="lacks 1 files"):
+        converted(source, tmp_path / "out", "torch_dist")
+
+
+class Unsafe:
+    """What unpickles to a call."""
+
+    def __reduce__(self) -> Any:
+        return print, ("a file ran code",)
+
+
+def test_pickles_run_no_code(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    converted(mixtral, tmp_path / "out", "torch_dist")
+    folder = next((tmp_path / "out").glob("iter_*"))
+    original = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Unsafe()}))
+    with pytest.raises(CheckpointError, match="asks for builtins.print"):
+        read_metadata(folder)
+    (folder / ".metadata").write_bytes(original)
+    (folder / "mt_megatron.json").unlink()
+    torch.save({"args": Unsafe()}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match=r"builtins.print|not read"):
+        converted(folder, tmp_path / "back", "huggingface")
+
+    converted(mixtral, tmp_path / "ranks", "torch")
+    state = next((tmp_path / "ranks").rglob("model_optim_rng.pt"))
+    torch.save({"args": Unsafe(), "model": {}}, state)
+    with pytest.raises(CheckpointError, match=r"builtins.print|not read"):
+        converted(tmp_path / "ranks", tmp_path / "back", "huggingface")
+    assert "ran code" not in capsys.readouterr().out
+
+
+def test_ranks_that_are_missing_or_disagree_are_named(mixtral: Path, tmp_path: Path) -> None:
+    sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    converted(mixtral, tmp_path / "ranks", "torch", *sizes)
+    vocabulary = json.loads((mixtral / "config.json").read_text())["vocab_size"]
+    states = sorted((tmp_path / "ranks").rglob("model_optim_rng.pt"))
+    assert [each.parent.name for each in states] == [
+        "mp_rank_00_000",
+        "mp_rank_00_001",
+        "mp_rank_01_000",
+        "mp_rank_01_001",
+    ]
+    with pytest.raises(ConfigError, match="--vocab-size"):
+        converted(tmp_path / "ranks", tmp_path / "back", "huggingface", "--vocab-size", "none")
+    held = torch.load(states[2], weights_only=False)
+    held["model"]["decoder.layers.0.input_layernorm.weight"][0] += 1
+    torch.save(held, states[2])
+    with pytest.raises(CheckpointError, match="layers.0.input_layernorm.weight differs between"):
+        converted(tmp_path / "ranks", tmp_path / "back", "huggingface", "--vocab-size", str(vocabulary))
+    states[3].unlink()
+    with pytest.raises(CheckpointError, match=r"found 3, missing .*\(1, 1, 0\)"):
+        converted(tmp_path / "ranks", tmp_path / "back", "huggingface", "--vocab-size", str(vocabulary))
+
+
+def test_a_layout_that_does_not_divide_is_refused(mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 3"):
+        converted(mixtral, tmp_path / "out", "torch", "--tensor-model-parallel-size", "3")
+    with pytest.raises(ConfigError):
+        converted(mixtral, tmp_path / "out", "torch", "--pipeline-model-parallel-size", "64")
+
+
+def test_a_destination_that_holds_something_is_left_alone(mixtral: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    for form in ("huggingface", "torch_dist", "torch"):
+        with pytest.raises(ConfigError, match="not empty"):
+            converted(mixtral, tmp_path / "out", form)
+    with pytest.raises(ConfigError, match="source as well"):
+        converted(mixtral, mixtral, "huggingface")
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["mine"]
