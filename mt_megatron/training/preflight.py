@@ -142,6 +142,8 @@ def _differences(document: Mapping[str, Any], config: TrainingConfig) -> list[st
     found = []
     for name in _SHAPE:
         now = getattr(config.model, name)
+        # A file has lists, where a configuration has tuples.
+        now = list(now) if isinstance(now, tuple) else now
         if name in before and before[name] != now:
             found.append(
                 f"it was written with {name} {before[name]}; this run has {now}. "

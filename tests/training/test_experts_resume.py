@@ -10,13 +10,14 @@ import pytest
 from tests.launch import run_ranks
 
 CASES = "tests.training.experts_cases"
-# The bias moves far enough to change the choice of experts within a few steps.
+# The bias moves far enough to change the choice of experts within a few steps, which are an odd number:
+# steps up and down cannot come out even.
 EXPERTS = (
     "--family deepseek --num-moe-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
     "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 "
-    "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
+    "--train-iters 7 --moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
 )
 MIXED = f"{EXPERTS} --moe-layer-freq [0,1,1,1]"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -47,7 +48,7 @@ def test_a_resumed_run_continues_to_the_bit(continued: dict[str, Any], name: str
     found = continued[name]
     whole, first, second = (found[part] for part in ("whole", "first", "second"))
     assert "error" not in whole and "error" not in second, found
-    assert {**first["steps"], **second["steps"]} == whole["steps"] and len(whole["steps"]) == 6
+    assert {**first["steps"], **second["steps"]} == whole["steps"] and len(whole["steps"]) == 7
     assert found["differing"] == [] and found["tensors"] > 20
 
 
@@ -56,7 +57,7 @@ def test_the_bias_is_in_the_checkpoint_in_fp32_and_has_moved(continued: dict[str
     biases = continued[name]["biases"]
     assert biases
     for largest, dtype in biases.values():
-        assert dtype == "torch.float32" and largest >= 0.05
+        assert dtype == "torch.float32" and largest > 0.049
 
 
 def test_sizes_on_either_side_of_one_are_named(tmp_path: Path) -> None:
