@@ -19,8 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..seams.gemm import GemmRole, gemm, wgrad_queue
-from ..seams.grouped_gemm import TokenGroups, grouped_gemm, groups_from, has_grouped_kernel
+from ..seams.gemm import GemmRole, wgrad_queue
+from ..seams.grouped_gemm import (
+    TokenGroups,
+    compiled_for_each_shape,
+    expert_gemm,
+    grouped_gemm,
+    groups_from,
+    has_grouped_kernel,
+)
 from . import linear
 from .permutation import Routing, sum_rows
 
@@ -71,14 +78,45 @@ class _Tile:
     rows: slice
     expert: int | None
     groups: TokenGroups
+    padded: int
+    """Rows that products are made with; those beyond ``rows`` are zero."""
 
-    def product(self, role: GemmRole, a: Tensor, weight: Tensor, like: Tensor, out: Tensor) -> None:
-        """``role`` (fprop or dgrad) with this tile's weights; ``like`` is the parameter they come from."""
+    def __len__(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    def gather(self, hidden: Tensor, routing: Routing | TokenGroups) -> Tensor:
+        """This tile's rows [padded, h] of the layer's input or of its output's gradient."""
+        if not isinstance(routing, Routing):
+            part = hidden[self.rows]
+            return part if self.padded == len(self) else F.pad(part, (0, 0, 0, self.padded - len(self)))
+        tokens = routing.tokens[self.rows]
+        if self.padded == len(self):
+            return hidden.index_select(0, tokens)
+        gathered, exact = self.padded_empty(hidden, hidden.shape[1])
+        torch.index_select(hidden, 0, tokens, out=exact)
+        return gathered
+
+    def padded_empty(self, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """A tensor [padded, width] whose padding is zero, and the rest of it."""
+        made = like.new_empty(self.padded, width)
+        made[len(self) :].zero_()
+        return made, made[: len(self)]
+
+    def product(self, role: GemmRole, a: Tensor, weight: Tensor, like: Tensor, into: Tensor) -> Tensor:
+        """``role`` (fprop or dgrad) with this tile's weights, put into the tile's rows of ``into``.
+
+        ``like`` is the parameter that ``weight`` comes from. Returns the result [padded, n], which holds
+        until the next tile's is computed: padding is written where that will be.
+        """
         recipe = linear._recipe(like)
         if self.expert is None:
-            grouped_gemm(role, a, weight, self.groups, out=out, recipe=recipe)
-        else:
-            gemm(role, a, weight[self.expert], out=out, recipe=recipe)
+            return grouped_gemm(role, a, weight, self.groups, out=into, recipe=recipe)
+        out = into[self.rows.start : self.rows.start + self.padded]
+        if out.shape[0] == self.padded:
+            return expert_gemm(role, a, weight[self.expert], out=out, recipe=recipe)
+        result = expert_gemm(role, a, weight[self.expert], recipe=recipe)
+        out.copy_(result[: out.shape[0]])
+        return result
 
     def wgrad(self, grad: Tensor, input: Tensor, like: Tensor, out: Tensor, accumulate: bool) -> None:
         """The weights' gradient into ``out`` [e, n, k], which gets this tile's experts alone."""
@@ -86,18 +124,30 @@ class _Tile:
         if self.expert is None:
             grouped_gemm("wgrad", grad, input, self.groups, out=out, accumulate=accumulate, recipe=recipe)
         else:
-            gemm("wgrad", grad, input, out=out[self.expert], accumulate=accumulate, recipe=recipe)
+            expert_gemm("wgrad", grad, input, out=out[self.expert], accumulate=accumulate, recipe=recipe)
 
 
 def _tiles(groups: TokenGroups, a: Tensor, weight: Tensor) -> Iterator[_Tile]:
     """One tile per expert that has rows, or a single one where a grouped kernel runs: an expert's rows
     stay in a core's cache from the first product to the last, and a kernel wants them all at once."""
     if has_grouped_kernel(a, weight):
-        yield _Tile(slice(0, groups.rows), None, groups)
+        yield _Tile(slice(0, groups.rows), None, groups, groups.rows)
         return
     for expert, (start, end) in enumerate(groups.bounds()):
         if end > start:
-            yield _Tile(slice(start, end), expert, groups)
+            yield _Tile(slice(start, end), expert, groups, padded_rows(end - start, a))
+
+
+def padded_rows(rows: int, like: Tensor) -> int:
+    """``rows`` rounded up to one of eight sizes per power of two, where every size costs a compilation.
+
+    oneDNN compiles a kernel for each shape, in the time of computing it a few times over, and an expert
+    has another number of rows in every step.
+    """
+    if not compiled_for_each_shape(like):
+        return rows
+    step = max(16, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step
 
 
 class _WeightGradients:
@@ -189,7 +239,7 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 gradients = _WeightGradients(weights, x.dtype, groups, ctx.fused)
                 if groups.rows:
-                    gradients.add(_Tile(slice(0, groups.rows), None, groups), grad_output, x)
+                    gradients.add(_Tile(slice(0, groups.rows), None, groups, groups.rows), grad_output, x)
                 grad_weights = gradients.result()
         return grad_x, grad_weights, None, None
 
@@ -215,10 +265,9 @@ class _ExpertsSwiGLU(torch.autograd.Function):
             preactivation = hidden.new_empty(groups.rows, weight1.shape[1])
             rows = hidden.new_empty(groups.rows, weight2.shape[1])
             for tile in _tiles(groups, hidden, w1):
-                part = preactivation[tile.rows]
-                tile.product("fprop", _gathered(hidden, routing, tile), w1, weight1, part)
-                activation = _activation(part, None if weights is None else weights[tile.rows])
-                tile.product("fprop", activation, w2, weight2, rows[tile.rows])
+                part = tile.product("fprop", tile.gather(hidden, routing), w1, weight1, preactivation)
+                activation = _activation(part, tile, weights)
+                tile.product("fprop", activation, w2, weight2, rows)
             ctx.save_for_backward(hidden, probs, preactivation)
             return sum_rows(rows, routing) if isinstance(routing, Routing) else rows
 
@@ -241,20 +290,20 @@ class _ExpertsSwiGLU(torch.autograd.Function):
             into1 = _WeightGradients(weight1, hidden.dtype, groups, ctx.fused)
             into2 = _WeightGradients(weight2, hidden.dtype, groups, ctx.fused)
             for tile in _tiles(groups, hidden, w1):
-                grad = _gathered(grad_output, routing, tile)
-                part = preactivation[tile.rows]
-                grad_activation = part.new_empty(part.shape[0], part.shape[1] // 2)
-                tile.product("dgrad", grad, w2, weight2, grad_activation)
-                weight = None if weights is None else weights[tile.rows]
-                activation, grad_part, grad_weight = _activation_backward(part, weight, grad_activation)
+                grad = tile.gather(grad_output, routing)
+                grad_activation = grad.new_empty(tile.padded, weight2.shape[2])
+                _dgrad(tile, grad, w2, weight2, grad_activation)
+                activation, grad_part, grad_weight = _activation_backward(
+                    preactivation[tile.rows], tile, weights, grad_activation
+                )
                 if grad_weights is not None and grad_weight is not None:
                     grad_weights[tile.rows] = grad_weight
                 if needs_weight2:
                     into2.add(tile, grad, activation)
                 if needs_hidden:
-                    tile.product("dgrad", grad_part, w1, weight1, grad_rows[tile.rows])
+                    tile.product("dgrad", grad_part, w1, weight1, grad_rows)
                 if needs_weight1:
-                    into1.add(tile, grad_part, _gathered(hidden, routing, tile))
+                    into1.add(tile, grad_part, tile.gather(hidden, routing))
             grad_hidden = grad_probs = None
             if needs_hidden:
                 grad_hidden = sum_rows(grad_rows, routing) if isinstance(routing, Routing) else grad_rows
@@ -286,33 +335,41 @@ def _weights(routing: Routing | TokenGroups, probs: Tensor | None, dtype: torch.
     return routing.probs_of_rows(probs).to(dtype).unsqueeze(1)
 
 
-def _gathered(hidden: Tensor, routing: Routing | TokenGroups, tile: _Tile) -> Tensor:
-    if isinstance(routing, Routing):
-        return hidden.index_select(0, routing.tokens[tile.rows])
-    return hidden[tile.rows]
+def _dgrad(tile: _Tile, grad: Tensor, weight: Tensor, like: Tensor, out: Tensor) -> None:
+    """``_Tile.product`` into a tensor of the tile's own."""
+    recipe = linear._recipe(like)
+    if tile.expert is None:
+        grouped_gemm("dgrad", grad, weight, tile.groups, out=out, recipe=recipe)
+    else:
+        expert_gemm("dgrad", grad, weight[tile.expert], out=out, recipe=recipe)
 
 
-def _activation(preactivation: Tensor, weight: Tensor | None) -> Tensor:
+def _activation(preactivation: Tensor, tile: _Tile, weights: Tensor | None) -> Tensor:
     gate, up = preactivation.chunk(2, -1)
     activation = F.silu(gate).mul_(up)
-    return activation if weight is None else activation.mul_(weight)
+    if weights is not None:
+        activation[: len(tile)].mul_(weights[tile.rows])
+    return activation
 
 
 def _activation_backward(
-    preactivation: Tensor, weight: Tensor | None, grad: Tensor
+    preactivation: Tensor, tile: _Tile, weights: Tensor | None, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The activation itself, the gradient of ``preactivation`` and that of ``weight``; changes ``grad``."""
+    """The activation itself and the gradient of ``preactivation``, both padded, and the gradient of the
+    tile's weights. Changes ``grad``."""
     gate, up = preactivation.chunk(2, -1)
-    grad_preactivation = torch.empty_like(preactivation)
+    grad = grad[: len(tile)]
+    padded_grad, grad_preactivation = tile.padded_empty(grad, preactivation.shape[1])
     grad_gate, grad_up = grad_preactivation.chunk(2, -1)
     silu = F.silu(gate)
-    activation = silu * up
+    padded_activation, activation = tile.padded_empty(grad, up.shape[1])
+    torch.mul(silu, up, out=activation)
     grad_weight = None
-    if weight is not None:
+    if weights is not None:
         grad_weight = torch.linalg.vecdot(grad, activation)
-        grad = grad.mul_(weight)
-        activation = activation.mul_(weight)
+        grad.mul_(weights[tile.rows])
+        activation.mul_(weights[tile.rows])
     torch.mul(silu, grad, out=grad_up)
-    torch.mul(grad, up, out=grad)
+    grad.mul_(up)
     torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=grad_gate)
-    return activation, grad_preactivation, grad_weight
+    return padded_activation, padded_grad, grad_weight

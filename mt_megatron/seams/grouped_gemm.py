@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from . import gemm as _single
+from . import onednn
 from .gemm import GemmRole, gemm
 
 _log = logging.getLogger("mt_megatron")
@@ -124,7 +125,7 @@ def _one_by_one(
         for expert, (start, end) in enumerate(bounds):
             if end > start:
                 into = out[expert]
-                gemm(role, a[start:end], b[start:end], out=into, accumulate=accumulate, recipe=recipe)
+                expert_gemm(role, a[start:end], b[start:end], out=into, accumulate=accumulate, recipe=recipe)
             elif not accumulate:
                 out[expert].zero_()
         return out
@@ -133,8 +134,30 @@ def _one_by_one(
     for expert, (start, end) in enumerate(bounds):
         if end > start:
             into = out[start:end]
-            gemm(role, a[start:end], b[expert], out=into, accumulate=accumulate, recipe=recipe)
+            expert_gemm(role, a[start:end], b[expert], out=into, accumulate=accumulate, recipe=recipe)
     return out
+
+
+def expert_gemm(
+    role: GemmRole,
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    recipe: Any = None,
+) -> Tensor:
+    """``seams.gemm.gemm`` for one expert; the default comes from the faster of a CPU's libraries."""
+    if recipe is None and a.shape[0] and _single.is_plain() and onednn.preferred(a):
+        return onednn.product(role, a, b, out=out, accumulate=accumulate)
+    return gemm(role, a, b, out=out, accumulate=accumulate, recipe=recipe)
+
+
+def compiled_for_each_shape(like: Tensor) -> bool:
+    """Whether products with ``like`` cost a compilation for every number of rows: oneDNN's do."""
+    if like.device.type != "cpu":
+        return False
+    return like.dtype in (torch.bfloat16, torch.float16) or (_single.is_plain() and onednn.preferred(like))
 
 
 def has_grouped_kernel(a: Tensor, b: Tensor) -> bool:
