@@ -23,6 +23,22 @@ MODEL = (
     "--position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --activation-func silu "
     "--gated-linear-unit --no-add-bias-linear --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.08"
 )
+MIXTURE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 "
+    f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 --seq-length {SEQUENCE} --family deepseek "
+    "--position-embedding-type rope --rotary-base 10000 --normalization RMSNorm --activation-func silu "
+    "--gated-linear-unit --no-add-bias-linear --hidden-dropout 0 --attention-dropout 0 "
+    "--init-method-std 0.08 --multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--num-moe-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-shared-expert-intermediate-size 48 --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-group-score-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 "
+    "--moe-token-dispatcher-type alltoall --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
+)
+"""DeepSeek-V3's architecture: a dense layer, groups of experts, latent attention, multi-token prediction."""
+
 OPTIMIZER = (
     f"--train-iters {STEPS} --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 4 --lr-decay-style cosine "
     f"--weight-decay 0.1 --adam-beta2 0.95 --clip-grad {CLIP} --micro-batch-size {MICRO_BATCH} "
@@ -43,6 +59,9 @@ class Layout:
     per_token: bool = False
     """Whether every token of the global batch weighs the same, not every micro-batch."""
 
+    mixture: bool = False
+    """Whether the model is ``MIXTURE``."""
+
     sabotage: str | None = None
     """A deliberate mistake (see ``run``); the comparison must then fail."""
 
@@ -52,7 +71,7 @@ class Layout:
     @property
     def reference(self) -> str:
         """The run of one process that it is compared with."""
-        return "one" + "_tied" * self.tied + "_per_token" * self.per_token
+        return "one" + "_tied" * self.tied + "_per_token" * self.per_token + "_mixture" * self.mixture
 
 
 VPP = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
@@ -64,6 +83,7 @@ REFERENCES = (
     Layout(name="one"),
     Layout(name="one_tied", tied=True),
     Layout(name="one_per_token", per_token=True),
+    Layout(name="one_mixture", mixture=True),
 )
 
 _CONTEXT_PARALLEL = (
@@ -115,6 +135,40 @@ LAYOUTS = (
     *CONTEXT_PARALLEL,
 )
 
+EP = "--expert-model-parallel-size 2"
+PP = "--pipeline-model-parallel-size 2"
+ALLGATHER = "--moe-token-dispatcher-type allgather"
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+_MIXTURES_SOAK = (
+    Layout(name="mixture_vpp2", world=2, flags=VPP, mixture=True),
+    Layout(name="mixture_tp2_sp", world=2, flags=TP_SP, mixture=True),
+    Layout(
+        name="mixture_ep2_allgather",
+        world=2,
+        flags=f"{EP} --moe-token-dispatcher-type allgather",
+        mixture=True,
+    ),
+    Layout(name="mixture_dp2_zero1", world=2, flags=ZERO1, mixture=True),
+    Layout(name="mixture_selective", flags="--recompute-granularity selective", mixture=True),
+    Layout(
+        name="mixture_ep2_pp2_zero1",
+        world=4,
+        flags=f"{EP} --pipeline-model-parallel-size 2 {ZERO1}",
+        mixture=True,
+    ),
+)
+MIXTURES = (
+    Layout(name="mixture_sequential", flags="--no-moe-grouped-gemm", mixture=True),
+    Layout(name="mixture_recompute", flags=f"{RECOMPUTE} --recompute-mla-up-proj", mixture=True),
+    Layout(name="mixture_ep2", world=2, flags=EP, mixture=True),
+    Layout(name="mixture_ep2_zero1", world=2, flags=f"{EP} {ZERO1}", mixture=True),
+    Layout(name="mixture_pp2", world=2, flags=PP, mixture=True),
+    Layout(name="mixture_tp2_ep2", world=4, flags=f"{TP_SP} {EP}", mixture=True),
+    *(_MIXTURES_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()),
+)
+"""Experts, their routing, latent attention and multi-token prediction, spread in every way. In fp32 alone:
+where rounding chooses other experts, trainings part."""
+
 _DROPPING = "--hidden-dropout 0.1 --attention-dropout 0.1"
 DROPOUT = (
     Layout(name="dropout", flags=_DROPPING),
@@ -139,12 +193,17 @@ SABOTAGED = (
         sabotage="no_norm_all_reduce",
     ),
     Layout(name="cp2_leaking_mask", world=2, flags=CP, sabotage="leaking_mask"),
+    Layout(name="ep2_half_gradient", world=2, flags=EP, mixture=True, sabotage="half_expert_gradient"),
+    Layout(
+        name="mixture_unmoved_bias", flags="--moe-router-bias-update-rate 0", mixture=True, sabotage="flags"
+    ),
 )
 
 
 def by_name(name: str) -> Layout:
     """The layout called ``name``."""
-    return next(each for each in (*REFERENCES, *LAYOUTS, *DROPOUT, *SABOTAGED) if each.name == name)
+    every = (*REFERENCES, *LAYOUTS, *MIXTURES, *DROPOUT, *SABOTAGED)
+    return next(each for each in every if each.name == name)
 
 
 def config_of(layout: Layout, *, seed: int, bf16: bool = False) -> TrainingConfig:
@@ -152,7 +211,8 @@ def config_of(layout: Layout, *, seed: int, bf16: bool = False) -> TrainingConfi
     untied = (
         "--no-untie-embeddings-and-output-weights" if layout.tied else "--untie-embeddings-and-output-weights"
     )
-    flags = f"{MODEL} {OPTIMIZER} {layout.flags} {untied} --seed {seed} --mock-data"
+    model = MIXTURE if layout.mixture else MODEL
+    flags = f"{model} {OPTIMIZER} {layout.flags} {untied} --seed {seed} --mock-data"
     flags += " --calculate-per-token-loss" * layout.per_token
     return load_config([*flags.split(), *(["--bf16"] if bf16 else [])])
 

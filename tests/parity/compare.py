@@ -107,8 +107,8 @@ def _largest(
     assert reference.keys() == candidate.keys(), sorted(reference.keys() ^ candidate.keys())
     found = []
     for key, expected in reference.items():
-        # Layers are stacked along dimension 0: each layer's parameter is judged by itself.
-        stacked = key.startswith("decoder.layers.")
+        # Equal layers are stacked along dimension 0: each layer's parameter is judged by itself.
+        stacked = key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()
         for index, (a, b) in enumerate(
             zip(expected, candidate[key], strict=True) if stacked else [(expected, candidate[key])]
         ):

@@ -181,6 +181,9 @@ def _largest_gradient(trainable: Any, expected: dict[str, torch.Tensor]) -> floa
     gradients = {id(p): p.main_grad for chunk in chunks for p in chunk.parameters()}
     for part in parts(chunks):
         whole = expected[part.name]
+        covered[part.name][part.region] = 1
+        if not isinstance(part.source, torch.nn.Parameter):
+            continue  # Buffers have no gradient.
         # The same view of the gradient as ``tensor`` is of the parameter.
         ours = gradients[id(part.source)].as_strided(
             part.tensor.shape,
@@ -190,7 +193,6 @@ def _largest_gradient(trainable: Any, expected: dict[str, torch.Tensor]) -> floa
             - part.source.storage_offset(),
         )
         worst = max(worst, ((ours - whole[part.region]).abs().max() / whole.abs().max()).item())
-        covered[part.name][part.region] = 1
     together = torch.cat([each.flatten() for each in covered.values()])
     dist.all_reduce(together, op=dist.ReduceOp.MAX)
     assert bool((together == 1).all()), "an element of the model is on no rank"

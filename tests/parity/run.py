@@ -46,7 +46,7 @@ def record_folder(bf16: bool, backend: str) -> str:
 
 def _train(layout: Layout, folder: Path, seed: int, bf16: bool) -> dict[str, Any]:
     config = config_of(layout, seed=seed, bf16=bf16)
-    common = folder / ("initial_tied" if layout.tied else "initial")
+    common = folder / ("initial" + "_tied" * layout.tied + "_mixture" * layout.mixture)
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
         trainable = build(config, job, family)
@@ -109,23 +109,28 @@ def _batches(job: Job, seed: int) -> Any:
     )
 
 
-def _gradient(trainable: Trainable, parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's reduced gradient; NaN where another data-parallel rank holds it."""
+def _gradient(trainable: Trainable, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The parameter's reduced gradient; NaN where another data-parallel rank holds it. Buffers have none."""
+    if not isinstance(parameter, torch.nn.Parameter):
+        return None
     gradient = parameter.main_grad.detach().float().cpu().clone()
     if not torch.isfinite(gradient).all():
         raise AssertionError("a gradient is not finite")
     if not trainable.chunks[0].ddp_config.use_distributed_optimizer:
         return gradient
     owned = torch.full_like(gradient.view(-1), math.nan)
-    if parameter in trainable.optimizer.model_param_gbuf_map:
-        part = trainable.optimizer._get_model_param_range_map(parameter)["param"]
-        owned[part.start : part.end] = gradient.view(-1)[part.start : part.end]
+    # A mixture has an optimizer for what all data-parallel ranks share, and one for experts.
+    for optimizer in getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer]):
+        if parameter in optimizer.model_param_gbuf_map:
+            part = optimizer._get_model_param_range_map(parameter)["param"]
+            owned[part.start : part.end] = gradient.view(-1)[part.start : part.end]
     return owned.view_as(gradient)
 
 
-def _pieces(trainable: Trainable, value: Callable[[torch.Tensor], torch.Tensor]) -> Pieces:
-    """``value`` of every parameter of this rank, placed within the whole model by Megatron's own
-    description of the sharding (tensor, pipeline and virtual pipeline parallel)."""
+def _pieces(trainable: Trainable, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Pieces:
+    """``value`` of every parameter and buffer of this rank (None: it has none), placed within the whole
+    model by Megatron's own description of the sharding (tensor, pipeline, virtual pipeline and expert
+    parallel)."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 
@@ -138,6 +143,7 @@ def _pieces(trainable: Trainable, value: Callable[[torch.Tensor], torch.Tensor])
     assert seen >= sum(1 for chunk in trainable.chunks for _ in chunk.parameters()), (
         "a parameter has no place"
     )
+    state = _without_nothing(state)
     apply_factories(state)
     return [
         (
@@ -149,6 +155,14 @@ def _pieces(trainable: Trainable, value: Callable[[torch.Tensor], torch.Tensor])
         for sharded in nested_values(state)
         if isinstance(sharded, ShardedTensor)
     ]
+
+
+def _without_nothing(state: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    _, rest = extract_matching_values(state, lambda v: isinstance(v, ShardedTensor) and v.data is None)
+    return rest  # type: ignore[return-value]
 
 
 def _sabotage_model(what: str | None, trainable: Trainable) -> None:
@@ -174,3 +188,6 @@ def _sabotage_gradients(what: str | None, trainable: Trainable) -> None:
     factor = {"zero_gradient": 0.0, "double_gradient": 2.0}.get(what or "")
     if factor is not None:
         trainable.bare_chunks()[0].decoder.layers[2].mlp.linear_fc2.weight.main_grad.mul_(factor)
+    elif what == "half_expert_gradient":
+        for parameter in trainable.bare_chunks()[0].decoder.layers[2].mlp.experts.parameters():
+            parameter.main_grad.mul_(0.5)

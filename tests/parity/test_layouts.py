@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.case import LAYOUTS, REFERENCES, SABOTAGED, STEPS, Layout
+from tests.parity.case import LAYOUTS, MIXTURES, REFERENCES, SABOTAGED, STEPS, Layout
 from tests.parity.compare import FP32, Bounds, check
 from tests.parity.conftest import Figures, Runs
 
@@ -22,7 +22,7 @@ def test_the_reference_learns_and_is_clipped(runs: Runs, seed: int, name: str, f
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", (*LAYOUTS, *MIXTURES), ids=lambda layout: layout.name)
 def test_layout_equals_one_process(runs: Runs, seed: int, layout: Layout, figures: Figures) -> None:
     reference = runs(layout.reference, seed=seed)
     figures(check(reference, runs(layout.name, seed=seed), FP32))
@@ -31,7 +31,7 @@ def test_layout_equals_one_process(runs: Runs, seed: int, layout: Layout, figure
 @pytest.mark.parametrize("layout", SABOTAGED, ids=lambda layout: layout.name)
 def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, layout: Layout) -> None:
     with pytest.raises(AssertionError, match="deviates by|different copies"):
-        check(runs("one", seed=seed), runs(layout.name, seed=seed), FP32)
+        check(runs(layout.reference, seed=seed), runs(layout.name, seed=seed), FP32)
 
 
 def test_weighing_by_token_is_another_training(runs: Runs, seed: int) -> None:

@@ -32,6 +32,12 @@ LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2",
     "pp2": "--pipeline-model-parallel-size 2",
     "vpp2": "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+    # The experts' biases are in no optimizer, and count what was routed since the last update.
+    "ep2": "--expert-model-parallel-size 2 --use-distributed-optimizer --family mixtral --num-moe-experts 4 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 24 "
+    "--moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall --mtp-num-layers 1",
 }
 
 BEFORE_FORKING = (

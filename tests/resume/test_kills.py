@@ -13,6 +13,7 @@ from tests.resume.campaign import LAYOUTS, POINTS
 REDUCED = (
     {"layout": "dp2", "bf16": False, "kills": 2, "seed": 3},
     {"layout": "tp2", "bf16": True, "kills": 1, "seed": 5},
+    {"layout": "ep2", "bf16": True, "kills": 1, "seed": 11},
     # A negative control: what is drawn after a kill must matter.
     {"layout": "dp2", "bf16": False, "kills": 1, "seed": 7, "forget_rng": True},
 )
@@ -45,14 +46,14 @@ def reduced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return campaigns(str(tmp_path_factory.mktemp("kills")), list(REDUCED), timeout=500)
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_killed_run_continues_to_the_bit(reduced: list[dict[str, Any]], index: int) -> None:
     check(reduced[index])
     assert len(reduced[index]["kills"]) == REDUCED[index]["kills"]
 
 
 def test_forgetting_random_states_would_be_noticed(reduced: list[dict[str, Any]]) -> None:
-    assert differing_steps(reduced[2]) != []
+    assert differing_steps(reduced[3]) != []
 
 
 @pytest.mark.soak

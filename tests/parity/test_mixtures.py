@@ -1,0 +1,51 @@
+"""Published weights of random mixtures of experts give Hugging Face's logits, loss and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.parity.conftest import Figures
+from tests.parity.mixture_shapes import draw
+
+BOUND = 1e-5
+TARGET = "tests.parity.mixtures:beside_hugging_face"
+FAMILIES = ("mixtral", "deepseek_v2", "deepseek_v3", "qwen3_moe")
+IN_CI = {("mixtral", "ep2"), ("deepseek_v2", "one"), ("deepseek_v3", "tp2"), ("qwen3_moe", "pp2")}
+LAYOUTS = ("one", "tp2", "ep2", "pp2")
+
+
+def _within(found: dict[str, float]) -> bool:
+    return all(value <= BOUND for value in found.values())
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(
+            family,
+            layout,
+            id=f"{family}-{layout}",
+            marks=() if (family, layout) in IN_CI else pytest.mark.soak,
+        )
+        for family in FAMILIES
+        for layout in LAYOUTS
+    ],
+)
+def test_logits_and_gradients_are_hugging_faces(
+    seed: int, family: str, layout: str, grouped: bool, figures: Figures
+) -> None:
+    shapes = draw(family, seed)
+    world = 1 if layout == "one" else 2
+    found: list[dict[str, Any]] = run_ranks(world, TARGET, shapes, layout, grouped)[0]
+    figures({f"{name}_{index}": value for index, each in enumerate(found) for name, value in each.items()})
+    for shape, each in zip(shapes, found, strict=True):
+        assert _within(each), (shape, each)
+
+
+def test_swapped_experts_are_noticed(seed: int) -> None:
+    [found] = run_ranks(1, TARGET, draw("deepseek_v3", seed), "one", True, "swapped_experts")
+    assert not any(_within(each) for each in found), found
