@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-MARGIN = 1e-6
-"""Smallest difference that decides: of scores with a bias, else relative to the score."""
+MARGIN = 2e-6
+"""Smallest difference that decides, relative to the larger score. float32 knows them to about 1e-6."""
 
 Matrix = list[list[float]]
 
@@ -58,15 +58,16 @@ def softmax(row: list[float]) -> list[float]:
     return [p / total for p in powers]
 
 
-def first_best(scores: list[float], k: int, among: list[int], *, relative: bool) -> tuple[list[int], bool]:
+def near(value: float, border: float, scale: float) -> bool:
+    """Whether ``value`` is not ``border`` and yet within ``MARGIN`` of it, or of ``scale`` if larger."""
+    return value != border and abs(value - border) < MARGIN * max(abs(border), scale)
+
+
+def first_best(scores: list[float], k: int, among: list[int], scale: float) -> tuple[list[int], bool]:
     """The k best of ``among``, the lowest index first among equals, and whether that was close."""
     order = sorted(among, key=lambda i: (-scores[i], i))
-    close = False
-    if k < len(order):
-        inside, outside = scores[order[k - 1]], scores[order[k]]
-        scale = max(abs(inside), 1e-300) if relative else 1.0
-        close = inside != outside and abs(inside - outside) < MARGIN * scale
-    return order[:k], close
+    borders = [scores[i] for i in order[k - 1 : k + 1]] if k < len(order) else []
+    return order[:k], any(near(scores[i], border, scale) for border in borders for i in order)
 
 
 def route(logits: Matrix, case: Case) -> Expected:
@@ -79,7 +80,8 @@ def route(logits: Matrix, case: Case) -> Expected:
             scores = judges = softmax(row)
         else:
             scores = judges = row
-        relative = case.score == "softmax" and case.pre_softmax
+        # A score and a bias may cancel out, and a logit be 0: they are known to the size of their parts.
+        scale = 1e-300 if case.score == "softmax" and case.pre_softmax else 0.25
         among = list(range(case.experts))
         if case.groups is not None and case.group_topk is not None:
             size = case.experts // case.groups
@@ -88,11 +90,11 @@ def route(logits: Matrix, case: Case) -> Expected:
                 math.fsum(sorted(judges[g * size : (g + 1) * size], reverse=True)[:best])
                 for g in range(case.groups)
             ]
-            groups, close = first_best(totals, case.group_topk, list(range(case.groups)), relative=relative)
+            groups, close = first_best(totals, case.group_topk, list(range(case.groups)), scale)
             if close:
                 found.unsure.add(token)
             among = [e for e in among if e // size in groups]
-        chosen, close = first_best(judges, case.topk, among, relative=relative)
+        chosen, close = first_best(judges, case.topk, among, scale)
         if close:
             found.unsure.add(token)
         weights = [0.0] * case.experts
@@ -121,10 +123,11 @@ def _drop(found: Expected, case: Case) -> None:
         queue = [t for t in range(tokens) if expert in found.chosen[t]]
         if case.policy == "probs":
             queue.sort(key=lambda t: (-found.weights[t][expert], t))
-            if size < len(queue):
-                inside, outside = (found.weights[t][expert] for t in queue[size - 1 : size + 1])
-                if inside != outside and inside - outside < MARGIN * inside:
-                    found.unsure.update(queue[size - 1 : size + 1])
+            given = [found.weights[t][expert] for t in queue]
+            borders = given[size - 1 : size + 1] if size < len(queue) else []
+            found.unsure.update(
+                t for t, w in zip(queue, given, strict=True) if any(near(w, b, 0.0) for b in borders)
+            )
         for token in queue[size:]:
             found.kept[token][expert] = False
     if found.unsure:

@@ -19,7 +19,7 @@ from mt_megatron.layers.router_losses import balancing_scores, sequence_loss, to
 from . import router_oracle as oracle
 from .router_oracle import Case, Expected
 
-CASES = 10_000 if os.environ.get("MT_MEGATRON_SOAK") else 500
+CASES = 10_000 if os.environ.get("MT_MEGATRON_SOAK") else 400
 
 
 def options_of(case: Case) -> RouterOptions:
@@ -71,8 +71,13 @@ def draw(seed: int) -> tuple[Case, Tensor]:
 
 
 def tie(rng: random.Random, case: Case, logits: Tensor, bias: Tensor) -> None:
-    """Make experts, groups or tokens exactly equal."""
-    kind = rng.choice(["experts", "groups", "tokens", "all", "steps"])
+    """Make experts, groups or tokens exactly equal.
+
+    Only where equal inputs are what makes scores equal: numbers that are equal by arithmetic, such as
+    the weights 1/3 of different tokens, are equal or not as they happen to be rounded.
+    """
+    by_weight = case.capacity_factor is not None and case.policy == "probs"
+    kind = rng.choice(["tokens", "all"] if by_weight else ["experts", "groups", "tokens", "all", "steps"])
     if kind == "experts":
         for _ in range(case.experts // 2):
             a, b = rng.randrange(case.experts), rng.randrange(case.experts)
@@ -80,9 +85,8 @@ def tie(rng: random.Random, case: Case, logits: Tensor, bias: Tensor) -> None:
     elif kind == "groups" and case.groups is not None:
         size = case.experts // case.groups
         for group in range(1, case.groups):
-            mine, first = slice(group * size, (group + 1) * size), slice(0, size)
-            order = torch.randperm(size)
-            logits[:, mine], bias[mine] = logits[:, first][:, order], bias[first][order]
+            mine, order = slice(group * size, (group + 1) * size), rng.sample(range(size), size)
+            logits[:, mine], bias[mine] = logits[:, order], bias[order]
     elif kind == "tokens":
         for token in range(1, len(logits)):
             if rng.random() < 0.7:
@@ -90,8 +94,9 @@ def tie(rng: random.Random, case: Case, logits: Tensor, bias: Tensor) -> None:
     elif kind == "all":
         logits.fill_(rng.choice([0.0, -3.7, 1.3]))
         bias.fill_(rng.choice([0.0, -0.2]))
-    elif case.score == "softmax" or case.capacity_factor is None:
-        logits.copy_((logits * 4).round() / 4)
+    else:
+        # Of one sign: the sigmoids of x and -x add up to that of 0, twice.
+        logits.copy_((logits.abs() * 4).round() / 4)
         bias.fill_(-0.25)
 
 
@@ -125,7 +130,8 @@ def compare(case: Case, logits: Tensor, expected: Expected) -> int:
     upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     (gradient,) = torch.autograd.grad((got * upstream).sum(), leaf)
     by_hand = torch.tensor(oracle.gradient(rows, case, expected, upstream.tolist()), dtype=torch.float64)
-    torch.testing.assert_close(gradient.double()[sure], by_hand[sure], rtol=1e-4, atol=2e-6)
+    atol = 1e-6 * (case.factor or 1.0)
+    torch.testing.assert_close(gradient.double()[sure], by_hand[sure], rtol=1e-4, atol=atol)
     return len(expected.unsure)
 
 
@@ -163,18 +169,26 @@ def losses(case: Case, logits: Tensor, expected: Expected, batch: int | None) ->
 
 
 def test_equals_plain_loops_on_random_cases() -> None:
-    tokens = close = ties = 0
+    tokens = close = ties = dropless = 0
     for seed in range(CASES):
         case, logits = draw(seed)
         expected = oracle.route(logits.tolist(), case)
+        if expected.unsure and case.capacity_factor is not None:
+            # Who may go elsewhere may make room for others: such a batch is compared without a capacity.
+            case = replace(case, capacity_factor=None)
+            expected = oracle.route(logits.tolist(), case)
+            dropless += 1
         close += compare(case, logits, expected)
         tokens += len(logits)
         ties += any(len(set(row)) < len(row) for row in logits.tolist())
         batches = [b for b in (1, 2, 3, 4) if len(logits) % b == 0]
         losses(case, logits, expected, random.Random(seed).choice([None, *batches]))
     assert close <= 0.001 * tokens, f"{close} of {tokens} tokens were too close to call"
+    assert dropless <= 0.01 * CASES
     assert ties > CASES // 10, "the cases hold exact ties"
-    print(f"{CASES} cases, {tokens} tokens, {close} too close to call, {ties} with ties")
+    print(
+        f"{CASES} cases, {tokens} tokens, {close} too close to call (in {dropless}: no capacity), {ties} tied"
+    )
 
 
 def failing(cases: int = 60, **change: Any) -> int:
