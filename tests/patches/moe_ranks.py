@@ -301,11 +301,6 @@ def expert_without_experts() -> str:
     return "accepted"
 
 
-def spoiled_deviations(variant: dict[str, Any], field: str) -> dict[str, float]:
-    """Those of one variant whose layer is not told of ``field``."""
-    return _deviations(spoiled=field, **variant)
-
-
 def of_a_stub(grouped: bool) -> dict[str, Any]:
     """Which linears a dense and an expert layer build from a stub of Transformer Engine's, and how large."""
     from megatron.core.transformer.identity_op import IdentityOp
@@ -351,3 +346,23 @@ def overlap_on_streams() -> dict[str, Any]:
         "told": [[shape, "side" if stream is side else "main"] for shape, stream in told],
         "streams": side is not None,
     }
+
+
+def alone(variants: list[dict[str, Any]], left_out: str, pattern: list[int], folder: str) -> dict[str, Any]:
+    """Everything that needs one rank, in one process."""
+    return {
+        "deviations": layer_deviations(variants),
+        "spoiled": _deviations(spoiled=left_out, width=12, shared=20),
+        "dense_spec": expert_without_experts(),
+        "stub": {str(grouped): of_a_stub(grouped) for grouped in (True, False)},
+        "mixed": mixed_layers(1, pattern, folder),
+        "unset": _in_new_groups(unset_fields),
+    }
+
+
+def _in_new_groups(function: Any) -> Any:
+    from mt_megatron.seams import layout
+
+    layout.destroy()
+    mt_megatron.unpatch()
+    return function()

@@ -36,6 +36,9 @@ TWO: dict[str, dict[str, Any]] = {
     "ep2_grouped": {"ep": 2, "width": 12, "shared": 20, "grouped": True},
     "ep2_not_gated": {"ep": 2, "width": 12, "gated": False},
 }
+PATTERNS = {1: [0, 1, 0], 2: [0, 0, 1, 1]}
+"""Dense layers and layers with experts, by pipeline stages."""
+
 FOUR: dict[str, dict[str, Any]] = {
     "tp2_ep2": {"tp": 2, "ep": 2, "width": 12, "shared": 20},
     "tp2_ep2_grouped": {"tp": 2, "ep": 2, "width": 12, "shared": 20, "grouped": True},
@@ -43,12 +46,20 @@ FOUR: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def deviations() -> dict[str, list[dict[str, float]]]:
-    found: dict[str, list[dict[str, float]]] = {}
-    for size, variants in ((1, ALONE), (2, TWO), (4, FOUR)):
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    left_out = "moe_shared_expert_intermediate_size"
+    folder = str(tmp_path_factory.mktemp("mixed"))
+    variants = list(ALONE.values())
+    (found,) = run_ranks(1, f"{RANKS}:alone", variants, left_out, PATTERNS[1], folder, timeout=200)
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def deviations(alone: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
+    found = {name: [one] for name, one in zip(ALONE, alone["deviations"], strict=True)}
+    for size, variants in ((2, TWO), (4, FOUR)):
         ranks = run_ranks(size, f"{RANKS}:layer_deviations", list(variants.values()), timeout=200)
-        for index, name in enumerate(variants):
-            found[name] = [rank[index] for rank in ranks]
+        found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(variants)}
     return found
 
 
@@ -64,18 +75,16 @@ def test_a_layer_equals_a_loop_over_its_tokens(
         assert max(rank.values()) < NEAR, rank
 
 
-def test_the_comparison_notices_a_shared_expert_that_is_left_out() -> None:
-    variant = {"width": 12, "shared": 20}
-    (found,) = run_ranks(
-        1, f"{RANKS}:spoiled_deviations", variant, "moe_shared_expert_intermediate_size", timeout=60
-    )
-    assert found["output"] > 0.01 and found["input"] > 0.01
+def test_the_comparison_notices_a_shared_expert_that_is_left_out(alone: dict[str, Any]) -> None:
+    assert alone["spoiled"]["output"] > 0.01 and alone["spoiled"]["input"] > 0.01
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_dense_layers_stand_where_the_list_says(tmp_path: Path, pp: int) -> None:
-    pattern = [0, 0, 1, 1] if pp == 2 else [0, 1, 0]
-    ranks = run_ranks(pp, f"{RANKS}:mixed_layers", pp, pattern, str(tmp_path), timeout=120)
+def test_dense_layers_stand_where_the_list_says(alone: dict[str, Any], tmp_path: Path, pp: int) -> None:
+    pattern = PATTERNS[pp]
+    ranks = [alone["mixed"]]
+    if pp > 1:
+        ranks = run_ranks(pp, f"{RANKS}:mixed_layers", pp, pattern, str(tmp_path), timeout=120)
     kinds = {int(layer): kind for rank in ranks for layer, kind in rank["kinds"].items()}
     assert kinds == {layer: bool(kind) for layer, kind in enumerate(pattern)}
     for rank in ranks:
@@ -86,24 +95,23 @@ def test_dense_layers_stand_where_the_list_says(tmp_path: Path, pp: int) -> None
             assert any("experts" in key for key in keys) == kind
 
 
-def test_fields_left_unset_change_nothing() -> None:
+def test_fields_left_unset_change_nothing(alone: dict[str, Any]) -> None:
     """Names, order and weights to the bit. A dense model computes the same to the bit too; one with experts
     has its tokens gathered and summed in another order."""
-    (found,) = run_ranks(1, f"{RANKS}:unset_fields", timeout=120)
+    found = alone["unset"]
     assert found["dense"] == {"same": True, "loss": 0.0, "gradients": 0.0}
     assert found["experts"]["same"]
     assert found["experts"]["loss"] < 1e-6 and found["experts"]["gradients"] < 1e-5
 
 
-def test_a_spec_without_experts_for_a_model_with_some_is_an_error() -> None:
-    (message,) = run_ranks(1, f"{RANKS}:expert_without_experts", timeout=60)
-    assert "the layer spec has none; expected one made with num_experts=4" in message
+def test_a_spec_without_experts_for_a_model_with_some_is_an_error(alone: dict[str, Any]) -> None:
+    assert "the layer spec has none; expected one made with num_experts=4" in alone["dense_spec"]
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_transformer_engines_linears_get_the_widths(grouped: bool) -> None:
+def test_transformer_engines_linears_get_the_widths(alone: dict[str, Any], grouped: bool) -> None:
     """Against a recording stub, since Transformer Engine runs on CUDA alone."""
-    (found,) = run_ranks(1, f"{RANKS}:of_a_stub", grouped, timeout=60)
+    found = alone["stub"][str(grouped)]
     assert found["dense"] == [
         ["TELayerNormColumnParallelLinear", [16, 2 * 40]],
         ["TERowParallelLinear", [40, 16]],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +24,53 @@ EXPERTS = (
 MIXED = f"{EXPERTS} --moe-layer-freq [0,1,1,1]"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EP2 = "--expert-model-parallel-size 2"
-TWO = {
-    "ep2": f"{MIXED} {EP2}",
-    "ep2_zero1_bf16": f"{MIXED} {EP2} {ZERO1} --bf16",
+TWO = {"ep2": f"{MIXED} {EP2}", "ep2_zero1_bf16": f"{MIXED} {EP2} {ZERO1} --bf16"}
+TWO_MORE = {
     "ep2_sequential_bf16": f"{MIXED} {EP2} --bf16 --no-moe-grouped-gemm",
     "ep2_allgather_uniform": f"{EXPERTS} {EP2} --moe-token-dispatcher-type allgather",
     "dp2": MIXED,
 }
 # The first of two stages has dense layers only.
 PP2 = f"{EXPERTS} --moe-layer-freq [0,0,1,1] {EP2} --pipeline-model-parallel-size 2"
-FOUR = {"pp2_ep2": PP2, "pp2_ep2_zero1_bf16": f"{PP2} {ZERO1} --bf16"}
+FOUR = {"pp2_ep2_zero1_bf16": f"{PP2} {ZERO1} --bf16"}
+FOUR_MORE = {"pp2_ep2": PP2}
+
+
+Runs = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for size, layouts in ((2, TWO), (4, FOUR)):
+def continued(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What the layout of a name recorded; layouts of a size run in the same processes, once."""
+
+    @cache
+    def found(size: int, more: bool) -> dict[str, Any]:
+        layouts = {(2, False): TWO, (2, True): TWO_MORE, (4, False): FOUR, (4, True): FOUR_MORE}[size, more]
         folder = str(tmp_path_factory.mktemp(f"experts{size}"))
-        found |= run_ranks(size, f"{CASES}:continued_and_not", folder, layouts, timeout=300)[0]
-    return found
+        return dict(run_ranks(size, f"{CASES}:continued_and_not", folder, layouts, timeout=300)[0])
+
+    def run_of(name: str) -> dict[str, Any]:
+        size = 4 if name in {**FOUR, **FOUR_MORE} else 2
+        return dict(found(size, name in {**TWO_MORE, **FOUR_MORE})[name])
+
+    return run_of
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_a_resumed_run_continues_to_the_bit(continued: dict[str, Any], name: str) -> None:
-    found = continued[name]
+NAMES = [*TWO, *FOUR, *(pytest.param(name, marks=pytest.mark.soak) for name in (*TWO_MORE, *FOUR_MORE))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_continues_to_the_bit(continued: Runs, name: str) -> None:
+    found = continued(name)
     whole, first, second = (found[part] for part in ("whole", "first", "second"))
     assert "error" not in whole and "error" not in second, found
     assert {**first["steps"], **second["steps"]} == whole["steps"] and len(whole["steps"]) == 7
     assert found["differing"] == [] and found["tensors"] > 20
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_the_bias_is_in_the_checkpoint_in_fp32_and_has_moved(continued: dict[str, Any], name: str) -> None:
-    biases = continued[name]["biases"]
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bias_is_in_the_checkpoint_in_fp32_and_has_moved(continued: Runs, name: str) -> None:
+    biases = continued(name)["biases"]
     assert biases
     for largest, dtype in biases.values():
         assert dtype == "torch.float32" and largest > 0.049
