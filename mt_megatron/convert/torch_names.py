@@ -1,8 +1,8 @@
 """One rank's state in the ``torch`` form: names of its chunk of the model to those of the whole one.
 
 Experts of a rank are one tensor each (``SequentialMLP``; Transformer Engine's grouped linears) or lie
-transposed behind each other in two (``GroupedMLP`` of Megatron-Core 0.9.0: ``weight1`` shows as
-[h, experts x 2 ffn] and is [experts, h, 2 ffn] in memory).
+behind each other in two (``GroupedMLP``): transposed in Megatron-Core 0.9.0, where ``weight1`` shows as
+[h, experts x 2 ffn] and is [experts, h, 2 ffn] in memory, and as [experts, 2 ffn, h] in ours.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ class ChunkNames:
         sequential = _SEQUENTIAL.fullmatch(name)
         if grouped is not None:
             first = grouped[2] == "1"
+            if tensor.dim() == 3:
+                # As mt_megatron's own layers hold them: each expert like a linear's weight.
+                tensor = tensor.transpose(1, 2)
             shape = (self.experts, self.hidden_size, -1) if first else (self.experts, -1, self.hidden_size)
-            for expert, part in enumerate(tensor.view(shape).transpose(1, 2)):
+            for expert, part in enumerate(tensor.reshape(shape).transpose(1, 2)):
                 index = self.first_expert + expert
                 yield f"{grouped[1]}.local_experts.{index}.linear_fc{grouped[2]}.weight", part
         elif linear is not None:

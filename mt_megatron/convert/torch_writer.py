@@ -23,7 +23,7 @@ from mt_megatron.convert.layout import Piece, pieces_of, take
 from mt_megatron.convert.output import FileTask
 from mt_megatron.convert.settings import Model
 from mt_megatron.convert.sources import Source
-from mt_megatron.convert.tensors import split_axis
+from mt_megatron.convert.tensors import extra_state_of, split_axis
 from mt_megatron.convert.torch_names import ChunkNames
 from mt_megatron.convert.torch_reader import STATE
 from mt_megatron.layers.transformer_fields import moe_layer_pattern
@@ -190,6 +190,9 @@ class TorchWriter:
                         state[held.name] = memory.tensor(held.dtype, shape)
                     self._fill(state[held.name][held.expert].t(), held)
                 states.append({name: self._as_upstream(name, each) for name, each in state.items()})
+                # Linears ask for it when they are loaded strictly; local ones have nothing there.
+                extra = (extra_state_of(name) for name in state)
+                states[-1].update({name: None for name in extra if name is not None})
             document: dict[str, Any] = {
                 "args": self._arguments,
                 "checkpoint_version": 3.0,

@@ -28,12 +28,21 @@ from tests.convert.published import read
 _RUN = "--seq-length 16 --micro-batch-size 1 --mock-data --train-iters 1 --lr 1e-3 --hidden-dropout 0"
 
 
+def everything(folder: str, cases: list[dict[str, Any]], wrong: dict[str, list[str]]) -> dict[str, Any]:
+    """``every_layout``, and what a start from the folder ``llama`` says that cannot be, in one start."""
+    mt_megatron.patch("cpu")
+    dist.init_process_group("gloo")
+    return {
+        "cases": every_layout(folder, cases),
+        "refusals": refusals(folder, "llama", "llama.yaml", wrong),
+        "one_rank": on_one_rank(folder, "llama", "llama.yaml"),
+    }
+
+
 def every_layout(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every case (a published folder, a converted one, options of a layout): what differs between the
     published weights and the model that starts from them, the model that loads the converted
     checkpoint, and the model's own checkpoint (left in ``saved`` for the caller to convert)."""
-    mt_megatron.patch("cpu")
-    dist.init_process_group("gloo")
     return [_one(Path(folder), case) for case in cases]
 
 
@@ -55,6 +64,11 @@ def _one(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         save_checkpoint(
             folder / case["saved"], trainable, Progress(), job, manifest={"config": config.to_dict()}
         )
+        if "by_rank" in case:
+            _as_megatron_lm_saves(folder / case["as_saved"], config, model, trainable)
+            _spoil(trainable)
+            _as_megatron_lm_loads(folder / case["by_rank"], trainable)
+            found["by_rank"] = _differing(trainable, whole)
         _spoil(trainable)
         found["spoiled"] = len(_differing(trainable, whole))
         load_weights(resolve_checkpoint(folder / case["converted"]), trainable)
@@ -62,10 +76,50 @@ def _one(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _rank_folder(folder: Path) -> Path:
+    """``mp_rank_*`` of this rank, by Megatron-LM's rule."""
+    from megatron.core import parallel_state as mpu
+
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    return folder / name
+
+
+def _as_megatron_lm_saves(folder: Path, config: Any, model: Any, trainable: Any) -> None:
+    from mt_megatron.convert.torch_args import arguments_of
+
+    path = _rank_folder(folder)
+    if dist.get_rank() == 0 or not path.exists():
+        path.mkdir(parents=True, exist_ok=True)
+    layout = config.model.pipeline_model_parallel_layout
+    args = arguments_of(config, model.sizes.padded_vocab_size, 3, list(layout) if layout else None)
+    chunks = trainable.bare_chunks()
+    state = {"args": args, "iteration": 3, "checkpoint_version": 3.0}
+    for index, chunk in enumerate(chunks):
+        state["model" if len(chunks) == 1 else f"model{index}"] = chunk.state_dict_for_save_checkpoint()
+    torch.save(state, path / "model_optim_rng.pt")
+    dist.barrier()
+
+
+def _as_megatron_lm_loads(folder: Path, trainable: Any) -> None:
+    # Its own loading is unsafe; only the strictness matters here.
+    state = torch.load(_rank_folder(resolve_by_pointer(folder)) / "model_optim_rng.pt", weights_only=False)
+    chunks = trainable.bare_chunks()
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
+
+
+def resolve_by_pointer(folder: Path) -> Path:
+    """The folder that Megatron-LM's pointer names."""
+    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    return folder / f"iter_{iteration:07d}"
+
+
 def refusals(folder: str, published: str, config: str, cases: dict[str, list[str]]) -> dict[str, str]:
     """What a start from a published folder says for every list of options; all ranks must say it."""
-    mt_megatron.patch("cpu")
-    dist.init_process_group("gloo")
     found = {}
     for name, options in cases.items():
         settings = load_config(
@@ -83,8 +137,6 @@ def refusals(folder: str, published: str, config: str, cases: dict[str, list[str
 
 def on_one_rank(folder: str, published: str, config: str) -> str:
     """A file that rank 1 alone cannot read ends the start on both."""
-    mt_megatron.patch("cpu")
-    dist.init_process_group("gloo")
     place = f"{folder}/{published}" if dist.get_rank() == 0 else tempfile.mkdtemp()
     settings = load_config([*_RUN.split(), "--init-from-hf", place], Path(folder) / config)
     with joined(settings, mt_megatron.backend()) as job:

@@ -37,6 +37,14 @@ LAYOUTS: dict[str, list[list[str]]] = {
 }
 
 
+WRONG = {
+    "right": [],
+    "several": ["--rotary-base", "123", "--layernorm-epsilon", "0.1", "--qk-layernorm"],
+    "layers": ["--num-layers", "3"],
+}
+"""Options that do not fit the published Llama, by the name of the case."""
+
+
 def cases(folder: Path) -> list[dict[str, Any]]:
     """Each family's folder and its conversion, once for every layout."""
     found = []
@@ -60,7 +68,18 @@ def cases(folder: Path) -> list[dict[str, Any]]:
                     "name": f"{family} {' '.join(layout)}",
                 }
             )
+            if family in BY_RANK:
+                found[-1] |= {
+                    "by_rank": f"{family}_by_rank_{index}",
+                    "as_saved": f"{family}_as_saved_{index}",
+                }
+                options = [each for each in layout if each not in ("--bf16", "--use-distributed-optimizer")]
+                converted(folder / family, folder / found[-1]["by_rank"], "torch", *options)
     return found
+
+
+BY_RANK = ("llama", "mixtral", "deepseek_v3")
+"""Families whose layouts are also saved and loaded as Megatron-LM does, rank by rank."""
 
 
 def _fixed(family: str, shape: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +99,12 @@ def _fixed(family: str, shape: dict[str, Any]) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models")
     work = cases(folder)
-    done = run_ranks(2, "tests.convert.ranks:every_layout", str(folder), work, timeout=280)
+    done = run_ranks(2, "tests.convert.ranks:everything", str(folder), work, WRONG, timeout=280)
     found: dict[str, Any] = {"folder": folder, "cases": work}
+    for name in ("refusals", "one_rank"):
+        found[name] = [rank[name] for rank in done]
     for index, case in enumerate(work):
-        found[case["name"]] = [rank[index] for rank in done]
+        found[case["name"]] = [rank["cases"][index] for rank in done]
     return found
 
 
@@ -120,16 +141,18 @@ def test_its_own_checkpoint_converts_back(results: dict[str, Any], name: str, tm
         assert differing(read(tmp_path / "back"), original) == []
 
 
-def test_what_does_not_fit_is_named_on_every_rank(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [each for each in NAMES if each.split()[0] in BY_RANK])
+def test_files_by_rank_are_megatrons_own(results: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """What we write loads strictly into the ranks' models; what they write converts back."""
+    assert all(rank["by_rank"] == [] for rank in results[name])
+    case = next(each for each in results["cases"] if each["name"] == name)
     folder = results["folder"]
-    wrong = {
-        "right": [],
-        "several": ["--rotary-base", "123", "--layernorm-epsilon", "0.1", "--qk-layernorm"],
-        "layers": ["--num-layers", "3"],
-    }
-    for found in run_ranks(
-        2, "tests.convert.ranks:refusals", str(folder), "llama", "llama.yaml", wrong, timeout=120
-    ):
+    converted(folder / case["as_saved"], tmp_path / "back", "huggingface", dtype="bf16")
+    assert differing(read(tmp_path / "back"), read(folder / case["published"])) == []
+
+
+def test_what_does_not_fit_is_named_on_every_rank(results: dict[str, Any]) -> None:
+    for found in results["refusals"]:
         assert found["right"] == ""
         for option in ("rotary_base is 123", "layernorm_epsilon is 0.1"):
             assert option in found["several"]
@@ -137,7 +160,4 @@ def test_what_does_not_fit_is_named_on_every_rank(results: dict[str, Any]) -> No
 
 
 def test_an_error_of_one_rank_ends_all(results: dict[str, Any]) -> None:
-    said = run_ranks(
-        2, "tests.convert.ranks:on_one_rank", str(results["folder"]), "llama", "llama.yaml", timeout=120
-    )
-    assert all("(ranks [1])" in each and "config.json" in each for each in said)
+    assert all("(ranks [1])" in each and "config.json" in each for each in results["one_rank"])
