@@ -38,11 +38,12 @@ def test_a_checkpoint_continues_on_other_stages(tmp_path: Path) -> None:
         for continued in others:
             assert "error" not in continued, (name, continued)
             for step in ("4", "5", "6"):
-                assert continued["steps"][step] == pytest.approx(whole["steps"][step], rel=1e-5), name
                 ours, theirs = continued["records"][step], whole["records"][step]
-                for depth in ("mtp_1_loss", "mtp_2_loss"):
-                    assert ours[depth] == pytest.approx(theirs[depth], rel=1e-5), name
-            assert continued["valid"][-1] == pytest.approx(whole["valid"][-1], rel=1e-5)
+                for loss in ("loss", "mtp_1_loss", "mtp_2_loss"):
+                    assert ours[loss] == pytest.approx(theirs[loss], rel=1e-6), (name, step)
+                # The norm is summed in fp32, in another order under every layout.
+                assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), (name, step)
+            assert continued["valid"][-1] == pytest.approx(whole["valid"][-1], rel=1e-6)
 
 
 def test_what_is_reported_is_the_main_loss_and_the_depths_apart(tmp_path: Path) -> None:
