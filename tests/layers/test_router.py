@@ -168,7 +168,7 @@ def losses(case: Case, logits: Tensor, expected: Expected, batch: int | None) ->
         torch.testing.assert_close(gradient.double(), torch.tensor(by_hand).double(), rtol=2e-4, atol=1e-7)
 
 
-def test_equals_plain_loops_on_random_cases() -> None:
+def test_equals_plain_loops_on_random_cases(record_property: Any) -> None:
     tokens = close = ties = dropless = 0
     for seed in range(CASES):
         case, logits = draw(seed)
@@ -186,9 +186,13 @@ def test_equals_plain_loops_on_random_cases() -> None:
     assert close <= 0.001 * tokens, f"{close} of {tokens} tokens were too close to call"
     assert dropless <= 0.01 * CASES
     assert ties > CASES // 10, "the cases hold exact ties"
-    print(
-        f"{CASES} cases, {tokens} tokens, {close} too close to call (in {dropless}: no capacity), {ties} tied"
-    )
+    for name, value in (
+        ("cases", CASES),
+        ("tokens", tokens),
+        ("too close to call", close),
+        ("with ties", ties),
+    ):
+        record_property(name, value)
 
 
 def failing(cases: int = 60, **change: Any) -> int:
