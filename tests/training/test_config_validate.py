@@ -384,6 +384,8 @@ WRONG = [
     ("--save-interval 5", 1, "save_interval is set without save; expected"),
     ("--save-interval 0 --save x", 1, "save_interval is 0; expected at least 1"),
     ("--load /nonexistent", 1, "load is /nonexistent, which is no directory"),
+    ("--init-from-hf /nonexistent", 1, "init_from_hf is /nonexistent, which is no directory"),
+    ("--init-from-hf / --load /", 1, "init_from_hf and load are both set; expected one place"),
     ("--resume yes", 1, "resume is yes; expected auto, never or the directory"),
 ]
 
