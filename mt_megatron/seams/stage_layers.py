@@ -89,16 +89,6 @@ def end_counts(config: Any) -> tuple[int | None, int | None]:
     return found[0], found[1]
 
 
-def is_plain(config: Any) -> bool:
-    """Whether ``config`` names no layout and its layers divide evenly: upstream's own arithmetic is right."""
-    if getattr(config, "pipeline_model_parallel_layout", None) is not None:
-        return False
-    if end_counts(config) != (None, None):
-        return False
-    virtual = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    return bool(config.num_layers % virtual == 0)
-
-
 def spread(num_layers: int, parts: int) -> list[int]:
     """``num_layers`` over ``parts`` as evenly as they go, longer ones first."""
     return [num_layers // parts + (index < num_layers % parts) for index in range(parts)]

@@ -13,7 +13,6 @@ from mt_megatron.seams.stage_layers import (
     chunks_of_layout,
     divide_layers,
     end_counts,
-    is_plain,
     spread,
     stage_layers,
 )
@@ -137,9 +136,9 @@ def test_a_configuration_is_asked_by_either_versions_names() -> None:
     plain = SimpleNamespace(
         num_layers=6, pipeline_model_parallel_size=3, virtual_pipeline_model_parallel_size=None
     )
-    assert is_plain(plain) and stage_layers(plain) == [[0, 1], [2, 3], [4, 5]]
+    assert stage_layers(plain) == [[0, 1], [2, 3], [4, 5]]
     old = SimpleNamespace(**vars(plain), first_pipeline_num_layers=0, last_pipeline_num_layers=None)
-    assert not is_plain(old) and stage_layers(old) == [[], [0, 1, 2], [3, 4, 5]]
+    assert stage_layers(old) == [[], [0, 1, 2], [3, 4, 5]]
     new = SimpleNamespace(**vars(old), num_layers_in_last_pipeline_stage=2)
     assert end_counts(new) == (0, 2) and stage_layers(new) == [[], [0, 1, 2, 3], [4, 5]]
     new.last_pipeline_num_layers = 3
@@ -148,7 +147,7 @@ def test_a_configuration_is_asked_by_either_versions_names() -> None:
     ):
         stage_layers(new)
     layout = SimpleNamespace(**vars(plain), pipeline_model_parallel_layout="Et*3|tt|tmL", mtp_num_layers=1)
-    assert not is_plain(layout) and stage_layers(layout) == [[0, 1, 2], [3, 4], [5]]
+    assert stage_layers(layout) == [[0, 1, 2], [3, 4], [5]]
     layout.mtp_num_layers = None
     with pytest.raises(ConfigError, match="mtp_num_layers = 0 times m"):
         stage_layers(layout)
