@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from mt_megatron.training import step
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.loop import train
 from mt_megatron.training.metrics import read_records
 from mt_megatron.training.validate import validate
+from tests.training.faults import injected
 from tests.training.loop_cases import MODEL, TRAINING, start
 
 EXPERTS = (
@@ -59,24 +61,39 @@ def run(folder: str, name: str, flags: str) -> dict[str, Any]:
     }
 
 
-def collectives(folder: str) -> dict[str, int]:
-    """All-reduces of a run of three steps that reports after each, and after the last alone."""
-    counts = {}
-    original = dist.all_reduce
-    for name, interval in (("each", 1), ("last", 3)):
-        sizes: list[int] = []
+@contextlib.contextmanager
+def counted(owner: Any, name: str) -> Iterator[list[None]]:
+    """One entry per call of ``owner.name`` within."""
+    original, calls = getattr(owner, name), []
 
-        def counting(tensor: torch.Tensor, *args: Any, sizes: list[int] = sizes, **kwargs: Any) -> Any:
-            sizes.append(tensor.numel())
-            return original(tensor, *args, **kwargs)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
 
-        dist.all_reduce = counting
-        try:
-            run(folder, f"collectives_{name}", f"{EXPERTS} {LOSSES} --log-interval {interval}")
-        finally:
-            dist.all_reduce = original
-        counts[name] = len(sizes)
-    return counts
+    setattr(owner, name, counting)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, original)
+
+
+FAULT = {"module": "decoder.layers.0.mlp", "kind": "backward", "value": "nan", "steps": [2], "rank": 0}
+
+
+def counts(folder: str) -> dict[str, dict[str, int]]:
+    """All-reduces and moves of the biases in runs of three steps: a report after each, after the last
+    alone, and that with the second step skipped for a NaN."""
+    found = {}
+    for name, interval, fault in (("each", 1, None), ("last", 3, None), ("skipped", 3, FAULT)):
+        flags = f"{EXPERTS} {LOSSES} --log-interval {interval} --on-divergence skip"
+        with (
+            counted(dist, "all_reduce") as reductions,
+            counted(step, "update_expert_bias") as updates,
+            injected(fault),
+        ):
+            run(folder, f"counts_{name}", flags)
+        found[name] = {"reductions": len(reductions), "updates": len(updates)}
+    return found
 
 
 def runs(folder: str) -> dict[str, Any]:
@@ -92,5 +109,5 @@ def runs(folder: str) -> dict[str, Any]:
             f"{EXPERTS} --moe-router-load-balancing-type none --moe-expert-capacity-factor 0.5",
         ),
         "dense": run(folder, "dense", ""),
-        "collectives": collectives(folder),
+        "counts": counts(folder),
     }

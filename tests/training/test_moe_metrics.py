@@ -97,6 +97,12 @@ def test_the_trainer_moves_biases_once_per_step(found: tuple[list[Found], Path])
     assert ep2[0] == ep2[1]
 
 
+def test_a_skipped_step_moves_no_bias(found: tuple[list[Found], Path]) -> None:
+    for rank in found[0]:
+        updates = {name: counts["updates"] for name, counts in rank["counts"].items()}
+        assert updates == {"each": 3, "last": 3, "skipped": 2}
+
+
 def test_dropped_tokens_are_counted(found: tuple[list[Found], Path]) -> None:
     for record in found[0][0]["capacity"]["records"]:
         assert 0.4 < record["moe_dropped"] < 1
@@ -113,8 +119,8 @@ def test_a_dense_model_says_nothing_of_experts(found: tuple[list[Found], Path]) 
 def test_only_reports_communicate(found: tuple[list[Found], Path]) -> None:
     """Three steps: one report costs one all-reduce; two more reports, two more."""
     for rank in found[0]:
-        counts = rank["collectives"]
-        assert counts["each"] - counts["last"] == 2
+        counts = rank["counts"]
+        assert counts["each"]["reductions"] - counts["last"]["reductions"] == 2
 
 
 @pytest.mark.skipif(not TENSORBOARD, reason="tensorboard is not installed")
