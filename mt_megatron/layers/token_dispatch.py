@@ -36,7 +36,7 @@ class Dispatch:
         self.handover: Handover | None = None
         self.routing: Routing | None = None
         self.probs: Tensor | None = None
-        self.shape: torch.Size | None = None
+        self.shape = torch.Size()
 
     def begin(self, hidden: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """What ``token_permutation`` returns for all tokens [t, h]."""

@@ -17,9 +17,9 @@ from .gemm import GemmRole
 
 def preferred(a: Tensor) -> bool:
     """Whether products with ``a`` should go to oneDNN: fp32 on such a processor, with oneDNN on."""
-    return (
-        a.dtype is torch.float32 and a.device.type == "cpu" and torch.backends.mkldnn.enabled and _processor()
-    )
+    if a.dtype is not torch.float32 or a.device.type != "cpu":
+        return False
+    return bool(torch.backends.mkldnn.enabled) and _processor()
 
 
 @cache

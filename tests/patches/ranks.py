@@ -95,12 +95,11 @@ def moe_losses(dispatcher: str, experts: int, expert_parallel: int, wrong_bounds
     parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(3)
     if wrong_bounds:
-        # What a port does that counts tokens per expert without the range it was asked for.
-        from megatron.core.transformer.moe import token_dispatcher
+        # What a port does that counts tokens per expert without the range of its own experts.
+        from mt_megatron.layers import token_dispatch
 
-        token_dispatcher.torch.__dict__["histc"] = lambda x, bins, min, max: torch.bincount(  # type: ignore[attr-defined]
-            x.view(-1), minlength=bins
-        )
+        own = token_dispatch._counts
+        token_dispatch._counts = lambda routing: own(routing) + dist.get_rank()
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,

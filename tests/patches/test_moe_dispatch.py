@@ -1,8 +1,8 @@
 """Expert parallelism on cpu: both dispatchers agree with one process and with each other.
 
-The all-gather dispatcher counts tokens with ``torch.histc`` over the range of its own experts. A
+Upstream's all-gather dispatcher counts tokens with ``torch.histc`` over the range of its own experts. A
 port that counts without that range gives every rank but the first a wrong count; that rank fails
-and the others wait for it in a reduce-scatter, which looks like a hang.
+and the others wait for it in a reduce-scatter, which looks like a hang. Ours counts what it sorted.
 """
 
 from __future__ import annotations
