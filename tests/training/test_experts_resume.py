@@ -22,6 +22,11 @@ EXPERTS = (
     "--train-iters 7 --moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
 )
 MIXED = f"{EXPERTS} --moe-layer-freq [0,1,1,1]"
+LATENT = (
+    "--multi-latent-attention --num-query-groups none --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --rope-type yarn --rotary-scaling-factor 4 "
+    "--original-max-position-embeddings 32"
+)
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EP2 = "--expert-model-parallel-size 2"
 TWO = {"ep2": f"{MIXED} {EP2}", "ep2_zero1_bf16": f"{MIXED} {EP2} {ZERO1} --bf16"}
@@ -29,6 +34,13 @@ TWO_MORE = {
     "ep2_sequential_bf16": f"{MIXED} {EP2} --bf16 --no-moe-grouped-gemm",
     "ep2_allgather_uniform": f"{EXPERTS} {EP2} --moe-token-dispatcher-type allgather",
     "dp2": MIXED,
+    "tp2_latent_further": f"{MIXED} {LATENT} --mtp-num-layers 1 --tensor-model-parallel-size 2 "
+    "--sequence-parallel",
+    "vpp2_latent": f"{MIXED} {LATENT} --pipeline-model-parallel-size 2 "
+    "--virtual-pipeline-model-parallel-size 2",
+    "uneven_latent_further_bf16": f"{MIXED} {LATENT} --mtp-num-layers 1 --pipeline-model-parallel-size 2 "
+    "--pipeline-model-parallel-layout 3,1 --bf16 --use-distributed-optimizer",
+    "ep2_latent_further_zero1_bf16": f"{MIXED} {LATENT} --mtp-num-layers 1 {EP2} {ZERO1} --bf16",
 }
 # The first of two stages has dense layers only.
 PP2 = f"{EXPERTS} --moe-layer-freq [0,0,1,1] {EP2} --pipeline-model-parallel-size 2"
@@ -84,3 +96,16 @@ def test_sizes_on_either_side_of_one_are_named(tmp_path: Path) -> None:
     )[0]
     assert "expert_model_parallel_size 2 and this run has 1" in refused["error"]
     assert "error" not in weights and weights["finished"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("optimizer", ["", f" {ZERO1}"])
+def test_a_run_continues_with_experts_spread_wider(tmp_path: Path, optimizer: str) -> None:
+    flags = f"{MIXED}{optimizer} --resume {tmp_path}/source"
+    others = [f"{flags} --expert-model-parallel-size {size}" for size in (2, 4)]
+    alike, wider = run_ranks(
+        4, f"{CASES}:other_sizes", str(tmp_path), f"{MIXED}{optimizer} {EP2}", others, timeout=300
+    )[0]
+    assert "error" not in alike and "error" not in wider, (alike, wider)
+    for step, values in alike["steps"].items():
+        assert wider["steps"][step] == pytest.approx(values, rel=1e-6)
