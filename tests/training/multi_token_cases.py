@@ -13,6 +13,7 @@ from mt_megatron.training.evaluate import evaluate
 from mt_megatron.training.model import build, family_of
 from mt_megatron.training.step import Shape, make_forward_step
 from tests.parity.case import SEQUENCE, Chain
+from tests.training import loss_fusion_ranks
 from tests.training.loop_cases import MODEL, TRAINING, run, start
 
 
@@ -40,6 +41,7 @@ def reports(folder: str, flags: str) -> dict[str, Any]:
         "on": on,
         "off": run(plain, folder, "off"),
         "validated": _validated(folder, flags),
+        "blocks": loss_fusion_ranks._train("--mtp-num-layers 2"),
         "tensorboard": _tags(Path(folder) / "tensorboard"),
     }
 

@@ -58,6 +58,8 @@ def test_what_is_reported_is_the_main_loss_and_the_depths_apart(tmp_path: Path) 
     assert not any("mtp" in name for record in off["records"].values() for name in record)
     # The depths have no part in what is validated: the weights decide, and none of them is a depth's.
     assert found["validated"]["with depths"] == found["validated"]["without"]
+    # Three steps of three micro-batches with three losses each, and no block of logits a second time.
+    assert (found["blocks"]["fused"], found["blocks"]["again"]) == (27, 0)
     assert found["tensorboard"] == ["train/mtp_1_loss", "train/mtp_2_loss"]
 
 
