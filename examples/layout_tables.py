@@ -3,8 +3,8 @@
     python examples/layout_tables.py            # rewrite the tables
     python examples/layout_tables.py --check    # say whether they are what would be written
 
-``examples/layouts/FOLDER.yaml`` names a layout for every model and number of devices: what ``mt-megatron
-plan --suggest`` puts first on H100s of 80 GiB, or, where nothing fits, the one that needs least.
+``examples/layouts/FOLDER.yaml`` names a layout for every model and number of devices, chosen by
+``mt-megatron plan --suggest`` for H100s of 80 GiB, or, where nothing fits, the one that needs least.
 """
 
 from __future__ import annotations
