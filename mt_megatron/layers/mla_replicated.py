@@ -69,20 +69,21 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
         """[..., input_size] -> [..., output_size], and no bias."""
+        arguments = {
+            "input": input,
+            "weight": self.weight,
+            "bias": None,
+            "gradient_accumulation_fusion": self.config.gradient_accumulation_fusion,
+            "sequence_parallel": False,
+            "allreduce_dgrad": False,
+        }
         # By name at each call: whoever patches these functions patches this layer.
-        apply = (
-            layers.linear_with_grad_accumulation_and_async_allreduce
-            if self.weight.requires_grad
-            else layers.linear_with_frozen_weight
-        )
-        output: Tensor = apply(
-            input=input,
-            weight=self.weight,
-            bias=None,
-            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
-            sequence_parallel=False,
-            allreduce_dgrad=False,
-        )
+        output: Tensor
+        if self.weight.requires_grad:
+            output = layers.linear_with_grad_accumulation_and_async_allreduce(**arguments)
+        else:
+            # Upstream wants the older name of allreduce_dgrad too, here alone.
+            output = layers.linear_with_frozen_weight(**arguments, async_grad_allreduce=False)
         return output, None
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,36 @@ def twice_backward() -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def copies_that_are_kept() -> list[str]:
+    """What is logged where the core attention copies queries, keys and values: documents in two rows."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mt_megatron")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    shape = Shape(**{**vars(random_shapes(1, seed=8)[0]), "tokens": 80, "batch": 2})
+    module = build(shape, recompute_mla_up_proj=True)
+    module(shape.input(), None)
+    before = len(said)
+    module(shape.input(), torch.tensor([0, 30, 80, 160], dtype=torch.int32))
+    logger.removeHandler(handler)
+    return said[before:]
+
+
+def frozen() -> dict[str, bool]:
+    """A projection down to a latent that is not trained: no gradient of its own, all others as before."""
+    shape = next(s for s in random_shapes(9, seed=4) if s.q_lora)
+    wanted = found_by(build(shape), shape)
+    module = build(shape)
+    module.linear_kv_down_proj.weight.requires_grad_(False)
+    found = found_by(module, shape)
+    return {
+        "no gradient": found.pop("linear_kv_down_proj") is None,
+        "others": all(torch.equal(found[name], wanted[name]) for name in found),
+    }
+
+
 def documents() -> dict[str, float]:
     """Documents by borders, by Megatron's packed_seq_params and by a mask, against each alone."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -252,6 +283,8 @@ def alone(count: int) -> dict[str, Any]:
         "half rotated": with_half_rotated_weights(),
         "recomputation": recomputation(),
         "twice": twice_backward(),
+        "copies": copies_that_are_kept(),
+        "frozen": frozen(),
         "documents": documents(),
         "low precision": low_precision(),
         "refusals": refusals(),

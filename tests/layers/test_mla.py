@@ -68,6 +68,15 @@ def test_a_graph_that_is_kept_is_recomputed_again(alone: dict[str, Any]) -> None
     assert alone["twice"]
 
 
+def test_what_is_kept_all_the_same_is_said(alone: dict[str, Any]) -> None:
+    (line,) = alone["copies"]
+    assert line.startswith("recompute_mla_up_proj: queries, keys and values are kept all the same")
+
+
+def test_a_down_projection_can_be_frozen(alone: dict[str, Any]) -> None:
+    assert alone["frozen"] == {"no gradient": True, "others": True}
+
+
 @pytest.mark.parametrize("way", ["borders", "packed", "packed, angles given", "mask"])
 def test_documents_attend_to_themselves_alone(alone: dict[str, Any], way: str) -> None:
     assert alone["documents"][way] <= BOUND
