@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..backends.base import Backend
+from ..errors import ConfigError
 from ..patching.spec import Patch
 
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
@@ -26,6 +27,11 @@ def _init(
         from ..layers.mtp_checks import check_prediction
 
         check_prediction(config)
+    elif mtp_block_spec is not None:
+        raise ConfigError(
+            "found an mtp_block_spec and no mtp_num_layers in the TransformerConfig; expected both or neither. "
+            "Set mtp_num_layers or leave mtp_block_spec out"
+        )
     original(self, config, transformer_layer_spec, *args, **kwargs)
     if depths:
         from ..layers.mtp_model import add_depths

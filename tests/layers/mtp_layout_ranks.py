@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp2 uneven": {"pp": 2, "pipeline_model_parallel_layout": [3, 1]},
+    "pp2 empty first": {"pp": 2, "pipeline_model_parallel_layout": [0, 4]},
     "pp2 empty last": {"pp": 2, "pipeline_model_parallel_layout": "Et*4|mmL"},
     "vpp2": {"pp": 2, "virtual_pipeline_model_parallel_size": 2},
     "vpp2 uneven": {

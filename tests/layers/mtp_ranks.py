@@ -181,7 +181,7 @@ def by_later_names() -> dict[str, Any]:
     layer = gpt_layer_specs.get_gpt_layer_local_spec()
     data = mtp_model.batches(1)[0]
 
-    def losses(depths: int, **given: Any) -> list[float]:
+    def losses(depths: int | None, **given: Any) -> list[float]:
         transformer = mtp_model.config(mtp_num_layers=depths)
         model = GPTModel(
             transformer, layer, small_gpt.VOCABULARY, SEQUENCE, position_embedding_type="rope", **given
@@ -207,6 +207,7 @@ def by_later_names() -> dict[str, Any]:
         "none_elsewhere": elsewhere is None,
         "empty": error(lambda: gpt_layer_specs.get_gpt_mtp_block_spec(mtp_model.config(), empty, False)),
         "depths": error(lambda: losses(1, mtp_block_spec=two)),
+        "no depths": error(lambda: losses(None, mtp_block_spec=two)),
     }
 
 

@@ -18,6 +18,7 @@ CASES = [
     ["tied", "pp2", "fused"],
     ["untied", "pp2 uneven", "uniform", "fused"],
     ["untied", "pp2 empty last", "block"],
+    ["untied", "pp2 empty first"],
     ["tied", "vpp2 uneven", "uniform"],
     ["untied", "vpp2"],
     ["five layers", "vpp2 of five", "selective"],
@@ -178,3 +179,4 @@ def test_an_unmodified_script_asks_as_later_versions_do(alone: dict[str, Any]) -
     assert found["none_elsewhere"]
     assert found["empty"].startswith("the block spec of the last pipeline stage has no layer")
     assert "an mtp_block_spec of 2 layers; expected the same" in found["depths"]
+    assert found["no depths"].startswith("found an mtp_block_spec and no mtp_num_layers")
