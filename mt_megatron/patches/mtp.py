@@ -29,8 +29,8 @@ def _init(
         check_prediction(config)
     elif mtp_block_spec is not None:
         raise ConfigError(
-            "found an mtp_block_spec and no mtp_num_layers in the TransformerConfig; expected both or neither. "
-            "Set mtp_num_layers or leave mtp_block_spec out"
+            "found an mtp_block_spec and no mtp_num_layers in the TransformerConfig; expected both or "
+            "neither. Set mtp_num_layers or leave mtp_block_spec out"
         )
     original(self, config, transformer_layer_spec, *args, **kwargs)
     if depths:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mt_megatron.errors import ConfigError
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.pipeline_layout import chunk_layer_counts
 
 
 def model_problems(config: TrainingConfig) -> list[str]:
@@ -113,6 +115,19 @@ def _positions(config: TrainingConfig) -> list[str]:
     return found
 
 
+def _longest_stage(config: TrainingConfig) -> int:
+    """Layers of the stage that has the most; a division that is wrong is reported elsewhere."""
+    model, stages = config.model, max(1, config.parallel.pipeline_model_parallel_size)
+    even: int = max(1, model.num_layers // stages)
+    try:
+        counts = chunk_layer_counts(config)
+    except ConfigError:
+        return even
+    held: list[int] = [sum(counts[stage::stages]) for stage in range(stages)]
+    held[-1] += model.mtp_num_layers or 0
+    return max(even, *held)
+
+
 def _recompute(config: TrainingConfig) -> list[str]:
     model, found = config.model, []
     granularity, method, layers = (
@@ -123,7 +138,7 @@ def _recompute(config: TrainingConfig) -> list[str]:
     if granularity == "full":
         if method is None:
             found.append("recompute_method is not set; expected uniform or block. Set --recompute-method.")
-        per_stage = max(1, model.num_layers // max(1, config.parallel.pipeline_model_parallel_size))
+        per_stage = _longest_stage(config)
         if layers is None or not 1 <= layers <= per_stage:
             found.append(
                 f"recompute_num_layers is {layers}; expected 1 to {per_stage} (layers per pipeline stage). "

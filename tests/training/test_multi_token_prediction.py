@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.validate_model import model_problems
 from tests.launch import run_ranks
 
 PLAIN = "--hidden-dropout 0 --attention-dropout 0 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
@@ -68,3 +70,14 @@ def test_what_does_not_come_out_even_is_an_error_before_work_starts(tmp_path: Pa
     for found in ranks:
         assert found["five layers"].startswith("ConfigError") and "num_layers is 5" in found["five layers"]
         assert "context" in found["context parallel"]
+
+
+@pytest.mark.parametrize(("layers", "fits"), [(3, True), (4, False)])
+def test_recomputation_counts_the_layers_of_the_longest_stage(layers: int, fits: bool) -> None:
+    flags = (
+        f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 {PIPELINE} 3,1 --mtp-num-layers 1 "
+        f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}"
+    )
+    found = [line for line in model_problems(load_config(flags.split())) if "recompute" in line]
+    assert found == ([] if fits else [found[0]])
+    assert fits or "recompute_num_layers is 4; expected 1 to 3" in found[0]
