@@ -29,6 +29,10 @@ class Case:
     groups: int
     vocabulary: int
     dtype: torch.dtype
+    experts: int = 0
+    """Experts of every layer, ``ffn`` wide each; 0: dense layers."""
+
+    topk: int = 0
     sequence: int = 512
     micro_batch: int = 8
     micro_batches: int = 1
@@ -64,6 +68,14 @@ class Case:
             *("--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(CLIP)),
             *("--adam-beta1", str(BETAS[0]), "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS)),
             *(["--bf16"] if self.dtype is torch.bfloat16 else []),
+            *(self._expert_flags() if self.experts else []),
+        ]
+
+    def _expert_flags(self) -> list[str]:
+        # Neither side balances its experts: stock transformers adds that loss only when asked.
+        return [
+            *("--num-experts", str(self.experts), "--moe-router-topk", str(self.topk)),
+            *("--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"),
         ]
 
 
@@ -86,6 +98,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "groups": 12,
         "vocabulary": 8192,
     },
+    "mixtral": {
+        "name": "Mixtral L4 h512 8 experts of 1792, top 2, V8192",
+        "layers": 4,
+        "hidden": 512,
+        "ffn": 1792,
+        "heads": 8,
+        "groups": 2,
+        "vocabulary": 8192,
+        "experts": 8,
+        "topk": 2,
+    },
+    "mixtral-tiny": {
+        "name": "Mixtral L2 h64 4 experts of 128, top 2, V512",
+        "layers": 2,
+        "hidden": 64,
+        "ffn": 128,
+        "heads": 2,
+        "groups": 1,
+        "vocabulary": 512,
+        "experts": 4,
+        "topk": 2,
+    },
     "tiny": {
         "name": "L2 h64 V512",
         "layers": 2,
@@ -96,8 +130,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocabulary": 512,
     },
 }
-"""What ``Case`` is told of a shape: one where the head takes the time, one where the layers do, and one
-to try the scripts with."""
+"""What ``Case`` is told of a shape: one where the head takes the time, one where the layers do, one with
+experts, and small ones to try the scripts with."""
 
 
 def token_ids(case: Case, seed: int = 0) -> Tensor:
@@ -166,18 +200,28 @@ class Ours:
 
 
 class Stock:
-    """``transformers``' LlamaForCausalLM with SDPA and torch's fused AdamW.
+    """``transformers``' LlamaForCausalLM, or MixtralForCausalLM with the ``experts`` implementation asked
+    for (``grouped_mm`` is its default), with SDPA and torch's fused AdamW.
 
     In bf16 either ``masters`` (bf16 weights, fp32 copies that AdamW updates) or ``autocast`` (fp32
     weights cast in forward).
     """
 
-    def __init__(self, case: Case, tokens: Tensor, *, compiled: bool, bf16: str = "masters") -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def __init__(
+        self, case: Case, tokens: Tensor, *, compiled: bool, bf16: str = "masters", experts: str | None = None
+    ) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM._from_config(
-            LlamaConfig(
+        kind: Any = LlamaForCausalLM
+        settings: Any = LlamaConfig
+        more: dict[str, Any] = {}
+        if case.experts:
+            kind, settings = MixtralForCausalLM, MixtralConfig
+            more = {"num_local_experts": case.experts, "num_experts_per_tok": case.topk}
+            more |= {"experts_implementation": experts}
+        model: Any = kind._from_config(
+            settings(
                 vocab_size=case.vocabulary,
                 hidden_size=case.hidden,
                 intermediate_size=case.ffn,
@@ -188,6 +232,7 @@ class Stock:
                 tie_word_embeddings=False,
                 use_cache=False,
                 attn_implementation="sdpa",
+                **more,
             ),
         )
         low = case.dtype is not torch.float32

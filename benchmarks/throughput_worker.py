@@ -24,6 +24,9 @@ SPREAD = {
 }
 """Sides of two processes and what their trainer is told."""
 
+EXPERTS = {"stock_grouped": "grouped_mm", "stock_eager": "eager"}
+"""Sides with experts and the implementation of them that ``transformers`` is asked for."""
+
 
 def build(side: str, case: Case) -> Any:
     """The contender ``side``."""
@@ -33,11 +36,14 @@ def build(side: str, case: Case) -> Any:
     if side in ("stock", "stock_autocast", "compiled"):
         bf16 = "autocast" if side == "stock_autocast" else "masters"
         return Stock(case, tokens, compiled=side == "compiled", bf16=bf16)
+    if side in EXPERTS:
+        return Stock(case, tokens, compiled=False, experts=EXPERTS[side])
     import mt_megatron
 
     warnings.filterwarnings("ignore")
     mt_megatron.patch("cpu")
-    return Ours(case, tokens, SPREAD.get(side, ()), data_parallel=2 if side == "dp2" else 1)
+    more = SPREAD.get(side, ("--no-moe-grouped-gemm",) if side == "ours_sequential" else ())
+    return Ours(case, tokens, more, data_parallel=2 if side == "dp2" else 1)
 
 
 def main() -> None:
