@@ -74,9 +74,10 @@ def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> l
     if backend.device_type == "cpu":
         device += ", as its local processes share it"
     if fixed > total:
+        experts = "" if config.model.num_moe_experts is None else "--expert-model-parallel-size, "
         line = (
             f"weights, gradients and optimizer state need {gibibytes(fixed)} GiB per process (pipeline stage "
-            f"{state.stage}); expected at most the {device}. Raise --tensor-model-parallel-size or "
+            f"{state.stage}); expected at most the {device}. Raise {experts}--tensor-model-parallel-size or "
             "--pipeline-model-parallel-size, set --use-distributed-optimizer or --bf16, or choose a smaller "
             "model"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,15 @@ def test_another_model_can_be_chosen(folder: str, name: str, tmp_path: Path) -> 
     (run,) = done.stdout.splitlines()
     config = next(word for word in shlex.split(run) if word.endswith(".yaml"))
     assert Path(config) == ROOT / "examples" / folder / f"{name}.yaml"
+
+
+def test_the_scripts_are_clean() -> None:
+    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("shellcheck is not installed; the extra dev brings it")
+    scripts = [f"examples/{folder}/dist_run_pretrain.sh" for folder in FOLDERS]
+    done = subprocess.run([found, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_model_of_another_folder_is_refused(tmp_path: Path) -> None:

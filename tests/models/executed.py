@@ -139,7 +139,9 @@ def counted(argv: list[str]) -> dict[str, float]:
         counter = FlopCounterMode(display=False, custom_mapping=in_place)
         # Its tracking of modules fails where a checkpointed one is given a tensor without history.
         counter.mod_tracker = _Nowhere()
-        with sdpa_kernel(SDPBackend.MATH), counter:
+        # Nor does it know oneDNN's products, some of which are rounded up.
+        plain = torch.backends.mkldnn.flags(enabled=False)
+        with sdpa_kernel(SDPBackend.MATH), plain, counter:
             run_schedule(step, trainable.chunks, [batches(config)], **sizes)
     flops = forward_flops(padded_shape(config), config.train.seq_length or 0)
     tokens = config.train.micro_batch_size * (config.train.seq_length or 0)
