@@ -177,9 +177,9 @@ class TorchWriter:
         chunks = self._chunks(rank)
         with tempfile.TemporaryDirectory(prefix=".state.", dir=self._scratch) as folder:
             memory = _Memory(Path(folder), [each for chunk in chunks for each in chunk])
-            states = []
+            states: list[dict[str, Tensor | None]] = []
             for chunk in chunks:
-                state: dict[str, Any] = {}
+                state: dict[str, Tensor] = {}
                 for held in chunk:
                     if held.expert is None:
                         state[held.name] = memory.tensor(held.dtype, held.shape)
@@ -189,18 +189,21 @@ class TorchWriter:
                         shape = (self._experts, held.shape[1], held.shape[0])
                         state[held.name] = memory.tensor(held.dtype, shape)
                     self._fill(state[held.name][held.expert].t(), held)
-                states.append({name: self._as_upstream(name, each) for name, each in state.items()})
+                shown: dict[str, Tensor | None] = {
+                    name: self._as_upstream(name, each) for name, each in state.items()
+                }
                 # Linears ask for it when they are loaded strictly; local ones have nothing there.
                 extra = (extra_state_of(name) for name in state)
-                states[-1].update({name: None for name in extra if name is not None})
+                shown |= {name: None for name in extra if name is not None}
+                states.append(shown)
             document: dict[str, Any] = {
                 "args": self._arguments,
                 "checkpoint_version": 3.0,
                 "iteration": self._arguments.iteration,
                 "num_floating_point_operations_so_far": 0,
             }
-            for index, state in enumerate(states):
-                document["model" if len(states) == 1 else f"model{index}"] = state
+            for index, each in enumerate(states):
+                document["model" if len(states) == 1 else f"model{index}"] = each
             torch.save(document, _Writer(write))  # type: ignore[arg-type]
 
     def _fill(self, tensor: Tensor, held: _Held) -> None:
