@@ -44,6 +44,19 @@ class Device(CpuBackend):
         return self.size
 
 
+EXPERTS = (
+    *("--family", "deepseek", "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
+    *("--moe-layer-freq", "[0,1]", "--disable-bias-linear", "--bf16"),
+)
+
+
+def test_experts_that_do_not_fit_are_to_be_spread() -> None:
+    worst = memory_of(config(*EXPERTS), 1).worst
+    assert memory_notes(config(*EXPERTS), Device(worst.total), 1) == []
+    with pytest.raises(ConfigError, match="Raise --expert-model-parallel-size, --tensor-model"):
+        memory_notes(config(*EXPERTS), Device(worst.weights), 1)
+
+
 def test_state_beyond_the_device_is_an_error_and_activations_a_warning() -> None:
     worst = memory_of(config(), 1).worst
     state = worst.weights + worst.gradients + worst.optimizer
@@ -111,6 +124,11 @@ def saved(folder: Path, **changed: object) -> Path:
     return folder
 
 
+def test_a_mixture_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    document = config(*EXPERTS).to_dict()["model"]
+    check_checkpoint(config(*EXPERTS, "--save", str(saved(tmp_path / "run", **document))))
+
+
 @pytest.mark.parametrize("option", ["--save", "--load", "--resume"])
 def test_the_same_model_goes_on(option: str, tmp_path: Path) -> None:
     check_checkpoint(config(option, str(saved(tmp_path / "run"))))
@@ -134,6 +152,12 @@ def test_the_same_model_goes_on(option: str, tmp_path: Path) -> None:
         ("normalization", "RMSNorm"),
         ("untie_embeddings_and_output_weights", True),
         ("position_embedding_type", "learned_absolute"),
+        ("moe_ffn_hidden_size", 48),
+        ("moe_layer_freq", [1, 1]),
+        ("moe_shared_expert_intermediate_size", 64),
+        ("multi_latent_attention", True),
+        ("kv_lora_rank", 96),
+        ("mtp_num_layers", 1),
     ],
 )
 def test_another_model_is_named_by_what_differs(
