@@ -106,17 +106,25 @@ class _Tile:
         """``role`` (fprop or dgrad) with this tile's weights, put into the tile's rows of ``into``.
 
         ``like`` is the parameter that ``weight`` comes from. Returns the result [padded, n], which holds
-        until the next tile's is computed: padding is written where that will be.
+        until the next tile's is computed: padding is written where that will be. The result of a tile of
+        all rows is a tensor of its own, and takes the place of ``into``.
         """
-        recipe = linear._recipe(like)
         if self.expert is None:
-            return grouped_gemm(role, a, weight, self.groups, out=into, recipe=recipe)
+            return self.compute(role, a, weight, like)
+        recipe = linear._recipe(like)
         out = into[self.rows.start : self.rows.start + self.padded]
         if out.shape[0] == self.padded:
             return expert_gemm(role, a, weight[self.expert], out=out, recipe=recipe)
         result = expert_gemm(role, a, weight[self.expert], recipe=recipe)
         out.copy_(result[: out.shape[0]])
         return result
+
+    def compute(self, role: GemmRole, a: Tensor, weight: Tensor, like: Tensor) -> Tensor:
+        """``product`` into a new tensor."""
+        recipe = linear._recipe(like)
+        if self.expert is None:
+            return grouped_gemm(role, a, weight, self.groups, recipe=recipe)
+        return expert_gemm(role, a, weight[self.expert], recipe=recipe)
 
     def wgrad(self, grad: Tensor, input: Tensor, like: Tensor, out: Tensor, accumulate: bool) -> None:
         """The weights' gradient into ``out`` [e, n, k], which gets this tile's experts alone."""
@@ -262,12 +270,13 @@ class _ExpertsSwiGLU(torch.autograd.Function):
             hidden = linear._cast(hidden, ctx.dtype).contiguous()
             w1, w2 = linear._cast(weight1, ctx.dtype), linear._cast(weight2, ctx.dtype)
             groups, weights = _groups(routing), _weights(routing, probs, hidden.dtype)
-            preactivation = hidden.new_empty(groups.rows, weight1.shape[1])
-            rows = hidden.new_empty(groups.rows, weight2.shape[1])
+            preactivation, rows = (_room(groups, hidden, w1, w.shape[1]) for w in (weight1, weight2))
             for tile in _tiles(groups, hidden, w1):
                 part = tile.product("fprop", tile.gather(hidden, routing), w1, weight1, preactivation)
                 activation = _activation(part, tile, weights)
-                tile.product("fprop", activation, w2, weight2, rows)
+                result = tile.product("fprop", activation, w2, weight2, rows)
+                if tile.expert is None:
+                    preactivation, rows = part, result
             ctx.save_for_backward(hidden, probs, preactivation)
             return sum_rows(rows, routing) if isinstance(routing, Routing) else rows
 
@@ -283,16 +292,13 @@ class _ExpertsSwiGLU(torch.autograd.Function):
             grad_output = linear._cast(grad_output, ctx.dtype).contiguous()
             w1, w2 = linear._cast(weight1, ctx.dtype), linear._cast(weight2, ctx.dtype)
             weights = _weights(routing, probs, hidden.dtype)
-            grad_rows = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            if isinstance(routing, Routing):
-                grad_rows = hidden.new_empty(groups.rows, hidden.shape[1])
+            grad_rows = _room(groups, hidden, w1, hidden.shape[1])
             grad_weights = None if probs is None else probs.new_empty(groups.rows)
             into1 = _WeightGradients(weight1, hidden.dtype, groups, ctx.fused)
             into2 = _WeightGradients(weight2, hidden.dtype, groups, ctx.fused)
             for tile in _tiles(groups, hidden, w1):
                 grad = tile.gather(grad_output, routing)
-                grad_activation = grad.new_empty(tile.padded, weight2.shape[2])
-                _dgrad(tile, grad, w2, weight2, grad_activation)
+                grad_activation = tile.compute("dgrad", grad, w2, weight2)
                 activation, grad_part, grad_weight = _activation_backward(
                     preactivation[tile.rows], tile, weights, grad_activation
                 )
@@ -301,7 +307,8 @@ class _ExpertsSwiGLU(torch.autograd.Function):
                 if needs_weight2:
                     into2.add(tile, grad, activation)
                 if needs_hidden:
-                    tile.product("dgrad", grad_part, w1, weight1, grad_rows)
+                    result = tile.product("dgrad", grad_part, w1, weight1, grad_rows)
+                    grad_rows = result if tile.expert is None else grad_rows
                 if needs_weight1:
                     into1.add(tile, grad_part, tile.gather(hidden, routing))
             grad_hidden = grad_probs = None
@@ -335,13 +342,10 @@ def _weights(routing: Routing | TokenGroups, probs: Tensor | None, dtype: torch.
     return routing.probs_of_rows(probs).to(dtype).unsqueeze(1)
 
 
-def _dgrad(tile: _Tile, grad: Tensor, weight: Tensor, like: Tensor, out: Tensor) -> None:
-    """``_Tile.product`` into a tensor of the tile's own."""
-    recipe = linear._recipe(like)
-    if tile.expert is None:
-        grouped_gemm("dgrad", grad, weight, tile.groups, out=out, recipe=recipe)
-    else:
-        expert_gemm("dgrad", grad, weight[tile.expert], out=out, recipe=recipe)
+def _room(groups: TokenGroups, like: Tensor, weight: Tensor, width: int) -> Tensor:
+    """Room for every row's result; none where one kernel makes all of them in a tensor of its own."""
+    rows = 0 if has_grouped_kernel(like, weight) else groups.rows
+    return like.new_empty(rows, width)
 
 
 def _activation(preactivation: Tensor, tile: _Tile, weights: Tensor | None) -> Tensor:
