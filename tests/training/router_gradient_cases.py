@@ -1,0 +1,73 @@
+"""The ranks' side of the test of routers' gradients with sequences spread over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+import mt_megatron
+from mt_megatron.layers import router_losses
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.distributed import joined
+from mt_megatron.training.model import build, family_of
+from mt_megatron.training.step import Shape, forward_backward, make_forward_step
+from mt_megatron.training.validate import validate
+from tests.training.loop_cases import MODEL, TRAINING, start
+
+EXPERTS = (
+    "--family mixtral --num-moe-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+    "--hidden-dropout 0 --attention-dropout 0 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1.0 --moe-z-loss-coeff 0.1"
+)
+
+
+def batch(length: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(4096, (2, length + 1), generator=torch.Generator().manual_seed(7))
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(2, length),
+        "position_ids": torch.arange(length).expand(2, -1).contiguous(),
+    }
+
+
+def gradients(flags: str) -> list[list[float]]:
+    """Of every router, after two micro-batches of the same tokens, reduced as for an update."""
+    config = load_config(f"{MODEL} {TRAINING} {EXPERTS} {flags}".split())
+    validate(config, world_size=dist.get_world_size())
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        trainable = build(config, job, family)
+        for name, parameter in trainable.chunks[0].named_parameters():
+            # By name alone: what a layout draws for itself is another matter.
+            drawn = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))
+            )
+            parameter.data.copy_(0.1 * drawn + ("norm" in name))
+        shape = Shape(num_microbatches=2, micro_batch_size=2, seq_length=32)
+        step = make_forward_step(family, torch.device("cpu"))
+        forward_backward(trainable, step, [iter([batch(32)] * 2)], shape)
+        return [
+            parameter.main_grad.flatten().tolist()
+            for name, parameter in trainable.chunks[0].named_parameters()
+            if name.endswith("router.weight")
+        ]
+
+
+def everything(world: int) -> dict[str, Any]:
+    start()
+    spread = "--context-parallel-size 2" if world == 2 else ""
+    found: dict[str, Any] = {
+        "mean": gradients(spread),
+        "per token": gradients(f"{spread} --calculate-per-token-loss"),
+    }
+    ours = router_losses.loss_scale_factor
+    router_losses.loss_scale_factor = lambda config, num_microbatches: 1
+    try:
+        found["upstream's scale"] = gradients(spread)
+    finally:
+        router_losses.loss_scale_factor = ours
+    return found
