@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mt_megatron.convert.archives import locate
 from mt_megatron.convert.dist_metadata import Chunk, StoredTensor, read_metadata
 from mt_megatron.convert.mapped import MappedFile
 from mt_megatron.convert.megatron_names import names_of
 from mt_megatron.convert.published import Kept
 from mt_megatron.convert.table import listed
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.checkpoint_items import frame_of
 
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler")
 
@@ -124,12 +125,18 @@ class DistFolder:
         return tensor[within], chunk.offsets[lead:]
 
     def _chunk(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        mapped, frame = self._map(chunk.file), frame_of(chunk.sizes, dtype)
-        if chunk.length == frame.total and mapped.bytes(chunk.offset, len(frame.before)) == frame.before:
-            return mapped.tensor(chunk.offset + len(frame.before), dtype, chunk.sizes)
-        # Another version of torch wrote it, or it is not contiguous.
+        mapped = self._map(chunk.file)
+        found = locate(mapped, chunk.offset, chunk.length)
+        if found is not None and (found.dtype, found.shape) == (dtype, chunk.sizes):
+            return mapped.tensor(found.offset, dtype, chunk.sizes)
+        # Not contiguous, or of a dtype that has no storage of its own.
         stream = io.BytesIO(mapped.bytes(chunk.offset, chunk.length))
-        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        try:
+            tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{self.folder / chunk.file} is damaged at {chunk.offset}: {error}. Give another checkpoint"
+            ) from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
             raise CheckpointError(
                 f"{self.folder / chunk.file} holds at {chunk.offset} something else than its metadata says; "

@@ -11,19 +11,21 @@ import io
 import json
 import pickle
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.dist_metadata import METADATA
-from mt_megatron.convert.layout import Piece, pieces_of, take
+from mt_megatron.convert.layout import Piece, blocks, pieces_of
 from mt_megatron.convert.megatron_names import KeyStyle
 from mt_megatron.convert.output import FileTask, Summed
 from mt_megatron.convert.sources import Rows, Source
 from mt_megatron.convert.tensors import extra_state_of, split_axis
-from mt_megatron.training.checkpoint_items import frame_of, pieces
+from mt_megatron.training.checkpoint_items import frame_of, memory_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +145,7 @@ class DistWriter:
         for name in group:
             parts = self._source.parts(name)
             for item in self._items[name]:
-                tensor = take(parts, item.piece).view(item.sizes)
-                yield from _with_checksums(tensor)
+                yield from _archive(item, blocks(parts, item.piece))
             del parts
             self._source.release(name)
         if index == 0:
@@ -152,15 +153,19 @@ class DistWriter:
                 yield self._state
 
 
-def _with_checksums(tensor: torch.Tensor) -> Iterator[Any]:
-    """The archive of ``tensor``; the checksum that stands in it is not computed a second time."""
-    frame, buffers = frame_of(tuple(tensor.shape), tensor.dtype), pieces(tensor)
-    if len(buffers) == 1:
-        yield buffers[0]
-        return
-    before, content, after = buffers
-    yield before
-    yield Summed(content=content, crc32=struct.unpack_from("<I", after, frame.crc_at[0])[0])
+def _archive(item: _Item, tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """What ``torch.save`` makes of the tensor that ``tensors`` below each other are, without putting them
+    together; nothing is summed twice."""
+    frame, crc = frame_of(item.sizes, item.dtype), 0
+    yield frame.before
+    for tensor in tensors:
+        content = memory_of(tensor)
+        part = zlib.crc32(content)
+        yield Summed(content=content, crc32=part)
+        crc = combined(crc, part, len(content))
+    after = bytearray(frame.after)
+    for position in frame.crc_at:
+        struct.pack_into("<I", after, position, crc)
     yield after
 
 

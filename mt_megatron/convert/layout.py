@@ -66,8 +66,14 @@ def pieces_of(
 def take(parts: Sequence[Tensor], piece: Piece) -> Tensor:
     """``piece`` of the tensor whose ``parts`` lie below each other, contiguous: a view of one of them
     where it can be. Rows behind the last part are zero (padding of a vocabulary)."""
+    found = blocks(parts, piece)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def blocks(parts: Sequence[Tensor], piece: Piece) -> list[Tensor]:
+    """``take`` as contiguous tensors that lie below each other."""
     if not piece.sizes:
-        return parts[0].contiguous()
+        return [parts[0].contiguous()]
     first, last = piece.offsets[0], piece.offsets[0] + piece.sizes[0]
     columns = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.sizes[1:], strict=True))
     found, start = [], 0
@@ -75,9 +81,9 @@ def take(parts: Sequence[Tensor], piece: Piece) -> Tensor:
         stop = start + part.shape[0]
         if start < last and first < stop:
             region = (slice(max(first, start) - start, min(last, stop) - start), *columns)
-            found.append(part[region])
+            found.append(part[region].contiguous())
         start = stop
     missing = last - max(first, start)
     if missing > 0:
         found.append(parts[0].new_zeros((missing, *piece.sizes[1:])))
-    return found[0].contiguous() if len(found) == 1 else torch.cat(found)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import zlib
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from mt_megatron.convert.archives import locate
 from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.layout import pieces_of, take
 from mt_megatron.convert.mapped import MappedFile
@@ -151,3 +153,33 @@ def test_a_part_of_the_query_groups_packs_alike() -> None:
     assert torch.equal(ours, whole[half:])
     with pytest.raises(CheckpointError, match="no whole query groups"):
         rows_in_parts(row, SIZES, 1, half)
+
+
+def test_tensors_are_found_in_archives_and_nothing_else_is(tmp_path: Path) -> None:
+    path, offset = tmp_path / "archives", 0
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(4, 2).to(torch.bfloat16),
+        torch.tensor(3, dtype=torch.int64),
+        torch.randn(1, 1, 6),
+        torch.randn(4, 3).t(),  # not contiguous
+        torch.randn(8)[2:5],  # in the middle of its storage
+        {"a": torch.randn(2)},  # no tensor
+        torch.randn(3).to(torch.float8_e4m3fn),  # no storage of its own
+    ]
+    places = []
+    with open(path, "wb") as stream:
+        for tensor in tensors:
+            content = io.BytesIO()
+            torch.save(tensor, content)
+            stream.write(content.getvalue())
+            places.append((offset, len(content.getvalue())))
+            offset += places[-1][1]
+        stream.write(b"no archive at all")
+    mapped = MappedFile(path)
+    for tensor, (start, length) in zip(tensors[:4], places[:4], strict=True):
+        found = locate(mapped, start, length)
+        assert found is not None
+        assert torch.equal(mapped.tensor(found.offset, found.dtype, found.shape), tensor)
+    assert all(locate(mapped, *place) is None for place in places[4:])
+    assert locate(mapped, offset, 17) is None and locate(mapped, places[0][0], places[0][1] - 9) is None
