@@ -162,6 +162,49 @@ def experts_over_expert_parallel(case: Case, rng: Random) -> Promise:
     return promise("num_moe_experts", case["num_moe_experts"])
 
 
+def with_experts(case: Case, experts: int) -> None:
+    alone(case)
+    case["family"], case["num_moe_experts"], case["add_bias_linear"] = "other", experts, False
+
+
+@rule
+def experts_into_groups(case: Case, rng: Random) -> Promise:
+    groups = rng.choice([2, 3, 4])
+    with_experts(case, groups * rng.randrange(2, 5) + rng.randrange(1, groups))
+    case["moe_router_num_groups"], case["moe_router_group_topk"] = groups, 1
+    return promise("moe_router_num_groups", groups)
+
+
+@rule
+def layers_with_experts_over_all_layers(case: Case, rng: Random) -> Promise:
+    with_experts(case, 4)
+    entries = case["num_layers"] + rng.choice([1, 2])
+    case["moe_layer_freq"] = (0, *([1] * (entries - 1)))
+    return promise("moe_layer_freq", entries)
+
+
+@rule
+def width_of_experts_over_tensor_parallel(case: Case, rng: Random) -> Promise:
+    name = rng.choice(["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"])
+    with_experts(case, 4)
+    case["tensor_model_parallel_size"] = case.world = 2
+    case["num_attention_heads"] = case["num_query_groups"] = 4
+    case["sequence_parallel"], case[name] = True, 2 * rng.randrange(4, 40) + 1
+    return promise(name, case[name])
+
+
+@rule
+def layout_over_all_layers(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["pipeline_model_parallel_size"] = case.world = 2
+    case["num_layers"] = rng.randrange(2, 8)
+    case["global_batch_size"] = 2 * case["micro_batch_size"]
+    first = rng.randrange(1, 8)
+    last = case["num_layers"] - first + rng.choice([1, 2, 5]) if first < case["num_layers"] else first
+    case["pipeline_model_parallel_layout"] = (first, last)
+    return promise("pipeline_model_parallel_layout", first + last)
+
+
 @rule
 def expert_parallel_without_experts(case: Case, rng: Random) -> Promise:
     alone(case)
