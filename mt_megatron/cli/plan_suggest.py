@@ -14,6 +14,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.models.hardware import DEVICES, Hardware, hardware_of
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.layouts import Layout
+from mt_megatron.training.pipeline_layout import chunk_layer_counts
 from mt_megatron.training.suggest import Choice, Suggestion, suggest
 
 _GIB = 2**30
@@ -103,8 +104,13 @@ def as_data(found: Suggestion, argv: list[str], top: int) -> dict[str, Any]:
 
 
 def _choice_data(choice: Choice, found: Suggestion, argv: list[str]) -> dict[str, Any]:
+    layout, stages = choice.layout, choice.layout.pipeline
+    counts = chunk_layer_counts(layout.apply(found.config))
+    ends: dict[str, int | None] = {"first_layers": None, "last_layers": None}
+    if layout.balanced:
+        ends = {"first_layers": sum(counts[::stages]), "last_layers": sum(counts[stages - 1 :: stages])}
     return {
-        "layout": dataclasses.asdict(choice.layout),
+        "layout": dataclasses.asdict(layout) | ends | {"layers_per_chunk": list(counts)},
         "options": choice.layout.options(),
         "command": command(choice.layout, found, argv),
         "memory_per_rank_bytes": choice.memory.as_dict(),

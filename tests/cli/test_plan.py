@@ -228,6 +228,19 @@ def test_suggestions_as_json_have_a_command_that_loads(capsys: pytest.CaptureFix
     assert layouts[0]["step_seconds_estimate"]["total"] <= layouts[1]["step_seconds_estimate"]["total"]
 
 
+def test_uneven_layers_are_told_with_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--suggest", "--world-size", "16", "--device-memory", "H200", "--global-batch-size", "64")
+    found = plan(capsys, "--model", "deepseek_v2_lite", *argv, "--pipeline-model-parallel-size", "4")
+    layouts = found["layouts"]
+    assert isinstance(layouts, list) and layouts
+    for each in layouts:
+        layout = each["layout"]
+        counts = layout["layers_per_chunk"]
+        assert layout["balanced"] and sum(counts) == 27 and len(counts) == 4 * layout["chunks"]
+        assert layout["first_layers"] == sum(counts[::4]) and layout["last_layers"] == sum(counts[3::4])
+        assert "--pipeline-model-parallel-layout balanced" in each["command"]
+
+
 @pytest.mark.parametrize(
     ("devices", "tensor", "nodes", "per_node"),
     [(8, 2, None, 8), (16, 8, 2, 8), (12, 4, 3, 4), (12, 2, 2, 6), (7, 1, None, 7)],
