@@ -143,7 +143,7 @@ def _blocks(
 ) -> Blocks | Panels:
     group = parallel_state.get_tensor_model_parallel_group()
     shared = group is not None and group.size() > 1
-    place = {
+    place: dict[str, Any] = {
         "first": weight.shape[0] * group.rank() if shared else 0,
         "vocab_size": vocab_size,
         "group": group if shared else None,

@@ -228,7 +228,7 @@ class _Run:
 
     def _announce(self) -> None:
         layout, backend = self.job.layout, self.job.backend
-        parameters = count_parameters(model_shape(self.config)).total
+        parameters = count_parameters(model_shape(self.config)).trained
         self.output.start(
             self.progress.iteration,
             {
