@@ -65,6 +65,7 @@ def update_expert_bias(chunks: Sequence[torch.nn.Module]) -> None:
     all-reduce of int64 [routers, num_experts]. A stage without such a router does nothing. Other stages
     and other experts' ranks are never waited for. The counts begin anew.
     """
+    _step.chunks = [each for each in _step.chunks if not any(each() is chunk for chunk in (*chunks, None))]
     routers = [router for chunk in chunks for router in routers_of(chunk) if router.enable_expert_bias]
     if not routers:
         return
@@ -119,7 +120,5 @@ def while_optimizer_steps(step: Callable[[], Any]) -> Any:
     finally:
         _step.depth -= 1
     if _step.depth == 0 and result[0]:
-        chunks = [chunk for each in _step.chunks if (chunk := each()) is not None]
-        _step.chunks.clear()
-        update_expert_bias(chunks)
+        update_expert_bias([chunk for each in _step.chunks if (chunk := each()) is not None])
     return result

@@ -72,10 +72,11 @@ class _LinearInType(torch.autograd.Function):
         return of_hidden, of_weight, None
 
 
-def route(router: Any, logits: Tensor, balancing: str) -> tuple[Tensor, Tensor]:
+def route(router: Any, logits: Tensor, balancing: str, *, batch_size: int = 1) -> tuple[Tensor, Tensor]:
     """Weights and experts in upstream's shapes, from logits [tokens, num_experts].
 
-    ``balancing`` is ``aux_loss``, ``seq_aux_loss`` or ``none``. Counts what there is to count.
+    ``balancing`` is ``aux_loss``, ``seq_aux_loss``, whose sequences ``batch_size`` counts, or ``none``.
+    Counts what there is to count.
     """
     config, now = router.config, router.passes.now(router)
     options, capacity = RouterOptions.of(config), Capacity.of(config)
@@ -89,7 +90,7 @@ def route(router: Any, logits: Tensor, balancing: str) -> tuple[Tensor, Tensor]:
         return probs, indices
     scores = None
     if has_loss and balancing == "seq_aux_loss":
-        per_sequence = tokens_per_sequence(routing.indices, now.batch_size, options.num_experts)
+        per_sequence = tokens_per_sequence(routing.indices, batch_size, options.num_experts)
         scores = balancing_scores(logits, options)
         probs = attach_balancing_loss(router, probs, scores, per_sequence)
         counts = per_sequence.sum(dim=0)

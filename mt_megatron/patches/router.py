@@ -68,7 +68,7 @@ def _aux_loss(original: Callable[..., Any], self: Any, logits: Any) -> Any:
 def _seq_aux_loss(self: Any, logits: Any, bsz: int, seq_length: int) -> Any:
     from mt_megatron.layers.router import route
 
-    return route(self, logits, "seq_aux_loss")
+    return route(self, logits, "seq_aux_loss", batch_size=bsz)
 
 
 def _apply_load_balancing_loss(
