@@ -46,7 +46,7 @@ def locate(mapped: MappedFile, offset: int, length: int) -> Located | None:
     """The one tensor of the archive that has ``length`` bytes from ``offset``; None when it is none of a
     plain contiguous tensor, which ``torch.load`` has to look at."""
     try:
-        with zipfile.ZipFile(_Region(mapped, offset, length)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_Region(mapped, offset, length)) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             described = _Names(io.BytesIO(archive.read(members["data.pkl"]))).load()
             data = members["data/0"]

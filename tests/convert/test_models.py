@@ -28,13 +28,19 @@ BF16 = ["--bf16"]
 SEQUENTIAL = ["--no-moe-grouped-gemm"]
 LAYOUTS: dict[str, list[list[str]]] = {
     "llama": [[*TP2, "--use-distributed-optimizer"], [*VPP2, *BF16]],
-    "mixtral": [[*EP2, *BF16], [*TP2, *SEQUENTIAL]],
-    "deepseek_v2": [TP2, [*EP2, *SEQUENTIAL]],
-    "deepseek_v3": [[*UNEVEN, *BF16], [*EP2, *TP2[:0]]],
+    "mixtral": [[*EP2, *BF16]],
+    "deepseek_v2": [TP2],
+    "deepseek_v3": [[*UNEVEN, *BF16]],
     "qwen2": [[*PP2, *BF16]],
-    "qwen3": [TP2],
-    "qwen3_moe": [[*PP2, "--moe-grouped-gemm"], EP2],
+    "qwen3": [],
+    "qwen3_moe": [EP2],
 }
+if SOAK:
+    LAYOUTS["mixtral"] += [[*TP2, *SEQUENTIAL]]
+    LAYOUTS["deepseek_v2"] += [[*EP2, *SEQUENTIAL]]
+    LAYOUTS["deepseek_v3"] += [EP2, TP2]
+    LAYOUTS["qwen3"] += [TP2]
+    LAYOUTS["qwen3_moe"] += [[*PP2, "--moe-grouped-gemm"]]
 
 
 WRONG = {
