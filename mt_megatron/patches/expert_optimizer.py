@@ -20,7 +20,7 @@ def _param_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     from megatron.core import parallel_state
 
     groups = original(*args, **kwargs)
-    if parallel_state.get_expert_model_parallel_world_size() == 1:
+    if parallel_state.get_expert_model_parallel_world_size() <= 1:  # 0 without process groups
         return groups
     if any(group["is_expert_parallel"] for group in groups):
         return groups

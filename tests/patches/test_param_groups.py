@@ -60,3 +60,16 @@ def test_no_parameter_is_lost(order: tuple[str, ...]) -> None:
         found = _get_param_groups([stage], None, None, 1.0, 1e-3, 1e-4, None, None)
     held = [id(parameter) for group in found for parameter in group["params"]]
     assert sorted(held) == sorted(id(parameter) for parameter in stage.parameters())
+
+
+def test_a_stage_without_experts_has_a_group_for_them_where_experts_are_spread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with mt_megatron.patched("cpu"):
+        from megatron.core import parallel_state
+
+        monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+        dense, mixed = groups(("norm", "matrix")), groups(("norm", "matrix", "expert"))
+        assert dense == mixed == [(1.0, False, False), (0.0, False, False), (1.0, True, False)]
+        monkeypatch.undo()
+        assert groups(("norm", "matrix")) == dense[:2]
