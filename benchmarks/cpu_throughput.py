@@ -73,13 +73,13 @@ class Side:
         """Wait until it is warm; what it says of itself."""
         return self._answers()[0]
 
-    def step(self) -> float:
-        """Seconds of one step, of the slowest process."""
+    def step(self, clock: str = "seconds") -> float:
+        """Seconds of one step, of the slowest process: by the wall, or ``cpu``: of its processors."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        return max(answer["seconds"] for answer in self._answers())
+        return max(answer[clock] for answer in self._answers())
 
     def _answers(self) -> list[dict[str, Any]]:
         lines = []
@@ -106,7 +106,12 @@ class Side:
 
 
 def measure(
-    sides: dict[str, int], shape: str, dtype: str, rounds: int, extra: Sequence[str]
+    sides: dict[str, int],
+    shape: str,
+    dtype: str,
+    rounds: int,
+    extra: Sequence[str],
+    clock: str = "seconds",
 ) -> dict[str, list[float]]:
     """Seconds per step by side, one per round; ``sides`` maps names to numbers of processes."""
     running: dict[str, Side] = {}
@@ -119,7 +124,7 @@ def measure(
         names = list(sides)
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
-                seconds[name].append(running[name].step())
+                seconds[name].append(running[name].step(clock))
     finally:
         for side in running.values():
             side.close()
