@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--shard-size", type=int, default=256 * 10**6)
+    parser.add_argument("--shard-size", type=int, default=100 * 10**6)
     parser.add_argument("--least", type=float, default=0.5)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
