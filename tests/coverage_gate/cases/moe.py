@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from tests.coverage_gate import models
@@ -171,39 +170,28 @@ def moe_layer_equals_a_loop_over_experts() -> None:
 
 @case(world=1)
 def grouped_experts_made_on_the_device() -> None:
-    """The grouped GEMM package is CUDA only; a loop of matmuls takes its place, the rest is upstream's."""
-    from megatron.core.transformer.moe import grouped_gemm_util
+    """Experts need no package: their matrices lie as a linear's do, on whichever device they were made."""
     from megatron.core.transformer.moe.experts import GroupedMLP
 
-    def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool) -> torch.Tensor:
-        parts = a.split([int(size) for size in sizes])
-        return torch.cat([part @ (w.t() if trans_b else w) for part, w in zip(parts, b, strict=True)])
-
-    before = (grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops)
-    grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = SimpleNamespace(gmm=gmm)
-    try:
-        for on_cpu in (False, True):
-            config = _config(
-                num_moe_experts=2,
-                use_cpu_initialization=on_cpu,
-                gated_linear_unit=True,
-                activation_func=_silu,
-            )
-            experts = GroupedMLP(2, config)
-            assert experts.weight1.shape == (16, 2 * 2 * 32) and experts.weight2.shape == (2 * 32, 16)
-            place = "cpu" if on_cpu else DEVICE
-            assert experts.weight1.device.type == experts.weight2.device.type == place
-            experts.to(DEVICE)
-            x = torch.randn(5, 16)
-            output, _ = experts(x, torch.tensor([2, 3]))
-            w1, w2 = experts.weight1.view(2, 16, -1), experts.weight2.view(2, -1, 16)
-            expected = []
-            for part, first, second in zip(x.split([2, 3]), w1, w2, strict=True):
-                gate, up = (part @ first).chunk(2, dim=-1)
-                expected.append((_silu(gate) * up) @ second)
-            assert torch.allclose(output, torch.cat(expected), atol=1e-6)
-    finally:
-        grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = before
+    for on_cpu in (False, True):
+        config = _config(
+            num_moe_experts=2,
+            use_cpu_initialization=on_cpu,
+            gated_linear_unit=True,
+            activation_func=_silu,
+        )
+        experts = GroupedMLP(2, config)
+        assert experts.weight1.shape == (2, 2 * 32, 16) and experts.weight2.shape == (2, 16, 32)
+        place = "cpu" if on_cpu else DEVICE
+        assert experts.weight1.device.type == experts.weight2.device.type == place
+        experts.to(DEVICE)
+        x = torch.randn(5, 16)
+        output, _ = experts(x, torch.tensor([2, 3]))
+        expected = []
+        for part, first, second in zip(x.split([2, 3]), experts.weight1, experts.weight2, strict=True):
+            gate, up = (part @ first.t()).chunk(2, dim=-1)
+            expected.append((_silu(gate) * up) @ second.t())
+        assert torch.allclose(output, torch.cat(expected), atol=1e-6)
 
 
 _silu = torch.nn.functional.silu
