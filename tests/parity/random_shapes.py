@@ -118,8 +118,9 @@ def sample(drawn: Drawn) -> dict[str, torch.Tensor]:
 def beside_hugging_face(
     shapes: list[Drawn], tensor_parallel: int, sequence_parallel: bool, mistake: str | None = None
 ) -> list[dict[str, float]]:
-    """For every shape the largest differences, relative to the largest element: of the logits, the loss, and
-    of the gradient of every parameter. ``mistake`` plants one, for a test of this test."""
+    """For every shape the largest differences from fp64, relative to the largest element: of the logits, the
+    loss, and the gradient of every parameter; and ``rounding``, Hugging Face's own in fp32. ``mistake``
+    plants one, for a test of this test."""
     mt_megatron.patch("cpu")
     dist.init_process_group("gloo")
     return [_compare(drawn, tensor_parallel, sequence_parallel, mistake) for drawn in shapes]
@@ -132,10 +133,11 @@ def _compare(
 
     config = configuration(drawn, tensor_parallel, sequence_parallel=sequence_parallel)
     theirs, batch = published_model(drawn), sample(drawn)
-    their_logits = theirs(batch["tokens"]).logits
-    each = functional.cross_entropy(their_logits.transpose(1, 2), batch["labels"], reduction="none")
-    their_loss = (each * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
-    their_loss.backward()
+    narrow = _forward_backward(theirs, batch)
+    # What is compared with is exact: in fp32 its own rounding reaches the bound for the odd shape.
+    theirs = theirs.double()
+    exact = _forward_backward(theirs, batch)
+    their_logits, their_loss = exact["logits"], exact["loss"]
 
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
@@ -143,7 +145,9 @@ def _compare(
         padded = padded_vocab_size(drawn["vocab_size"], divisible_by=64, tensor_parallel=tensor_parallel)
         table, sizes = family.convert_table(config), Sizes.of(config, padded)
         tensors = {
-            k: v for k, v in theirs.state_dict().items() if not (drawn["tied"] and k == "lm_head.weight")
+            k: v.float()
+            for k, v in theirs.state_dict().items()
+            if not (drawn["tied"] and k == "lm_head.weight")
         }
         weights = to_megatron(tensors, table, sizes)
         if mistake == "swapped_keys":
@@ -167,7 +171,19 @@ def _compare(
             "logits": _largest(our_logits, their_logits),
             "loss": abs((report["loss"] / report["tokens"]).item() / their_loss.item() - 1),
             "gradient": _largest_gradient(trainable, gradients),
+            "rounding": max(_largest(narrow[name], value) for name, value in exact.items()),
         }
+
+
+def _forward_backward(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Logits, loss and the gradient of every parameter, which also stays with the parameter."""
+    model.zero_grad()
+    logits = model(batch["tokens"]).logits
+    each = functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    loss = (each * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), "loss": loss.detach(), **gradients}
 
 
 def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:

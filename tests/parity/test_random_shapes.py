@@ -15,7 +15,9 @@ TARGET = "tests.parity.random_shapes:beside_hugging_face"
 
 
 def _within(found: dict[str, float]) -> bool:
-    return all(value <= BOUND for value in found.values())
+    # No implementation in fp32 is closer than its rounding.
+    bound = max(BOUND, 1.5 * found["rounding"])
+    return all(value <= bound for name, value in found.items() if name != "rounding")
 
 
 @pytest.mark.parametrize(
