@@ -23,7 +23,6 @@ REQUIRED = {
     "pydantic": ">=2.7",
     "tokenizers": ">=0.20",
     "rich": ">=13.7",
-    "safetensors": ">=0.4",
 }
 """Distributions that this package needs and the versions it declares; kept equal to pyproject.toml."""
 
