@@ -95,6 +95,26 @@ def alltoall_dispatcher_between_ranks() -> None:
     _compare(MoEAlltoAllTokenDispatcher(2, _local_experts(), config), 2, local=_local_experts())
 
 
+@case(world=2, tp=2)
+def alltoall_dispatcher_of_one_expert_between_ranks() -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    config = _config(
+        num_moe_experts=1,
+        moe_router_topk=1,
+        moe_token_dispatcher_type="alltoall",
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+    dispatcher = MoEAlltoAllTokenDispatcher(1, [0], config)
+    hidden, probs, indices = _routed(1, 1)
+    permuted, counts = dispatcher.token_permutation(hidden, probs, indices)
+    assert int(counts.sum()) == permuted.shape[0] == 2 * len(hidden)
+    # Each rank has a part of the expert; the parts' outputs are added.
+    output, _ = dispatcher.token_unpermutation(permuted * 0.5)
+    assert torch.allclose(output, hidden, atol=1e-5)
+
+
 def _legacy(local: list[int], **changes: Any) -> Any:
     from megatron.core.transformer.moe.legacy_a2a_token_dispatcher import MoEAlltoAllSEQTokenDispatcher
 
