@@ -49,8 +49,8 @@ def legal(row: Row) -> bool:
             dense and ep > 1,
             # Experts are split by expert parallelism together with sequence parallelism alone.
             not dense and "experts" in row and row.get("tp", 1) > 1 and row.get("sp") is False,
-            # The dispatchers that exchange tokens refuse experts with biases.
-            str(row.get("experts")).startswith("alltoall") and row.get("bias") is True,
+            # The trainer refuses experts with biases, whatever their dispatcher.
+            not dense and "experts" in row and row.get("bias") is True,
         )
     )
 

@@ -26,6 +26,13 @@ _KEEP_NUMBERS = frozenset(
         *_MAKE_NUMBERS,
         *_MOVE_NUMBERS,
         torch.histc,
+        torch.bincount,
+        torch.searchsorted,
+        torch.as_tensor,
+        torch.Tensor.scatter_add_,
+        torch.Tensor.cumsum,
+        torch.Tensor.int,
+        torch.Tensor.long,
         torch.Tensor.reshape,
         torch.Tensor.view,
         torch.Tensor.ravel,
@@ -47,14 +54,22 @@ def known_numbers(tensor: Any) -> Any:
 
 
 def _keep_numbers(func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if func is torch.histc:
-        count, bins = args[0].numel(), result.numel()
-        result.known = torch.tensor([count // bins + (bin < count % bins) for bin in range(bins)])
+    if func in (torch.histc, torch.bincount):
+        result.known = _even(args[0].numel(), result.numel())
+    elif func is torch.Tensor.scatter_add_:
+        result.known = _even(args[2].numel(), result.numel())
+    elif func is torch.searchsorted:
+        # Where the experts' choices end in a sorted list of them.
+        result.known = _even(args[0].numel(), result.numel()).cumsum(0)
     elif func in _MAKE_NUMBERS:
         result.known = func(*args, **{**kwargs, "device": "cpu"})
     elif getattr(args[0], "known", None) is not None:
         known = args[0].known
         result.known = known.contiguous() if func in _MOVE_NUMBERS else func(known, *args[1:], **kwargs)
+
+
+def _even(count: int, bins: int) -> torch.Tensor:
+    return torch.tensor([count // bins + (bin < count % bins) for bin in range(bins)])
 
 
 class OnCuda(TorchFunctionMode):
@@ -64,8 +79,8 @@ class OnCuda(TorchFunctionMode):
     accumulator, gives an object that takes the hook and never calls it; ``hooks`` counts them.
 
     Where a mixture of experts asks the host how many tokens go where, routing is taken to be balanced:
-    a histogram counts evenly, and its numbers (also those of ``arange`` and of ``full`` on the host) are
-    kept in ``known`` through the operations that dispatchers apply to counts.
+    a histogram, however it is made, counts evenly, and its numbers (also those of ``arange`` and of
+    ``full`` on the host) are kept in ``known`` through the operations that dispatchers apply to counts.
     """
 
     def __init__(self, cuda: RecordingCuda) -> None:
@@ -92,6 +107,8 @@ class OnCuda(TorchFunctionMode):
             return _AccumulatorEdge(self)
         if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
             return known_numbers(args[0])
+        if func is torch.Tensor.__int__ and getattr(args[0], "known", None) is not None:
+            return int(known_numbers(args[0]))
         if func is torch.repeat_interleave and len(args) > 1 and isinstance(args[1], FakeTensor):
             torch.add(*args[:2])  # Both must be on one device.
             return args[0].new_empty(int(known_numbers(args[1]).sum()))
