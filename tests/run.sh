@@ -73,7 +73,11 @@ lint=0
 if ((lint)); then say "error: ruff or mypy found problems (above); the tests run all the same, then this ends with 1"; fi
 
 # Most tests wait for processes that start: two files at a time take two thirds of the time of one.
-if ((${#selected[@]} == 0)); then
+everything=1
+for argument in "${selected[@]}"; do
+    if [[ $argument != -* ]]; then everything=0; fi
+done
+if ((everything)); then
     cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')"
     workers="${WORKERS:-$((cores > 4 ? cores / 2 : cores > 1 ? 2 : 1))}"
     if [[ " ${pytest_arguments[*]} " == *" --soak "* ]]; then workers=1; fi
