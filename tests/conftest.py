@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): of pytest-xdist, which may be missing")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
     if config.getoption("--soak"):
@@ -28,7 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SoakReport(config))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     backend, soak = config.getoption("--backend"), config.getoption("--soak")
     left_out = [item for item in items if not _wanted(item, backend, soak)]
@@ -36,14 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]
-    for item in items:
-        # Where several workers share the tests, what shares a fixture goes to one of them.
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-
-
-def _group(item: pytest.Item) -> str:
-    file = item.path.relative_to(Path(__file__).parent)
-    return "parity" if "runs" in getattr(item, "fixturenames", ()) else file.as_posix()
 
 
 def _wanted(item: pytest.Item, backend: str, soak: bool) -> bool:

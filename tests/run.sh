@@ -81,7 +81,7 @@ if ((everything)); then
     cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')"
     workers="${WORKERS:-$((cores > 4 ? cores / 2 : cores > 1 ? 2 : 1))}"
     if [[ " ${pytest_arguments[*]} " == *" --soak "* ]]; then workers=1; fi
-    if ((workers > 1)); then pytest_arguments+=(--numprocesses "$workers" --dist loadgroup); fi
+    if ((workers > 1)); then pytest_arguments+=(--numprocesses "$workers" --dist loadfile); fi
 fi
 
 status=0

@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest and not getattr(args, "config_arguments", False):
             parser.error(f"unknown arguments: {' '.join(rest)}")
         args.config_argv = rest
-        return int(args.func(args))
+        code = int(args.func(args))
+        # What is still buffered may find nobody to read it; at exit nobody could be told.
+        sys.stdout.flush()
+        return code
     except (ConfigError, RunError) as error:
         return _fail(error, 2)
     except MtMegatronError as error:

@@ -215,7 +215,10 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
             "config.json and safetensors files. Correct --init-from-hf."
         )
     if checkpoint.init_from_hf is not None and checkpoint.load is not None:
-        found.append("init_from_hf and load are both set; expected one place to start from. Leave one out.")
+        found.append(
+            "init_from_hf and load are both set; expected one place to start from. Leave --init-from-hf or "
+            "--load out."
+        )
     if checkpoint.resume not in ("auto", "never") and not is_folder(checkpoint.resume):
         found.append(
             f"resume is {checkpoint.resume}; expected auto, never or the directory of a checkpoint. "

@@ -19,7 +19,9 @@ def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def test_all_is_applied_once_everything_is_imported(outcome: dict[str, Any]) -> None:
     assert outcome["applied"] >= 60
-    assert [one for one in outcome["pending"] if not one.startswith("zarr.")] == []
+    # Of modules that nobody imported, or that need Transformer Engine, mamba_ssm or zarr.
+    elsewhere = ("zarr.", "rope.bert_model", "rope.t5_model", "rope.mamba_model", "stage_layers.mamba")
+    assert [one for one in outcome["pending"] if not one.startswith(elsewhere)] == []
     assert outcome["unrebindable"] == []
 
 
