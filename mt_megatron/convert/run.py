@@ -41,7 +41,7 @@ def convert(request: Request, progress: Progress) -> Outcome:
     if given.has_optimizer and not request.weights_only:
         raise CheckpointError(
             f"{given.path} holds an optimizer's state, which belongs to its layout and is not converted; "
-            "take the weights alone with --weights-only, or continue the run from it as it is"
+            "leave --with-optimizer out to take the weights alone, or continue the run from it as it is"
         )
     if given.has_optimizer:
         progress.say("the optimizer's state is left behind: the result holds weights only")
