@@ -1,0 +1,141 @@
+"""Tells people of a finding while the run goes on: a log line, ``alerts.jsonl``, a webhook, Prometheus.
+
+It belongs into the watcher's process: nothing here runs in a training process, and nothing here raises
+once it has started. What fails is said once and the other ways go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .findings import Finding
+from .prometheus import Endpoint, Metrics
+from .webhook import Webhook
+from .wording import cost, headline, next_step
+
+_PREFIX = "mt_megatron_scan_"
+LEAST_CONFIDENCE = 0.5
+"""Below it a finding is "unknown" and nobody is woken."""
+
+REPEAT_AFTER_S = 3600.0
+"""The same culprit is told again after this time at the earliest."""
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Alerts:
+    """The ways by which findings reach people. Use as a context manager or call ``close``."""
+
+    def __init__(
+        self,
+        scan_folder: Path,
+        *,
+        webhook: str | None = None,
+        prometheus_port: int | None = None,
+        say: Callable[[str], None] = _say,
+        least_confidence: float = LEAST_CONFIDENCE,
+        repeat_after_s: float = REPEAT_AFTER_S,
+    ) -> None:
+        """``scan_folder``: RUN/scan, where ``alerts.jsonl`` grows. ``prometheus_port``: on 127.0.0.1,
+        0 for any free one. Raises ``ConfigError`` for a wrong address or a port that is taken."""
+        self._file: Path | None = scan_folder / "alerts.jsonl"
+        self._run = scan_folder.parent.name
+        self._say = say
+        self._least, self._repeat_after = least_confidence, repeat_after_s
+        self._told: dict[tuple[object, ...], float] = {}
+        self.metrics = _declared()
+        self.endpoint = None if prometheus_port is None else Endpoint(self.metrics, prometheus_port)
+        try:
+            self.webhook = None if webhook is None else Webhook(webhook, say=say)
+        except Exception:
+            if self.endpoint is not None:
+                self.endpoint.close()
+            raise
+
+    def __enter__(self) -> Alerts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def finding(self, finding: Finding, *, named_at_step: int, time_unix: float | None = None) -> bool:
+        """Tell of ``finding`` unless it is too unsure or was told not long ago. True: it was told."""
+        at = time.time() if time_unix is None else time_unix
+        labels = {
+            "cause": finding.cause,
+            "ranks": ",".join(map(str, finding.ranks)),
+            "host": finding.host or "",
+        }
+        self.metrics.set(_PREFIX + "finding_lost_fraction", finding.lost_fraction, **labels)
+        self.metrics.set(_PREFIX + "finding_confidence", finding.confidence, **labels)
+        # A culprit of unknown cause is nobody to wake somebody for; a hang is, however it came about.
+        if finding.confidence < self._least and finding.cause != "hang":
+            return False
+        key = (finding.cause, finding.ranks, finding.group)
+        if key in self._told and at - self._told[key] < self._repeat_after:
+            return False
+        self._told[key] = at
+        self.metrics.add(_PREFIX + "alerts_total", cause=finding.cause)
+        text = (
+            f"{headline(finding)}: {cost(finding)} (confidence {finding.confidence:.2f}, "
+            f"named at step {named_at_step}). {next_step(finding)}"
+        )
+        record = {
+            "time_unix": at,
+            "run": self._run,
+            "named_at_step": named_at_step,
+            "text": text,
+            "finding": finding.to_dict(),
+        }
+        self._say(f"scan: {text}")
+        self._append(record)
+        if self.webhook is not None:
+            self.webhook.post(record)
+        return True
+
+    def progress(self, *, step: int, step_seconds: float, ranks_seen: int) -> None:
+        """Figures of the last step that all ranks have finished, for Prometheus."""
+        self.metrics.set(_PREFIX + "step", float(step))
+        self.metrics.set(_PREFIX + "step_seconds", step_seconds)
+        self.metrics.set(_PREFIX + "ranks_seen", float(ranks_seen))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Deliver what waits (``timeout`` seconds at most) and stop listening."""
+        if self.webhook is not None:
+            self.webhook.close(timeout)
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+    def _append(self, record: dict[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(descriptor, (json.dumps(record) + "\n").encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._say(f"scan: alerts are no longer kept in {self._file}: {error}")
+            self._file = None
+
+
+def _declared() -> Metrics:
+    metrics = Metrics()
+    for name, kind, about in (
+        ("step", "gauge", "Last step that all ranks seen have finished"),
+        ("step_seconds", "gauge", "Seconds of that step"),
+        ("ranks_seen", "gauge", "Ranks whose trace is readable"),
+        ("finding_lost_fraction", "gauge", "Share of the time that a culprit costs, when last named"),
+        ("finding_confidence", "gauge", "Confidence in a culprit, 0 to 1, when last named"),
+        ("alerts_total", "counter", "Alerts sent, by cause"),
+    ):
+        metrics.declare(_PREFIX + name, kind, about)
+    return metrics

@@ -1,0 +1,132 @@
+"""A finding in words: who, what it does, what it costs, and what to do when the diagnosis said nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .findings import Cause, Finding
+
+CAUSE_LABEL: dict[Cause, str] = {
+    "slow_compute": "slow compute",
+    "host_contention": "host contention",
+    "host_pause": "host pause",
+    "slow_data": "slow data",
+    "slow_checkpoint": "slow checkpoint",
+    "uneven_work": "uneven work",
+    "slow_link": "slow link",
+    "slow_group": "slow group",
+    "slow_node_link": "slow node link",
+    "hang": "hang",
+    "unknown": "unknown",
+}
+"""The short name of a cause, as legends and tables show it."""
+
+_ONE_RANK: dict[Cause, str] = {
+    "slow_compute": "computes slowly",
+    "host_contention": "waits for a processor: its host is busy with something else",
+    "host_pause": "stood still for a while",
+    "slow_data": "waits for its training data",
+    "slow_checkpoint": "takes long to write its checkpoint",
+    "uneven_work": "has more work than the others",
+}
+
+_NEXT_STEP: dict[Cause, str] = {
+    "slow_compute": "Run `mt-megatron scan selftest` on that host: it compares its processor, memory and disk "
+    "with the others'. If it stands out there too, restart without the host.",
+    "host_contention": "Look on that host for other processes, a CPU quota of the container, or missing "
+    "pinning; move or stop what competes.",
+    "host_pause": "Look for stops of the process (a debugger, the container's freezer, swapping), and for "
+    "garbage collection if its pauses are named.",
+    "slow_data": "Look at the storage and the loader's workers of that rank: more workers, a local copy "
+    "of the data, or another disk.",
+    "slow_checkpoint": "Look at the disk or file system that rank writes to; an asynchronous save takes "
+    "the writing out of the step.",
+    "uneven_work": "Nothing is broken there: balance the work (packed lengths, experts, layers per stage).",
+    "slow_link": "Run `mt-megatron scan selftest` to measure that pair directly, then look at its cable, port "
+    "and network counters.",
+    "slow_group": "No pair stands out: look at what the whole group shares (switch, protocol settings).",
+    "slow_node_link": "Look at that node's network card, cable and switch port; restart without the node if "
+    "they cannot be put right now.",
+    "hang": "Read the stacks below: the rank named has not entered the operation that the others wait in.",
+    "unknown": "Record more: `mt-megatron scan level RUN full` for a few hundred steps, then report again.",
+}
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """``0-3, 8``: global ranks in order, runs of three or more shortened."""
+    ordered = sorted(set(ranks))
+    parts: list[str] = []
+    at = 0
+    while at < len(ordered):
+        last = at
+        while last + 1 < len(ordered) and ordered[last + 1] == ordered[last] + 1:
+            last += 1
+        if last - at >= 2:
+            parts.append(f"{ordered[at]}-{ordered[last]}")
+        else:
+            parts.extend(str(rank) for rank in ordered[at : last + 1])
+        at = last + 1
+    return ", ".join(parts)
+
+
+def headline(finding: Finding) -> str:
+    """The culprit first, in one line without a full stop: ``Rank 5 (node-1) computes slowly``."""
+    ranks = rank_list(finding.ranks)
+    host = f" ({finding.host})" if finding.host else ""
+    many = "Ranks" if len(finding.ranks) > 1 else "Rank"
+    if finding.cause == "hang":
+        return _hang(finding, f"{many} {ranks}{host}" if finding.ranks else "The run")
+    if finding.cause == "slow_link":
+        return f"The link between ranks {ranks.replace(', ', ' and ')}{host} is slow"
+    if finding.cause == "slow_group":
+        group = f"the {finding.group} group" if finding.group else "a group"
+        return f"Communication in {group} of ranks {ranks} is slow, no pair more than another"
+    if finding.cause == "slow_node_link":
+        return f"The network link of {finding.host or 'one node'} (ranks {ranks}) is slow"
+    if finding.cause == "unknown" or not finding.ranks:
+        where = (
+            f"{many} {ranks}{host} delay" + ("s" if many == "Rank" else "")
+            if finding.ranks
+            else "Something delays"
+        )
+        return f"{where} the run, cause unknown"
+    words = _ONE_RANK[finding.cause]
+    if len(finding.ranks) > 1:
+        words = words.replace("computes", "compute").replace("waits", "wait").replace("has ", "have ")
+        words = words.replace("takes", "take").replace("its ", "their ")
+    return f"{many} {ranks}{host} {words}"
+
+
+def _hang(finding: Finding, who: str) -> str:
+    operation = finding.details.get("collective") or finding.details.get("op")
+    number = finding.details.get("seq")
+    if operation is None:
+        return f"{who}: nothing moves"
+    which = f" number {number}" if number is not None else ""
+    group = f" of the {finding.group} group" if finding.group else ""
+    return f"{who}: nothing moves, {operation}{which}{group} does not end"
+
+
+def cost(finding: Finding) -> str:
+    """``12.3 % of the time of steps 40-80``; a hang costs all of it."""
+    steps = (
+        f"step {finding.first_step}"
+        if finding.first_step == finding.last_step
+        else f"steps {finding.first_step}-{finding.last_step}"
+    )
+    if finding.cause == "hang":
+        return f"everything since step {finding.last_step}"
+    return f"{100 * finding.lost_fraction:.1f} % of the time of {steps}"
+
+
+def next_step(finding: Finding) -> str:
+    """The diagnosis's own advice, else what is always worth doing for such a cause."""
+    return finding.advice or _NEXT_STEP[finding.cause]
+
+
+def culprits_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Hangs, then what costs most; what is unknown last."""
+    return sorted(
+        findings,
+        key=lambda each: (each.cause != "hang", each.cause == "unknown", -each.lost_fraction, each.ranks),
+    )
