@@ -31,8 +31,8 @@ _ONE_RANK: dict[Cause, str] = {
 }
 
 _NEXT_STEP: dict[Cause, str] = {
-    "slow_compute": "Run `mt-megatron scan selftest` on that host: it compares its processor, memory and disk "
-    "with the others'. If it stands out there too, restart without the host.",
+    "slow_compute": "Run `mt-megatron scan selftest` on that host: it compares its processor, memory and "
+    "disk with the others'. If it stands out there too, restart without the host.",
     "host_contention": "Look on that host for other processes, a CPU quota of the container, or missing "
     "pinning; move or stop what competes.",
     "host_pause": "Look for stops of the process (a debugger, the container's freezer, swapping), and for "
@@ -42,8 +42,8 @@ _NEXT_STEP: dict[Cause, str] = {
     "slow_checkpoint": "Look at the disk or file system that rank writes to; an asynchronous save takes "
     "the writing out of the step.",
     "uneven_work": "Nothing is broken there: balance the work (packed lengths, experts, layers per stage).",
-    "slow_link": "Run `mt-megatron scan selftest` to measure that pair directly, then look at its cable, port "
-    "and network counters.",
+    "slow_link": "Run `mt-megatron scan selftest` to measure that pair directly, then look at its cable, "
+    "port and network counters.",
     "slow_group": "No pair stands out: look at what the whole group shares (switch, protocol settings).",
     "slow_node_link": "Look at that node's network card, cable and switch port; restart without the node if "
     "they cannot be put right now.",
@@ -84,12 +84,9 @@ def headline(finding: Finding) -> str:
     if finding.cause == "slow_node_link":
         return f"The network link of {finding.host or 'one node'} (ranks {ranks}) is slow"
     if finding.cause == "unknown" or not finding.ranks:
-        where = (
-            f"{many} {ranks}{host} delay" + ("s" if many == "Rank" else "")
-            if finding.ranks
-            else "Something delays"
-        )
-        return f"{where} the run, cause unknown"
+        if not finding.ranks:
+            return "Something delays the run, cause unknown"
+        return f"{many} {ranks}{host} {'delay' if many == 'Ranks' else 'delays'} the run, cause unknown"
     words = _ONE_RANK[finding.cause]
     if len(finding.ranks) > 1:
         words = words.replace("computes", "compute").replace("waits", "wait").replace("has ", "have ")
