@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
+from mt_megatron.backends.flight_recorder import Waiting, waiting_collectives
 
 _FRAMES = 8
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -39,28 +38,6 @@ class Sign:
     def name(self) -> str:
         """The process in words."""
         return f"host {self.host}, pid {self.pid}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """A collective or transfer that was begun and has not come to its end."""
-
-    op: str
-    group: str
-    number: int
-    """Which one of its group this is, counted from 1; 0 where nobody counts."""
-
-    ranks: list[int]
-    """Ranks of the group; empty where that is not known."""
-
-    sizes: str
-
-    def text(self) -> str:
-        """The collective in words."""
-        number = f" number {self.number}" if self.number else ""
-        ranks = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        group = f" in group {self.group}{ranks}" if self.group else ""
-        return f"{self.op}{number}{group}{' on ' + self.sizes if self.sizes else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +82,7 @@ def sign_of_life(where: str) -> Sign:
 def evidence(where: str, silent_for: float) -> Evidence:
     """This rank, now; from any thread."""
     stack = _main_stack()
-    waiting, entered = _recorded()
+    waiting, entered = waiting_collectives()
     innermost = next((frame for frame in reversed(stack) if _DISTRIBUTED in frame), None)
     if not waiting and innermost is not None:
         # The library keeps no record here (torch before 2.13 with Gloo): the call's name is all there is.
@@ -215,36 +192,3 @@ def _main_stack() -> list[str]:
         return []
     frames = traceback.extract_stack(frame)[-_FRAMES:]
     return [f"{each.filename}:{each.lineno} in {each.name}" for each in frames]
-
-
-def _recorded() -> tuple[list[Waiting], dict[str, int]]:
-    """Pending collectives and the last one of each group, from torch's Flight Recorder if it keeps any."""
-    import torch._C._distributed_c10d as c10d
-
-    dump: Any = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return [], {}
-    try:
-        entries = json.loads(dump(True, False)).get("entries", [])
-    except (ValueError, RuntimeError):
-        return [], {}
-    names: dict[str, Any] = {
-        str(name): group for group, name in dist.distributed_c10d._world.pg_names.items()
-    }
-    waiting: list[Waiting] = []
-    entered: dict[str, int] = {}
-    for entry in entries:
-        group = str(entry["process_group"][0])
-        number = int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
-        if not entry["is_p2p"]:
-            entered[group] = max(entered.get(group, 0), number)
-        if entry["retired"] or entry["state"] == "completed":
-            continue
-        known = names.get(group)
-        ranks = [] if known is None or entry["is_p2p"] else dist.get_process_group_ranks(known)
-        shapes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-        sizes = ", ".join(f"{dtype} {size}" for dtype, size in shapes)
-        waiting.append(
-            Waiting(op=entry["profiling_name"], group=group, number=number, ranks=ranks, sizes=sizes)
-        )
-    return waiting, entered

@@ -1,0 +1,115 @@
+"""Evidence of a hang from inside the rank: Python stacks and pending collectives, once nothing moves.
+
+A thread looks twice a second whether the rank got on. When it did not for five seconds it leaves a note
+of what ``"stack"`` in the trace; the run goes on undisturbed. A rank that is stopped as a whole leaves none:
+that it is silent is what the others' traces show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+logger = logging.getLogger("mt_megatron")
+
+STALL_SECONDS = 5.0
+PERIOD_SECONDS = 0.5
+_FRAMES = 24
+_NOTES_PER_STALL = 4
+
+
+class StallWatch:
+    """Watches this process. ``close`` ends the thread."""
+
+    def __init__(
+        self,
+        progress: Callable[[], object],
+        note: Callable[[Mapping[str, Any]], None],
+        *,
+        after: float = STALL_SECONDS,
+        period: float = PERIOD_SECONDS,
+    ) -> None:
+        """``progress()`` changes whenever the rank gets on (a count of events); ``note`` takes what is found:
+        ``what`` ("stack"), ``silent_seconds``, ``stacks`` (thread name -> frames, innermost last),
+        ``waiting`` (op, group, number, ranks, sizes of collectives that have not ended) and ``entered``
+        (group -> number of the last collective begun). Both are called from the thread."""
+        self._progress = progress
+        self._note = note
+        self._after = after
+        self._period = period
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scan-stalls", daemon=True)
+
+    def start(self) -> None:
+        """Look from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(self._period + 2.0)
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # tracing never ends training
+            logger.warning("stalls are no longer looked for in this rank: %s: %s", type(error).__name__, error)
+
+    def _watch(self) -> None:
+        last, since = self._progress(), time.monotonic()
+        before, said = since, 0
+        while not self._stopped.wait(self._period):
+            now, seen = time.monotonic(), self._progress()
+            if now - before > 5 * self._period:
+                # The whole process stood still (stopped, suspended): that is no stall of its own making.
+                since += now - before
+            before = now
+            if seen != last:
+                last, since, said = seen, now, 0
+            elif said < _NOTES_PER_STALL and now - since > self._after * 2**said:
+                # Again after twice the time: whether it still stands at the same place is evidence too.
+                said += 1
+                self._note(evidence(now - since))
+
+
+def evidence(silent_seconds: float) -> dict[str, Any]:
+    """Where this process is now; the note described at ``StallWatch``."""
+    found: dict[str, Any] = {
+        "what": "stack",
+        "silent_seconds": round(silent_seconds, 3),
+        "stacks": python_stacks(),
+        "waiting": [],
+        "entered": {},
+    }
+    if "torch.distributed" in sys.modules:
+        from mt_megatron.backends.flight_recorder import waiting_collectives
+
+        with contextlib.suppress(Exception):  # a library without a record is no reason to lose the stacks
+            waiting, entered = waiting_collectives()
+            found["waiting"] = [
+                {"op": one.op, "group": one.group, "number": one.number, "ranks": one.ranks, "sizes": one.sizes}
+                for one in waiting
+            ]
+            found["entered"] = entered
+    return found
+
+
+def python_stacks() -> dict[str, list[str]]:
+    """Thread name -> its Python frames, innermost last; the calling thread is left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    stacks: dict[str, list[str]] = {}
+    for ident, frame in sys._current_frames().items():
+        if ident == own:
+            continue
+        frames = traceback.extract_stack(frame)[-_FRAMES:]
+        name = names.get(ident, f"thread {ident}")
+        stacks[name] = [f"{one.filename}:{one.lineno} in {one.name}" for one in frames]
+    return stacks
