@@ -49,3 +49,7 @@ class CheckpointError(MtMegatronError):
 
 class RunError(MtMegatronError):
     """``mt-megatron run`` was asked for something that is not there; nothing was started."""
+
+
+class ScanError(MtMegatronError):
+    """A trace is missing, damaged, or not what was asked for."""
