@@ -7,7 +7,40 @@
 A listener takes its own timestamps: what "now" means (host clock, device event) is its business.
 It runs inside the step, in whatever thread the point is reached (autograd has threads of its
 own), and what it raises, the step raises. One that subscribes in the middle of a step may see an
-end whose begin it missed.
+end whose begin it missed; one that hears of an operation that failed may miss its end.
+
+Attributes of ``begin``; those of ``end`` are what was learnt meanwhile, and it may have none:
+
+==============  ==========================================================================================
+step            ``iteration``, from 1
+data            end: ``work``, the tokens of this rank's micro-batch
+microbatch      ``direction`` (``forward``, ``backward``), ``microbatch`` and ``chunk``; inside it:
+forward         ``microbatch``, ``chunk``
+backward        ``microbatch``, ``chunk``; the micro-batch is counted, as upstream does not know it here
+layer           ``number``, from 1 over the whole pipeline; forward and its recomputation
+module          ``module``, its path below the chunk (``decoder.layers.0.mlp``), ``direction``, ``number`` of
+                the layer; for experts ``work``, the rows this rank's experts get
+collective      ``op``, ``group``, ``ranks``, ``seq``, ``bytes``, maybe ``asynchronous`` and ``peer``
+p2p             ``group``, ``ranks``, ``bytes``, ``transfers``, maybe ``asynchronous``; and ``send_next``,
+                ``send_prev``, ``recv_prev``, ``recv_next`` as upstream puts it
+optimizer       ``optimizer``, the class
+checkpoint      ``iteration``; ``op``: ``write`` within it or in the thread that writes in the background,
+                which says ``bytes`` at its end
+==============  ==========================================================================================
+
+``microbatch`` counts from 0 within a step, ``chunk`` within the stage; they hold for everything until
+the ``microbatch`` ends, and -1 stands for one that is not known.
+``group`` is a name (``tp``, ``pp``, ``cp``, ``ep``, ``dp``, ``dp-cp``, ``edp``, ``tp-ep``, ``tp-pp``,
+``embedding``, ``world`` ...) and ``ranks`` its members' global ranks in the group's order, for one name
+and membership always the same tuple: ``id(ranks)`` is a key for the group.
+``seq`` numbers the collectives of such a group from 0 on, from the first that this process heard
+somebody listen to; equal on all members when they listen from the same point.
+``bytes`` is what this rank gives into the collective or transfer (for a gather its own part).
+``asynchronous`` is ``start`` where the operation goes on in the background after the end, and
+``wait`` where it is waited for, with the same ``seq``; without it the operation is over at the end.
+``transfers`` holds ``(op, peer, seq, bytes)`` for each direction: ``send`` or ``recv``, the other
+side's global rank, the number of the transfer on that directed edge, bytes (-1 where not known).
+``peer`` is the rank that this step of a ring receives from.
 """
 
 from __future__ import annotations
@@ -20,6 +53,7 @@ from typing import Any, Literal
 
 EventName = Literal[
     "layer",
+    "module",
     "collective",
     "p2p",
     "microbatch",
