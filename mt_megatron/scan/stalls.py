@@ -60,7 +60,9 @@ class StallWatch:
         try:
             self._watch()
         except Exception as error:  # tracing never ends training
-            logger.warning("stalls are no longer looked for in this rank: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "stalls are no longer looked for in this rank: %s: %s", type(error).__name__, error
+            )
 
     def _watch(self) -> None:
         last, since = self._progress(), time.monotonic()
@@ -94,7 +96,13 @@ def evidence(silent_seconds: float) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # a library without a record is no reason to lose the stacks
             waiting, entered = waiting_collectives()
             found["waiting"] = [
-                {"op": one.op, "group": one.group, "number": one.number, "ranks": one.ranks, "sizes": one.sizes}
+                {
+                    "op": one.op,
+                    "group": one.group,
+                    "number": one.number,
+                    "ranks": one.ranks,
+                    "sizes": one.sizes,
+                }
                 for one in waiting
             ]
             found["entered"] = entered
