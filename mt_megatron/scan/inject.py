@@ -103,7 +103,7 @@ class _Heard:
             for one in by_kind["slow_link"]
         ]
         self._random = random.Random(rank)
-        self._products = Products(backend) if self._factor > 1 else None
+        self._products: Products | None = None
         self._usual: dict[str, float] = {}
         self._local = threading.local()
 
@@ -142,7 +142,10 @@ class _Heard:
             return
         if self._jitter:
             time.sleep(min(20 * self._jitter, self._random.expovariate(1 / self._jitter)))
-        if self._products is not None:
+        if self._factor > 1:
+            if self._products is None:
+                # Here and not earlier: the training thread knows its device.
+                self._products = Products(self._backend)
             if name in self._usual:
                 self._products.burn((self._factor - 1) * self._usual[name])
             elif self._backend.device_type != "cpu":

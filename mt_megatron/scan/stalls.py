@@ -59,10 +59,8 @@ class StallWatch:
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception as error:  # tracing never ends training
-            logger.warning(
-                "stalls are no longer looked for in this rank: %s: %s", type(error).__name__, error
-            )
+        except Exception as error:  # noqa: BLE001 - tracing never ends training
+            logger.warning("this rank no longer looks for stalls: %s: %s", type(error).__name__, error)
 
     def _watch(self) -> None:
         last, since = self._progress(), time.monotonic()

@@ -54,6 +54,12 @@ class Wishes:
     save_written: bool = False
     """This rank's part of the checkpoint being written is complete."""
 
+    measure: bool = False
+    """All ranks measure what they were asked to, after this step."""
+
+    leave: bool = False
+    """End the run because of a straggler; with ``stop``."""
+
 
 NO_WISHES = Wishes()
 
@@ -67,6 +73,12 @@ class AgreedWishes:
 
     save_written: bool
     """All ranks have written their part."""
+
+    measure: bool = False
+    """Any rank wants to measure."""
+
+    leave: bool = False
+    """Any rank wants to end the run because of a straggler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +224,7 @@ def _agree(
     overflowed: bool,
     norm_is_bad: bool,
 ) -> _Agreed:
-    said = (wishes.stop, wishes.save_written, overflowed, norm_is_bad)
+    said = (wishes.stop, wishes.save_written, overflowed, norm_is_bad, wishes.measure, wishes.leave)
     loss, tokens, *rest = job.sum_over_ranks([*sums, *map(float, said)])
     depths, counts = rest[: len(sums) - 2], rest[len(sums) - 2 :]
     if tokens == 0:
@@ -220,12 +232,17 @@ def _agree(
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
             "(--eod-mask-loss) and the data"
         )
-    stop, written, overflows, bad_norms = (round(count) for count in counts)
+    stop, written, overflows, bad_norms, measure, leave = (round(count) for count in counts)
     return _Agreed(
         loss=loss / tokens,
         tokens=round(tokens),
         overflowed=overflows > 0,
         norm_is_bad=bad_norms > 0,
-        wishes=AgreedWishes(stop=stop > 0, save_written=written == job.layout.world_size),
+        wishes=AgreedWishes(
+            stop=stop > 0,
+            save_written=written == job.layout.world_size,
+            measure=measure > 0,
+            leave=leave > 0,
+        ),
         depth_losses=depth_means(depths),
     )
