@@ -1,0 +1,108 @@
+"""Stretches of steps in which a series lies clearly above what is normal, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .change_points import SHORTEST, stretches
+from .robust import Floats, certainty, noise, spread
+
+FALSE_ALARMS = 1e-4
+"""Expected number of false alarms of all tests of one analysis, were the clipped noise normal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised:
+    """One stretch: positions ``start`` to ``stop - 1``."""
+
+    start: int
+    stop: int
+    level: float
+    """Median of the series there."""
+
+    certainty: float
+    """Standard errors above what is tolerated."""
+
+    needed: float
+    """Standard errors that were asked for."""
+
+    @property
+    def confidence(self) -> float:
+        """0.6 just over the bar, towards 0.98 far above it."""
+        return 0.98 - 0.38 * exp(-max(self.certainty - self.needed, 0.0) / 3.0)
+
+    def steps(self, size: int) -> NDArray[np.bool_]:
+        """The stretch as a mask over ``size`` steps."""
+        chosen = np.zeros(size, dtype=bool)
+        chosen[self.start : self.stop] = True
+        return chosen
+
+
+def bar(tests: int) -> float:
+    """Standard errors that keep the false alarms of ``tests`` independent tests below ``FALSE_ALARMS``."""
+    share = FALSE_ALARMS / max(tests, 1)
+    # The upper quantile of the normal distribution, by its tail's leading terms.
+    square = -2.0 * log(share)
+    return sqrt(square - log(square) - log(2.0 * np.pi))
+
+
+def raised_levels(
+    series: Floats, *, least: float, tolerated: float, floor: float, tests: int, shortest: int = SHORTEST
+) -> list[Raised]:
+    """The stretches of ``series`` [steps] whose level is at least ``least`` and surely above ``tolerated``.
+
+    ``floor``: the least standard deviation of one step that is believed. ``tests``: how many steps of
+    how many series are looked at in all. Neighbouring stretches that are both raised become one.
+    """
+    deviation = max(noise(series), floor)
+    needed = bar(tests)
+    cut = stretches(series, floor=floor, shortest=shortest)
+    above: list[tuple[int, int]] = []
+    for each in cut:
+        if each.level < least:
+            continue
+        if above and above[-1][1] == each.start:
+            above[-1] = (above[-1][0], each.stop)
+        else:
+            above.append((each.start, each.stop))
+    found = []
+    for start, stop in above:
+        inside = series[start:stop]
+        inside = inside[~np.isnan(inside)]
+        if len(inside) < shortest:
+            continue
+        # Slow drifts hide from differences of neighbours: the stretch's own spread counts too.
+        own = max(deviation, 0.7 * spread(inside))
+        sure = certainty(inside - tolerated, own)
+        if sure >= needed:
+            found.append(
+                Raised(start=start, stop=stop, level=float(np.median(inside)), certainty=sure, needed=needed)
+            )
+    return found
+
+
+def merged_spikes(
+    fraction: Floats, *, least: float, mean: float, fewest: int, within: int = 40
+) -> tuple[int, int, float] | None:
+    """Repeated single steps above ``least``: at least ``fewest`` of them within ``within`` steps.
+
+    Returns start, stop and mean of ``fraction`` from the first to the last of the densest row of
+    spikes if the mean reaches ``mean``; else None.
+    """
+    values = np.nan_to_num(fraction)
+    at = np.flatnonzero(values >= least)
+    if len(at) < fewest:
+        return None
+    close = at[fewest - 1 :] - at[: len(at) - fewest + 1] < within
+    if not close.any():
+        return None
+    member = np.zeros(len(at), dtype=bool)
+    for index in np.flatnonzero(close):
+        member[index : index + fewest] = True
+    first, last = int(at[member][0]), int(at[member][-1])
+    average = float(values[first : last + 1].mean())
+    return (first, last + 1, average) if average >= mean else None
