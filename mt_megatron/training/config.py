@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.seams.stage_layers import chunks_of_layout
+from mt_megatron.training.config_scan import ScanConfig
 
 
 @dataclass(frozen=True)
@@ -408,6 +409,9 @@ class TrainingConfig:
 
     launch: LaunchConfig
     """The process."""
+
+    scan: ScanConfig = field(default_factory=ScanConfig)
+    """Traces and alerts."""
 
     notes: tuple[str, ...] = ()
     """One line for everything that was accepted but means something else here; log them once."""

@@ -37,6 +37,7 @@ SECTIONS: Mapping[str, type | None] = {
     "checkpoint": config.CheckpointConfig,
     "logging": config.LoggingConfig,
     "launch": config.LaunchConfig,
+    "scan": config.ScanConfig,
 }
 """Section -> our dataclass, in printing order. None: the section holds Megatron-Core's fields alone."""
 
@@ -288,6 +289,9 @@ def convert(option: Option, value: object, where: str) -> Any:
     optional = type(None) in get_args(option.type)
     if optional and isinstance(value, str) and value.strip().lower() in ("none", "null"):
         return None
+    if value is False and any("off" in get_args(member) for member in members(option.type)):
+        # YAML reads a bare `off` as false.
+        value = prepared = "off"
     if option.name in PARSERS:
         prepared = PARSERS[option.name](value)
     elif option.is_list and isinstance(value, str | int | float) and not isinstance(value, bool):

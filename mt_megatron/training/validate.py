@@ -10,6 +10,7 @@ from mt_megatron.training.validate_files import file_problems
 from mt_megatron.training.validate_model import model_problems
 from mt_megatron.training.validate_parallel import parallel_problems
 from mt_megatron.training.validate_rampup import rampup_problems
+from mt_megatron.training.validate_scan import scan_problems
 from mt_megatron.training.validate_sizes import size_problems
 from mt_megatron.training.validate_supported import support_problems
 from mt_megatron.training.validate_train import train_problems
@@ -43,5 +44,6 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *train_problems(config),
         *checkpoint_problems(config),
         *rampup_problems(config, world_size),
+        *scan_problems(config),
         *(file_problems(config) if check_files else []),
     ]

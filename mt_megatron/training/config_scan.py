@@ -1,0 +1,35 @@
+"""What a run records of itself, and who is told when a rank holds the others up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanConfig:
+    """Tracing and diagnosis (``mt_megatron.scan``). ``--scan off`` leaves nothing of it behind."""
+
+    scan: Literal["off", "base", "full", "kernel"] = "base"
+    """How much every rank records. base: steps, micro-batches, collectives, transfers, data, optimizer,
+    checkpoints and host facts; full: also layers and their parts; kernel: also every kernel."""
+
+    scan_window: str | None = None
+    """A higher level for some steps: ``EVERY:STEPS:LEVEL``, such as ``1000:2:kernel``. None: none."""
+
+    scan_dir: str | None = None
+    """Folder of the run under which the trace is written, in ``scan``. None: that of the metrics."""
+
+    scan_alerts: bool = True
+    """Whether a process beside rank 0 watches the traces of all ranks while they grow, and says who holds
+    the run up."""
+
+    scan_webhook: str | None = None
+    """URL that alerts are also posted to, as JSON. None: none."""
+
+    scan_prometheus_port: int | None = None
+    """Port on 127.0.0.1 at which Prometheus may read figures; 0: any free one. None: none."""
+
+    scan_on_straggler: Literal["continue", "checkpoint-and-exit"] = "continue"
+    """What follows when a slow rank was found and a measurement confirmed it. checkpoint-and-exit: save, end
+    with code 79, and list its host for ``mt-megatron launch --exclude-hosts``."""

@@ -1,0 +1,96 @@
+"""Checks of what is recorded and who is told."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scan.levels import LEVELS, Window
+from mt_megatron.training.config import TrainingConfig
+
+_LARGEST_PORT = 65535
+
+
+def scan_problems(config: TrainingConfig) -> list[str]:
+    """One line per problem: found, expected, what to change."""
+    checks = (_idle, _window, _webhook, _port, _leaving)
+    return [problem for check in checks for problem in check(config)]
+
+
+def _idle(config: TrainingConfig) -> list[str]:
+    """Options that nothing would read."""
+    scan = config.scan
+    told = {
+        "scan_webhook": scan.scan_webhook is not None,
+        "scan_prometheus_port": scan.scan_prometheus_port is not None,
+        "scan_on_straggler": scan.scan_on_straggler != "continue",
+    }
+    needs_scan = {"scan_window": scan.scan_window is not None, "scan_dir": scan.scan_dir is not None, **told}
+    found = []
+    if scan.scan == "off":
+        found += [
+            f"{name} is given and scan is off; expected at least base. Set --scan base, or leave "
+            f"--{name.replace('_', '-')} out."
+            for name, given in needs_scan.items()
+            if given
+        ]
+    elif not scan.scan_alerts:
+        found += [
+            f"{name} is given and scan_alerts is false; expected it, since nobody would look for culprits. "
+            f"Set --scan-alerts, or leave --{name.replace('_', '-')} out."
+            for name, given in told.items()
+            if given
+        ]
+    return found
+
+
+def _window(config: TrainingConfig) -> list[str]:
+    text = config.scan.scan_window
+    if text is None:
+        return []
+    try:
+        window = Window.parse(text)
+    except ConfigError as error:
+        return [f"scan_window: {error}. Change --scan-window."]
+    if LEVELS.index(window.level) <= LEVELS.index(config.scan.scan):
+        return [
+            f"scan_window asks for {window.level} and scan is {config.scan.scan} anyway; expected a higher "
+            "level. Change --scan-window or --scan."
+        ]
+    return []
+
+
+def _webhook(config: TrainingConfig) -> list[str]:
+    url = config.scan.scan_webhook
+    if url is None:
+        return []
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname)
+        right = right and (parts.port is None or parts.port > 0)
+    except ValueError:
+        right = False
+    if right:
+        return []
+    return [f"scan_webhook is {url!r}; expected an address such as https://host/path. Set --scan-webhook."]
+
+
+def _port(config: TrainingConfig) -> list[str]:
+    port = config.scan.scan_prometheus_port
+    if port is None or 0 <= port <= _LARGEST_PORT:
+        return []
+    return [
+        f"scan_prometheus_port is {port}; expected 0 (any free one) to {_LARGEST_PORT}. Set "
+        "--scan-prometheus-port."
+    ]
+
+
+def _leaving(config: TrainingConfig) -> list[str]:
+    if config.scan.scan_on_straggler == "continue" or config.checkpoint.save is not None:
+        return []
+    return [
+        (
+            "scan_on_straggler is checkpoint-and-exit and save is not set; expected a directory to save to. "
+            "Set --save."
+        )
+    ]
