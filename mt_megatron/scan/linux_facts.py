@@ -1,0 +1,175 @@
+"""What Linux tells about time that a process did not get: run queues, steal, its control group's quota.
+
+Every reader answers None where the system does not tell it. Files stay open, so that a reading is one
+system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+_TASKS = "/proc/self/task"
+_FOLLOWED = 8
+_CHOOSE_SECONDS = 5.0
+
+
+class RunQueue:
+    """Time that threads of this process were ready to run and had no processor (``schedstat``).
+
+    Reading all threads of a process that trains would cost milliseconds: the busiest are followed, and
+    chosen anew every few seconds.
+    """
+
+    def __init__(self, tasks: str = _TASKS) -> None:
+        self._tasks = tasks
+        self._files: dict[str, int] = {}
+        self._waited: dict[str, int] = {}
+        self._ran: dict[str, int] = {}
+        self._total = 0
+        self._choose_at = 0.0
+        self._own: int | None = None
+        self.known = os.path.exists(f"{tasks}/{os.getpid()}/schedstat") or tasks != _TASKS
+        """Whether this system counts it."""
+
+    def wait_ns(self) -> int | None:
+        """Nanoseconds waited since the first call, over the threads that were followed meanwhile."""
+        if not self.known:
+            return None
+        if time.monotonic() >= self._choose_at:
+            self._choose()
+        for task, file in tuple(self._files.items()):
+            found = _schedstat(file)
+            if found is None:
+                self._forget(task)
+                continue
+            self._total += found[1] - self._waited[task]
+            self._waited[task] = found[1]
+        return self._total
+
+    def own_wait_ns(self) -> int | None:
+        """What the calling thread waited since it began; always the same thread must ask."""
+        if self._own is None and self.known:
+            with contextlib.suppress(OSError):
+                self._own = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        found = None if self._own is None else _schedstat(self._own)
+        return None if found is None else found[1]
+
+    def close(self) -> None:
+        """Close the files."""
+        for task in tuple(self._files):
+            self._forget(task)
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
+
+    def _choose(self) -> None:
+        """Follow those that ran most since the last choice."""
+        self._choose_at = time.monotonic() + _CHOOSE_SECONDS
+        found: dict[str, tuple[int, int]] = {}
+        with contextlib.suppress(OSError):
+            for task in os.listdir(self._tasks):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    words = Path(self._tasks, task, "schedstat").read_bytes().split()
+                    found[task] = int(words[0]), int(words[1])
+        busy = sorted(found, key=lambda task: found[task][0] - self._ran.get(task, 0), reverse=True)[
+            :_FOLLOWED
+        ]
+        self._ran = {task: ran for task, (ran, _) in found.items()}
+        for task in self._files.keys() - set(busy):
+            self._total += max(0, found[task][1] - self._waited[task]) if task in found else 0
+            self._forget(task)
+        for task in busy:
+            if task not in self._files:
+                with contextlib.suppress(OSError):
+                    self._files[task] = os.open(f"{self._tasks}/{task}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                    self._waited[task] = found[task][1]
+
+    def _forget(self, task: str) -> None:
+        os.close(self._files.pop(task))
+        del self._waited[task]
+
+
+class StealTime:
+    """Share of this machine's processor time that its hypervisor gave to others."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._before: tuple[int, int] | None = None
+
+    def fraction(self) -> float | None:
+        """0 to 1 since the last call; None at the first."""
+        try:
+            with open(self._stat, "rb") as file:
+                words = file.readline().split()
+            times = [int(word) for word in words[1:9]]
+        except (OSError, ValueError):
+            return None
+        if len(times) < 8:
+            return None
+        now = times[7], sum(times)
+        before, self._before = self._before, now
+        if before is None or now[1] <= before[1]:
+            return None
+        return (now[0] - before[0]) / (now[1] - before[1])
+
+
+class CgroupThrottling:
+    """Time for which the quota of this process's control group stopped it (version 1 and 2)."""
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> None:
+        self._root = root
+        self._own = own
+        self._stat: Path | None = None
+        self._before = 0
+        self._total = 0
+
+    def throttled_ns(self) -> int | None:
+        """Nanoseconds since the first call, also over a move to another group; None without a group."""
+        stat = self._find()
+        if stat is None:
+            return None
+        try:
+            now = _throttled(stat.read_text())
+        except (OSError, ValueError):
+            return None
+        if now is None:
+            return None
+        if stat == self._stat:
+            self._total += max(0, now - self._before)
+        self._stat, self._before = stat, now
+        return self._total
+
+    def _find(self) -> Path | None:
+        try:
+            lines = self._own.read_text().splitlines()
+        except OSError:
+            return None
+        for line in sorted(lines, reverse=True):
+            _, controllers, path = line.split(":", 2)
+            below = path.lstrip("/")
+            places = [self._root / below] if controllers == "" else []
+            if "cpu" in controllers.split(","):
+                places = [self._root / controllers / below, self._root / "cpu" / below]
+            for place in places:
+                if (place / "cpu.stat").exists():
+                    return place / "cpu.stat"
+        return None
+
+
+def _throttled(text: str) -> int | None:
+    values = dict(line.split()[:2] for line in text.splitlines() if line.strip())
+    if "throttled_usec" in values:
+        return int(values["throttled_usec"]) * 1_000
+    return int(values["throttled_time"]) if "throttled_time" in values else None
+
+
+def _schedstat(file: int) -> tuple[int, int] | None:
+    """Nanoseconds run and waited; None when the thread has ended."""
+    try:
+        ran, waited = os.pread(file, 128, 0).split()[:2]
+        return int(ran), int(waited)
+    except (OSError, ValueError):
+        return None

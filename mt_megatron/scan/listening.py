@@ -1,0 +1,158 @@
+"""Hears ``seams.events`` at the level that is wanted, and changes level between two steps only.
+
+Hooks and profilers may be put on and taken off nowhere else: torch walks over a module's hooks while
+the training thread is inside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mt_megatron.scan.encode import FORGET, STEP_ENDED
+from mt_megatron.scan.levels import LEVELS, Level, Window, level_at, level_of
+from mt_megatron.scan.queues import Queues
+from mt_megatron.seams import events
+
+logger = logging.getLogger("mt_megatron")
+
+LevelCallback = Callable[[Level, Level], None]
+
+
+class Listening:
+    """Fills ``queues.events``. ``start`` and ``stop`` belong to the training thread."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        level: Level,
+        window: Window | None,
+        *,
+        changed: Callable[[Level, Level], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """``changed(old, new)`` hears of each change in the training thread, ``failed`` of errors in here."""
+        self.iteration = 0
+        """The step that began last, or in a program without step events how many have ended."""
+        self.level: Level = "off"
+        """What is heard now."""
+        self._queues = queues
+        self._wanted, self._window = level_of(level), window
+        self._changed = changed
+        self._failed = failed
+        self._running = False
+        self._stop_hearing: Callable[[], None] | None = None
+        # A level is chosen in the training thread and in the one that reads the control file.
+        self._changing = threading.RLock()
+        self._has_steps = False
+        self._optimizers = 0
+
+    def start(self) -> None:
+        """Listen from now on."""
+        self._running = True
+        self._apply(level_at(self._wanted, self._window, self.iteration + 1))
+
+    def stop(self) -> None:
+        """Listen no longer, for good."""
+        self._running = False
+        self._apply("off")
+
+    def silence(self) -> None:
+        """Hear nothing from now on; any thread, also one in which something failed."""
+        self._running = False
+        self._unsubscribe()
+
+    def want_level(self, level: Level) -> None:
+        """Hear ``level`` from the next step on; any thread. Raises ``ConfigError``."""
+        with self._changing:
+            self._wanted = level_of(level)
+            self._await_step()
+
+    def want_window(self, window: Window | None) -> None:
+        """Hear the steps of ``window`` at its level, from the next step on; any thread."""
+        with self._changing:
+            self._window = window
+            self._await_step()
+
+    def _await_step(self) -> None:
+        """When nothing is heard but something is wanted: hear where a step begins."""
+        idle = self.level == "off" and self._stop_hearing is None
+        if self._running and idle and (self._wanted != "off" or self._window is not None):
+            self._stop_hearing = events.subscribe(self._steps)
+
+    def _at_step(self, iteration: int) -> None:
+        self.iteration = iteration
+        self._queues.bound()
+        with self._changing:
+            level = level_at(self._wanted, self._window, iteration)
+            if level != self.level:
+                self._apply(level)
+            elif level == "off" and self._wanted == "off" and self._window is None:
+                self._unsubscribe()
+
+    def _apply(self, level: Level) -> None:
+        with self._changing:
+            old, self.level = self.level, level
+            self._unsubscribe()
+            if level != "off":
+                self._stop_hearing = events.subscribe(self._listener(level))
+            elif self._running:
+                # The ends of what is open now will not be heard.
+                self._queues.events.append((time.perf_counter_ns(), 0, FORGET, "", {}))
+                self._await_step()
+        if old != level:
+            self._changed(old, level)
+
+    def _unsubscribe(self) -> None:
+        stop, self._stop_hearing = self._stop_hearing, None
+        if stop is not None:
+            stop()
+
+    def _listener(self, level: Level) -> events.Listener:
+        """Everything it needs is its own, and it is one frame: it runs thousands of times a second."""
+        append, boundary = self._queues.events.append, self._boundary
+        now, ident = time.perf_counter_ns, threading.get_ident
+
+        def full(phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
+            append((now(), ident(), phase, name, attrs))
+            if name == "step" or name == "optimizer":
+                boundary(phase, name, attrs)
+
+        def base(phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
+            if name == "layer":
+                return
+            append((now(), ident(), phase, name, attrs))
+            if name == "step" or name == "optimizer":
+                boundary(phase, name, attrs)
+
+        return base if LEVELS.index(level) < LEVELS.index("full") else full
+
+    def _steps(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
+        """The listener while nothing is recorded."""
+        if name == "step" or name == "optimizer":
+            self._boundary(phase, name, attrs)
+            if phase == "begin" and name == "step" and self.level != "off":
+                # The listener that has taken over did not hear of this begin.
+                self._queues.events.append(
+                    (time.perf_counter_ns(), threading.get_ident(), phase, name, attrs)
+                )
+
+    def _boundary(self, phase: str, name: str, attrs: Mapping[str, Any]) -> None:
+        """A step begins, or in a program without step events the outermost optimizer has ended."""
+        try:
+            if name == "step":
+                self._has_steps = True
+                if phase == "begin":
+                    self._at_step(int(attrs.get("iteration", self.iteration + 1)))
+            elif not self._has_steps:
+                self._optimizers = max(0, self._optimizers + (1 if phase == "begin" else -1))
+                if phase == "end" and self._optimizers == 0:
+                    if self.level != "off":
+                        moment = (time.perf_counter_ns(), threading.get_ident(), STEP_ENDED, "step", {})
+                        self._queues.events.append(moment)
+                    self._at_step(self.iteration + 1)
+        except Exception as error:  # noqa: BLE001 - what is raised here, the step would raise
+            self._failed(error)

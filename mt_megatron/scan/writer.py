@@ -1,0 +1,172 @@
+"""The background thread of a recorder: takes what was queued, encodes it, appends it to the segments.
+
+It also measures how punctually it wakes: a process that was stopped or starved wakes late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from struct import Struct
+from typing import Any
+
+from mt_megatron.scan.encode import SpanEncoder, thread_names
+from mt_megatron.scan.facts import HostFacts
+from mt_megatron.scan.names import Names
+from mt_megatron.scan.queues import Queues, take
+from mt_megatron.scan.records import COUNTER, PING
+from mt_megatron.scan.ring import SegmentRing, time_pair
+
+logger = logging.getLogger("mt_megatron")
+
+BEAT_SECONDS = 0.1
+FLUSH_SECONDS = 0.3
+"""What a killed process loses at most, and a little more for the encoding itself."""
+
+_CONTROL_SECONDS = 1.0
+_TIME_PAIR_SECONDS = 60.0
+# The training thread wants the interpreter's lock after every call into torch. Whoever computes in Python
+# beside it gives the lock back after this many events, for this long (a sleep of 0 would take it again).
+_EVENTS_AT_ONCE = 64
+_REST_SECONDS = 0.0005
+_MOST_RESTS = 200
+
+_COUNTER = Struct("<qdHHI").pack
+_PING = Struct("<4qiI").pack
+assert len(_COUNTER(0, 0, 0, 0, 0)) == COUNTER.itemsize
+assert len(_PING(0, 0, 0, 0, 0, 0)) == PING.itemsize
+
+
+class Writer(threading.Thread):
+    """Runs until ``stop``; whatever fails ends it and is told to ``failed`` once."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        names: Names,
+        ring: SegmentRing,
+        facts: HostFacts,
+        *,
+        control: Callable[[], None],
+        step_ended: Callable[[int], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """``control`` looks about once a second whether something else is wanted; ``step_ended`` hears of
+        each step once its spans are written."""
+        super().__init__(name="scan-writer", daemon=True)
+        self.encoder = SpanEncoder(names)
+        self._queues = queues
+        self._names = names
+        self._ring = ring
+        self._facts = facts
+        self._control = control
+        self._step_ended = step_ended
+        self._failed = failed
+        self._stopped = threading.Event()
+        self._latest_ns = 0
+        self._dropped = 0
+        self._unreadable = 0
+
+    def stop(self, timeout: float) -> bool:
+        """Write what is left and end; False when the disk kept it from ending within ``timeout`` seconds."""
+        self._stopped.set()
+        if self.is_alive():
+            self.join(timeout)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        """Beat, flush, look at the control file."""
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - tracing never ends training
+            self._failed(error)
+        finally:
+            self._ring.close()
+
+    def _run(self) -> None:
+        now = time.perf_counter_ns
+        flush_at = now()
+        control_at = pair_at = now() + int(_CONTROL_SECONDS * 1e9)
+        planned = now() + int(BEAT_SECONDS * 1e9)
+        while not self._stopped.wait(max(0.0, (planned - now()) / 1e9)):
+            woke = now()
+            self._beat(planned, woke)
+            if woke >= flush_at:
+                flush_at = woke + int((FLUSH_SECONDS - BEAT_SECONDS / 2) * 1e9)
+                self.flush()
+            if woke >= control_at:
+                control_at = woke + int(_CONTROL_SECONDS * 1e9)
+                self._control()
+            if woke >= pair_at:
+                pair_at = woke + int(_TIME_PAIR_SECONDS * 1e9)
+                self._queues.notes.append({"what": "time", **time_pair()})
+            planned = now() + int(BEAT_SECONDS * 1e9)
+        self.flush(last=True)
+
+    def _beat(self, planned: int, woke: int) -> None:
+        self._latest_ns = max(self._latest_ns, woke - planned)
+        pause = self._facts.pause(planned, woke)
+        if pause is not None:
+            self.encoder.pause(pause, planned, woke, threading.get_ident())
+
+    def flush(self, *, last: bool = False) -> None:
+        """Encode and append everything queued so far."""
+        queues, encoder = self._queues, self.encoder
+        # Before the tables are written: these hold numbers of names that are in the tables by now.
+        arrays = take(queues.spans)
+        for name, begin, end, ident in self._facts.gc_pauses():
+            encoder.pause(name, begin, end, ident)
+        events = take(queues.events)
+        queues.taken += len(events)
+        at_once = max(_EVENTS_AT_ONCE, len(events) // _MOST_RESTS)
+        for start in range(0, len(events), at_once):
+            encoder.feed(events[start : start + at_once])
+            if not last:
+                time.sleep(_REST_SECONDS)
+        encoder.open_spans(time.perf_counter_ns(), **({"at_least": 0} if last else {}))
+        spans, encoder.out = encoder.out, bytearray()
+        for array in arrays:
+            spans += array
+        counters = self._counters()
+        pings = b"".join(_PING(*ping, 0) for ping in take(queues.pings))
+        notes = (*take(queues.notes), *self._complaints())
+        threads = thread_names(encoder.threads)
+        self._ring.write(spans=spans, counters=counters, pings=pings, notes=notes, threads=threads)
+        ended, encoder.ended_steps = encoder.ended_steps, []
+        for iteration in ended:
+            self._step_ended(iteration)
+
+    def _counters(self) -> bytes:
+        now, string = time.perf_counter_ns(), self._names.string
+        late = self._latest_ns
+        self._latest_ns = 0
+        values = [("beat_delay_ns", late if late >= 1_000_000 else 0), *self._facts.sample()]
+        rows = [_COUNTER(now, value, string(name), 0, 0) for name, value in values]
+        rows += [
+            _COUNTER(when, value, name, device, 0)
+            for when, value, name, device in take(self._queues.counters)
+        ]
+        return b"".join(rows)
+
+    def _complaints(self) -> list[dict[str, Any]]:
+        found = []
+        if self._queues.dropped > self._dropped:
+            self._dropped = self._queues.dropped
+            found.append(
+                {
+                    "what": "dropped",
+                    "time": time.perf_counter_ns(),
+                    "events": self._dropped,
+                    "why": "disk too slow",
+                }
+            )
+            logger.warning("tracing has dropped %d events so far: the disk is too slow", self._dropped)
+        if self.encoder.unreadable > self._unreadable:
+            self._unreadable = self.encoder.unreadable
+            why = "attributes that no record can hold"
+            found.append(
+                {"what": "dropped", "time": time.perf_counter_ns(), "events": self._unreadable, "why": why}
+            )
+        return found
