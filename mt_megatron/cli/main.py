@@ -28,6 +28,7 @@ COMMANDS = (
     "convert",
     "plan",
     "diverge",
+    "scan",
     "doctor",
     "patches",
 )

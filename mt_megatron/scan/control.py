@@ -45,7 +45,7 @@ def change_control(files: RunFiles, changes: Mapping[str, Any]) -> dict[str, Any
     Two that change it at once wait for each other. Raises ``ScanError`` when it cannot be written.
     """
     try:
-        with open(files.root / ".control.lock", "a", encoding="utf-8") as lock:
+        with open(files.root / ".control.lock", "a", encoding="utf-8", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             content = {**read_control(files.control), **changes}
             content = {key: value for key, value in content.items() if value is not None}
@@ -55,6 +55,10 @@ def change_control(files: RunFiles, changes: Mapping[str, Any]) -> dict[str, Any
             f"{files.control} cannot be written: {error}; run this as the user who trains"
         ) from error
     return content
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class ControlWatch:

@@ -1,0 +1,67 @@
+"""``mt-megatron scan window``: have a run record a few steps in every so many at a higher level."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mt_megatron.scan.run_files import RunFiles
+
+_EXAMPLE = (
+    "examples:\n  mt-megatron scan window RUN 100:2:full\n  mt-megatron scan window RUN none\n\n"
+    "exit codes: 0 fine, 1 no such trace, 2 wrong use"
+)
+_SILENT_SECONDS = 10.0
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the action."""
+    text = "have a training run record a few steps in every so many at a higher level"
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "window", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXAMPLE
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run's outputs")
+    parser.add_argument(
+        "window",
+        metavar="EVERY:STEPS:LEVEL",
+        help="100:2:full records 2 steps in every 100 at level full; 'none' ends it",
+    )
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write it into the control file; returns the exit code."""
+    from mt_megatron.scan.control import change_control
+    from mt_megatron.scan.levels import Window
+    from mt_megatron.scan.run_files import existing_run
+
+    window = None if args.window == "none" else Window.parse(args.window)
+    files = existing_run(args.run)
+    change_control(files, {"window": False if window is None else window.to_dict()})
+    print(f"{'no window' if window is None else f'window {args.window}'} is asked for in {files.control}")
+    say_who_hears(files)
+    return 0
+
+
+def say_who_hears(files: RunFiles) -> None:
+    """Whether ranks are there to take it up: those that write do so several times a second."""
+    from mt_megatron.scan.run_files import segment_paths
+
+    newest: dict[int, float] = {}
+    for rank in files.ranks():
+        times = [path.stat().st_mtime for path in segment_paths(files.rank_folder(rank))[-1:]]
+        newest[rank] = max(times, default=0.0)
+    silent = [rank for rank, when in newest.items() if time.time() - when > _SILENT_SECONDS]
+    if not newest or len(silent) == len(newest):
+        print(f"no rank has written for {_SILENT_SECONDS:g} s: if the run has ended, nobody takes it up")
+    elif silent:
+        print(
+            f"the ranks take it up at their next step; {len(silent)} of {len(newest)} are silent: "
+            f"{silent[:8]}"
+        )
+    else:
+        print(f"{len(newest)} rank(s) take it up at their next step")
