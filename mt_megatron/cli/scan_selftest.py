@@ -1,0 +1,66 @@
+"""``mt-megatron scan selftest``: nodes and links before a run, compared across ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "selftest",
+        help="measure nodes and links before a run and compare them",
+        description="Measure matrix products, memory, disk and the links between ranks for some seconds,\n"
+        "and name what is slower than its like. Start it with torchrun as the run itself; alone it\n"
+        "only measures.",
+        epilog="example:\n"
+        "  torchrun --nproc-per-node 4 -m mt_megatron.cli scan selftest --json selftest.json\n\n"
+        "exit codes: 0 nothing stands out, 1 something does, 2 wrong use",
+    )
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, cpu, cuda or musa")
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="D", help="try the disk here (.)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures to this file too")
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; rank 0 reports. The same exit code on every rank."""
+    if not args.folder.is_dir():
+        raise ConfigError(f"--folder is {args.folder}; expected a folder that exists here")
+    from mt_megatron.backends import registry
+    from mt_megatron.backends.collectives import (
+        let_group_threads_rest,
+        local_device,
+        prepare_environment,
+        single_node,
+    )
+    from mt_megatron.scan.selftest import selftest
+
+    backend, _ = registry.select(args.backend)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    backend.set_device(local_device(backend))
+    if world_size == 1:
+        found = selftest(backend, rank=0, world_size=1, folder=args.folder)
+    else:
+        import torch.distributed as dist
+
+        prepare_environment(backend, nodes=1 if single_node() else 2)
+        dist.init_process_group(backend.collective)
+        try:
+            found = selftest(backend, rank=rank, world_size=world_size, folder=args.folder)
+        finally:
+            let_group_threads_rest()
+            dist.destroy_process_group()
+    if rank == 0:
+        print("\n".join(found.lines()), flush=True)
+        if args.json is not None:
+            args.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return int(bool(found.outliers))
