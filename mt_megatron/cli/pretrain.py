@@ -43,7 +43,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. Returns 0 when the run ended as it was told to, by a request to stop as well."""
+    """Train. Returns 0 when the run ended as it was told to, by a request to stop as well, and
+    ``scan.act.EXIT_CODE`` when it ended because of a straggler."""
     if not args.config_argv:
         raise ConfigError("nothing says what to train. Start with --model NAME or --config FILE; see --help.")
     config = load_config(args.config_argv)
@@ -52,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     validate(config, world_size=check_environment(os.environ))
     # Not earlier: torch takes seconds to import, and the checks above need none of it.
+    from mt_megatron.scan.act import EXIT_CODE as STRAGGLER
     from mt_megatron.training.loop import train
 
     _quieten()
     mt_megatron.patch(config.launch.backend)
-    train(config)
-    return 0
+    outcome = train(config)
+    return STRAGGLER if outcome.straggler else 0
 
 
 def _quieten() -> None:

@@ -30,6 +30,7 @@ from mt_megatron.training.output import Output
 from mt_megatron.training.preflight import check_before_start
 from mt_megatron.training.rampup import batch_sizes
 from mt_megatron.training.recovery import Recovery
+from mt_megatron.training.scan_session import tracing_of
 from mt_megatron.training.signals import stop_requests
 from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
 from mt_megatron.training.steps import Steps, touching
@@ -54,6 +55,9 @@ class Outcome:
 
     checkpoint: Path | None
     """The newest checkpoint; None when none is written."""
+
+    straggler: bool = False
+    """Whether the run ended because a straggler was confirmed; its host is on the list of excluded ones."""
 
 
 def train(config: TrainingConfig) -> Outcome:
@@ -133,21 +137,38 @@ class _Run:
             watchdog=watchdog,
         )
         self._announce()
+        self.tracing = tracing_of(
+            config,
+            job,
+            metrics=self.output.metrics_path,
+            modules=self.trainable.chunks,
+            num_microbatches=self.shape.num_microbatches,
+            say=self.display.say,
+        )
 
     @property
     def progress(self) -> Progress:
         return self.steps.progress
 
     def close(self) -> None:
+        self.tracing.close()
         self.store.close()
         self.output.close()
 
     def run(self, stop_requested: threading.Event) -> Outcome:
         window = self.output.window()
         result: StepResult | None = None
+        self.tracing.start()
         while not self._finished():
-            stop = stop_requested.is_set() or self._out_of_time()
-            result = self.steps.take(Wishes(stop=stop, save_written=self.store.has_written()))
+            leave = self.tracing.wants_to_leave
+            stop = stop_requested.is_set() or self._out_of_time() or leave
+            wishes = Wishes(
+                stop=stop,
+                save_written=self.store.has_written(),
+                measure=self.tracing.wants_measurement,
+                leave=leave,
+            )
+            result = self.steps.take(wishes)
             self._saved(self.store.advance(result.wishes))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
@@ -157,6 +178,8 @@ class _Run:
             if result.wishes.stop or self._due(self.config.train.exit_interval):
                 break
             with window.paused():
+                if result.wishes.measure:
+                    self.tracing.measure()
                 if self._due(self.config.checkpoint.save_interval):
                     self._save()
                 if self._due(self.config.train.eval_interval) and not self._finished():
@@ -178,6 +201,7 @@ class _Run:
             loss=None if result is None else result.loss,
             validation=self.validation,
             checkpoint=self.checkpoint,
+            straggler=result is not None and result.wishes.leave,
         )
 
     def _datasets(self) -> Datasets:

@@ -1,0 +1,284 @@
+"""Traces a training from beginning to end: recorder, clock pings, attendant and watcher, in one context.
+
+    with mt_megatron.scan.session.session("runs/first"):
+        train()
+
+Works with any program that calls Megatron-Core under ``mt_megatron.patch()``; our own trainer uses
+``Session``. What fails in it is said once and switches the tracing off, on all ranks; training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.errors import PatchError
+from mt_megatron.scan.act import OnStraggler
+from mt_megatron.scan.attendant import Attendant
+from mt_megatron.scan.board import StoreBoard
+from mt_megatron.scan.levels import Level, Window
+from mt_megatron.scan.machine import boot_id
+from mt_megatron.scan.pings import ClockPings
+from mt_megatron.scan.recorder import Recorder
+from mt_megatron.scan.run_files import run_files, write_run
+from mt_megatron.scan.segments import sessions
+from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
+from mt_megatron.seams.layout import RankLayout
+
+logger = logging.getLogger("mt_megatron")
+
+
+class Session:
+    """One rank's tracing. ``start``, ``measure`` and ``close`` belong to the training thread."""
+
+    def __init__(
+        self,
+        run: Path | str,
+        *,
+        rank: int,
+        layout: RankLayout,
+        backend: Backend,
+        level: Level = "base",
+        window: Window | None = None,
+        alerting: Alerting | None = None,
+        on_straggler: OnStraggler = "continue",
+        facts: Mapping[str, Any] | None = None,
+        modules: Sequence[Any] = (),
+        say: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """Nothing happens before ``start``.
+
+        ``alerting`` None: no process watches. ``facts`` go into ``run.json`` (``num_microbatches``, the
+        model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records. ``say``
+        gets a line where something is worth one.
+        """
+        self.files = run_files(run)
+        self.recorder: Recorder | None = None
+        """While it records."""
+        self._rank = rank
+        self._layout = layout
+        self._backend = backend
+        self._level: Level = level
+        self._window = window
+        self._alerting = alerting
+        self._on_straggler: OnStraggler = on_straggler
+        self._facts = dict(facts or {})
+        self._modules = tuple(modules)
+        self._say = say
+        self._pings: ClockPings | None = None
+        self._attendant: Attendant | None = None
+        self._watcher: WatcherProcess | None = None
+        self._closing: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Begin. Collective; must come at the same point of the program on every rank, since collectives
+        are numbered from here on."""
+        everyone = _gather({"host": socket.gethostname(), "boot": boot_id(), "session": self._next_session()})
+        problem: str | None = None
+        try:
+            self._begin(everyone)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+        problems = [each for each in _gather(problem) if each is not None]
+        if problems:
+            self.close()
+            if self._rank == 0:
+                self._say(f"scan: nothing is traced, training goes on: {problems[0]}")
+
+    @property
+    def wants_measurement(self) -> bool:
+        """Whether a measurement should follow the next step (rank 0's word counts)."""
+        return self._attendant is not None and self._attendant.wants_measurement
+
+    @property
+    def wants_to_leave(self) -> bool:
+        """Whether the run should save and end because of a confirmed straggler (rank 0's word counts)."""
+        return self._attendant is not None and self._attendant.wants_to_leave
+
+    def measure(self) -> None:
+        """Measure what was asked for; collective, between two steps, about a second."""
+        if self._attendant is not None:
+            self._attendant.measure()
+
+    def close(self) -> None:
+        """End everything, the recorder last. No collective; further calls do nothing."""
+        closing, self._closing = self._closing, []
+        for close in reversed(closing):
+            try:
+                close()
+            except Exception as error:  # noqa: BLE001 - the others are to be closed as well
+                logger.warning("scan: %s: %s", type(error).__name__, error)
+        self.recorder = self._pings = self._attendant = self._watcher = None
+
+    def _next_session(self) -> int:
+        try:
+            earlier = sessions(self.files.rank_folder(self._rank))
+        except Exception:  # noqa: BLE001 - files that are no segments; the recorder says what is wrong
+            return 0
+        return earlier[-1] + 1 if earlier else 0
+
+    def _begin(self, everyone: list[dict[str, Any]]) -> None:
+        machines = list(dict.fromkeys(each["boot"] for each in everyone))
+        coordinates = asdict(self._layout.coordinates(self._rank))
+        if self._rank == 0:
+            write_run(self.files, self._run_facts(everyone, machines))
+        recorder = Recorder(
+            self.files.root,
+            rank=self._rank,
+            level=self._level,
+            window=self._window,
+            meta={
+                **coordinates,
+                "node": machines.index(everyone[self._rank]["boot"]),
+                "boot_id": everyone[self._rank]["boot"],
+                "session": max(each["session"] for each in everyone),
+                "backend": self._backend.name,
+                "device_type": self._backend.device_type,
+            },
+            telemetry=self._backend.telemetry,
+        )
+        self.recorder = recorder
+        self._closing.append(recorder.close)
+        recorder.start()
+        self._attendant = Attendant(
+            self.files,
+            rank=self._rank,
+            hosts={rank: each["host"] for rank, each in enumerate(everyone)},
+            backend=self._backend,
+            progress=lambda: recorder.heard,
+            note=lambda note: recorder.note(**note),
+            on_straggler=self._on_straggler,
+            say=self._say,
+        )
+        self._closing.append(self._attendant.close)
+        self._attendant.start()
+        if self._layout.world_size > 1:
+            self._pings = ClockPings(
+                StoreBoard(), self._record_pings, rank=self._rank, world_size=self._layout.world_size
+            )
+            self._closing.append(self._pings.close)
+            self._pings.start()
+        if self._rank == 0 and self._alerting is not None:
+            self._watcher = WatcherProcess(self.files.root, self._alerting)
+            self._closing.append(self._watcher.close)
+            self._watcher.start()
+
+    def _record_pings(self, pings: np.ndarray) -> None:
+        if self.recorder is None:
+            return
+        for row in pings.tolist():
+            sent, received, answered, returned, peer, _ = row
+            self.recorder.ping(peer, sent=sent, received=received, answered=answered, returned=returned)
+
+    def _run_facts(self, everyone: list[dict[str, Any]], machines: list[str]) -> dict[str, Any]:
+        layout = self._layout
+        return {
+            "world_size": layout.world_size,
+            "layout": {
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "dp": layout.dp,
+                "cp": layout.cp,
+                "ep": layout.ep,
+                "vpp": layout.vpp or 1,
+            },
+            "ranks": [
+                {
+                    "rank": rank,
+                    "host": each["host"],
+                    "node": machines.index(each["boot"]),
+                    **asdict(layout.coordinates(rank)),
+                }
+                for rank, each in enumerate(everyone)
+            ],
+            "started_unix_ns": time.time_ns(),
+            "backend": self._backend.name,
+            **self._facts,
+        }
+
+
+@contextmanager
+def session(
+    run: Path | str,
+    *,
+    level: Level = "base",
+    window: Window | None = None,
+    watch: bool = True,
+    alerting: Alerting | None = None,
+    modules: Sequence[Any] = (),
+) -> Iterator[Session]:
+    """Trace the block, on every rank of the job; the trace lies in ``run``/scan.
+
+    Enter it at the same point of the program on every rank, after the process group and Megatron's
+    groups exist (if they ever will) and with ``mt_megatron.patch()`` done, without which there are no
+    events but one's own. ``modules``: the model's chunks, for level ``full``. ``watch``: whether a
+    process beside rank 0 says who holds the run up. Raises ``ConfigError`` for a level or window that
+    does not exist, and nothing else.
+    """
+    rank, layout = _this_rank()
+    traced = Session(
+        run,
+        rank=rank,
+        layout=layout,
+        backend=_backend(),
+        level=level,
+        window=window,
+        alerting=(alerting or Alerting()) if watch else None,
+        modules=modules,
+    )
+    traced.start()
+    try:
+        yield traced
+    finally:
+        traced.close()
+
+
+def _gather(own: Any) -> list[Any]:
+    """``own`` of every rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _this_rank() -> tuple[int, RankLayout]:
+    """Rank, and the layout as Megatron-Core was told; without its groups everything is data-parallel."""
+    import torch.distributed as dist
+
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    # Not imported here: a program that does not use it has no groups of it either.
+    parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return rank, RankLayout(world_size=world_size)
+    return rank, RankLayout(
+        world_size=world_size,
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def _backend() -> Backend:
+    import mt_megatron
+    from mt_megatron.backends import registry
+
+    try:
+        return mt_megatron.backend()
+    except PatchError:
+        logger.warning("scan: mt_megatron.patch() was not called: Megatron-Core emits no events to record")
+        return registry.select("auto")[0]

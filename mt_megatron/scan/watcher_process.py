@@ -1,0 +1,100 @@
+"""The process beside rank 0 that reads all ranks' traces while they grow and says who holds the run up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("mt_megatron")
+
+START_AFTER_SECONDS = 5.0
+"""A run that ends before is not worth a second process."""
+
+_SECONDS_TO_END = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alerting:
+    """To whom the watcher speaks, besides the run's log and ``alerts.jsonl``."""
+
+    webhook: str | None = None
+    prometheus_port: int | None = None
+
+    def arguments(self) -> list[str]:
+        """As the watcher's command line has them."""
+        found = []
+        if self.webhook is not None:
+            found += ["--webhook", self.webhook]
+        if self.prometheus_port is not None:
+            found += ["--prometheus-port", str(self.prometheus_port)]
+        return found
+
+
+class WatcherProcess:
+    """Starts it a few seconds after ``start`` and ends it with ``close``; it ends by itself when this
+    process is gone. That it cannot start, or has ended, is said once; training goes on."""
+
+    def __init__(
+        self, scan_folder: Path, alerting: Alerting, *, start_after: float = START_AFTER_SECONDS
+    ) -> None:
+        self._command = [
+            *(sys.executable, "-m", "mt_megatron.scan.watch", str(scan_folder)),
+            *("--parent-pid", str(os.getpid()), *alerting.arguments()),
+        ]
+        self._start_after = start_after
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scan-watcher", daemon=True)
+        self.process: subprocess.Popen[bytes] | None = None
+        """Once it runs."""
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it, with what it still had to say, within a few seconds."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * _SECONDS_TO_END)
+
+    def _run(self) -> None:
+        if self._closed.wait(self._start_after):
+            return
+        # It must not take part in what this process is told by environment: ranks, threads, faults.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        }
+        environment["OMP_NUM_THREADS"] = "1"
+        try:
+            # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
+            self.process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            logger.warning("scan: nobody watches this run (%s); it is diagnosed afterwards", error)
+            return
+        while not self._closed.wait(0.5):
+            code = self.process.poll()
+            if code is not None:
+                logger.warning(
+                    "scan: the process that watches this run ended with code %d; training goes on, "
+                    "`mt-megatron scan report` still diagnoses it",
+                    code,
+                )
+                return
+        self._end(self.process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
