@@ -1,0 +1,68 @@
+"""What the exports share: the file that appears whole or not at all, facts of ranks, findings on record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from .findings import Finding
+from .run_files import RunFiles
+from .trace import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    events: int
+    ranks: int
+    bytes: int
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, mode 0600, that takes ``path``'s place when all went well and vanishes otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def rank_title(place: Place | None, rank: int) -> str:
+    """``rank 5 (dp 1 pp 0 tp 1) node-3``."""
+    if place is None:
+        return f"rank {rank}"
+    more = "".join(f" {axis} {getattr(place, axis)}" for axis in ("cp", "ep") if getattr(place, axis))
+    host = f" {place.host}" if place.host else ""
+    return f"rank {rank} (dp {place.dp} pp {place.pp} tp {place.tp}{more}){host}"
+
+
+def findings_on_record(files: RunFiles) -> list[Finding]:
+    """What the watcher wrote while the run went on, the newest word on each culprit; a torn line ends it."""
+    latest: dict[tuple[Any, ...], Finding] = {}
+    known = {each.name for each in fields(Finding)}
+    with contextlib.suppress(FileNotFoundError), open(files.findings, encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                row = {**row, **row.get("finding", {})}
+                row["ranks"] = tuple(row.get("ranks", ()))
+                row["evidence"] = tuple(row.get("evidence", ()))
+                finding = Finding(**{name: value for name, value in row.items() if name in known})
+            except (ValueError, TypeError):
+                continue
+            latest[finding.cause, finding.ranks, finding.group] = finding
+    return list(latest.values())

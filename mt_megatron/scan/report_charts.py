@@ -1,0 +1,148 @@
+"""Step times over the run, and where a step's time goes, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from .report_data import CATEGORIES, Breakdown, ReportData
+from .report_style import CAUSE_MARK, PART_CLASS
+from .report_timeline import time_text
+from .trace import Place
+from .wording import headline
+
+PART_NAME = {
+    "compute": "compute",
+    "exposed_communication": "exposed communication",
+    "waiting": "waiting in collectives",
+    "bubble": "pipeline bubble",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "pause": "pauses",
+}
+_WIDTH, _LEFT, _HEIGHT, _BOTTOM = 1070, 64, 190, 26
+_MOST_POINTS = 600
+_MOST_ROWS = 32
+_OUTLIER = 3.0
+
+
+def step_times(data: ReportData) -> str:
+    """A line of step lengths; the steps of every finding lie on a shaded ground with its letter."""
+    steps = np.asarray(data.step_times.steps, dtype=np.int64)
+    seconds = np.asarray(data.step_times.seconds, dtype=np.float64)
+    if len(steps) < 2:
+        return ""
+    first, last = int(steps[0]), int(steps[-1])
+    # A checkpoint every few hundred steps must not press everything else flat.
+    ceiling = float(min(seconds.max(), _OUTLIER * np.median(seconds)))
+    low, high = float(seconds.min()) * 0.92, ceiling * 1.04
+    right = _WIDTH - 8
+
+    def x(step: float) -> float:
+        return _LEFT + (step - first) / max(1, last - first) * (right - _LEFT)
+
+    def y(value: float) -> float:
+        return 18 + (high - min(value, high)) / (high - low) * (_HEIGHT - 18 - _BOTTOM)
+
+    parts = []
+    # The causes of overlapping faults stand beside each other.
+    for index, finding in enumerate(data.findings):
+        begin, end = max(finding.first_step, first), min(finding.last_step, last)
+        if begin > end:
+            continue
+        _, letter = CAUSE_MARK[finding.cause]
+        wide, tall = max(2.0, x(end) - x(begin)), _HEIGHT - 18 - _BOTTOM
+        parts.append(
+            f'<rect class="fault" x="{x(begin):.1f}" y="18" width="{wide:.1f}" height="{tall}" '
+            f'data-t="{escape(headline(finding))}\nsteps {finding.first_step}-{finding.last_step}"/>'
+            f'<text class="bold" x="{x(begin) + 4 + 16 * (index % 6):.1f}" y="13">{letter}</text>'
+        )
+    for part in range(4):
+        value = low + (high - low) * part / 3
+        parts.append(f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{right}"/>')
+        name = time_text(value * 1e9)
+        parts.append(
+            f'<text class="dim" x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{name}</text>'
+        )
+    ticks = sorted({round(first + (last - first) * part / 8) for part in range(9)})
+    for tick in ticks:
+        parts.append(
+            f'<text class="dim" x="{x(tick):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{tick}</text>'
+        )
+    binned = _binned(steps, seconds)
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in binned)
+    parts.append(f'<polyline class="curve" points="{line}"/>')
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
+        f'aria-label="Length of each step">{"".join(parts)}</svg>'
+    )
+
+
+def breakdown_rows(data: ReportData) -> list[tuple[str, tuple[float, ...], bool]]:
+    """``(name, shares, is a culprit)``: all ranks together, then each rank, or of many ranks the culprits
+    and the mean of each pipeline stage."""
+    parts: Breakdown = data.breakdown
+    if not parts.overall:
+        return []
+    rows = [("all ranks", parts.overall, False)]
+    culprits = [rank for rank in sorted(data.verdicts) if rank in parts.ranks]
+    if len(parts.ranks) <= _MOST_ROWS:
+        rows += [(f"rank {rank}", parts.ranks[rank], rank in culprits) for rank in sorted(parts.ranks)]
+        return rows
+    rows += [(f"rank {rank}", parts.ranks[rank], True) for rank in culprits[: _MOST_ROWS // 2]]
+    for stage in sorted({place.pp for place in data.places})[: _MOST_ROWS // 2]:
+        members = [parts.ranks[place.rank] for place in _of_stage(data.places, stage, parts)]
+        if members:
+            rows.append((f"stage {stage}, mean", tuple(np.mean(members, axis=0).tolist()), False))
+    return rows
+
+
+def breakdown_bars(rows: Sequence[tuple[str, tuple[float, ...], bool]]) -> str:
+    """A stacked bar per row; every part wide enough carries its share."""
+    height, gap, left = 22, 5, 150
+    parts = []
+    for index, (name, shares, culprit) in enumerate(rows):
+        y = index * (height + gap) + (8 if index else 0)
+        cls = ' class="bold"' if culprit or not index else ""
+        mark = "\N{BLACK RIGHT-POINTING TRIANGLE} " if culprit else ""
+        parts.append(f'<text{cls} x="{left - 10}" y="{y + 15}" text-anchor="end">{mark}{escape(name)}</text>')
+        at = float(left)
+        for category, share in zip(CATEGORIES, shares, strict=True):
+            width = max(0.0, share) * (_WIDTH - left - 8)
+            if width < 0.3:
+                continue
+            text = f"{name}\n{PART_NAME[category]} {100 * share:.1f} %"
+            parts.append(
+                f'<rect class="{PART_CLASS[category]}" x="{at:.1f}" y="{y}" width="{width:.1f}" '
+                f'height="{height}" data-t="{escape(text)}"/>'
+            )
+            at += width
+    total = len(rows) * (height + gap) + 8
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" role="img" '
+        f'aria-label="Where the time of a step goes">{"".join(parts)}</svg>'
+    )
+
+
+def breakdown_legend(overall: Sequence[float]) -> str:
+    """The parts that occur, with the share of all ranks together."""
+    shown = [
+        f'<span><svg viewBox="0 0 16 14"><rect class="{PART_CLASS[category]}" width="16" height="14"/></svg>'
+        f"{PART_NAME[category]} {100 * share:.1f} %</span>"
+        for category, share in zip(CATEGORIES, overall, strict=True)
+        if share >= 5e-4
+    ]
+    return f'<div class="legend">{"".join(shown)}</div>'
+
+
+def _of_stage(places: Sequence[Place], stage: int, parts: Breakdown) -> list[Place]:
+    return [place for place in places if place.pp == stage and place.rank in parts.ranks]
+
+
+def _binned(steps: np.ndarray, seconds: np.ndarray) -> list[tuple[float, float]]:
+    if len(steps) <= _MOST_POINTS:
+        return list(zip(steps.tolist(), seconds.tolist(), strict=True))
+    pieces = zip(np.array_split(steps, _MOST_POINTS), np.array_split(seconds, _MOST_POINTS), strict=True)
+    return [(float(step.mean()), float(np.median(value))) for step, value in pieces]

@@ -1,0 +1,176 @@
+"""The report as one self-contained HTML page: culprit, cost, evidence, what to do; then the pictures."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+
+from . import report_grid, report_timeline
+from .findings import Finding
+from .report_charts import breakdown_bars, breakdown_legend, breakdown_rows, step_times
+from .report_data import ReportData
+from .report_style import CAUSE_MARK, CSS, PATTERNS, SCRIPT
+from .report_timeline import time_text
+from .wording import CAUSE_LABEL, cost, headline, next_step
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def page(data: ReportData) -> str:
+    """The whole page. It fetches nothing, and its own policy forbids it to."""
+    title = f"MegaScan: {data.run}"
+    body = [
+        _head(data),
+        *(_card(finding) for finding in data.findings),
+        *([] if data.findings else [_all_well(data)]),
+        _stacks(data),
+        _steps(data),
+        _grid(data),
+        _timelines(data),
+        _breakdown(data),
+        _clocks(data),
+        _limits(data),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body>{PATTERNS}<main>\n"
+        + "\n".join(part for part in body if part)
+        + f'\n</main><div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def _head(data: ReportData) -> str:
+    badge = '<span class="simulated">simulated</span>' if data.simulated else ""
+    layout = ", ".join(f"{name.upper()} {size}" for name, size in data.layout.items() if size and size > 1)
+    there = len(data.places) - len(data.missing)
+    of = f"{there} of {len(data.places)}" if there < len(data.places) else str(there)
+    facts = [
+        f"{of} ranks on {len({place.host for place in data.places if place.host}) or 1} hosts",
+        layout or "no parallelism",
+        f"steps {data.first_step}-{data.last_step}",
+    ]
+    if data.step_times.seconds:
+        facts.append(f"median step {time_text(float(np.median(data.step_times.seconds)) * 1e9)}")
+    line = escape(" \N{MIDDLE DOT} ".join(facts))
+    return f'<h1>{escape(data.run)}{badge}</h1><p class="facts">{line}</p>'
+
+
+def _card(finding: Finding) -> str:
+    kind, _ = CAUSE_MARK[finding.cause]
+    evidence = "".join(f"<li>{escape(sentence)}</li>" for sentence in finding.evidence)
+    why = f"<h3>Evidence</h3><ul>{evidence}</ul>" if evidence else ""
+    ranks = ",".join(map(str, finding.ranks))
+    group = f'<span class="tag">seen in {escape(finding.group)}</span>' if finding.group else ""
+    return (
+        f'<section class="card {kind}" data-ranks="{ranks}"><h2>{escape(headline(finding))}</h2>'
+        f'<p class="cost">Costs <b>{escape(cost(finding))}</b></p>'
+        f'<p><span class="tag">{CAUSE_LABEL[finding.cause]}</span>'
+        f'<span class="tag">confidence {finding.confidence:.2f}</span>{group}</p>{why}'
+        f'<div class="next"><h3>What to do next</h3><p>{_with_code(next_step(finding))}</p></div></section>'
+    )
+
+
+def _all_well(data: ReportData) -> str:
+    return (
+        '<section class="card fine"><h2>No culprit found</h2><p class="cost">No rank, link or group held the '
+        f"others up in steps {data.first_step}-{data.last_step} by more than the usual jitter.</p></section>"
+    )
+
+
+def _stacks(data: ReportData) -> str:
+    if not data.stacks:
+        return ""
+    shown = "".join(
+        f"<h3>rank {rank}</h3><pre>{escape(stack)}</pre>" for rank, stack in list(data.stacks.items())[:8]
+    )
+    more = "" if len(data.stacks) <= 8 else f'<p class="dim">{len(data.stacks) - 8} more in report.json.</p>'
+    return f"<h2>Where the ranks stand</h2>{shown}{more}"
+
+
+def _steps(data: ReportData) -> str:
+    picture = step_times(data)
+    if not picture:
+        return ""
+    shaded = " Shaded: the steps of each finding, with its letter of the grid below." if data.findings else ""
+    return (
+        f"<h2>Step time</h2><figure>{picture}<figcaption>Length of each step, from the first rank's begin to "
+        f"the last rank's end.{shaded}</figcaption></figure>"
+    )
+
+
+def _grid(data: ReportData) -> str:
+    if not data.places:
+        return ""
+    return (
+        f"<h2>Ranks</h2><figure>{report_grid.grid(data)}<figcaption>{report_grid.legend(data)}</figcaption>"
+        "</figure>"
+    )
+
+
+def _timelines(data: ReportData) -> str:
+    if not data.excerpts:
+        return ""
+    places = {place.rank: place for place in data.places}
+    length = max(excerpt.length for excerpt in data.excerpts)
+    parts = []
+    for excerpt in data.excerpts:
+        picture = report_timeline.timeline(excerpt, places, length)
+        parts.append(f"<h3>{escape(excerpt.title)}</h3><figure>{picture}</figure>")
+    return (
+        f"<h2>Timeline</h2>{''.join(parts)}{report_timeline.legend(data.excerpts)}"
+        '<p class="dim">All ranks on one clock, all pictures to one scale. Communication is drawn over the '
+        "lower half of the pass it belongs to.</p>"
+    )
+
+
+def _breakdown(data: ReportData) -> str:
+    rows = breakdown_rows(data)
+    if not rows:
+        return ""
+    parts = data.breakdown
+    which = f"Means over {len(parts.steps)} steps ({parts.steps[0]}-{parts.steps[-1]}), "
+    return (
+        f"<h2>Where the time goes</h2><figure>{breakdown_bars(rows)}{breakdown_legend(parts.overall)}"
+        f"<figcaption>{which}{time_text(parts.seconds * 1e9)} each. Waiting is told from moving bytes for "
+        f"{100 * parts.matched:.0f} % of the communication: where the other side's begin was found."
+        "</figcaption></figure>"
+    )
+
+
+def _clocks(data: ReportData) -> str:
+    residuals = data.clocks.residual_p99_ns
+    if not residuals and not data.clocks.notes:
+        return ""
+    known = {rank: value for rank, value in residuals.items() if np.isfinite(value)}
+    words = ""
+    if known:
+        worst = max(known, key=lambda rank: known[rank])
+        middle = float(np.median(list(known.values())))
+        words = (
+            f"<p>Reference: rank {data.clocks.reference}. 99th percentile of what remains between clocks: "
+            f"{time_text(middle)} in the middle of the ranks, {time_text(known[worst])} at worst "
+            f"(rank {worst}). A time difference below that says nothing.</p>"
+        )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in data.clocks.notes)
+    return f"<h2>Clocks</h2>{words}{f'<ul>{notes}</ul>' if notes else ''}"
+
+
+def _limits(data: ReportData) -> str:
+    if not data.notes:
+        return ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in data.notes)
+    return f"<h2>What limits this report</h2><ul>{notes}</ul>"
+
+
+def _with_code(text: str) -> str:
+    """Text with `code` between backquotes."""
+    pieces = escape(text).split("`")
+    if len(pieces) % 2 == 0:
+        return escape(text)
+    return "".join(
+        f'<span class="mono">{piece}</span>' if index % 2 else piece for index, piece in enumerate(pieces)
+    )

@@ -1,0 +1,118 @@
+"""The report as Markdown, for issues, chats and terminals: the page's order, without its pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .findings import Finding
+from .report_charts import PART_NAME, breakdown_rows
+from .report_data import CATEGORIES, ReportData
+from .report_style import CAUSE_MARK
+from .report_timeline import time_text
+from .wording import CAUSE_LABEL, cost, headline, next_step
+
+_MOST_GRID = 32
+
+
+def markdown(data: ReportData) -> str:
+    """The whole report."""
+    lines = [f"# MegaScan: {data.run}" + (" (simulated)" if data.simulated else ""), "", _facts(data), ""]
+    for finding in data.findings:
+        lines += _finding(finding)
+    if not data.findings:
+        lines += [
+            "## No culprit found",
+            "",
+            f"No rank, link or group held the others up in steps {data.first_step}-{data.last_step} by more "
+            "than the usual jitter.",
+            "",
+        ]
+    for rank, stack in list(data.stacks.items())[:8]:
+        lines += [f"### Where rank {rank} stands", "", "```", stack.rstrip(), "```", ""]
+    lines += _grid(data)
+    lines += _breakdown(data)
+    lines += _clocks(data)
+    if data.notes:
+        lines += ["## What limits this report", "", *(f"- {note}" for note in data.notes), ""]
+    return "\n".join(lines)
+
+
+def _facts(data: ReportData) -> str:
+    layout = ", ".join(f"{name.upper()} {size}" for name, size in data.layout.items() if size and size > 1)
+    facts = (
+        f"{len(data.places)} ranks ({layout or 'no parallelism'}), steps {data.first_step}-{data.last_step}"
+    )
+    if data.step_times.seconds:
+        facts += f", median step {time_text(float(np.median(data.step_times.seconds)) * 1e9)}"
+    return facts + "."
+
+
+def _finding(finding: Finding) -> list[str]:
+    return [
+        f"## {headline(finding)}",
+        "",
+        f"Costs **{cost(finding)}**. Cause: {CAUSE_LABEL[finding.cause]}, "
+        f"confidence {finding.confidence:.2f}.",
+        "",
+        *(f"- {sentence}" for sentence in finding.evidence),
+        *([""] if finding.evidence else []),
+        f"**What to do next.** {next_step(finding)}",
+        "",
+    ]
+
+
+def _grid(data: ReportData) -> list[str]:
+    columns = sorted({(place.dp, place.cp) for place in data.places})
+    if not data.places or len(columns) > _MOST_GRID:
+        return []
+    verdicts = data.verdicts
+    by_place = {(place.dp, place.cp, place.pp, place.tp): place for place in data.places}
+    with_cp = len({cp for _, cp in columns}) > 1
+    names = [f"dp {dp} cp {cp}" if with_cp else f"dp {dp}" for dp, cp in columns]
+    lines = ["## Ranks", "", f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for pp, tp in sorted({(place.pp, place.tp) for place in data.places}):
+        cells = []
+        for dp, cp in columns:
+            place = by_place.get((dp, cp, pp, tp))
+            if place is None:
+                cells.append("")
+                continue
+            cause, rank_missing = verdicts.get(place.rank), place.rank in data.missing
+            if cause:
+                cells.append(f"**{place.rank} {CAUSE_MARK[cause][1]}**")
+            else:
+                cells.append(f"{place.rank} (no trace)" if rank_missing else str(place.rank))
+        lines.append(f"| stage {pp}, tp {tp} | {' | '.join(cells)} |")
+    used = dict.fromkeys(verdicts.values())
+    if used:
+        lines += ["", ", ".join(f"{CAUSE_MARK[cause][1]}: {CAUSE_LABEL[cause]}" for cause in used)]
+    return [*lines, ""]
+
+
+def _breakdown(data: ReportData) -> list[str]:
+    rows = breakdown_rows(data)
+    if not rows:
+        return []
+    shown = [index for index in range(len(CATEGORIES)) if any(shares[index] >= 5e-4 for _, shares, _ in rows)]
+    names = [PART_NAME[CATEGORIES[index]] for index in shown]
+    lines = ["## Where the time goes", "", f"| | {' | '.join(names)} |", "|---" + "|---:" * len(shown) + "|"]
+    for name, shares, culprit in rows:
+        cells = " | ".join(f"{100 * shares[index]:.1f} %" for index in shown)
+        lines.append(f"| {f'**{name}**' if culprit else name} | {cells} |")
+    return [*lines, ""]
+
+
+def _clocks(data: ReportData) -> list[str]:
+    known = {rank: ns for rank, ns in data.clocks.residual_p99_ns.items() if np.isfinite(ns)}
+    if not known and not data.clocks.notes:
+        return []
+    lines = ["## Clocks", ""]
+    if known:
+        worst = max(known, key=lambda rank: known[rank])
+        lines += [
+            f"Reference: rank {data.clocks.reference}. 99th percentile of what remains between clocks: "
+            f"{time_text(float(np.median(list(known.values()))))} in the middle of the ranks, "
+            f"{time_text(known[worst])} at worst (rank {worst}).",
+            "",
+        ]
+    return [*lines, *(f"- {note}" for note in data.clocks.notes), *([""] if data.clocks.notes else [])]

@@ -1,0 +1,108 @@
+"""The timeline around an event as SVG: a row per rank, what it did, and where it only waited."""
+
+from __future__ import annotations
+
+from html import escape
+
+from .report_data import Bar, BarKind, Excerpt
+from .report_style import BAR_CLASS
+from .trace import Place
+
+_LEFT, _RIGHT, _ROW, _GAP, _TOP = 178, 1060, 24, 6, 8
+_LEAST_WIDTH = 0.35
+_THIN: frozenset[BarKind] = frozenset(("collective", "p2p", "wait"))
+_NAMES: dict[BarKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "pause": "pause",
+    "collective": "collective, moving",
+    "p2p": "transfer between stages",
+    "wait": "waiting for another rank",
+}
+
+
+def timeline(excerpt: Excerpt, places: dict[int, Place], length: int) -> str:
+    """``length``: ns that the full width stands for, so that excerpts can be compared side by side."""
+    height = _TOP + len(excerpt.rows) * (_ROW + _GAP) + 30
+    scale = (_RIGHT - _LEFT) / max(1, length)
+    parts = _axis(length, scale, height)
+    for index, row in enumerate(excerpt.rows):
+        y = _TOP + index * (_ROW + _GAP)
+        culprit = " culprit" if row.culprit else ""
+        parts.append(f'<rect class="ground{culprit}" x="0" y="{y}" width="{_RIGHT}" height="{_ROW}"/>')
+        place = places.get(row.rank)
+        where = f"dp{place.dp} pp{place.pp} tp{place.tp}" if place else ""
+        bold = ' class="bold"' if row.culprit else ""
+        mark = "\N{BLACK RIGHT-POINTING TRIANGLE} " if row.culprit else ""
+        parts.append(
+            f'<text{bold} x="8" y="{y + 16}">{mark}rank {row.rank}</text>'
+            f'<text class="dim" x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{where}</text>'
+        )
+        parts += _bars(row.bars, y, scale)
+    return (
+        f'<svg viewBox="0 0 {_RIGHT + 10} {height}" width="{_RIGHT + 10}" role="img" '
+        f'aria-label="{escape(excerpt.title)}">{"".join(parts)}</svg>'
+    )
+
+
+def legend(excerpts: tuple[Excerpt, ...]) -> str:
+    """Only the kinds that occur."""
+    there = {bar.kind for excerpt in excerpts for row in excerpt.rows for bar in row.bars}
+    shown = [
+        f'<span><svg viewBox="0 0 16 14"><rect class="{BAR_CLASS[kind]}" width="16" height="14"/></svg>'
+        f"{name}</span>"
+        for kind, name in _NAMES.items()
+        if kind in there
+    ]
+    return f'<div class="legend">{"".join(shown)}</div>'
+
+
+def time_text(ns: float) -> str:
+    """``1.24 s``, ``35.1 ms`` or ``12 us``."""
+    for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
+        if abs(ns) >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def _bars(bars: tuple[Bar, ...], y: int, scale: float) -> list[str]:
+    parts = []
+    for bar in sorted(bars, key=lambda each: (each.kind in _THIN, each.kind == "wait", each.begin)):
+        width = (bar.end - bar.begin) * scale
+        if width < _LEAST_WIDTH:
+            continue
+        # Communication lies in the lower half, over the pass that it belongs to.
+        top, height = (y + 10, _ROW - 10) if bar.kind in _THIN else (y, _ROW)
+        text = f"{bar.text}\n{time_text(bar.end - bar.begin)}"
+        parts.append(
+            f'<rect class="{BAR_CLASS[bar.kind]}" x="{_LEFT + bar.begin * scale:.2f}" y="{top}" '
+            f'width="{width:.2f}" height="{height}" data-t="{escape(text)}"/>'
+        )
+    return parts
+
+
+def _axis(length: int, scale: float, height: int) -> list[str]:
+    step = _round_step(length / 8)
+    parts = []
+    tick = 0
+    while tick * step <= length:
+        x = _LEFT + tick * step * scale
+        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{height - 24}"/>')
+        anchor = "start" if tick == 0 else "middle"
+        parts.append(
+            f'<text class="dim" x="{x:.1f}" y="{height - 8}" text-anchor="{anchor}">'
+            f"{time_text(tick * step) if tick else '0'}</text>"
+        )
+        tick += 1
+    return parts
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not below ``rough``."""
+    power = 1.0
+    while power * 10 <= rough:
+        power *= 10
+    return next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
