@@ -71,7 +71,7 @@ class SpanEncoder:
             if stack is None:
                 stack = self._open[ident] = []
                 if ident:
-                    self._number(ident)
+                    self.number(ident)
             if phase == "begin":
                 self._begin(stack, time, name, attrs)
             elif phase == "end":
@@ -99,8 +99,8 @@ class SpanEncoder:
 
     def pause(self, name: str, begin: int, end: int, ident: int) -> None:
         """Pack a span of kind ``pause``."""
-        begun = (begin, "pause", {"op": name}, self.iteration, -1, -1)
-        self._write(begun, end, begun[2], ident, self._names.string(name))
+        self.number(ident)
+        self._write((begin, "pause", {}, self.iteration, -1, -1), end, {}, ident, self._names.string(name))
 
     def _begin(self, stack: list[_Begun], time: int, name: str, attrs: Mapping[str, Any]) -> None:
         if name == "step":
@@ -184,14 +184,9 @@ class SpanEncoder:
             _FLAGS.get(get("asynchronous"), 0),
         )
 
-    def _number(self, ident: int) -> None:
-        if ident not in self.threads:
-            self.threads[ident] = min(len(self.threads), _MOST_THREADS)
-
     def number(self, ident: int) -> int:
         """The number of a thread in the spans; the last one stands for all beyond 255."""
-        self._number(ident)
-        return self.threads[ident]
+        return self.threads.setdefault(ident, min(len(self.threads), _MOST_THREADS))
 
 
 def thread_names(threads: Mapping[int, int]) -> dict[str, str]:

@@ -1,0 +1,79 @@
+"""Nanoseconds that an event costs: the thread that emits it, while a recorder listens, and the one beside.
+
+Every event is a collective's begin or end with all its attributes, and the
+cost is the seam's own call and the recorder's together. Events are emitted in bursts no larger than what
+the background thread takes in one go, which is what a training looks like.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+from mt_megatron.scan.encode import SpanEncoder
+from mt_megatron.scan.levels import Level
+from mt_megatron.scan.names import Names
+from mt_megatron.scan.recorder import Recorder
+from mt_megatron.seams import events
+
+ROUNDS, BURST = 60, 1_000
+_RANKS = tuple(range(8))
+
+
+def _pairs(burst: int) -> None:
+    for number in range(burst // 2):
+        events.begin("collective", op="all_reduce", group="tp", ranks=_RANKS, seq=number, bytes=1 << 20)
+        events.end("collective")
+
+
+def _spans(burst: int) -> None:
+    for number in range(burst // 2):
+        with events.span("collective", op="all_reduce", group="tp", ranks=_RANKS, seq=number, bytes=1 << 20):
+            pass
+
+
+def _cost(emit: Callable[[int], None], *, rest: float) -> dict[str, float]:
+    took = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter_ns()
+        emit(BURST)
+        took.append((time.perf_counter_ns() - began) / BURST)
+        time.sleep(rest)
+    return {"cheapest": min(took), "median": statistics.median(took)}
+
+
+def event_costs() -> dict[str, dict[str, float]]:
+    """Nanoseconds per event (one begin or one end)."""
+    found = {
+        "nobody listens, begin and end": _cost(_pairs, rest=0.0),
+        "nobody listens, span": _cost(_spans, rest=0.0),
+    }
+    levels: tuple[Level, ...] = ("base", "full")
+    with tempfile.TemporaryDirectory() as folder:
+        for level in levels:
+            recorder = Recorder(folder, rank=0, level=level)
+            recorder.start()
+            found[f"{level}, begin and end"] = _cost(_pairs, rest=0.02)
+            found[f"{level}, span"] = _cost(_spans, rest=0.02)
+            recorder.close()
+            if recorder.failed:
+                raise SystemExit(f"the recorder failed: {recorder.failed}")
+    found["background: encoding"] = _encoding()
+    return found
+
+
+def _encoding() -> dict[str, float]:
+    took = []
+    for _ in range(ROUNDS):
+        heard = []
+        for number in range(BURST // 2):
+            attrs = {"op": "all_reduce", "group": "tp", "ranks": _RANKS, "seq": number, "bytes": 1 << 20}
+            heard.append((time.perf_counter_ns(), 1, "begin", "collective", attrs))
+            heard.append((time.perf_counter_ns(), 1, "end", "collective", {}))
+        encoder = SpanEncoder(Names())
+        began = time.perf_counter_ns()
+        encoder.feed(heard)
+        took.append((time.perf_counter_ns() - began) / BURST)
+    return {"cheapest": min(took), "median": statistics.median(took)}
