@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.launching.excluded import read_excluded, remaining
 from mt_megatron.launching.hostfile import Host, read_hostfile
 from mt_megatron.launching.job import LaunchJob, check_job
 from mt_megatron.launching.kubernetes import RESOURCES, KubernetesOptions, manifest_yaml
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron launch --hostfile hosts -- --config run.yaml        (on every host)\n"
         "  mt-megatron launch --print slurm --nodes 8 --gpus-per-node 8 --time 12:00:00 \\\n"
         "    -- --config run.yaml --save /shared/run > job.sh\n\n"
-        "exit codes: torchrun's own; 2 when it was not started",
+        "exit codes: torchrun's own; 2 when it was not started; 79 when the run left because of a straggler",
     )
     parser.add_argument(
         "--print", dest="form", choices=_FORMS, help="print this instead of starting anything"
@@ -55,6 +56,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node", type=int, metavar="G", help="processes on each machine (slots=, else its devices)"
     )
     parser.add_argument("--hostfile", type=Path, metavar="F", help="the machines, the first one to meet at")
+    parser.add_argument(
+        "--exclude-hosts",
+        type=Path,
+        metavar="F",
+        help="do without the hosts listed here (RUN/scan/excluded-hosts)",
+    )
     parser.add_argument("--job-name", default="mt-megatron", metavar="NAME")
     parser.add_argument(
         "--python", metavar="PATH", help="interpreter on the machines (this one; python if printed)"
@@ -117,6 +124,12 @@ def run(args: argparse.Namespace) -> int:
     """Print, or start torchrun and return its exit code. Raises ``ConfigError`` before anything starts."""
     options = args.command[1:] if args.command[:1] == ["--"] else args.command
     hosts = read_hostfile(args.hostfile) if args.hostfile is not None else []
+    excluded = read_excluded(args.exclude_hosts) if args.exclude_hosts is not None else []
+    if excluded:
+        everyone, hosts = hosts, _without(args, hosts, excluded)
+        if args.form is None and not _has_a_place(args, everyone, hosts):
+            _say("this machine is excluded, or not needed: nothing is started")
+            return 0
     job = _job(args, options, hosts)
     again = args.form in ("slurm", "k8s", "ray") and (job.max_restarts > 0 or not args.no_requeue)
     config = check_job(job, restarts=again)
@@ -128,6 +141,29 @@ def run(args: argparse.Namespace) -> int:
             print(line)
         return 0
     return _start(job, _meeting(args, job, hosts, _rank(args, hosts)), config)
+
+
+def _without(args: argparse.Namespace, hosts: list[Host], excluded: list[Host]) -> list[Host]:
+    names = ", ".join(host.name for host in excluded)
+    if args.form == "slurm":
+        return hosts
+    if not hosts:
+        raise ConfigError(
+            f"--exclude-hosts lists {names} and nothing says which hosts there are; expected --hostfile, or "
+            "--print slurm. Other schedulers choose hosts themselves: exclude it there."
+        )
+    left = remaining(hosts, excluded, args.nodes)
+    _say(f"without {names}: {len(left)} of {len(hosts)} hosts, {', '.join(host.name for host in left)}")
+    return left
+
+
+def _has_a_place(args: argparse.Namespace, everyone: list[Host], left: list[Host]) -> bool:
+    """Whether this machine is one of ``left``; a given --node-rank becomes its place among them."""
+    place = _rank(args, everyone)
+    if place is None or place >= len(everyone) or everyone[place] not in left:
+        return False
+    args.node_rank = left.index(everyone[place])
+    return True
 
 
 def _job(args: argparse.Namespace, options: list[str], hosts: list[Host]) -> LaunchJob:
@@ -209,6 +245,9 @@ def _rendered(args: argparse.Namespace, job: LaunchJob) -> str:
                 devices=args.vendor != "none",
                 save_before=args.save_before,
                 requeue=not args.no_requeue,
+                exclude=tuple(host.name for host in read_excluded(args.exclude_hosts))
+                if args.exclude_hosts is not None
+                else (),
             ),
         )
     if args.form == "ray":
@@ -298,7 +337,27 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
         return 0
     _say(shlex.join(command))
     sys.stdout.flush()
-    return supervise(command, {**os.environ, **job.variables()})
+    listed = _list_of_excluded(config)
+    before = [] if listed is None else read_excluded(listed)
+    code = supervise(command, {**os.environ, **job.variables()})
+    # torchrun ends with 1 whatever its processes ended with.
+    if code == 1 and listed is not None and len(read_excluded(listed)) > len(before):
+        _say(f"a straggler's host is listed in {listed}; start again with --exclude-hosts {listed}")
+        from mt_megatron.scan.act import EXIT_CODE
+
+        return EXIT_CODE
+    return code
+
+
+def _list_of_excluded(config: TrainingConfig) -> Path | None:
+    # Not earlier: they import torch, which what only prints does without.
+    from mt_megatron.scan.act import excluded_path
+    from mt_megatron.scan.run_files import run_files
+    from mt_megatron.training.metrics import metrics_path
+    from mt_megatron.training.scan_session import trace_folder
+
+    folder = trace_folder(config, metrics_path(config))
+    return None if folder is None or config.scan.scan == "off" else excluded_path(run_files(folder))
 
 
 def _say(text: str) -> None:

@@ -32,6 +32,9 @@ class SlurmOptions:
     requeue: bool = True
     """Whether a run that had to end is put into the queue again."""
 
+    exclude: tuple[str, ...] = ()
+    """Hosts that the job is to do without."""
+
 
 def slurm_script(job: LaunchJob, slurm: SlurmOptions) -> str:
     """The script, for ``sbatch``. Raises ``ConfigError`` for values that Slurm would not take."""
@@ -55,6 +58,8 @@ def _check(slurm: SlurmOptions) -> None:
     for option, value in (("--partition", slurm.partition), ("--account", slurm.account)):
         if value is not None and not _WORD.fullmatch(value):
             found.append(f"{option} is {value!r}; expected letters, digits and . _ - + : @ % / alone.")
+    if not all(_WORD.fullmatch(name) and "," not in name for name in slurm.exclude):
+        found.append(f"--exclude-hosts lists {', '.join(slurm.exclude)}; expected names as Slurm knows them.")
     if slurm.cpus_per_node is not None and slurm.cpus_per_node < 1:
         found.append(f"--cpus-per-node is {slurm.cpus_per_node}; expected at least 1.")
     if not 1 <= slurm.save_before <= 65535:
@@ -79,6 +84,7 @@ def _directives(job: LaunchJob, slurm: SlurmOptions) -> list[str]:
         "gpus-per-node": job.processes_per_node if slurm.devices else None,
         "cpus-per-task": slurm.cpus_per_node,
         "time": slurm.time,
+        "exclude": ",".join(slurm.exclude) or None,
         "partition": slurm.partition,
         "account": slurm.account,
     }
