@@ -1,0 +1,108 @@
+"""Limits of one process that the kernel enforces (control groups, version 1) and competitors within them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_SPIN = "while True: sum(i * i for i in range(50_000))"
+_PERIOD = 100_000
+
+
+class Limits:
+    """One control group per rank, for processors and for the disk. Root only."""
+
+    def __init__(self, ranks: int, disk_of: Path) -> None:
+        """``disk_of``: a path on the disk to be limited."""
+        self._tag = f"mtl{os.getpid()}"
+        self._ranks = range(ranks)
+        self._disk = _whole_disk(disk_of)
+
+    def _group(self, kind: str, rank: int) -> Path:
+        # At the top: each rank competes with other processes as if it were in no group.
+        return _ROOT / kind / f"{self._tag}r{rank}"
+
+    def make(self) -> None:
+        for rank in self._ranks:
+            for kind in ("cpu", "blkio"):
+                self._group(kind, rank).mkdir()
+
+    def enter(self, rank: int) -> None:
+        """Put the calling process into the groups of ``rank`` (between fork and exec)."""
+        for kind in ("cpu", "blkio"):
+            (self._group(kind, rank) / "cgroup.procs").write_text(str(os.getpid()))
+
+    def remove(self) -> None:
+        for rank in self._ranks:
+            for kind in ("cpu", "blkio"):
+                with contextlib.suppress(OSError):
+                    self._group(kind, rank).rmdir()
+
+    @contextlib.contextmanager
+    def quota(self, rank: int, processors: float) -> Iterator[None]:
+        """The rank may use so much processor time per second."""
+        path = self._group("cpu", rank) / "cpu.cfs_quota_us"
+        path.write_text(str(round(_PERIOD * processors)))
+        try:
+            yield
+        finally:
+            path.write_text("-1")
+
+    @contextlib.contextmanager
+    def competitors(self, rank: int, count: int) -> Iterator[None]:
+        """So many busy processes share the rank's part of the processors."""
+        spinning = [
+            subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _SPIN],
+                preexec_fn=lambda: (self._group("cpu", rank) / "cgroup.procs").write_text(str(os.getpid())),
+            )
+            for _ in range(count)
+        ]
+        try:
+            yield
+        finally:
+            for process in spinning:
+                process.kill()
+                process.wait()
+
+    @contextlib.contextmanager
+    def slow_reads(self, rank: int, per_second: int) -> Iterator[None]:
+        """The rank may read from the disk so many times a second."""
+        yield from self._throttled(rank, "blkio.throttle.read_iops_device", per_second)
+
+    @contextlib.contextmanager
+    def slow_writes(self, rank: int, bytes_per_second: int) -> Iterator[None]:
+        """The rank may write so many bytes a second to the disk."""
+        yield from self._throttled(rank, "blkio.throttle.write_bps_device", bytes_per_second)
+
+    def _throttled(self, rank: int, name: str, value: int) -> Iterator[None]:
+        path = self._group("blkio", rank) / name
+        path.write_text(f"{self._disk} {value}")
+        try:
+            yield
+        finally:
+            path.write_text(f"{self._disk} 0")
+
+
+@contextlib.contextmanager
+def limits(ranks: int, disk_of: Path) -> Iterator[Limits]:
+    """The groups; they are removed when their processes are gone."""
+    found = Limits(ranks, disk_of)
+    try:
+        found.make()
+        yield found
+    finally:
+        found.remove()
+
+
+def _whole_disk(path: Path) -> str:
+    device = path.stat().st_dev
+    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    if (node / "partition").exists():
+        node = node.parent
+    return (node / "dev").read_text().strip()
