@@ -165,7 +165,7 @@ class SpanEncoder:
         begin, name, _, iteration, microbatch, chunk = begun
         get = attrs.get
         group = get("group")
-        self.out += _PACK(
+        packed = _PACK(
             begin,
             end,
             0,
@@ -183,6 +183,12 @@ class SpanEncoder:
             self.threads[ident],
             _FLAGS.get(get("asynchronous"), 0),
         )
+        device = get("device")
+        if device is None or end == OPEN:
+            self.out += packed
+        else:
+            # Written by ``device_time`` once the device has done what it was asked for.
+            device.hold(packed)
 
     def number(self, ident: int) -> int:
         """The number of a thread in the spans; the last one stands for all beyond 255."""
