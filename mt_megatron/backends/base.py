@@ -10,6 +10,20 @@ import torch
 from .telemetry_types import Reading
 
 
+class TimedEvent(Protocol):
+    """A mark in a stream of the device's work, as ``torch.cuda.Event(enable_timing=True)`` is."""
+
+    def record(self, stream: Any = None) -> None:
+        """Put it behind the work queued on ``stream`` (None: the current one) so far; does not wait."""
+
+    def query(self) -> bool:
+        """Whether the device has got there; does not wait."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds on the device from this event to ``end_event``, negative when that was first; the
+        device must have got to both."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """A device family and its collective library, found by the entry point group
@@ -96,6 +110,13 @@ class Backend(Protocol):
 
     def pins_host_memory(self) -> bool:
         """Whether host memory can be pinned here, which makes transfers asynchronous."""
+
+    def timed_event(self) -> TimedEvent | None:
+        """A new event on the current device; None where the host does the work and its own clock says
+        when."""
+
+    def new_stream(self) -> Any | None:
+        """A stream of the current device on which nothing else runs; None where there are none."""
 
     def torch_overrides(self) -> Mapping[str, Any]:
         """Dotted names below ``torch`` and the object Megatron's modules see there instead, for

@@ -144,6 +144,12 @@ class CpuBackend:
         """Pinned memory serves transfers to a device; without one torch refuses to make it."""
         return False
 
+    def timed_event(self) -> None:
+        """Every operation has finished when it returns."""
+
+    def new_stream(self) -> None:
+        """There is nothing to run beside."""
+
     def torch_overrides(self) -> Mapping[str, Any]:
         translator = DeviceTranslator(self)
         overrides = torch_factories(translator)

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import BackendError
 from . import telemetry
+from .base import TimedEvent
 
 # Dense peak FLOP/s of NVIDIA's data sheets, by a part of the device's name; the first match
 # counts. A device or dtype that is not here is unknown, never guessed: nor is an NVL board, which has
@@ -124,6 +125,12 @@ class CudaBackend:
 
     def pins_host_memory(self) -> bool:
         return True
+
+    def timed_event(self) -> TimedEvent:
+        return torch.cuda.Event(enable_timing=True)
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream()
 
     def torch_overrides(self) -> Mapping[str, Any]:
         return {}

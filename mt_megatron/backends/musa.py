@@ -15,6 +15,7 @@ import torch
 
 from ..errors import BackendError
 from . import musa_cards, telemetry
+from .base import TimedEvent
 from .collectives import distributed_overrides, translate_process_group_backend
 from .histc import histc_of_any_dtype
 from .musa_namespace import cuda_namespace
@@ -136,6 +137,13 @@ class MusaBackend:
 
     def pins_host_memory(self) -> bool:
         return self._pinned.works()
+
+    def timed_event(self) -> TimedEvent:
+        event: TimedEvent = _musa().Event(enable_timing=True)
+        return event
+
+    def new_stream(self) -> Any:
+        return _musa().Stream()
 
     def torch_overrides(self) -> Mapping[str, Any]:
         translator = DeviceTranslator(self)

@@ -18,7 +18,7 @@ from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.backends.cuda import CudaBackend
 from mt_megatron.backends.musa import MusaBackend
 from mt_megatron.errors import BackendError
-from tests.fake_cuda.stand_in import GIB, RecordingCuda
+from tests.fake_cuda.stand_in import GIB, Event, RecordingCuda, Stream
 
 STATE = torch.zeros(16, dtype=torch.uint8)
 
@@ -71,6 +71,8 @@ METHODS: dict[str, tuple[Callable[[CudaBackend], Any], Any, list[str]]] = {
     "adamw": (_fused_adamw, True, []),
     "fused": (lambda b: b.fused("swiglu"), None, []),
     "pins_host_memory": (lambda b: b.pins_host_memory(), True, []),
+    "timed_event": (lambda b: type(b.timed_event()), Event, []),
+    "new_stream": (lambda b: type(b.new_stream()), Stream, []),
     "torch_overrides": (lambda b: dict(b.torch_overrides()), {}, []),
 }
 
