@@ -13,6 +13,9 @@ from typing import Any
 WORDS = (
     "level",
     "window",
+    "confirm",
+    "inject",
+    "selftest",
 )
 """Actions, in the order of ``--help``."""
 
