@@ -11,6 +11,10 @@ from importlib import import_module
 from typing import Any
 
 WORDS = (
+    "report",
+    "status",
+    "trace",
+    "sql",
     "level",
     "window",
     "confirm",

@@ -1,0 +1,99 @@
+"""``mt-megatron scan status``: how a traced run stands right now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mt_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mt_megatron.scan.status import RunStatus
+
+_EXAMPLE = """examples:
+  mt-megatron scan status RUN
+  mt-megatron scan status RUN --every 5
+
+exit codes: 0 nothing found so far, 1 something was found (or no such trace), 2 wrong use"""
+
+_SILENT_S = 10.0
+_MOST_ROWS = 40
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the action."""
+    text = "show how a traced run stands: steps, silent ranks, what was found"
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "status",
+        help=text,
+        description="Show the last step and its time, ranks that have written nothing for a while and\n"
+        "what they are in, dropped events, and what the watcher has found. Reads files only: the run\n"
+        "does not notice.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run's outputs")
+    parser.add_argument("--every", type=float, metavar="S", help="show again every S seconds until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(func=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status; returns the exit code."""
+    from mt_megatron.scan.status import run_status
+
+    if args.every is not None and not args.every > 0:
+        raise ConfigError(f"--every is {args.every:g}; expected seconds above 0")
+    while True:
+        status = run_status(args.run)
+        if args.json:
+            print(json.dumps({**asdict(status), "step": status.step}, default=str), flush=True)
+        else:
+            if args.every and sys.stdout.isatty():
+                print("\033[H\033[2J", end="")
+            print(text(status), flush=True)
+        if not args.every:
+            return 1 if status.findings else 0
+        time.sleep(args.every)
+
+
+def text(status: RunStatus) -> str:
+    """For people: the whole in a line, then ranks that are worth one, then the findings."""
+    from mt_megatron.scan.wording import cost, headline
+
+    seconds = status.step_seconds
+    lines = [
+        f"{status.run}: {len(status.ranks)} ranks, step {status.step}"
+        + (f", {seconds:.3g} s a step" if seconds == seconds else "")
+    ]
+    levels = sorted({rank.level for rank in status.ranks if rank.level})
+    if levels:
+        lines[0] += f", level {'/'.join(levels)}"
+    silent = [rank for rank in status.ranks if rank.silent_seconds > _SILENT_S]
+    noted = [rank for rank in status.ranks if rank.inside or rank.dropped or rank in silent]
+    if silent and len(silent) == len(status.ranks):
+        quiet = min(rank.silent_seconds for rank in silent)
+        lines.append(f"  no rank has written anything for {quiet:.0f} s: the run has ended, or stands still")
+        noted = [rank for rank in noted if rank.inside or rank.dropped]
+    for rank in noted[:_MOST_ROWS]:
+        parts = [f"step {rank.step}"]
+        if rank in silent:
+            parts.append(f"silent for {rank.silent_seconds:.0f} s")
+        if rank.inside:
+            parts.append(f"in {rank.inside}")
+        if rank.dropped:
+            parts.append(f"{rank.dropped} events dropped")
+        host = f" ({rank.host})" if rank.host else ""
+        lines.append(f"  rank {rank.rank}{host}: {', '.join(parts)}")
+    if len(noted) > _MOST_ROWS:
+        lines.append(f"  and {len(noted) - _MOST_ROWS} more ranks")
+    for finding in status.findings:
+        lines.append(f"{headline(finding)}: {cost(finding)} (confidence {finding.confidence:.2f})")
+    if not status.findings:
+        lines.append("nothing found so far")
+    return "\n".join(lines)

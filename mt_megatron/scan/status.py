@@ -1,0 +1,110 @@
+"""How a traced run stands right now: the last steps, ranks that are silent, what was found so far."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .export import findings_on_record
+from .findings import Finding
+from .records import KIND, OPEN
+from .run_files import RunFiles, existing_run, segment_paths
+from .segments import RankTrace, read_segments
+
+_LAST_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank."""
+
+    rank: int
+    host: str
+    step: int
+    """The last that ended; -1 before the first."""
+
+    step_seconds: float
+    """Median of the last ones; NaN before the first."""
+
+    silent_seconds: float
+    """Since its file grew last. A rank that records nothing is silent too."""
+
+    level: str
+    dropped: int
+    inside: str
+    """What it has been in for more than a second when it wrote last: ``dp all_reduce 41``; else empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """All ranks."""
+
+    run: str
+    ranks: tuple[RankStatus, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def step(self) -> int:
+        """The last step that every rank has ended."""
+        return min((rank.step for rank in self.ranks), default=-1)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median over the ranks."""
+        known = [rank.step_seconds for rank in self.ranks if rank.step_seconds == rank.step_seconds]
+        return float(np.median(known)) if known else float("nan")
+
+
+def run_status(run: Path | str) -> RunStatus:
+    """Read the newest segment of every rank. Raises ``ScanError`` when there is no trace."""
+    files = existing_run(run)
+    ranks = [found for rank in files.ranks() if (found := _rank(files, rank)) is not None]
+    return RunStatus(
+        run=files.root.parent.resolve().name, ranks=tuple(ranks), findings=tuple(findings_on_record(files))
+    )
+
+
+def _rank(files: RunFiles, rank: int) -> RankStatus | None:
+    paths = segment_paths(files.rank_folder(rank))
+    if not paths:
+        return None
+    try:
+        modified = paths[-1].stat().st_mtime
+    except FileNotFoundError:
+        return None
+    # A segment that was begun just now may hold no whole step yet.
+    read = read_segments(paths[-2:])
+    spans = read.spans
+    ended = spans[(spans["kind"] == KIND["step"]) & (spans["end"] != OPEN)]
+    last = ended[np.argsort(ended["end"])][-_LAST_STEPS:]
+    levels = [note.get("level") for note in read.notes if note.get("what") == "level"]
+    dropped = [int(note.get("events") or 0) for note in read.notes if note.get("what") == "dropped"]
+    return RankStatus(
+        rank=rank,
+        host=str(read.meta.get("host", "")),
+        step=int(last["iteration"][-1]) if len(last) else -1,
+        step_seconds=float(np.median(last["end"] - last["begin"])) / 1e9 if len(last) else float("nan"),
+        silent_seconds=max(0.0, time.time() - modified),
+        level=str(levels[-1] if levels else read.meta.get("level", "")),
+        dropped=sum(dropped),
+        inside=_inside(read),
+    )
+
+
+def _inside(read: RankTrace) -> str:
+    """The innermost communication that was still open when the rank wrote last."""
+    spans = read.spans[(read.spans["end"] == OPEN)]
+    spans = spans[np.isin(spans["kind"], [KIND["collective"], KIND["p2p"]])]
+    if not len(spans):
+        return ""
+    span = spans[np.argmax(spans["begin"])]
+    number = int(span["name"])
+    name = read.strings[number] if 0 < number < len(read.strings) else ""
+    group = read.groups.get(int(span["group"]))
+    where = f"{group.name} " if group else ""
+    who = f" {'to' if name.startswith('send') else 'from'} {int(span['peer'])}" if span["peer"] >= 0 else ""
+    seq = f" {int(span['seq'])}" if span["seq"] >= 0 else ""
+    return f"{where}{name}{who}{seq}".strip()
