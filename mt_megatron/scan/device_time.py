@@ -22,6 +22,7 @@ from mt_megatron.backends.base import Backend, TimedEvent
 from mt_megatron.scan.device_clock import DeviceClock
 from mt_megatron.scan.levels import Level
 from mt_megatron.scan.records import OPEN, SPAN
+from mt_megatron.scan.writer import FLUSH_SECONDS
 from mt_megatron.seams import events
 
 logger = logging.getLogger("mt_megatron")
@@ -52,9 +53,10 @@ class Timing:
         self.first = first
         self.last: TimedEvent | None = None
 
-    def hold(self, record: bytes) -> None:
-        """Write ``record``, one packed span, once the device has been there; any thread."""
-        self.owner.hold(self, record)
+    def hold(self, record: bytes) -> bool:
+        """Write ``record``, one packed span, once the device has been there; any thread. False: not
+        taken, as nobody waits for the device any more."""
+        return self.owner.hold(self, record)
 
 
 class _Held:
@@ -68,7 +70,7 @@ class _Held:
 
 
 class DeviceTime:
-    """Device times of one rank's spans. ``start``, ``set_level`` and ``stop`` belong to the training thread."""
+    """Device times of one rank's spans. ``start``, ``set_level``, ``stop`` belong to the training thread."""
 
     def __init__(
         self,
@@ -113,16 +115,19 @@ class DeviceTime:
         self.set_level("off")
         if self._thread is None:
             return
+        if self.failed is None:
+            # What was heard last is encoded by then.
+            time.sleep(2 * FLUSH_SECONDS)
         self._ending.set()
         self._thread.join(patience)
         self._thread = None
 
-    def hold(self, timing: Timing, record: bytes) -> None:
-        """Write ``record``, one packed span, once the device has passed ``timing``; any thread."""
-        if self._thread is None or self.failed is not None:
-            self._deliver(np.frombuffer(record, dtype=SPAN))
-        else:
-            self._held.append(_Held(timing, record))
+    def hold(self, timing: Timing, record: bytes) -> bool:
+        """See ``Timing.hold``."""
+        if self._ending.is_set() or self.failed is not None:
+            return False
+        self._held.append(_Held(timing, record))
+        return True
 
     def _hear(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
         if name not in self._timed:

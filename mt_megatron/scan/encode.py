@@ -184,11 +184,9 @@ class SpanEncoder:
             _FLAGS.get(get("asynchronous"), 0),
         )
         device = get("device")
-        if device is None or end == OPEN:
+        # Else ``device_time`` writes it once the device has done what it was asked for.
+        if device is None or end == OPEN or not device.hold(packed):
             self.out += packed
-        else:
-            # Written by ``device_time`` once the device has done what it was asked for.
-            device.hold(packed)
 
     def number(self, ident: int) -> int:
         """The number of a thread in the spans; the last one stands for all beyond 255."""
