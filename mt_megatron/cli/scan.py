@@ -20,6 +20,7 @@ WORDS = (
     "confirm",
     "inject",
     "selftest",
+    "simulate",
 )
 """Actions, in the order of ``--help``."""
 

@@ -1,0 +1,69 @@
+"""Collectives hop by hop: when each member leaves, given when each came and what each link takes.
+
+Times are float64 nanoseconds; the last axis is the members in the group's order, all others are
+groups. A message from member i needs ``gap`` to leave i (bytes over bandwidth) and ``latency`` more to be
+there; nothing moves before the receiver has come and has taken what was sent to it before. That is all:
+waiting, and who leaves when, follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+Hold = Callable[[Times], Times]
+"""Moves times at which a member's process stands still to when it goes on."""
+
+
+def ring(enter: Times, gap: Times, latency: Times, hops: int, hold: Hold | None = None) -> Times:
+    """When each member leaves a ring of ``hops`` hops; ``gap`` and ``latency`` are those of i -> i + 1.
+
+    An all-reduce of n members has 2 (n - 1) hops, a reduce-scatter or all-gather n - 1, each with the
+    n-th part of the bytes.
+    """
+    received = sent = enter
+    for _ in range(hops):
+        sent = np.maximum(received, np.roll(received, -1, axis=-1)) + gap
+        received = np.roll(sent + latency, 1, axis=-1)
+        if hold is not None:
+            sent, received = hold(sent), hold(received)
+    return np.maximum(received, sent)
+
+
+def doubling(enter: Times, latency: Times, hold: Hold | None = None) -> Times:
+    """When each member leaves an all-reduce of a few bytes: log2(n) rounds, each with one farther away.
+
+    ``latency`` [..., rounds, n] is that of i -> i + 2^round.
+    """
+    at = enter
+    for index in range(latency.shape[-2]):
+        step = 1 << index
+        at = np.maximum(at, np.roll(at + latency[..., index, :], step, axis=-1))
+        if hold is not None:
+            at = hold(at)
+    return at
+
+
+def all_to_all(enter: Times, gap: Times, latency: Times, hold: Hold | None = None) -> Times:
+    """When each member leaves an exchange of every pair, one message after another from each sender.
+
+    ``gap`` and ``latency`` [..., rounds, n] are those of i -> i + round + 1.
+    """
+    size = enter.shape[-1]
+    free = leave = enter
+    for step in range(1, size):
+        sent = np.maximum(free, np.roll(enter, -step, axis=-1)) + gap[..., step - 1, :]
+        arrived = np.roll(sent + latency[..., step - 1, :], step, axis=-1)
+        if hold is not None:
+            sent, arrived = hold(sent), hold(arrived)
+        free, leave = sent, np.maximum(leave, arrived)
+    return np.maximum(leave, free)
+
+
+def transfer(posted: Times, other: Times, gap: Times, latency: Times) -> tuple[Times, Times]:
+    """When sender and receiver of one message leave, once both have come at ``posted`` and ``other``."""
+    left = np.maximum(posted, other) + gap
+    return left, left + latency

@@ -1,0 +1,95 @@
+"""How the ranks of each kind of group lie in arrays of times, and what their links take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .faults import Fault
+from .layout import Layout, Ranks
+from .links import LINK_CAUSES, Links
+from .noise import Floats
+
+
+class Way:
+    """The groups of one kind whose members are on one stage: ``tp``, ``cp`` or ``ep``."""
+
+    def __init__(self, layout: Layout, name: str) -> None:
+        self.name = name
+        self._layout = layout
+        self.size = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}[name]
+
+    def split(self, values: Floats) -> Floats:
+        """[stages, dp, cp, tp] -> [stages, ..., members], a view."""
+        if self.name == "tp":
+            return values
+        if self.name == "cp":
+            return np.swapaxes(values, 2, 3)
+        dp, ep = self._layout.dp, self._layout.ep
+        return np.moveaxis(values.reshape(len(values), dp // ep, ep, *values.shape[2:]), 2, -1)
+
+    def join(self, values: Floats) -> Floats:
+        """The reverse of ``split``."""
+        if self.name == "tp":
+            return values
+        if self.name == "cp":
+            return np.swapaxes(values, 2, 3)
+        back = np.moveaxis(values, -1, 2)
+        return back.reshape(len(back), self._layout.dp, *back.shape[3:])
+
+
+class Tables:
+    """Latency and time per byte of every kind of group, for the link faults that are on."""
+
+    def __init__(self, layout: Layout, links: Links) -> None:
+        self._layout, self._links = layout, links
+        self._known: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        self._members: dict[str, Ranks] = {}
+        self.faults: tuple[Fault, ...] = ()
+
+    def begin(self, faults: Sequence[Fault]) -> None:
+        """From here on these faults are on."""
+        self.faults = tuple(fault for fault in faults if fault.cause in LINK_CAUSES)
+
+    def members(self, name: str) -> Ranks:
+        """Groups by rows."""
+        if name not in self._members:
+            self._members[name] = self._layout.members(name)
+        return self._members[name]
+
+    def ring(self, name: str) -> tuple[Floats, Floats]:
+        """Latency and ns per byte of member -> next, [groups, members]."""
+        rows = self.members(name)
+        return self._between(("ring", name), rows, np.roll(rows, -1, axis=-1))
+
+    def doubling(self, name: str) -> tuple[Floats, Floats]:
+        """The same of member -> member + 2^round, [groups, rounds, members]."""
+        rows = self.members(name)
+        rounds = max(int(np.ceil(np.log2(rows.shape[-1]))), 0)
+        targets = [np.roll(rows, -(1 << index), axis=-1) for index in range(rounds)]
+        shape = (len(rows), rounds, rows.shape[-1])
+        stacked = np.stack(targets, axis=1) if targets else np.empty(shape, np.int64)
+        return self._between(("doubling", name), np.broadcast_to(rows[:, None], shape), stacked)
+
+    def way_ring(self, way: Way) -> tuple[Floats, Floats]:
+        """As ``ring``, in ``way``'s order of arrays, [stages, ..., members]."""
+        rows = way.split(self._layout.ranks())
+        return self._between(("way", way.name), rows, np.roll(rows, -1, axis=-1))
+
+    def way_pairs(self, way: Way) -> tuple[Floats, Floats]:
+        """The same of member -> member + round + 1, [stages, ..., rounds, members]."""
+        rows = way.split(self._layout.ranks())
+        targets = np.stack([np.roll(rows, -step, axis=-1) for step in range(1, way.size)], axis=-2)
+        return self._between(("pairs", way.name), np.broadcast_to(rows[..., None, :], targets.shape), targets)
+
+    def stages(self, source: int, target: int) -> tuple[Floats, Floats]:
+        """The same between a stage's ranks and another's, [dp, cp, tp]."""
+        ranks = self._layout.ranks()
+        return self._between(("stages", source, target), ranks[source], ranks[target])
+
+    def _between(self, key: tuple[object, ...], sources: Ranks, targets: Ranks) -> tuple[Floats, Floats]:
+        whole = (*key, self.faults)
+        if whole not in self._known:
+            self._known[whole] = self._links.between(sources, targets, self.faults)
+        return self._known[whole]
