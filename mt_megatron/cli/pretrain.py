@@ -53,13 +53,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     validate(config, world_size=check_environment(os.environ))
     # Not earlier: torch takes seconds to import, and the checks above need none of it.
-    from mt_megatron.scan.act import EXIT_CODE as STRAGGLER
     from mt_megatron.training.loop import train
 
     _quieten()
     mt_megatron.patch(config.launch.backend)
     outcome = train(config)
-    return STRAGGLER if outcome.straggler else 0
+    if outcome.straggler:
+        from mt_megatron.scan.act import EXIT_CODE
+
+        return EXIT_CODE
+    return 0
 
 
 def _quieten() -> None:

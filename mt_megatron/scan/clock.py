@@ -11,7 +11,6 @@ import numpy as np
 
 from mt_megatron.scan.causality import Repair, repair
 from mt_megatron.scan.clock_domains import clock_domains, unix_offset
-from mt_megatron.scan.clock_edges import EdgeFit, exchanges, fit_edge
 from mt_megatron.scan.clock_ends import line_by_collectives
 from mt_megatron.scan.clock_lines import OffsetLine, Times, same_clock
 from mt_megatron.scan.clock_matches import (
@@ -20,6 +19,8 @@ from mt_megatron.scan.clock_matches import (
     matched_collectives,
     matched_transfers,
 )
+from mt_megatron.scan.clock_tree import fit_edges, most_wrong, triangles_beside, ways_home
+from mt_megatron.scan.device_anchors import AnchorCheck, check_anchors
 
 Source = Literal["reference", "same clock", "pings", "collectives", "unix time", "none"]
 
@@ -38,6 +39,8 @@ class ClockResidual:
 
     pings: int = 0
     drift_ppm: float = 0.0
+    """How much faster it runs than the reference's."""
+
     round_trip_min: float = float("nan")
     residual_median: float = float("nan")
     residual_p99: float = float("nan")
@@ -50,6 +53,9 @@ class ClockResidual:
 
     corrected: float = 0.0
     """Largest correction that causality asked for."""
+
+    device: AnchorCheck | None = None
+    """How the device's times lie on this host's clock; None where nothing was timed there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +115,8 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
     metas, pings = {rank: each.meta for rank, each in ranks.items()}, _pings(ranks)
     domains, notes = clock_domains(metas, pings)
     home = domains.get(reference, reference)
-    fits = _fits(pings, domains)
-    lines, ways = _tree(fits, home)
+    fits = fit_edges(pings, domains)
+    lines, ways = ways_home(fits, home)
     sources: dict[int, Source] = dict.fromkeys(lines, "pings")
     several = len(set(domains.values())) > 1
     collectives = matched_collectives(ranks, domains) if several else []
@@ -121,7 +127,7 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
             f"no pings join rank{'s' * (len(members) > 1)} {_few(members)} to rank {reference}: their clock "
             f"is {_GUESSES[sources[domain]]}"
         )
-    triangles = _triangles(fits, lines, {edge for way in ways.values() for edge in way})
+    triangles = triangles_beside(fits, lines, {edge for way in ways.values() for edge in way})
     fixed: Repair | None = None
     if several:
         fixed = repair(
@@ -130,7 +136,7 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
             collectives,
             matched_transfers(ranks, domains),
             home=home,
-            trusted={each: _trusted(fits, ways.get(each)) for each in lines},
+            trusted={each: most_wrong(fits, ways.get(each)) for each in lines},
         )
         lines = dict(fixed.lines)
         notes.extend(_said(fixed))
@@ -151,7 +157,15 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
             uncertainty=sum(each.uncertainty for each in way) if sources[domain] == "pings" else float("nan"),
             triangle=triangles.get(domain, float("nan")),
             corrected=0.0 if fixed is None else fixed.corrected[domain],
+            device=check_anchors(ranks[rank].spans),
         )
+    for rank, each in residuals.items():
+        if each.device is not None and not each.device.sound:
+            notes.append(
+                f"rank {rank}: {each.device.early} of {each.device.spans} spans begin on the device before "
+                f"the host began them, by up to {each.device.worst / 1e3:.0f} us: its device times are "
+                "anchored wrongly"
+            )
     return Clocks(
         reference=reference,
         residuals=residuals,
@@ -168,11 +182,6 @@ _GUESSES: Mapping[Source, str] = {
     "none": "taken as it is",
 }
 
-_TRUST = 200_000.0
-
-Edge = tuple[int, int]
-"""Two domains, the lower first."""
-
 
 def _read(run: Path) -> dict[int, RankClockData]:
     # Not at the top: whoever has the traces already needs no files.
@@ -185,64 +194,6 @@ def _read(run: Path) -> dict[int, RankClockData]:
 
 def _pings(ranks: Mapping[int, RankClockData]) -> dict[int, np.ndarray]:
     return {rank: np.asarray(each.pings) for rank, each in ranks.items() if len(each.pings)}
-
-
-def _fits(pings: Mapping[int, np.ndarray], domains: Mapping[int, int]) -> dict[Edge, EdgeFit]:
-    """The line from the lower to the higher domain for every two that exchanged pings."""
-    asked: dict[Edge, list[np.ndarray]] = {}
-    answered: dict[Edge, list[np.ndarray]] = {}
-    for rank, rows in pings.items():
-        for peer in np.unique(rows["peer"]).tolist():
-            if peer not in domains or domains[peer] == domains[rank]:
-                continue
-            own, other = domains[rank], domains[peer]
-            edge, ways = ((own, other), asked) if own < other else ((other, own), answered)
-            ways.setdefault(edge, []).append(rows[rows["peer"] == peer])
-    found = {}
-    for edge in sorted({*asked, *answered}):
-        fit = fit_edge(exchanges(asked.get(edge, []), answered.get(edge, [])))
-        if fit is not None:
-            found[edge] = fit
-    return found
-
-
-def _tree(
-    fits: Mapping[Edge, EdgeFit], home: int
-) -> tuple[dict[int, OffsetLine], dict[int, tuple[Edge, ...]]]:
-    """Lines to ``home`` along the ways of least uncertainty (Dijkstra), and the ways."""
-    lines = {home: same_clock()}
-    ways: dict[int, tuple[Edge, ...]] = {home: ()}
-    costs = {home: 0.0}
-    while True:
-        # Few domains: the next one is looked for among all edges.
-        candidates = []
-        for (low, high), fit in fits.items():
-            for near, far in ((low, high), (high, low)):
-                if near in lines and far not in lines:
-                    candidates.append((costs[near] + fit.uncertainty, far, near, (low, high)))
-        if not candidates:
-            return lines, ways
-        cost, far, near, edge = min(candidates)
-        towards = fits[edge].line if edge == (far, near) else fits[edge].line.inverse()
-        lines[far] = towards.then(lines[near])
-        ways[far] = (*ways[near], edge)
-        costs[far] = cost
-
-
-def _triangles(
-    fits: Mapping[Edge, EdgeFit], lines: Mapping[int, OffsetLine], used: set[Edge]
-) -> dict[int, float]:
-    """Per domain, how far pings beside the tree are from what the tree says; ns."""
-    found: dict[int, float] = {}
-    for (low, high), fit in fits.items():
-        if (low, high) in used or low not in lines or high not in lines:
-            continue
-        at = fit.line.knots
-        difference = np.abs(lines[high](fit.line(at)) - lines[low](at))
-        disagreement = float(np.median(difference))
-        for domain in (low, high):
-            found[domain] = max(found.get(domain, 0.0), disagreement)
-    return found
 
 
 def _without_pings(
@@ -266,18 +217,6 @@ def _without_pings(
     return OffsetLine(knots=np.zeros(1, np.int64), base=theirs - ours, delta=np.zeros(1)), "unix time"
 
 
-def _trusted(fits: Mapping[Edge, EdgeFit], way: tuple[Edge, ...] | None) -> float:
-    """ns by which a line can be wrong; infinite where nothing was measured."""
-    if way is None:
-        return float("inf")
-    between = [fits[edge].left_out_p99 for edge in way]
-    return (
-        4 * sum(fits[edge].uncertainty for edge in way)
-        + 4 * sum(each for each in between if each == each)
-        + _TRUST * len(way)
-    )
-
-
 def _said(fixed: Repair) -> list[str]:
     found = []
     if fixed.mismatched:
@@ -292,8 +231,8 @@ def _said(fixed: Repair) -> list[str]:
 
 def _drift_ppm(line: OffsetLine) -> float:
     if len(line.knots) < 2:
-        return line.slope_after * 1e6
-    return float((line.delta[-1] - line.delta[0]) / (line.knots[-1] - line.knots[0]) * 1e6)
+        return -line.slope_after * 1e6
+    return -float((line.delta[-1] - line.delta[0]) / (line.knots[-1] - line.knots[0]) * 1e6)
 
 
 def _worst(values: Sequence[float]) -> float:
