@@ -5,7 +5,7 @@ Late arrival is the arriving rank's matter; what comes after it is the network's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -299,10 +299,8 @@ def group_rows(
     return rows, kept
 
 
-def edge_rows(
-    send: SideLog, receive: SideLog, labels: Labels, clock_error: float
-) -> tuple[Rows, NDArray[np.bool_]]:
-    """What both sides say of the transfers of one edge, and per row whether its ends are its own."""
+def edge_rows(send: SideLog, receive: SideLog, labels: Labels, clock_error: float) -> Rows:
+    """What both sides together say of the transfers of one edge."""
     of_send, of_receive = matched([send, receive])
     arrived = np.maximum(send.begin[of_send], receive.begin[of_receive])
     exits = receive.end[of_receive]
@@ -325,8 +323,7 @@ def edge_rows(
         )
         if not handed_over:
             seen = np.where(alone, seen, np.minimum(seen, np.maximum(bound, 0)))
-    rows = _rows(iteration[known], label[known], seen[known])
-    return rows, np.full(len(rows.time), bool(alone[known].all()))
+    return _rows(iteration[known], label[known], seen[known])
 
 
 def _time(aligned: NDArray[np.int64], own: Floats, clock_error: float) -> Floats:
@@ -359,14 +356,3 @@ def _spread_out(
     stride = np.repeat(np.maximum(counts // SAMPLES_PER_STEP, 1), counts)
     chosen: NDArray[np.int64] = rows[(position % stride == 0) & (position // stride < SAMPLES_PER_STEP)]
     return chosen
-
-
-def joined(parts: Iterable[Rows]) -> Rows:
-    """Rows of several feeds as one."""
-    parts = list(parts)
-    return Rows(
-        iteration=np.concatenate([part.iteration for part in parts]),
-        label=np.concatenate([part.label for part in parts]),
-        count=np.concatenate([part.count for part in parts]),
-        time=np.concatenate([part.time for part in parts]),
-    )

@@ -27,6 +27,8 @@ class StepTable:
 
     columns: Mapping[str, Floats]
     places: Mapping[int, Place]
+    looks: int = 1
+    """How often these steps are looked at in all: what is tested often needs a higher bar."""
 
     @cached_property
     def step_ns(self) -> float:
@@ -57,6 +59,7 @@ def step_table(
     *,
     first_step: int | None = None,
     last_step: int | None = None,
+    looks: int = 1,
 ) -> StepTable:
     """One table of all ``parts`` (several of one rank are joined), restricted to the steps asked for."""
     by_rank: dict[int, list[RankSteps]] = {}
@@ -78,7 +81,7 @@ def step_table(
             fits = (place < len(grid)) & np.isin(part.iteration, grid)
             for name in COLUMNS:
                 columns[name][row, place[fits]] = part.columns[name][fits]
-    return StepTable(ranks=ranks, iteration=grid, columns=columns, places=places)
+    return StepTable(ranks=ranks, iteration=grid, columns=columns, places=places, looks=looks)
 
 
 def beside_peers(values: Floats, peers: Floats | None = None) -> Floats:

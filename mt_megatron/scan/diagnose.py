@@ -1,0 +1,204 @@
+"""What is wrong with a run: separates late arrival from slow transfer and names who and why.
+
+Own work between communications is compared on each rank's own clock with that of the ranks that do
+the same; transfers count from the last arrival on. So lateness that a rank inherits from another is
+never its own. Offline (``diagnose``) and while training (``watch``) this is the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .clock import Clocks
+from .diagnose_own_work import slow_ranks
+from .diagnose_stages import slow_stages
+from .diagnose_waits import pauses, slow_checkpoints, slow_data
+from .exchange_store import ExchangeStore
+from .exchanges import RankExchanges, rank_exchanges
+from .findings import Finding
+from .hangs import RankEnd, find_hang, rank_end
+from .links import slow_links
+from .segments import RankTrace
+from .slow_units import SlowUnit, slow_units
+from .step_features import RankSteps, rank_steps
+from .step_table import StepTable, step_table
+from .trace import Place, Trace, clock_error, open_trace
+
+SURE = 0.5
+"""Below this confidence the cause is unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The result for one run."""
+
+    findings: tuple[Finding, ...]
+    """Surest and costliest first."""
+
+    steps: tuple[int, ...]
+    """Iterations that were looked at."""
+
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...] = ()
+    """Ranks of the run that left nothing."""
+
+    clock: Mapping[str, Any] = field(default_factory=dict)
+    """Residuals of the common clock, see ``clock.Clocks.to_dict``."""
+
+    simulated: bool = False
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "findings": [each.to_dict() for each in self.findings]}
+
+
+class Diagnoser:
+    """Collects what the ranks did, in any order, and says what stands out."""
+
+    def __init__(self, places: Mapping[int, Place], clocks: Clocks, *, looks: int = 1) -> None:
+        """``looks``: how often the same steps will be judged; more looks need clearer signs."""
+        self._places = dict(places)
+        self._looks = looks
+        self._parts: list[RankSteps] = []
+        self._exchanges = ExchangeStore(self._places, lambda ranks: clock_error(clocks, ranks))
+
+    def feed(self, steps: RankSteps, exchanges: RankExchanges) -> None:
+        """Add steps of one rank. Those of other ranks have to hold the same steps before ``settle``."""
+        self._parts.append(steps)
+        self._places.setdefault(steps.rank, Place(rank=steps.rank))
+        self._exchanges.add(exchanges)
+
+    def settle(self) -> None:
+        """All ranks' parts of the same steps are there: what has no other side now never will."""
+        self._exchanges.settle()
+
+    def forget(self, before_step: int) -> None:
+        """Drop earlier steps."""
+        self._parts = [
+            part for part in self._parts if len(part.iteration) and part.iteration[-1] >= before_step
+        ]
+        self._exchanges.forget(before_step)
+
+    def findings(self, *, first_step: int | None = None, last_step: int | None = None) -> tuple[Finding, ...]:
+        """What stands out in the steps fed so far."""
+        table = self.table(first_step, last_step)
+        if not table.iteration.size or not np.isfinite(table.step_ns):
+            return ()
+        ranks = slow_ranks(table)
+        stood = pauses(table)
+        late = _one_per_rank([*ranks, *stood])
+        late += slow_stages(table, late)
+        waits = [*slow_data(table), *slow_checkpoints(table)]
+        return _ordered([*late, *waits, *self._links(table, late)])
+
+    def table(self, first_step: int | None = None, last_step: int | None = None) -> StepTable:
+        """The steps fed so far."""
+        return step_table(
+            self._parts, self._places, first_step=first_step, last_step=last_step, looks=self._looks
+        )
+
+    def _links(self, table: StepTable, late: list[Finding]) -> list[Finding]:
+        units = self._exchanges.units()
+        slow = slow_units(units, table.iteration, table.step_ns, looks=self._looks)
+        slow = [each for each in slow if not _starved(each, table, late)]
+        return slow_links(slow, units, table, self._exchanges.labels.names())
+
+
+def _starved(unit: SlowUnit, table: StepTable, late: list[Finding]) -> bool:
+    """Whether a member's host explains the slow transfers: who gets no processor does not transfer either."""
+    for finding in late:
+        if finding.cause not in ("host_contention", "host_pause"):
+            continue
+        overlap = min(finding.last_step, unit.last_step) - max(finding.first_step, unit.first_step)
+        if overlap < 0 or not set(finding.ranks) & set(unit.unit.ranks):
+            continue
+        if unit.lost_ns <= 2.0 * finding.lost_fraction * table.step_ns:
+            return True
+    return False
+
+
+def _one_per_rank(found: list[Finding]) -> list[Finding]:
+    """The same steps of a rank blamed once: stops that its own work shows are one matter with it."""
+    kept: list[Finding] = []
+    for each in found:
+        same = next(
+            (
+                at
+                for at, known in enumerate(kept)
+                if known.ranks == each.ranks
+                and each.cause == "host_pause"
+                and known.cause in ("host_pause", "host_contention")
+                and known.first_step <= each.last_step
+                and each.first_step <= known.last_step
+            ),
+            None,
+        )
+        if same is None:
+            kept.append(each)
+        elif kept[same].cause == each.cause:
+            known = kept[same]
+            kept[same] = replace(
+                known,
+                first_step=min(known.first_step, each.first_step),
+                last_step=max(known.last_step, each.last_step),
+                confidence=max(known.confidence, each.confidence),
+                lost_fraction=max(known.lost_fraction, each.lost_fraction),
+                evidence=(*known.evidence, *each.evidence),
+            )
+    return kept
+
+
+def _ordered(found: list[Finding]) -> tuple[Finding, ...]:
+    told = [each if each.confidence >= SURE else replace(each, cause="unknown") for each in found]
+    return tuple(sorted(told, key=lambda each: (each.confidence < SURE, -each.lost_fraction, each.ranks)))
+
+
+def read_part(rank: int, recorded: RankTrace, clocks: Clocks) -> tuple[RankSteps, RankExchanges, RankEnd]:
+    """What the diagnosis needs of one rank's records."""
+
+    def to_reference(times: Any) -> Any:
+        return clocks.to_reference(rank, times)
+
+    return (
+        rank_steps(rank, recorded),
+        rank_exchanges(rank, recorded, to_reference),
+        rank_end(rank, recorded, to_reference),
+    )
+
+
+def diagnose(
+    run: Path | str | Trace, *, first_step: int | None = None, last_step: int | None = None
+) -> Diagnosis:
+    """Diagnose a run from its files (or its opened ``Trace``), one rank in memory at a time.
+
+    ``first_step`` and ``last_step`` (iterations, both included) restrict what is looked at. Raises
+    ``ScanError`` when there is no readable trace.
+    """
+    trace = run if isinstance(run, Trace) else open_trace(run)
+    diagnoser = Diagnoser(trace.places, trace.clocks)
+    ends: dict[int, RankEnd] = {}
+    notes = list(trace.notes)
+    for rank in trace.ranks:
+        recorded = trace.rank(rank)
+        notes += recorded.damaged
+        steps, exchanges, ends[rank] = read_part(rank, recorded, trace.clocks)
+        diagnoser.feed(steps, exchanges)
+    diagnoser.settle()
+    found = diagnoser.findings(first_step=first_step, last_step=last_step)
+    table = diagnoser.table(first_step, last_step)
+    hang = find_hang(ends, trace.places) if last_step is None else None
+    return Diagnosis(
+        findings=(hang, *found) if hang is not None else found,
+        steps=tuple(int(each) for each in table.iteration),
+        ranks=trace.ranks,
+        missing=trace.missing,
+        clock=trace.clocks.to_dict(),
+        simulated=trace.simulated,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,122 @@
+"""Why a rank's own work takes longer: a slow processor, a busy host, or a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .findings import Cause
+from .robust import Floats
+from .step_table import StepTable, excess_over_peers
+
+HOST_SHARE = 0.35
+"""Of the lost time, what waits for a processor must explain to be the cause: the waits are of the process's
+main thread or of all of them, so that they rarely fit exactly."""
+
+PAUSE_SHARE = 0.5
+STEAL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """The cause of lost own work."""
+
+    cause: Cause
+    trust: float
+    """Factor for the confidence: below 1 where facts are missing or speak against each other."""
+
+    evidence: tuple[str, ...]
+    shares: dict[str, float]
+    """Of the lost time, what each fact of the host explains."""
+
+
+def why_slow(
+    table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_], lost_ns: float
+) -> Why:
+    """Judge ``lost_ns`` per step of the rank in ``row`` in the steps ``chosen`` by its host's facts.
+
+    Each fact counts as far as it exceeds the peers' in the same steps, or the rank's own in other steps.
+    """
+    lost = max(lost_ns, 1.0)
+
+    def extra(name: str) -> float:
+        return _extra(table.columns[name], row, peers, chosen)
+
+    waiting, throttled = extra("run_queue_wait_ns"), extra("throttled_ns")
+    pause, collecting = extra("pause"), extra("gc_pause_ns")
+    steal = extra("steal_fraction")
+    known = np.isfinite(table.columns["run_queue_wait_ns"][row, chosen]).any()
+    host = _positive(waiting) + _positive(throttled)
+    shares = {
+        "run_queue": round(_positive(waiting) / lost, 3),
+        "throttled": round(_positive(throttled) / lost, 3),
+        "pause": round(_positive(pause) / lost, 3),
+        "gc": round(_positive(collecting) / lost, 3),
+    }
+    stood = max(_positive(pause), _positive(collecting))
+    if host >= HOST_SHARE * lost and host >= 0.5 * stood:
+        said = f"its threads waited {host / 1e6:.1f} ms a step more for a processor"
+        if _positive(throttled) > 0.5 * host:
+            said = f"its quota of processor time stopped it for {throttled / 1e6:.1f} ms a step"
+        return Why(
+            cause="host_contention",
+            trust=1.0 if host >= 0.6 * lost else 0.9,
+            evidence=(f"{said}, of {lost / 1e6:.1f} ms lost",),
+            shares=shares,
+        )
+    if stood >= PAUSE_SHARE * lost:
+        what = "garbage collection" if _positive(collecting) > 0.7 * stood else "its process"
+        return Why(
+            cause="host_pause",
+            trust=1.0,
+            evidence=(f"{what} stood still for {stood / 1e6:.1f} ms a step, of {lost / 1e6:.1f} ms lost",),
+            shares=shares,
+        )
+    if _positive(steal) >= STEAL:
+        return Why(
+            cause="host_contention",
+            trust=0.9,
+            evidence=(f"the hypervisor took {100 * steal:.0f} % more of its processors' time",),
+            shares=shares,
+        )
+    evidence = ["its host shows no waits for a processor and no stops that explain it"]
+    trust = 1.0
+    if not known:
+        evidence = ["waits for a processor were not recorded: a busy host cannot be told from a slow one"]
+        trust = 0.9
+    elif host >= 0.6 * HOST_SHARE * lost:
+        trust = 0.8
+        evidence = [f"waits for a processor explain only {100 * host / lost:.0f} % of it"]
+    evidence += _device(table, row, peers, chosen)
+    return Why(cause="slow_compute", trust=trust, evidence=tuple(evidence), shares=shares)
+
+
+def _device(table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_]) -> list[str]:
+    said = []
+    clock = excess_over_peers(table.columns["clock_mhz"], row, peers, chosen)
+    if np.isfinite(clock) and clock < 0:
+        said.append(f"its clock ran {-clock:.0f} MHz below its peers'")
+    if _positive(excess_over_peers(table.columns["throttled"], row, peers, chosen)) > 0.2:
+        said.append("its device reported that it throttles")
+    heat = excess_over_peers(table.columns["temperature_c"], row, peers, chosen)
+    if np.isfinite(heat) and heat > 5:
+        said.append(f"it was {heat:.0f} degrees hotter than its peers")
+    return said
+
+
+def _extra(values: Floats, row: int, peers: Sequence[int], chosen: NDArray[np.bool_]) -> float:
+    beside = excess_over_peers(values, row, peers, chosen)
+    inside, outside = values[row, chosen], values[row, ~chosen]
+    inside, outside = inside[np.isfinite(inside)], outside[np.isfinite(outside)]
+    past = float(inside.mean() - np.median(outside)) if len(inside) and len(outside) >= 3 else float("nan")
+    found = [each for each in (beside, past) if np.isfinite(each)]
+    if found:
+        return max(found)
+    return float(inside.mean()) if len(inside) else float("nan")
+
+
+def _positive(value: float) -> float:
+    return value if value > 0 else 0.0

@@ -1,0 +1,185 @@
+"""Ranks whose own work takes longer than that of the ranks that do the same in the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .diagnose_causes import why_slow
+from .findings import Finding
+from .raised_levels import Raised, raised_levels
+from .robust import CLIP, Floats, spread
+from .step_table import StepTable, beside_peers
+
+LEAST = log(1.045)
+"""Less than this is nobody's fault: processors differ."""
+
+TOLERATED = log(1.015)
+FLOOR = 0.01
+"""Least standard deviation of one step's own work that is believed."""
+
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspect:
+    row: int
+    raised: Raised
+    by_work: float | None
+    """What its greater amount of work explains (logarithm), if that is most of it."""
+
+
+def slow_ranks(table: StepTable) -> list[Finding]:
+    """Findings on single ranks, compared with the others of their pipeline stage."""
+    found = []
+    for rows in table.roles:
+        if len(rows) >= 2:
+            for suspect in _suspects(table, rows):
+                found.append(_finding(table, rows, suspect))
+    return found
+
+
+def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
+    """Those found first are not compared with any more, so that several at once do not hide each other."""
+    own, work = _log(table.columns["compute"][rows]), _log(table.columns["work"][rows])
+    peers = own.copy()
+    suspects: list[_Suspect] = []
+    tests = int(np.isfinite(table.columns["compute"]).sum()) * table.looks
+    for _ in range(_ROUNDS):
+        new = [
+            suspect
+            for suspect in _one_round(own, peers, work, tests)
+            if not any(_same(suspect, known) for known in suspects)
+        ]
+        if not new:
+            break
+        for suspect in new:
+            peers[suspect.row, suspect.raised.start : suspect.raised.stop] = np.nan
+        suspects += new
+    return suspects
+
+
+def _one_round(own: Floats, peers: Floats, work: Floats, tests: int) -> Iterator[_Suspect]:
+    difference = beside_peers(own, peers)
+    more_work = beside_peers(work)
+    share = _share_of_work(difference, more_work)
+    for row in range(len(own)):
+        explained = _explained(difference[row], more_work[row], share)
+        rest = difference[row] - explained
+        for raised in raised_levels(rest, least=LEAST, tolerated=TOLERATED, floor=FLOOR, tests=tests):
+            yield _Suspect(row=row, raised=raised, by_work=None)
+        if not np.any(explained > TOLERATED):
+            continue
+        for raised in raised_levels(
+            difference[row], least=LEAST, tolerated=TOLERATED, floor=FLOOR, tests=tests
+        ):
+            by_work = float(np.nanmedian(explained[raised.start : raised.stop]))
+            if by_work >= 0.5 * raised.level and by_work >= TOLERATED:
+                yield _Suspect(row=row, raised=raised, by_work=by_work)
+
+
+def _same(one: _Suspect, other: _Suspect) -> bool:
+    overlap = min(one.raised.stop, other.raised.stop) - max(one.raised.start, other.raised.start)
+    return one.row == other.row and (one.by_work is None) == (other.by_work is None) and overlap > 0
+
+
+def _log(values: Floats) -> Floats:
+    return np.log(np.where(values > 0, values, np.nan))
+
+
+def _share_of_work(difference: Floats, more_work: Floats) -> float | None:
+    """How much of a difference in work shows in own time (elasticity), from its changes over the steps.
+
+    None where the amounts of work never change: then up to all of it may.
+    """
+    x = more_work - _row_median(more_work)
+    y = difference - _row_median(difference)
+    both = np.isfinite(x) & np.isfinite(y)
+    if both.sum() < 8:
+        return None
+    x, y = x[both], y[both]
+    if spread(x) < 0.01 and np.abs(x).max() < 0.03:
+        return None
+    scale = max(spread(y), FLOOR)
+    y = np.clip(y, -3 * CLIP * scale, 3 * CLIP * scale)
+    return float(np.clip((x * y).sum() / max((x * x).sum(), 1e-12), 0.0, 1.0))
+
+
+def _row_median(values: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        found = [np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in values]
+    return np.array(found)[:, None]
+
+
+def _explained(difference: Floats, more_work: Floats, share: float | None) -> Floats:
+    """Of ``difference`` [steps], what the amount of work explains."""
+    known = np.nan_to_num(more_work)
+    if share is not None:
+        return share * known
+    # Never changed: whatever fits between nothing and all of it. Of less work nothing is expected.
+    return np.clip(np.nan_to_num(difference), 0.0, np.maximum(known, 0.0))
+
+
+def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Finding:
+    row = int(rows[suspect.row])
+    rank = table.ranks[row]
+    raised = suspect.raised
+    chosen = raised.steps(len(table.iteration))
+    first, last = table.steps(raised.start, raised.stop)
+    others = [int(each) for each in rows if each != row]
+    compute = table.columns["compute"]
+    own = float(np.nanmean(compute[row, chosen]))
+    lost = own * (1.0 - exp(-raised.level))
+    step = float(np.nanmean(table.columns["step"][:, chosen]))
+    evidence = [
+        f"own work of rank {rank} takes {own / 1e6:.1f} ms a step, {100 * (exp(raised.level) - 1):.1f} %"
+        f" more than the median of the {len(others)} other rank{'s' * (len(others) > 1)} of its stage "
+        f"({raised.certainty:.0f} standard errors; asked for {raised.needed:.1f})"
+    ]
+    evidence += _phases(table, row, others, chosen)
+    details = {"slowdown": round(exp(raised.level) - 1, 4), "certainty": round(raised.certainty, 2)}
+    if suspect.by_work is not None:
+        more = float(np.nanmedian(_log(table.columns["work"][row, chosen])))
+        more -= float(np.nanmedian(_log(table.columns["work"][others][:, chosen])))
+        evidence.append(f"it has {100 * (exp(more) - 1):.0f} % more to do, which explains most of it")
+        return Finding(
+            cause="uneven_work",
+            lateness="late_arrival",
+            ranks=(rank,),
+            host=table.host(rank),
+            first_step=first,
+            last_step=last,
+            lost_fraction=min(lost / step, 1.0),
+            confidence=round(raised.confidence, 3),
+            evidence=tuple(evidence),
+            details={**details, "more_work": round(exp(more) - 1, 4)},
+        )
+    why = why_slow(table, row, others, chosen, lost)
+    return Finding(
+        cause=why.cause,
+        lateness="late_arrival",
+        ranks=(rank,),
+        host=table.host(rank),
+        first_step=first,
+        last_step=last,
+        lost_fraction=min(lost / step, 1.0),
+        confidence=round(raised.confidence * why.trust, 3),
+        evidence=(*evidence, *why.evidence),
+        details={**details, "shares": why.shares},
+    )
+
+
+def _phases(table: StepTable, row: int, others: list[int], chosen: NDArray[np.bool_]) -> list[str]:
+    """By how much each phase differs: a slow processor slows all of them alike."""
+    said = []
+    for name in ("forward", "backward", "optimizer"):
+        values = table.columns[name]
+        own, theirs = values[row, chosen], values[others][:, chosen]
+        if np.isfinite(own).any() and np.isfinite(theirs).any() and np.nanmedian(theirs) > 0:
+            more = float(np.nanmedian(own) / np.nanmedian(theirs)) - 1.0
+            said.append(f"{name} {100 * more:+.0f} %")
+    return ["by phase: " + ", ".join(said)] if said else []

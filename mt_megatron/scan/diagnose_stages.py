@@ -1,0 +1,140 @@
+"""Pipeline stages without peers: judged by their own past, and by their layers beside the other stages'.
+
+Whole stages as well: what slows all ranks of one stage alike shows in no comparison inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .change_points import stretches
+from .diagnose_causes import why_slow
+from .findings import Cause, Finding
+from .raised_levels import Raised, raised_levels
+from .robust import Floats
+from .step_table import StepTable, beside_peers
+
+LEAST_CHANGE = log(1.06)
+"""The least change against the own past that counts."""
+
+LEAST_BESIDE = log(1.07)
+"""The least difference of layers between stages that counts."""
+
+_BASELINE_SHARE = 0.2
+
+
+def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
+    """Findings on whole stages (of one rank or more); steps of ranks already ``blamed`` are left out."""
+    own = _log(_without(table, table.columns["compute"], blamed))
+    levels = np.stack([_median(own[rows]) for rows in table.roles]) if table.roles else np.empty((0, 0))
+    beside = beside_peers(levels)
+    found: list[Finding] = []
+    for number, rows in enumerate(table.roles):
+        # Alone in the run there is nothing beside it: only its own past.
+        relative = beside[number] if len(table.roles) > 1 else levels[number]
+        changed = [
+            each
+            for each in above_past(relative, least=LEAST_CHANGE, tests=levels.size * table.looks)
+            if _rises_itself(levels[number], each)
+        ]
+        for raised in changed:
+            found.append(_finding(table, rows, raised, changed_itself=True))
+        if not changed:
+            found += _by_layers(table, number, blamed)
+    return found if len(found) < max(len(table.roles), 2) else []
+
+
+def above_past(series: Floats, *, least: float, tests: int, floor: float = 0.012) -> list[Raised]:
+    """Stretches of ``series`` above its own lowest level, which must hold for a fifth of the steps."""
+    cut = stretches(series, floor=floor)
+    total = int(np.isfinite(series).sum())
+    lasting = [each for each in cut if each.stop - each.start >= max(4, _BASELINE_SHARE * total)]
+    if len(cut) < 2 or not lasting:
+        return []
+    baseline = min(each.level for each in lasting)
+    return raised_levels(series - baseline, least=least, tolerated=0.02, floor=floor, tests=10 * tests)
+
+
+def _rises_itself(level: Floats, raised: Raised) -> bool:
+    """Of two stages that drift apart, the one that became slower."""
+    inside = level[raised.start : raised.stop]
+    outside = np.concatenate((level[: raised.start], level[raised.stop :]))
+    if not np.isfinite(inside).any() or not np.isfinite(outside).any():
+        return False
+    return float(np.nanmedian(inside) - np.nanmedian(outside)) >= 0.5 * raised.level
+
+
+def _by_layers(table: StepTable, number: int, blamed: Sequence[Finding]) -> list[Finding]:
+    """Slow from the first step on: layers are alike in all stages."""
+    layer = _log(_without(table, table.columns["layer"], blamed))
+    if len(table.roles) < 3 or not np.isfinite(layer).any():
+        return []
+    levels = np.stack([_median(layer[rows]) for rows in table.roles])
+    beside = beside_peers(levels)[number]
+    tests = 10 * levels.size * table.looks
+    raised = raised_levels(beside, least=LEAST_BESIDE, tolerated=0.03, floor=0.015, tests=tests)
+    return [_finding(table, table.roles[number], each, changed_itself=False) for each in raised]
+
+
+def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, *, changed_itself: bool) -> Finding:
+    chosen = raised.steps(len(table.iteration))
+    ranks = tuple(table.ranks[row] for row in rows)
+    first, last = table.steps(raised.start, raised.stop)
+    own = float(np.nanmean(table.columns["compute"][rows][:, chosen]))
+    lost = own * (1.0 - exp(-raised.level))
+    step = float(np.nanmean(table.columns["step"][:, chosen]))
+    more = f"{100 * (exp(raised.level) - 1):.1f} %"
+    stage = table.places[ranks[0]].pp
+    others = [row for row in range(len(table.ranks)) if row not in rows]
+    judged = [why_slow(table, int(row), others, chosen, lost) for row in rows]
+    causes: list[Cause] = [each.cause for each in judged]
+    cause = max(set(causes), key=causes.count)
+    why = judged[causes.index(cause)]
+    if changed_itself:
+        said = f"own work of stage {stage} takes {more} more than in the steps before or after"
+        trust = 0.9 if len(rows) == 1 else 0.75
+        if len(table.roles) == 1 and len(rows) > 1:
+            # All ranks there are: more likely the work changed.
+            trust = 0.4
+    else:
+        said = f"a layer of stage {stage} takes {more} longer than the median of the other stages'"
+        trust = 0.7
+    hosts = {table.places[rank].host for rank in ranks}
+    return Finding(
+        cause=cause,
+        lateness="late_arrival",
+        ranks=ranks,
+        host=hosts.pop() or None if len(hosts) == 1 else None,
+        first_step=first,
+        last_step=last,
+        lost_fraction=min(lost / step, 1.0),
+        confidence=round(raised.confidence * why.trust * trust, 3),
+        evidence=(f"{said} ({raised.certainty:.0f} standard errors)", *why.evidence),
+        details={"slowdown": round(exp(raised.level) - 1, 4), "shares": why.shares, "stage": stage},
+    )
+
+
+def _without(table: StepTable, values: Floats, blamed: Sequence[Finding]) -> Floats:
+    kept = values.copy()
+    for finding in blamed:
+        steps = (table.iteration >= finding.first_step) & (table.iteration <= finding.last_step)
+        for rank in finding.ranks:
+            if rank in table.ranks:
+                kept[table.ranks.index(rank), steps] = np.nan
+    return kept
+
+
+def _log(values: Floats) -> Floats:
+    return np.log(np.where(values > 0, values, np.nan))
+
+
+def _median(rows: Floats) -> Floats:
+    found = np.full(rows.shape[1], np.nan)
+    some = np.isfinite(rows).any(axis=0)
+    if some.any():
+        found[some] = np.nanmedian(rows[:, some], axis=0)
+    return found

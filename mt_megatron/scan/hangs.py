@@ -1,0 +1,246 @@
+"""Who keeps everybody waiting when nothing ends: the rank that has not entered what the others wait in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .findings import Finding
+from .intervals import Times
+from .records import KIND, KINDS, OPEN
+from .segments import RankTrace
+from .trace import Place
+
+AFTER_NS = 5_000_000_000
+"""An operation open for longer than this may hang."""
+
+CHECKPOINT_PATIENCE = 12
+"""Times as long a rank may write its checkpoint while the others wait."""
+
+Key = tuple[str, tuple[int, ...]]
+"""A group's name and ranks; of a transfer ``send`` or ``recv``, sender and receiver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOperation:
+    """A communication that has begun and not ended."""
+
+    key: Key
+    op: str
+    seq: int
+    begin: int
+    """ns on the common clock."""
+
+    iteration: int
+    is_transfer: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """Where a rank's trace ends."""
+
+    rank: int
+    last_seen: int
+    """ns on the common clock: the last thing it wrote, beats of its recorder included."""
+
+    waiting: OpenOperation | None
+    """The communication that it is in."""
+
+    inside: str | None
+    """The innermost other thing that it is in: ``checkpoint``, ``data`` ..."""
+
+    reached: Mapping[Key, int]
+    """Per group or edge the highest number that it has entered."""
+
+    step: int
+    note: Mapping[str, Any] | None
+    """Its last note with Python stacks."""
+
+
+def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]) -> RankEnd:
+    """The end of one rank's trace."""
+    spans = trace.spans
+    still = spans[spans["end"] == OPEN]
+    times = [
+        spans["begin"].max(initial=0),
+        spans["end"].max(initial=0),
+        trace.counters["time"].max(initial=0),
+    ]
+    last = to_reference(np.array([max(int(each) for each in times)], dtype=np.int64))
+    communicates = np.isin(still["kind"], [KIND["collective"], KIND["p2p"]])
+    waiting, inside = None, None
+    if communicates.any():
+        row = still[communicates][int(np.argmax(still[communicates]["begin"]))]
+        begin = to_reference(np.array([row["begin"]], dtype=np.int64))
+        waiting = _operation(rank, row, int(begin[0]), trace)
+    others = still[~communicates & (still["kind"] != KIND["step"])]
+    if len(others):
+        inside = KINDS[int(others[int(np.argmax(others["begin"]))]["kind"])]
+    stacks = [note for note in trace.notes if note.get("what") == "stack"]
+    return RankEnd(
+        rank=rank,
+        last_seen=int(last[0]),
+        waiting=waiting,
+        inside=inside,
+        reached=_reached(rank, trace),
+        step=int(spans["iteration"].max(initial=0)),
+        note=stacks[-1] if stacks else None,
+    )
+
+
+def _operation(rank: int, row: Any, begin: int, trace: RankTrace) -> OpenOperation:
+    number = int(row["name"])
+    op = trace.strings[number] if number < len(trace.strings) else "?"
+    transfer = int(row["kind"]) == KIND["p2p"]
+    return OpenOperation(
+        key=_edge(rank, op, int(row["peer"])) if transfer else _group(trace, int(row["group"])),
+        op=op,
+        seq=int(row["seq"]),
+        begin=begin,
+        iteration=int(row["iteration"]),
+        is_transfer=transfer,
+    )
+
+
+def _edge(rank: int, op: str, peer: int) -> Key:
+    return ("edge", (rank, peer) if op.startswith("send") else (peer, rank))
+
+
+def _group(trace: RankTrace, number: int) -> Key:
+    group = trace.groups.get(number)
+    return (group.name, tuple(group.ranks)) if group is not None else ("?", ())
+
+
+def _reached(rank: int, trace: RankTrace) -> dict[Key, int]:
+    found: dict[Key, int] = {}
+    spans = trace.spans
+    rows = spans[spans["kind"] == KIND["collective"]]
+    for number in np.unique(rows["group"]):
+        key = _group(trace, int(number))
+        found[key] = max(found.get(key, -1), int(rows["seq"][rows["group"] == number].max()))
+    rows = spans[spans["kind"] == KIND["p2p"]]
+    for peer in np.unique(rows["peer"]):
+        of_peer = rows[rows["peer"] == peer]
+        for number in np.unique(of_peer["name"]):
+            op = trace.strings[int(number)] if int(number) < len(trace.strings) else "?"
+            key = _edge(rank, op, int(peer))
+            found[key] = max(found.get(key, -1), int(of_peer["seq"][of_peer["name"] == number].max()))
+    return found
+
+
+def find_hang(
+    ends: Mapping[int, RankEnd], places: Mapping[int, Place], *, now: int | None = None, after: int = AFTER_NS
+) -> Finding | None:
+    """The hang at the end of the traces, if there is one.
+
+    ``now``: ns on the common clock, the last thing that any rank wrote by default.
+    """
+    if not ends:
+        return None
+    now = max(end.last_seen for end in ends.values()) if now is None else now
+    stalled = {
+        rank: end.waiting
+        for rank, end in ends.items()
+        if end.waiting is not None and now - end.waiting.begin >= after
+    }
+    if not stalled:
+        return None
+    misses = {rank: _missing(rank, waiting, ends) for rank, waiting in stalled.items()}
+    absent: set[int] = set().union(*misses.values())
+    # Who waits in turn for somebody else is not at fault.
+    culprits = sorted(rank for rank in absent if not misses.get(rank))
+    if not culprits and absent:
+        culprits = sorted(absent)
+        what = "they wait for each other in different operations"
+    elif not culprits:
+        first = min(stalled.values(), key=lambda each: each.begin)
+        culprits = sorted(first.key[1]) or sorted(stalled)
+        what = "all members have entered it and it does not end: the network, or a member that died in it"
+    else:
+        what = ""
+    return _finding(culprits, stalled, misses, ends, places, now, after, what)
+
+
+def _missing(rank: int, waiting: OpenOperation, ends: Mapping[int, RankEnd]) -> set[int]:
+    """Members that have not entered the operation that ``rank`` waits in."""
+    if waiting.seq < 0:
+        return set()
+    found = set()
+    for member in waiting.key[1]:
+        if member == rank:
+            continue
+        end = ends.get(member)
+        if end is None or end.reached.get(waiting.key, -1) < waiting.seq:
+            found.add(member)
+    return found
+
+
+def _finding(
+    culprits: list[int],
+    stalled: Mapping[int, OpenOperation],
+    misses: Mapping[int, set[int]],
+    ends: Mapping[int, RankEnd],
+    places: Mapping[int, Place],
+    now: int,
+    after: int,
+    what: str,
+) -> Finding | None:
+    concerned = [rank for rank in stalled if misses[rank] & set(culprits)] or list(stalled)
+    witness = min(concerned, key=lambda rank: stalled[rank].begin)
+    waiting = stalled[witness]
+    seconds = (now - waiting.begin) / 1e9
+    evidence = [
+        f"rank {witness} and {len(stalled) - 1} other rank{'s' * (len(stalled) != 2)} have waited up to "
+        f"{seconds:.1f} s in {waiting.op} number {waiting.seq} of {_words(waiting)}"
+    ]
+    if what:
+        evidence.append(what)
+    stacks: dict[str, Any] = {}
+    for rank in culprits[:8]:
+        end = ends.get(rank)
+        if end is None:
+            evidence.append(f"rank {rank} left no trace")
+            continue
+        if end.inside == "checkpoint" and now - waiting.begin < CHECKPOINT_PATIENCE * after:
+            return None
+        silent = (now - end.last_seen) / 1e9
+        if silent > 2.0:
+            evidence.append(f"rank {rank} has written nothing for {silent:.1f} s: it is stopped or dead")
+        elif end.inside is not None:
+            evidence.append(f"rank {rank} is alive, in {end.inside}")
+        elif not what:
+            evidence.append(f"rank {rank} is alive and has not entered it")
+        if end.note is not None:
+            stacks[str(rank)] = end.note.get("stacks", {})
+    sure = 0.95 if not what else 0.7
+    hosts = {places[rank].host for rank in culprits if rank in places}
+    return Finding(
+        cause="hang",
+        lateness="hang",
+        ranks=tuple(culprits),
+        group="pp" if waiting.is_transfer else waiting.key[0],
+        host=hosts.pop() or None if len(hosts) == 1 else None,
+        first_step=waiting.iteration,
+        last_step=waiting.iteration,
+        lost_fraction=1.0,
+        confidence=sure,
+        evidence=tuple(evidence),
+        details={
+            "collective": waiting.op,
+            "seq": waiting.seq,
+            "ranks": list(waiting.key[1]),
+            "waiting": sorted(stalled),
+            "seconds": round(seconds, 1),
+            "stacks": stacks,
+        },
+    )
+
+
+def _words(waiting: OpenOperation) -> str:
+    ranks = waiting.key[1]
+    if waiting.is_transfer:
+        return f"the edge from rank {ranks[0]} to rank {ranks[1]}" if len(ranks) == 2 else "an edge"
+    return f"the {waiting.key[0]} group"
