@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_steps(args)
     wanted = None if args.ranks is None else parse_ranks(args.ranks)
-    trace = open_trace(args.run)
+    trace = open_trace(args.run, causality=True)
     if wanted is not None and not wanted & set(trace.ranks):
         raise ConfigError(
             f"--ranks {args.ranks}: none of them left a trace; expected ranks of {trace.ranks[0]} to "

@@ -14,13 +14,13 @@ from mt_megatron.scan.clock_domains import clock_domains, unix_offset
 from mt_megatron.scan.clock_ends import line_by_collectives
 from mt_megatron.scan.clock_lines import OffsetLine, Times, same_clock
 from mt_megatron.scan.clock_matches import (
+    Bindings,
     Collectives,
     RankClockData,
-    matched_collectives,
-    matched_transfers,
+    bindings,
 )
 from mt_megatron.scan.clock_tree import fit_edges, most_wrong, triangles_beside, ways_home
-from mt_megatron.scan.device_anchors import AnchorCheck, check_anchors
+from mt_megatron.scan.device_anchors import AnchorCheck
 
 Source = Literal["reference", "same clock", "pings", "collectives", "unix time", "none"]
 
@@ -98,7 +98,9 @@ class Clocks:
         }
 
 
-def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | None = None) -> Clocks:
+def fit_clocks(
+    ranks: Mapping[int, RankClockData] | Path, *, reference: int | None = None, causality: bool = True
+) -> Clocks:
     """Fit every rank's clock to that of ``reference`` (the lowest rank there is by default).
 
     ``ranks`` are the traces by rank, or a run's folder. Ranks of one machine (equal ``boot_id`` and
@@ -106,6 +108,11 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
     lowest round trips leads to the reference, pings beside it check it. Where there are none, the
     ends of collectives say it roughly, and the wall clocks when there are none of those either; both are
     said in ``notes``. Raises ``ScanError`` when a folder holds no trace.
+
+    ``causality``: correct the fit until nothing is received before it was sent and nobody leaves a
+    collective before the last has come, and check the device's times. That reads every rank's spans, one
+    rank after the other; without it they are read only where pings are missing. On one machine without
+    a device nothing of it is needed, or read.
     """
     if isinstance(ranks, Path):
         ranks = _read(ranks)
@@ -119,9 +126,12 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
     lines, ways = ways_home(fits, home)
     sources: dict[int, Source] = dict.fromkeys(lines, "pings")
     several = len(set(domains.values())) > 1
-    collectives = matched_collectives(ranks, domains) if several else []
-    for domain in sorted(set(domains.values()) - set(lines)):
-        lines[domain], sources[domain] = _without_pings(collectives, metas, domains, domain, home)
+    unknown = sorted(set(domains.values()) - set(lines))
+    queued = any(meta.get("device_type", "cpu") != "cpu" for meta in metas.values())
+    needed = unknown or (causality and (several or queued))
+    bound = bindings(ranks, domains) if needed else Bindings()
+    for domain in unknown:
+        lines[domain], sources[domain] = _without_pings(bound.collectives, metas, domains, domain, home)
         members = [rank for rank, each in domains.items() if each == domain]
         notes.append(
             f"no pings join rank{'s' * (len(members) > 1)} {_few(members)} to rank {reference}: their clock "
@@ -129,12 +139,12 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
         )
     triangles = triangles_beside(fits, lines, {edge for way in ways.values() for edge in way})
     fixed: Repair | None = None
-    if several:
+    if several and causality:
         fixed = repair(
             lines,
             domains,
-            collectives,
-            matched_transfers(ranks, domains),
+            bound.collectives,
+            bound.transfers,
             home=home,
             trusted={each: most_wrong(fits, ways.get(each)) for each in lines},
         )
@@ -157,7 +167,7 @@ def fit_clocks(ranks: Mapping[int, RankClockData] | Path, *, reference: int | No
             uncertainty=sum(each.uncertainty for each in way) if sources[domain] == "pings" else float("nan"),
             triangle=triangles.get(domain, float("nan")),
             corrected=0.0 if fixed is None else fixed.corrected[domain],
-            device=check_anchors(ranks[rank].spans),
+            device=bound.anchors.get(rank),
         )
     for rank, each in residuals.items():
         if each.device is not None and not each.device.sound:

@@ -68,8 +68,9 @@ class Trace:
         return bool(self.facts.get("simulated", False))
 
 
-def open_trace(run: Path | str) -> Trace:
-    """The newest session of ``run`` (a run's folder or its ``scan`` folder), clocks fitted.
+def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
+    """The newest session of ``run`` (a run's folder or its ``scan`` folder), clocks fitted; with ``causality``
+    so that nothing is received before it was sent, which reads every rank once.
 
     Raises ``ScanError`` when there is no trace or none of its ranks can be read.
     """
@@ -95,7 +96,7 @@ def open_trace(run: Path | str) -> Trace:
             f"{len(missing)} of {world} ranks left no readable file ({_few(missing)}): groups with them are "
             "not judged by their transfers"
         )
-    clocks = fit_clocks(light)
+    clocks = fit_clocks(light, causality=causality)
     return Trace(
         files=files,
         facts=facts,

@@ -207,6 +207,21 @@ def test_nothing_is_received_before_it_was_sent() -> None:
     assert errors(found, FALSE, 1).max() < errors(blind, FALSE, 1).max()
 
 
+def test_spans_are_read_only_where_they_are_needed() -> None:
+    class Unreadable(Rank):
+        def __getattribute__(self, name: str) -> object:
+            if name in ("spans", "groups", "strings"):
+                raise AssertionError(f"{name} was read")
+            return super().__getattribute__(name)
+
+    rng = np.random.default_rng(0)
+    some = {rank: Unreadable(meta=each.meta, pings=each.pings) for rank, each in job(rng).items()}
+    assert fit_clocks(some, causality=False).causality is None
+    with pytest.raises(AssertionError, match="was read"):
+        fit_clocks(some)
+    assert fit_clocks({rank: Unreadable(meta={"boot_id": "a"}) for rank in range(2)}).notes == ()
+
+
 def test_nobody_leaves_a_collective_before_the_last_has_come() -> None:
     rng = np.random.default_rng(0)
     ranks = job(rng, FALSE[:3])
@@ -275,12 +290,13 @@ def test_device_times_before_the_host_asked_are_said() -> None:
     spans = collectives(FALSE[:1], rng)[0]
     spans["device_begin"] = spans["begin"] + 5_000 + rng.exponential(50_000, len(spans)).astype(np.int64)
     spans["device_end"] = spans["device_begin"] + 1_000
-    sound = fit_clocks({0: with_spans(rank_on("a"), spans)})
+    host = Rank(meta={"boot_id": "a", "device_type": "cuda"})
+    sound = fit_clocks({0: with_spans(host, spans)})
     assert sound.notes == () and sound.residuals[0].device is not None
     assert sound.residuals[0].device.early == 0 and abs(sound.residuals[0].device.drift_ppm) < 1
     for field in ("device_begin", "device_end"):
         spans[field] += np.rint((spans["begin"] - START) * -30e-6).astype(np.int64)
-    drifting = fit_clocks({0: with_spans(rank_on("a"), spans)})
+    drifting = fit_clocks({0: with_spans(host, spans)})
     assert drifting.residuals[0].device is not None
     assert drifting.residuals[0].device.drift_ppm == pytest.approx(-30, abs=1)
     assert "anchored wrongly" in drifting.notes[0]
