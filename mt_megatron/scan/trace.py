@@ -69,8 +69,8 @@ class Trace:
 
 
 def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
-    """The newest session of ``run`` (a run's folder or its ``scan`` folder), clocks fitted; with ``causality``
-    so that nothing is received before it was sent, which reads every rank once.
+    """The newest session of ``run`` (a run's folder or its ``scan`` folder), clocks fitted; with
+    ``causality`` so that nothing is received before it was sent, which reads every rank once.
 
     Raises ``ScanError`` when there is no trace or none of its ranks can be read.
     """
