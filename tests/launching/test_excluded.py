@@ -1,0 +1,102 @@
+"""``mt-megatron launch --exclude-hosts``: who starts what when a run has listed hosts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.cli import launch
+from mt_megatron.cli.main import main
+
+TRAIN = ["--model", "llama3_8b", "--mock-data", "--train-iters", "1"]
+
+
+@pytest.fixture
+def lists(tmp_path: Path) -> tuple[str, str]:
+    hosts, excluded = tmp_path / "hosts", tmp_path / "excluded-hosts"
+    hosts.write_text("node-a slots=4\n127.0.0.1 slots=4\nnode-c slots=4\n")
+    excluded.write_text("node-a  # 2026-11-21T00:00:00Z slow_compute of rank 1: 1.4 times\n")
+    return str(hosts), str(excluded)
+
+
+def test_the_others_meet_at_the_first_that_is_left(
+    lists: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts, excluded = lists
+    given = ["launch", "--print", "command", "--hostfile", hosts]
+    assert main([*given, "--exclude-hosts", excluded, "--", *TRAIN, "--save", "/shared/run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["# on 127.0.0.1", "# on node-c"]
+    assert "--nnodes 2" in lines[1] and "--rdzv-endpoint 127.0.0.1:29500" in lines[1]
+    assert main([*given, "--", *TRAIN, "--save", "/shared/run"]) == 0
+    assert "# on node-a" in capsys.readouterr().out, "nobody is excluded by itself"
+
+
+def test_slurm_is_told(lists: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["launch", "--print", "slurm", "--nodes", "2", "--gpus-per-node", "4"]
+    assert main([*given, "--exclude-hosts", lists[1], "--", *TRAIN, "--save", "/shared/run"]) == 0
+    assert "#SBATCH --exclude=node-a\n" in capsys.readouterr().out
+    assert main([*given, "--exclude-hosts", "/none", "--", *TRAIN, "--save", "/shared/run"]) == 0
+    assert "--exclude" not in capsys.readouterr().out
+
+
+def test_an_excluded_machine_starts_nothing(
+    lists: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, excluded = lists
+    Path(excluded).write_text("127.0.0.1\n")
+    monkeypatch.setattr(launch, "_start", lambda *given: pytest.fail("it was started"))
+    assert main(["launch", "--hostfile", hosts, "--exclude-hosts", excluded, "--", *TRAIN]) == 0
+    assert "nothing is started" in capsys.readouterr().err
+    assert (
+        main(["launch", "--hostfile", hosts, "--exclude-hosts", excluded, "--node-rank", "1", "--", *TRAIN])
+        == 0
+    )
+
+
+def test_a_given_place_is_that_in_the_whole_hostfile(
+    lists: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, excluded = lists
+    places: list[tuple[int, bool | None, str]] = []
+
+    def start(job: object, meeting: object, config: object) -> int:
+        places.append((job.nodes, meeting.hosts_it, meeting.own_address))  # type: ignore[attr-defined]
+        return 0
+
+    monkeypatch.setattr(launch, "_start", start)
+    given = ["launch", "--hostfile", hosts, "--exclude-hosts", excluded]
+    for place in ("1", "2"):
+        assert main([*given, "--node-rank", place, "--", *TRAIN]) == 0
+    assert places == [(2, True, "127.0.0.1"), (2, False, "node-c")]
+
+
+def test_too_few_hosts_are_refused(lists: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    hosts, excluded = lists
+    given = ["launch", "--print", "command", "--exclude-hosts", excluded, "--nodes", "3"]
+    assert main([*given, "--hostfile", hosts, "--", *TRAIN]) == 2
+    assert "2 of 3 hosts are left" in capsys.readouterr().err
+    assert main(["launch", "--print", "command", "--exclude-hosts", excluded, "--", *TRAIN]) == 2
+    assert "nothing says which hosts there are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("listed", "code"), [(True, 79), (False, 1)])
+def test_a_stragglers_end_has_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bool, code: int
+) -> None:
+    """torchrun ends with 1 for both."""
+    folder = tmp_path / "run" / "scan"
+    folder.mkdir(parents=True)
+    (folder / "excluded-hosts").write_text("node-x\n")
+
+    def supervise(command: list[str], environment: object) -> int:
+        assert command[0] == sys.executable
+        if listed:
+            (folder / "excluded-hosts").write_text("node-x\nnode-y\n")
+        return 1
+
+    monkeypatch.setattr("mt_megatron.launching.supervise.supervise", supervise)
+    options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--backend", "cpu"]
+    assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == code
