@@ -233,6 +233,7 @@ def run_layout(layout: Layout, seed: int, most: int, scratch: Path, keep: Path |
         job(layout, folder, scratch / "data", network, groups) as running,
     ):
         _wait_for_first_steps(running)
+        groups.release(running.watcher())
         for fault in plan(layout, running, network, groups, seed)[:most]:
             _forget(scratch / "data.bin")
             wait_for_quiet(running, _QUIET_STEPS)

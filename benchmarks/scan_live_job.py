@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from scan_live_limits import Limits
 from scan_live_network import Hosts
 
@@ -143,6 +144,11 @@ class Job:
             if process.poll() is not None:
                 tail = (self.folder / f"output.{rank}").read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{tail}")
+
+    def watcher(self) -> list[int]:
+        """The process that watches; rank 0 started it, so it began within rank 0's limits."""
+        children = psutil.Process(self.processes[0].pid).children(recursive=True)
+        return [each.pid for each in children if "mt_megatron.scan.watch" in each.cmdline()]
 
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]

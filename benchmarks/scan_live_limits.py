@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -36,6 +36,12 @@ class Limits:
         """Put the calling process into the groups of ``rank`` (between fork and exec)."""
         for kind in ("cpu", "blkio"):
             (self._group(kind, rank) / "cgroup.procs").write_text(str(os.getpid()))
+
+    def release(self, pids: Iterable[int]) -> None:
+        """Take these processes out of every group."""
+        for pid in pids:
+            for kind in ("cpu", "blkio"):
+                (_ROOT / kind / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
         for rank in self._ranks:

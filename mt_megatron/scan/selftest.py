@@ -58,7 +58,8 @@ class Selftest:
 
     def lines(self) -> list[str]:
         """In words."""
-        found = [f"{len(self.hosts)} ranks on {len(set(self.hosts))} hosts, {self.device}"]
+        ranks, hosts = len(self.hosts), len(set(self.hosts))
+        found = [f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}, {self.device}"]
         for name, values in self.rates.items():
             unit = "GFLOP/s" if name == "products" else "GB/s"
             low, middle, high = (
