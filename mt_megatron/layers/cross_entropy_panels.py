@@ -3,7 +3,8 @@
 Logits lie with tokens as columns and are made a panel of the vocabulary at a time: with a few hundred
 tokens BLAS then divides the long side among its threads and packs no weight for nothing. A panel
 becomes exponentials while it is in the cache, and stays so: what divides them into a softmax, and the
-label's share, are factors of single tokens and go to the products' narrow sides.
+label's share, are factors of single tokens and go to the products' narrow sides. So the panel can be
+multiplied with its weights, for the gradient of the hidden states, while both are still in the cache.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .cross_entropy_blocks import leave_out, padding_from
 _PANEL = 2048
 """Words of one panel: with 192 tokens 1.5 MiB of logits."""
 
-_HEADROOM = 30.0
-"""How far above its token's reference a logit may be before the reference moves: far from overflow in
-the exponentials and in their sums."""
+_HEADROOM = 1e13
+"""What a panel's exponentials may sum to before their token's reference moves: its own logits are then about
+30 above it, far from overflow."""
 
 _MULTIPLE = 16
 """Tokens of a block are a multiple of what BLAS's kernels take at once."""
@@ -59,7 +60,8 @@ class Panels:
         losses = self.hidden.new_empty(self.hidden.shape[0])
         lse = torch.empty_like(losses)
         for rows, powers in self._blocks():
-            reference, total, predicted = self._exponentials(rows, powers)
+            into = None if grad is None else _rows(grad_hidden, rows)
+            reference, total, predicted = self._exponentials(rows, powers, into)
             highest, denominator = reference, total
             if self.group is not None:
                 highest, denominator, predicted = self._combined(reference, total, predicted)
@@ -67,7 +69,7 @@ class Panels:
             losses[rows] = lse[rows] - predicted
             if grad is not None:
                 share = grad[rows] * (reference - highest).exp_() / denominator
-                self._products(rows, powers, share, grad[rows], grad_hidden, grad_weight)
+                self._finish(rows, powers, share, grad[rows], into, grad_weight)
         return losses, lse
 
     def gradients(
@@ -75,33 +77,46 @@ class Panels:
     ) -> None:
         """The gradients alone, from logits computed again and the ``lse`` of ``losses``."""
         for rows, powers in self._blocks():
-            for _, panel in self._logits(rows, powers):
-                panel.sub_(lse[rows]).exp_()
-            self._products(rows, powers, grad[rows], grad[rows], grad_hidden, grad_weight)
+            into = _rows(grad_hidden, rows)
+            for ids, logits in self._logits(rows):
+                panel = torch.sub(logits, lse[rows], out=powers[ids]).exp_()
+                self._add_to_hidden(ids, panel, into)
+            self._finish(rows, powers, grad[rows], grad[rows], into, grad_weight)
 
-    def _exponentials(self, rows: slice, powers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill ``powers`` [v, t] with exp(logit - reference); the references, sums and label's logits [t]."""
+    def _exponentials(
+        self, rows: slice, powers: Tensor, into: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill ``powers`` [v, t] with exp(logit - reference), and ``into`` [t, h] with its product with the
+        weights; the references, sums and label's logits [t]."""
         column, inside = self._column[rows], self._inside[rows]
         total = torch.zeros(powers.shape[1])
         predicted = torch.zeros_like(total)
         reference = total
-        for ids, panel in self._logits(rows, powers):
+        for ids, logits in self._logits(rows):
             at = column - ids.start
-            here = inside & (at >= 0) & (at < panel.shape[0])
-            label = panel.gather(0, at.clamp_(0, panel.shape[0] - 1)[None])[0]
+            here = inside & (at >= 0) & (at < logits.shape[0])
+            label = logits.gather(0, at.clamp_(0, logits.shape[0] - 1)[None])[0]
             predicted = torch.where(here, label, predicted)
-            highest = panel.amax(dim=0)
             if ids.start == 0:
-                reference = highest
-            elif bool((highest > reference + _HEADROOM).any()):
-                moved = torch.maximum(highest, reference)
+                reference = logits.amax(dim=0)
+            panel = powers[ids]
+            sums = torch.sub(logits, reference, out=panel).exp_().sum(dim=0)
+            if ids.start and not bool((sums < _HEADROOM).all()):
+                moved = torch.maximum(logits.amax(dim=0), reference)
                 factor = (reference - moved).exp_()
                 powers[: ids.start].mul_(factor)
+                if into is not None:
+                    into.mul_(factor[:, None])
                 total.mul_(factor)
                 reference = moved
-            panel.sub_(reference).exp_()
-            total.add_(panel.sum(dim=0))
+                sums = torch.sub(logits, reference, out=panel).exp_().sum(dim=0)
+            total.add_(sums)
+            self._add_to_hidden(ids, panel, into)
         return reference, total, predicted
+
+    def _add_to_hidden(self, ids: slice, panel: Tensor, into: Tensor | None) -> None:
+        if into is not None:
+            gemm("dgrad", panel.t(), self.weight[ids], out=into, accumulate=ids.start > 0)
 
     def _combined(self, reference: Tensor, total: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same over the whole vocabulary, of which every rank has a part: one exchange."""
@@ -112,36 +127,35 @@ class Panels:
         highest = references.amax(dim=0)
         return highest, ((references - highest).exp_() * totals).sum(dim=0), labels.sum(dim=0)
 
-    def _products(
+    def _finish(
         self,
         rows: slice,
         powers: Tensor,
         share: Tensor,
         grad: Tensor,
-        grad_hidden: Tensor | None,
+        into: Tensor | None,
         grad_weight: Tensor | None,
     ) -> None:
-        """The logits' gradient is ``share * powers``, less ``grad`` at the label; neither is formed."""
+        """The logits' gradient is ``share * powers``, less ``grad`` at the label; it is never formed."""
         column = self._column[rows]
         label = torch.where(self._inside[rows], grad, 0.0)[:, None]
-        if grad_hidden is not None:
-            out = linear._flat(grad_hidden)[rows]
-            gemm("dgrad", powers.t(), self.weight, out=out)
-            out.mul_(share[:, None]).sub_(self.weight[column].mul_(label))
+        if into is not None:
+            into.mul_(share[:, None]).sub_(self.weight[column].mul_(label))
         if grad_weight is not None:
             hidden = self.hidden[rows]
             gemm("wgrad", powers.t(), hidden * share[:, None], out=grad_weight, accumulate=True)
             grad_weight.index_add_(0, column, (hidden * label).to(grad_weight.dtype), alpha=-1)
 
-    def _logits(self, rows: slice, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The ids and logits [words, tokens] of every panel, written to ``out`` [v, t]."""
+    def _logits(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """The ids and logits [words, tokens] of every panel."""
         hidden = self.hidden[rows]
         for start in range(0, self._size, _PANEL):
             ids = slice(start, min(self._size, start + _PANEL))
-            gemm("fprop", hidden, self.weight[ids], out=out[ids].t())
+            # The transposed product: words take the tokens' place.
+            logits = gemm("fprop", self.weight[ids], hidden)
             if ids.stop > self._padding:
-                leave_out(out[ids].t(), max(self._padding - start, 0))
-            yield ids, out[ids]
+                leave_out(logits.t(), max(self._padding - start, 0))
+            yield ids, logits
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of almost equal length, each with room for its logits [v, t], which all share."""
@@ -157,3 +171,7 @@ class Panels:
         for stop in ends:
             yield slice(start, stop), room[: (stop - start) * self._size].view(self._size, stop - start)
             start = stop
+
+
+def _rows(grad_hidden: Tensor | None, rows: slice) -> Tensor | None:
+    return None if grad_hidden is None else linear._flat(grad_hidden)[rows]

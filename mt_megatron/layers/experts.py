@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..seams.gemm import GemmRole, wgrad_queue
+from ..seams.gemm import GemmRole, gemm, wgrad_queue
 from ..seams.grouped_gemm import (
     TokenGroups,
     compiled_for_each_shape,
-    expert_gemm,
     grouped_gemm,
     groups_from,
     has_grouped_kernel,
@@ -114,8 +113,8 @@ class _Tile:
         recipe = linear._recipe(like)
         out = into[self.rows.start : self.rows.start + self.padded]
         if out.shape[0] == self.padded:
-            return expert_gemm(role, a, weight[self.expert], out=out, recipe=recipe)
-        result = expert_gemm(role, a, weight[self.expert], recipe=recipe)
+            return gemm(role, a, weight[self.expert], out=out, recipe=recipe)
+        result = gemm(role, a, weight[self.expert], recipe=recipe)
         out.copy_(result[: out.shape[0]])
         return result
 
@@ -124,7 +123,7 @@ class _Tile:
         recipe = linear._recipe(like)
         if self.expert is None:
             return grouped_gemm(role, a, weight, self.groups, recipe=recipe)
-        return expert_gemm(role, a, weight[self.expert], recipe=recipe)
+        return gemm(role, a, weight[self.expert], recipe=recipe)
 
     def wgrad(self, grad: Tensor, input: Tensor, like: Tensor, out: Tensor, accumulate: bool) -> None:
         """The weights' gradient into ``out`` [e, n, k], which gets this tile's experts alone."""
@@ -132,7 +131,7 @@ class _Tile:
         if self.expert is None:
             grouped_gemm("wgrad", grad, input, self.groups, out=out, accumulate=accumulate, recipe=recipe)
         else:
-            expert_gemm("wgrad", grad, input, out=out[self.expert], accumulate=accumulate, recipe=recipe)
+            gemm("wgrad", grad, input, out=out[self.expert], accumulate=accumulate, recipe=recipe)
 
 
 def _tiles(groups: TokenGroups, a: Tensor, weight: Tensor) -> Iterator[_Tile]:

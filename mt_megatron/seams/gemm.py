@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, MtMegatronError
+from . import onednn
 
 GemmRole = Literal["fprop", "dgrad", "wgrad"]
 
@@ -74,7 +75,7 @@ def torch_gemm(
     accumulate: bool = False,
     recipe: Any = None,
 ) -> Tensor:
-    """The default: ``torch.mm`` in the operands' dtype.
+    """The default: ``torch.mm`` in the operands' dtype, or oneDNN where that is faster for fp32 (``onednn``).
 
     A result that goes into an fp32 ``out`` under bf16 or fp16 is rounded on the way, except on CUDA
     with torch 2.8 or later: nothing else in torch has a GEMM that returns its fp32 accumulators.
@@ -89,6 +90,8 @@ def torch_gemm(
         b = b.t()
     elif role == "wgrad":
         a = a.t()
+    if onednn.suits(a, b):
+        return onednn.matmul(a, b, out=out, accumulate=accumulate)
     if out is None:
         return torch.mm(a, b)
     if out.dtype != a.dtype:

@@ -125,7 +125,7 @@ def _one_by_one(
         for expert, (start, end) in enumerate(bounds):
             if end > start:
                 into = out[expert]
-                expert_gemm(role, a[start:end], b[start:end], out=into, accumulate=accumulate, recipe=recipe)
+                gemm(role, a[start:end], b[start:end], out=into, accumulate=accumulate, recipe=recipe)
             elif not accumulate:
                 out[expert].zero_()
         return out
@@ -134,23 +134,8 @@ def _one_by_one(
     for expert, (start, end) in enumerate(bounds):
         if end > start:
             into = out[start:end]
-            expert_gemm(role, a[start:end], b[expert], out=into, accumulate=accumulate, recipe=recipe)
+            gemm(role, a[start:end], b[expert], out=into, accumulate=accumulate, recipe=recipe)
     return out
-
-
-def expert_gemm(
-    role: GemmRole,
-    a: Tensor,
-    b: Tensor,
-    *,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    recipe: Any = None,
-) -> Tensor:
-    """``seams.gemm.gemm`` for one expert; the default comes from the faster of a CPU's libraries."""
-    if recipe is None and a.shape[0] and _single.is_plain() and onednn.preferred(a):
-        return onednn.product(role, a, b, out=out, accumulate=accumulate)
-    return gemm(role, a, b, out=out, accumulate=accumulate, recipe=recipe)
 
 
 def compiled_for_each_shape(like: Tensor) -> bool:

@@ -12,11 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gemm import GemmRole
+_LEAST_PRODUCTS = 1 << 22
+"""Multiplications of the smallest product that pays for oneDNN's 12 us a call and its packing."""
+
+_LEAST_SIDE = 16
+"""Rows, columns or summands of the thinnest product that keeps its kernels busy."""
+
+_PANEL = 1 << 20
+"""Elements of a result that are made before they go to where they belong: 4 MiB."""
+
+
+def suits(a: Tensor, b: Tensor) -> bool:
+    """Whether ``a`` [m, k] times ``b`` [k, n] is faster there. By processor and shape alone."""
+    m, k, n = *a.shape, b.shape[1]
+    if min(m, k, n) < _LEAST_SIDE or m * k * n < _LEAST_PRODUCTS:
+        return False
+    return b.dtype is a.dtype and preferred(a)
 
 
 def preferred(a: Tensor) -> bool:
-    """Whether products with ``a`` should go to oneDNN: fp32 on such a processor, with oneDNN on."""
+    """Whether large products with ``a`` go to oneDNN: fp32 on such a processor, with oneDNN on."""
     if a.dtype is not torch.float32 or a.device.type != "cpu":
         return False
     return bool(torch.backends.mkldnn.enabled) and _processor()
@@ -44,15 +59,23 @@ def _first_processor(lines: Any) -> Any:
         yield line
 
 
-def product(
-    role: GemmRole, a: Tensor, b: Tensor, *, out: Tensor | None = None, accumulate: bool = False
-) -> Tensor:
-    """``seams.gemm.gemm`` of two fp32 operands; outside autograd."""
-    if role == "dgrad":
-        b = b.t()
-    elif role == "wgrad":
-        a, b = a.t(), b.t()
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    """``a`` [m, k] times ``b`` [k, n] in fp32, written or with ``accumulate`` added to ``out`` [m, n] of any
+    floating dtype and any strides; outside autograd. No temporary is larger than a panel of the result."""
     if out is None:
-        return result
-    return out.add_(result) if accumulate else out.copy_(result)
+        return _linear(a, b.t())
+    if out.stride(0) == 1 and out.stride(1) != 1:
+        # The result comes in rows; those of the transposed product lie as ``out`` does.
+        a, b, into = b.t(), a.t(), out.t()
+    else:
+        into = out
+    step = max(_LEAST_SIDE, _PANEL // b.shape[1])
+    for start in range(0, a.shape[0], step):
+        part = into[start : start + step]
+        (part.add_ if accumulate else part.copy_)(_linear(a[start : start + step], b.t()))
+    return out
+
+
+def _linear(a: Tensor, weight: Tensor) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
+    return result
