@@ -26,12 +26,14 @@ from mt_megatron.errors import PatchError
 from mt_megatron.scan.act import OnStraggler
 from mt_megatron.scan.attendant import Attendant
 from mt_megatron.scan.board import StoreBoard
+from mt_megatron.scan.depth import Depth
 from mt_megatron.scan.levels import Level, Window
 from mt_megatron.scan.machine import boot_id
 from mt_megatron.scan.pings import ClockPings
 from mt_megatron.scan.recorder import Recorder
 from mt_megatron.scan.run_files import run_files, write_run
 from mt_megatron.scan.segments import sessions
+from mt_megatron.scan.sources import Sources
 from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
 from mt_megatron.seams.layout import RankLayout
 
@@ -148,8 +150,12 @@ class Session:
             telemetry=self._backend.telemetry,
         )
         self.recorder = recorder
-        self._closing.append(recorder.close)
+        depth = Depth(recorder, self._backend, self._modules)
+        self._closing += [recorder.close, depth.close]
         recorder.start()
+        sources = Sources(recorder, self._backend, self._modules)
+        self._closing.append(sources.close)
+        sources.start()
         self._attendant = Attendant(
             self.files,
             rank=self._rank,
