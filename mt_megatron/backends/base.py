@@ -118,6 +118,10 @@ class Backend(Protocol):
     def new_stream(self) -> Any | None:
         """A stream of the current device on which nothing else runs; None where there are none."""
 
+    def profiler_activity(self) -> str | None:
+        """The ``torch.profiler.ProfilerActivity`` of this device's kernels; None where operators on the
+        host are all there is."""
+
     def torch_overrides(self) -> Mapping[str, Any]:
         """Dotted names below ``torch`` and the object Megatron's modules see there instead, for
         example ``{"cuda": namespace, "zeros": factory}``. Empty without redirection."""

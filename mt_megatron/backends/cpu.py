@@ -150,6 +150,9 @@ class CpuBackend:
     def new_stream(self) -> None:
         """There is nothing to run beside."""
 
+    def profiler_activity(self) -> None:
+        """Operators run on the host."""
+
     def torch_overrides(self) -> Mapping[str, Any]:
         translator = DeviceTranslator(self)
         overrides = torch_factories(translator)

@@ -132,5 +132,8 @@ class CudaBackend:
     def new_stream(self) -> Any:
         return torch.cuda.Stream()
 
+    def profiler_activity(self) -> str:
+        return "CUDA"
+
     def torch_overrides(self) -> Mapping[str, Any]:
         return {}

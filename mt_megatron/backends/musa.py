@@ -145,6 +145,9 @@ class MusaBackend:
     def new_stream(self) -> Any:
         return _musa().Stream()
 
+    def profiler_activity(self) -> str:
+        return "PrivateUse1"
+
     def torch_overrides(self) -> Mapping[str, Any]:
         translator = DeviceTranslator(self)
         overrides = torch_factories(translator)

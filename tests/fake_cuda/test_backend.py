@@ -72,6 +72,7 @@ METHODS: dict[str, tuple[Callable[[CudaBackend], Any], Any, list[str]]] = {
     "fused": (lambda b: b.fused("swiglu"), None, []),
     "pins_host_memory": (lambda b: b.pins_host_memory(), True, []),
     "timed_event": (lambda b: type(b.timed_event()), Event, []),
+    "profiler_activity": (lambda b: b.profiler_activity(), "CUDA", []),
     "new_stream": (lambda b: type(b.new_stream()), Stream, []),
     "torch_overrides": (lambda b: dict(b.torch_overrides()), {}, []),
 }
