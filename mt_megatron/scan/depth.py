@@ -29,7 +29,7 @@ class Depth:
     def close(self) -> None:
         """Take off the hooks, end the window, write what the device has done."""
         self._changed("off", "off")
-        self._kernels.stop()
+        self._kernels.close()
         if self._started:
             self._started = False
             self._device.stop()
@@ -38,11 +38,11 @@ class Depth:
         if LEVELS.index(new) >= LEVELS.index("full"):
             self._hooks.attach()
         else:
-            self._hooks.remove()
+            self._hooks.detach()
         if new == "kernel":
             self._kernels.start()
         else:
-            self._kernels.leave()
+            self._kernels.stop()
         if self._started:
             self._device.set_level(new)
         elif new != "off":

@@ -33,7 +33,6 @@ from mt_megatron.scan.pings import ClockPings
 from mt_megatron.scan.recorder import Recorder
 from mt_megatron.scan.run_files import run_files, write_run
 from mt_megatron.scan.segments import sessions
-from mt_megatron.scan.sources import Sources
 from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
 from mt_megatron.seams.layout import RankLayout
 
@@ -153,9 +152,6 @@ class Session:
         depth = Depth(recorder, self._backend, self._modules)
         self._closing += [recorder.close, depth.close]
         recorder.start()
-        sources = Sources(recorder, self._backend, self._modules)
-        self._closing.append(sources.close)
-        sources.start()
         self._attendant = Attendant(
             self.files,
             rank=self._rank,
