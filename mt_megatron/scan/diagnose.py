@@ -63,10 +63,13 @@ class Diagnoser:
 
     def __init__(self, places: Mapping[int, Place], clocks: Clocks, *, looks: int = 1) -> None:
         """``looks``: how often the same steps will be judged; more looks need clearer signs."""
+        self.clocks = clocks
+        """Replace it when clocks are fitted anew; times fed before keep theirs."""
+
         self._places = dict(places)
         self._looks = looks
         self._parts: list[RankSteps] = []
-        self._exchanges = ExchangeStore(self._places, lambda ranks: clock_error(clocks, ranks))
+        self._exchanges = ExchangeStore(self._places, lambda ranks: clock_error(self.clocks, ranks))
 
     def feed(self, steps: RankSteps, exchanges: RankExchanges) -> None:
         """Add steps of one rank. Those of other ranks have to hold the same steps before ``settle``."""

@@ -88,7 +88,9 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         raise ScanError(
             f"found no readable segment below {files.root}; expected files such as rank-00000/000000.scan"
         )
-    light = {rank: _Light(files, rank, newest) for rank, each in by_rank.items() if newest in each}
+    # The whole of one rank at a time.
+    shared: dict[str, Any] = {}
+    light = {rank: _Light(files, rank, newest, shared) for rank, each in by_rank.items() if newest in each}
     world = int(facts.get("world_size", max(light) + 1))
     missing = tuple(rank for rank in range(world) if rank not in light)
     if missing:
@@ -103,7 +105,7 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         session=newest,
         ranks=tuple(sorted(light)),
         missing=missing,
-        places=_places(facts, light),
+        places=places_of(facts, {rank: each.meta for rank, each in light.items()}),
         clocks=clocks,
         notes=(*notes, *clocks.notes),
     )
@@ -119,22 +121,23 @@ def clock_error(clocks: Clocks, ranks: Iterable[int]) -> float:
         known = clocks.residuals.get(rank)
         if known is None:
             return float("inf")
-        if known.source in ("reference", "same clock") and known.hops == 0:
+        if known.source == "reference" or (known.source == "same clock" and not known.hops):
             continue
-        parts = (known.residual_p99, known.triangle, 0.0)
-        bound = known.uncertainty if np.isfinite(known.uncertainty) else float("inf")
-        worst = max(worst, min(bound, max(part for part in parts if part == part)))
-        if not np.isfinite(known.uncertainty):
+        if known.source not in ("pings", "same clock"):
             return float("inf")
-    return 2.0 * worst
+        parts = [part for part in (known.residual_p99, known.triangle) if part == part]
+        if not parts:
+            parts = [known.uncertainty]
+        worst = max(worst, *parts)
+    return 2.0 * worst if worst == worst else float("inf")
 
 
-def _places(facts: Mapping[str, Any], light: Mapping[int, _Light]) -> dict[int, Place]:
-    found = {rank: _place(rank, each.meta) for rank, each in light.items()}
+def places_of(facts: Mapping[str, Any], metas: Mapping[int, Mapping[str, Any]]) -> dict[int, Place]:
+    """Who is where: ``run.json``'s word, and where it is silent the ranks' own (their first notes)."""
+    found = {rank: _place(rank, meta) for rank, meta in metas.items()}
     for row in facts.get("ranks", ()):
         rank = int(row["rank"])
-        known = light[rank].meta if rank in light else {}
-        found[rank] = _place(rank, {**known, **row})
+        found[rank] = _place(rank, {**metas.get(rank, {}), **row})
     return found
 
 
@@ -154,9 +157,10 @@ def _few(ranks: tuple[int, ...]) -> str:
 class _Light:
     """What the clock fit needs of a rank; its spans are read only if the fit asks for them."""
 
-    def __init__(self, files: RunFiles, rank: int, session: int) -> None:
+    def __init__(self, files: RunFiles, rank: int, session: int, shared: dict[str, Any]) -> None:
         self._folder = files.rank_folder(rank)
         self._session = session
+        self._shared = shared
         metas = ((path, segment_meta(path)) for path in segment_paths(self._folder))
         kept = [(path, meta) for path, meta in metas if meta and int(meta.get("session", 0)) == session]
         self._paths = [path for path, _ in kept]
@@ -172,7 +176,7 @@ class _Light:
 
     @property
     def spans(self) -> NDArray[np.void]:
-        """Read anew at every call: only clocks without pings need them."""
+        """Read when asked for, and kept until another rank's are."""
         return self._whole().spans
 
     @property
@@ -186,4 +190,7 @@ class _Light:
         return self._whole().strings
 
     def _whole(self) -> RankTrace:
-        return read_rank(self._folder, session=self._session)
+        if self._shared.get("folder") != self._folder:
+            self._shared.update(folder=self._folder, trace=read_rank(self._folder, session=self._session))
+        found: RankTrace = self._shared["trace"]
+        return found

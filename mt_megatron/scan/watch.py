@@ -1,0 +1,248 @@
+"""Watches a run from outside while it trains: ``python -m mt_megatron.scan.watch RUN --parent-pid N``.
+
+A process of low priority that reads what the ranks append to their traces, judges the last steps with the
+same code as the report, and writes what it finds to ``RUN/scan/findings.jsonl``. It never touches the
+training processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+from mt_megatron.errors import MtMegatronError, ScanError
+
+from .alerts import Alerts
+from .clock import Clocks, fit_clocks
+from .diagnose import SURE, Diagnoser, read_part
+from .findings import Finding
+from .hangs import find_hang
+from .run_files import RunFiles, read_run, run_files
+from .step_features import RankSteps
+from .tails import RankTail
+from .trace import Place, places_of
+
+WINDOW = 80
+"""Steps that are judged together."""
+
+WARM_UP = 2
+"""First steps of a session that are not judged."""
+
+LOOKS = 50
+"""The last steps are judged again and again; the bar is as for this many independent looks."""
+
+AT_ONCE = 0.9
+"""A finding less sure than this is told when the next look confirms it."""
+
+CLOCKS_EVERY_S = 60.0
+
+
+class Watch:
+    """One run. ``look`` once in a while; what is found is in the file and told by ``alerts``."""
+
+    def __init__(self, files: RunFiles, alerts: Alerts | None = None, *, hang_after_s: float = 5.0) -> None:
+        self._files = files
+        self._alerts = alerts
+        self._hang_after_ns = int(hang_after_s * 1e9)
+        self._tails: dict[int, RankTail] = {}
+        self._started = False
+        self._reset(-1)
+
+    def _reset(self, session: int) -> None:
+        self._session = session
+        self._clocks = Clocks(reference=0)
+        self._clocks_at = -1e9
+        self._places: dict[int, Place] = {}
+        self._diagnoser: Diagnoser | None = None
+        self._done: int | None = None
+        self._first: int | None = None
+        self._candidates: set[tuple[object, ...]] = set()
+        self._told: set[tuple[object, ...]] = set()
+
+    def look(self, *, final: bool = False) -> list[Finding]:
+        """Take in what is new and judge it; what is found for the first time is told and returned."""
+        for rank in self._files.ranks():
+            if rank not in self._tails:
+                self._tails[rank] = RankTail(self._files.rank_folder(rank), rank)
+        for tail in self._tails.values():
+            tail.poll()
+        session = max((tail.session for tail in self._tails.values()), default=-1)
+        if session > self._session:
+            self._reset(session)
+        tails = {rank: tail for rank, tail in self._tails.items() if tail.session == self._session}
+        if not tails or not self._know_places(tails):
+            return []
+        told = []
+        hang = self._hang(tails)
+        if hang is not None:
+            told += self._tell([hang], sure=True)
+        if self._take_steps(tails, final=final):
+            told += self._tell(self._judge(), sure=final)
+        return told
+
+    def _know_places(self, tails: dict[int, RankTail]) -> bool:
+        """Whether all ranks of the run have begun to write; clocks are fitted now and then."""
+        now = time.monotonic()
+        if self._diagnoser is not None and now - self._clocks_at < CLOCKS_EVERY_S:
+            return True
+        try:
+            facts = read_run(self._files)
+        except ScanError:
+            return False
+        if self._diagnoser is None and len(tails) < int(facts.get("world_size", 1)):
+            return False
+        self._clocks = fit_clocks({rank: tail.trace for rank, tail in tails.items()})
+        self._clocks_at = now
+        self._places = places_of(facts, {rank: tail.meta for rank, tail in tails.items()})
+        if self._diagnoser is None:
+            self._diagnoser = Diagnoser(self._places, self._clocks, looks=LOOKS)
+        else:
+            self._diagnoser.clocks = self._clocks
+        return True
+
+    def _take_steps(self, tails: dict[int, RankTail], *, final: bool) -> bool:
+        """Feed the steps that every rank has finished and left; whether there were any."""
+        assert self._diagnoser is not None
+        ready = []
+        for tail in tails.values():
+            steps = tail.steps_done
+            # The last one is whole only when the next has begun: a checkpoint may follow it.
+            usable = steps if final else steps[:-1]
+            if not len(usable):
+                return False
+            ready.append(int(usable[-1]))
+        last = min(ready)
+        if self._done is not None and last <= self._done:
+            return False
+        for rank, tail in tails.items():
+            steps_of, exchanges, _ = read_part(rank, tail.part(last), self._clocks)
+            self._diagnoser.feed(_until(steps_of, last), exchanges)
+            if self._first is None and len(steps_of.iteration):
+                self._first = int(steps_of.iteration[0])
+        self._diagnoser.settle()
+        self._done = last
+        self._diagnoser.forget(last - WINDOW)
+        return True
+
+    def _judge(self) -> list[Finding]:
+        assert self._diagnoser is not None and self._done is not None
+        first = max((self._first or 0) + WARM_UP, self._done - WINDOW)
+        table = self._diagnoser.table(first, self._done)
+        if self._alerts is not None and table.iteration.size:
+            seconds = float(np.nanmedian(table.columns["step"][:, -1])) / 1e9
+            self._alerts.progress(step=self._done, step_seconds=seconds, ranks_seen=len(table.ranks))
+        found = self._diagnoser.findings(first_step=first, last_step=self._done)
+        return [each for each in found if each.confidence >= SURE and each.cause != "unknown"]
+
+    def _hang(self, tails: dict[int, RankTail]) -> Finding | None:
+        if not any(tail.waits for tail in tails.values()):
+            return None
+        ends = {rank: tail.end(self._clocks) for rank, tail in tails.items()}
+        # Nobody may write any more: then this process's clock says how long.
+        silent = time.monotonic() - max(tail.fresh for tail in tails.values())
+        now = max(end.last_seen for end in ends.values()) + int(silent * 1e9)
+        return find_hang(ends, self._places, now=now, after=self._hang_after_ns)
+
+    def _tell(self, found: list[Finding], *, sure: bool) -> list[Finding]:
+        told, seen = [], set()
+        for each in found:
+            key = (each.cause, each.ranks, each.details.get("seq") if each.cause == "hang" else None)
+            seen.add(key)
+            if key in self._told:
+                continue
+            if sure or each.confidence >= AT_ONCE or key in self._candidates:
+                self._told.add(key)
+                self._write(each)
+                told.append(each)
+        if not sure:
+            self._candidates = seen
+        return told
+
+    def _write(self, finding: Finding) -> None:
+        step = self._done if self._done is not None else finding.last_step
+        at = time.time()
+        line = json.dumps({**finding.to_dict(), "time_unix": at, "named_at_step": step}) + "\n"
+        handle = os.open(self._files.findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+        if self._alerts is not None:
+            self._alerts.finding(finding, named_at_step=step, time_unix=at)
+
+
+def _until(steps: RankSteps, last: int) -> RankSteps:
+    keep = steps.iteration <= last
+    return replace(
+        steps,
+        iteration=steps.iteration[keep],
+        begin=steps.begin[keep],
+        end=steps.end[keep],
+        columns={name: values[keep] for name, values in steps.columns.items()},
+    )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Watch until the parent is gone or a signal ends it; what is in hand is judged a last time."""
+    parser = argparse.ArgumentParser(prog="python -m mt_megatron.scan.watch", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder, or its 'scan' folder")
+    parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
+    parser.add_argument("--period", type=float, default=0.5, help="seconds between two looks")
+    parser.add_argument(
+        "--hang-seconds", type=float, default=5.0, help="open operations older than this hang"
+    )
+    parser.add_argument("--webhook")
+    parser.add_argument("--prometheus-port", type=int)
+    options = parser.parse_args(arguments)
+    files = run_files(options.run)
+    ended = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        ended = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    try:
+        alerts = Alerts(files.root, webhook=options.webhook, prometheus_port=options.prometheus_port)
+    except MtMegatronError as error:
+        print(f"scan: {error}", file=sys.stderr)
+        return 2
+    with alerts:
+        watch = Watch(files, alerts, hang_after_s=options.hang_seconds)
+        while not ended and (options.parent_pid is None or _alive(options.parent_pid)):
+            begun = time.monotonic()
+            watch.look()
+            took = time.monotonic() - begun
+            # At most a tenth of a processor, whatever the world's size.
+            until = begun + took + max(options.period, 9.0 * took)
+            while not ended and time.monotonic() < until:
+                time.sleep(min(0.1, options.period))
+        watch.look(final=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
