@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..seams import events
+from ..seams import collectives, events
 
 # torch renamed these twice; the newest name is the one that does not warn.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -44,7 +44,7 @@ class AllGather:
     def shards(self, own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         gathered = own.new_empty(size * own.size(0), *own.shape[1:])
-        with events.span("collective", op="all_gather", group="cp", bytes=_bytes(gathered)):
+        with collectives.announced("all_gather", "cp", group, own):
             _all_gather(gathered, own, group=group)
         for step in range(size):
             source = (rank - step) % size
@@ -59,7 +59,7 @@ class AllGather:
             total[source] = part
         assert total is not None
         mine = total.new_empty(own.shape)
-        with events.span("collective", op="reduce_scatter", group="cp", bytes=_bytes(total)):
+        with collectives.announced("reduce_scatter", "cp", group, total):
             _reduce_scatter(mine, total.flatten(0, 1), group=group)
         return mine
 
@@ -96,6 +96,10 @@ class _Transfer:
         self._sent, self._received = tensor, torch.empty_like(tensor)
         following = dist.get_global_rank(group, (rank + 1) % size)
         before = dist.get_global_rank(group, (rank - 1) % size)
+        self._attrs: dict[str, Any] | None = None
+        if events.listening():
+            self._attrs = collectives.described("ring", "cp", group, collectives.size_of(tensor))
+            self._attrs["peer"] = before
         self._works: list[Any] = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, following, group),
@@ -104,14 +108,10 @@ class _Transfer:
         )
 
     def received(self) -> Tensor:
-        with events.span("collective", op="ring", group="cp", bytes=_bytes(self._received)):
+        with collectives.part(self._attrs, "wait"):
             for work in self._works:
                 work.wait()
         return self._received
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 EXCHANGES: dict[str, Exchange] = {"all_gather": AllGather(), "p2p": Ring()}

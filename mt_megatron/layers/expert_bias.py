@@ -14,6 +14,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from ..seams import collectives
+from ..seams.group_names import name_of
 from .router_passes import Passes
 
 _found: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
@@ -84,7 +86,8 @@ def _sum_over_copies(counts: Tensor) -> None:
 
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(counts, group=group)
+        with collectives.announced("all_reduce", name_of(group), group, counts):
+            torch.distributed.all_reduce(counts, group=group)
 
 
 class _Step:

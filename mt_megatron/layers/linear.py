@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
-from ..seams import events
+from ..seams import collectives, events
 from ..seams.gemm import gemm, wgrad_queue
 
 # torch renamed these twice; the newest name is the one that does not warn.
@@ -97,10 +97,12 @@ class TensorParallelLinear(torch.autograd.Function):
                     gather.wait()
                 # Started before wgrad so that it overlaps with it.
                 if ctx.allreduce_dgrad:
-                    reduction = _Collective("all_reduce", grad_input, dist.all_reduce)
+                    reduction = _Collective("all_reduce", grad_input, dist.all_reduce, asynchronous=True)
                 elif ctx.sequence_parallel:
                     total_grad_input, grad_input = grad_input, torch.empty_like(input)
-                    reduction = _Collective("reduce_scatter", grad_input, _reduce_scatter, total_grad_input)
+                    reduction = _Collective(
+                        "reduce_scatter", grad_input, _reduce_scatter, total_grad_input, asynchronous=True
+                    )
 
             flat = _flat(grad_output)
             grad_weight = None
@@ -142,7 +144,7 @@ class FrozenLinear(torch.autograd.Function):
             grad_input = _dgrad(grad_output, weight, ctx.dtype)
             reduction = None
             if ctx.allreduce_dgrad:
-                reduction = _Collective("all_reduce", grad_input, dist.all_reduce)
+                reduction = _Collective("all_reduce", grad_input, dist.all_reduce, asynchronous=True)
             grad_bias = _flat(grad_output).sum(dim=0) if ctx.needs_input_grad[2] else None
             if reduction is not None:
                 reduction.wait()
@@ -303,18 +305,34 @@ def _keep_for_drain(ctx: Any, grad_output: Tensor) -> bool:
 
 
 class _Collective:
-    """One asynchronous collective of the tensor parallel group, with its events."""
+    """One collective of the tensor parallel group, with its events: one from here to ``wait``, or where
+    work goes on meanwhile (``asynchronous``) one for its start and one for the wait."""
 
-    def __init__(self, op: str, output: Tensor, run: Callable[..., Any], *inputs: Tensor) -> None:
-        if events.listening():
-            attrs = {"group": "tp", "asynchronous": True, "bytes": output.numel() * output.element_size()}
-            events.begin("collective", op=op, **attrs)
+    def __init__(
+        self, op: str, output: Tensor, run: Callable[..., Any], *inputs: Tensor, asynchronous: bool = False
+    ) -> None:
         group = parallel_state.get_tensor_model_parallel_group()
+        self._attrs: dict[str, Any] | None = None
+        self._asynchronous = asynchronous
+        if events.listening():
+            size = collectives.size_of(*(inputs or (output,)))
+            self._attrs = collectives.described(op, "tp", group, size)
+        if asynchronous:
+            with collectives.part(self._attrs, "start"):
+                self._work = run(output, *inputs, group=group, async_op=True)
+            return
+        if self._attrs is not None:
+            events.begin("collective", **self._attrs)
         self._work = run(output, *inputs, group=group, async_op=True)
 
     def wait(self) -> None:
+        if self._asynchronous:
+            with collectives.part(self._attrs, "wait"):
+                self._work.wait()
+            return
         self._work.wait()
-        events.end("collective")
+        if self._attrs is not None:
+            events.end("collective")
 
 
 def _gather(
@@ -323,7 +341,7 @@ def _gather(
     """Every rank's ``input`` in a shared buffer; complete once the returned collective was waited for."""
     size = (input.shape[0] * parallel_state.get_tensor_model_parallel_world_size(), *input.shape[1:])
     gathered = parallel_state.get_global_memory_buffer().get_tensor(size, input.dtype, buffer)
-    work = _Collective("all_gather", gathered, _all_gather, input)
+    work = _Collective("all_gather", gathered, _all_gather, input, asynchronous=asynchronous)
     if asynchronous:
         return gathered, work
     work.wait()

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from .. import _session
 from ..errors import ConfigError
+from ..seams import collectives
+from ..seams.group_names import name_of
 from ..seams.loss_gradient import announced, announced_loss_gradient
 from .mtp_loss import DepthLosses, document_numbers, shifted
 
@@ -106,7 +108,9 @@ def sum_embedding_gradients(chunks: list[Any], config: Any) -> None:
     else:
         return
     for parameter in _shared_parameters(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)):
-        dist.all_reduce(parameter.main_grad, group=parallel_state.get_embedding_group())
+        group = parallel_state.get_embedding_group()
+        with collectives.announced("all_reduce", name_of(group), group, parameter.main_grad):
+            dist.all_reduce(parameter.main_grad, group=group)
 
 
 def forward(

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..seams import collectives
+from ..seams.group_names import name_of
 from .router_choice import RouterOptions, count_tokens
 
 
@@ -46,7 +48,8 @@ def sequence_loss(scores: Tensor, counts: Tensor, topk: int, coefficient: float,
     if group is not None:
         parts = torch.distributed.get_world_size(group)
         counts = counts.clone()
-        torch.distributed.all_reduce(counts, group=group)
+        with collectives.announced("all_reduce", name_of(group), group, counts):
+            torch.distributed.all_reduce(counts, group=group)
     length = scores.size(0) // batch * parts
     chances = scores.view(-1, batch, experts).sum(dim=0)
     return (chances * counts).sum() * (coefficient * experts / (topk * length * length * batch))

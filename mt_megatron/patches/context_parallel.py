@@ -7,6 +7,7 @@ from typing import Any
 
 from ..backends.base import Backend
 from ..patching.spec import Patch
+from ..seams import collectives
 
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 
@@ -61,7 +62,9 @@ def _finalize(original: Callable[..., None], model: Any, num_tokens: Any = None)
 
         if parallel_state.get_context_parallel_world_size() > 1:
             # Only the last stage's number counts; there all context-parallel ranks have one.
-            dist.all_reduce(num_tokens, group=parallel_state.get_context_parallel_group())
+            group = parallel_state.get_context_parallel_group()
+            with collectives.announced("all_reduce", "cp", group, num_tokens):
+                dist.all_reduce(num_tokens, group=group)
     original(model, num_tokens)
 
 

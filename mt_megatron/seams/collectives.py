@@ -89,7 +89,7 @@ def announced(op: str, name: str, group: Any, *given: Tensor) -> AbstractContext
 
     ``given`` is what this rank gives into it. Nothing where the group has one member.
     """
-    if not events.listening() or (group is not None and group.size() == 1):
+    if not events.listening() or (dist.group.WORLD if group is None else group).size() == 1:
         return _IDLE
     return events.span("collective", **described(op, name, group, size_of(*given)))
 

@@ -24,8 +24,9 @@ collective      ``op``, ``group``, ``ranks``, ``seq``, ``bytes``, maybe ``asynch
 p2p             ``group``, ``ranks``, ``bytes``, ``transfers``, maybe ``asynchronous``; and ``send_next``,
                 ``send_prev``, ``recv_prev``, ``recv_next`` as upstream puts it
 optimizer       ``optimizer``, the class
-checkpoint      ``iteration``; ``op``: ``write`` within it or in the thread that writes in the background,
-                which says ``bytes`` at its end
+checkpoint      ``iteration``; none of ``op`` while training stands still for one, else ``op``: ``write``
+                (within it or in a thread in the background; end: ``bytes``), ``collect``, ``finish``
+                (waiting for the files, this rank's and the others')
 ==============  ==========================================================================================
 
 ``microbatch`` counts from 0 within a step, ``chunk`` within the stage; they hold for everything until

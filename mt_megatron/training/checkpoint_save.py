@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.seams import events
+from mt_megatron.seams import collectives, events
 from mt_megatron.training import checkpoint_files as files
 from mt_megatron.training.checkpoint import padded_vocab_size, run_state
 from mt_megatron.training.checkpoint_plan import Plan, Planner, write_metadata, write_results
@@ -71,7 +71,8 @@ class Saver:
     ) -> None:
         """``after`` runs on rank 0 when a checkpoint is published and returns notes. Collective."""
         name = [secrets.token_hex(4)]
-        dist.broadcast_object_list(name, src=0)
+        with collectives.announced("broadcast_object", "world", None):
+            dist.broadcast_object_list(name, src=0)
         self.directory = directory
         self.job = job
         self.manifest = manifest
@@ -119,10 +120,16 @@ class Save:
             if tensors or objects:
                 parts.append((plan.file_name, lambda: tensor_file(tensors, objects)))
             if self._background:
-                self._writing = Task(lambda: write_files(self._partial, parts, job.rank), "checkpoint-write")
+                self._writing = Task(lambda: self._write(parts), "checkpoint-write")
             else:
-                self._writing = write_files(self._partial, parts, job.rank)
+                self._writing = self._write(parts)
         self.stall_seconds += time.monotonic() - started
+
+    def _write(self, parts: list[Any]) -> Written:
+        events.begin("checkpoint", op="write", iteration=self.iteration)
+        written = write_files(self._partial, parts, self._saver.job.rank)
+        events.end("checkpoint", bytes=sum(entry["bytes"] for entry in written.files.values()))
+        return written
 
     @property
     def ready(self) -> bool:
@@ -137,6 +144,10 @@ class Save:
 
     def collect(self) -> None:
         """Hear what every rank wrote; rank 0 then publishes it, or removes it when one failed."""
+        with events.span("checkpoint", op="collect", iteration=self.iteration):
+            self._collect()
+
+    def _collect(self) -> None:
         started = time.monotonic()
         saver, job, plan = self._saver, self._saver.job, self._plan
         assert plan is not None
@@ -145,7 +156,8 @@ class Save:
         news = None if self._results == saver.sent else self._results
         saver.sent = self._results
         heard: list[Any] | None = [None] * job.layout.world_size if job.is_main else None
-        dist.gather_object((written, news), heard, dst=0)
+        with collectives.announced("gather_object", "world", None):
+            dist.gather_object((written, news), heard, dst=0)
         self._plan = self._writing = None
         if heard is not None:
             for rank, (_, results) in enumerate(heard):
@@ -162,9 +174,11 @@ class Save:
     def finish(self) -> SaveReport:
         """Wait until rank 0 is done and learn the outcome."""
         started = time.monotonic()
-        done = self._publishing.result() if isinstance(self._publishing, Task) else self._publishing
-        said = [done]
-        dist.broadcast_object_list(said, src=0)
+        with events.span("checkpoint", op="finish", iteration=self.iteration):
+            done = self._publishing.result() if isinstance(self._publishing, Task) else self._publishing
+            said = [done]
+            with collectives.announced("broadcast_object", "world", None):
+                dist.broadcast_object_list(said, src=0)
         report = said[0]
         assert report is not None
         self.stall_seconds += time.monotonic() - started

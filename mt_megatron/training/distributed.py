@@ -18,6 +18,7 @@ from mt_megatron.backends.base import Backend
 from mt_megatron.backends.collectives import let_group_threads_rest, prepare_environment
 from mt_megatron.backends.host_process import keep_freed_memory, set_threads
 from mt_megatron.errors import BackendError, ConfigError
+from mt_megatron.seams import collectives
 from mt_megatron.seams import layout as rank_layout
 from mt_megatron.seams.layout import Coordinates, RankLayout
 from mt_megatron.training.config import TrainingConfig
@@ -52,7 +53,8 @@ class Job:
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Element-wise sum of ``values`` over all ranks, in float64; every rank must call it."""
         total = torch.tensor(values, dtype=torch.float64, device=self.backend.device())
-        dist.all_reduce(total)
+        with collectives.announced("all_reduce", "world", None, total):
+            dist.all_reduce(total)
         summed: list[float] = total.tolist()
         return summed
 
@@ -60,7 +62,8 @@ class Job:
         """Rank 0 says whether its part of a collective action failed, so that nobody waits for a
         rank that has left. Returns its error as text on every rank, None when it succeeded."""
         said: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-        dist.broadcast_object_list(said, src=0)
+        with collectives.announced("broadcast_object", "world", None):
+            dist.broadcast_object_list(said, src=0)
         return said[0]
 
 

@@ -117,11 +117,21 @@ def make_forward_step(family: ModelFamily, device: torch.device) -> ForwardStep:
     """A forward step that holds nothing but ``family`` and ``device``."""
 
     def forward_step(batches: Iterator[Any], model: torch.nn.Module) -> tuple[Tensor, LossFunction]:
-        with events.span("data"):
-            batch = family.get_batch(batches, device)
-        return family.loss(model, batch)
+        return family.loss(model, _next_batch(family, batches, device))
 
     return forward_step
+
+
+def _next_batch(family: ModelFamily, batches: Iterator[Any], device: torch.device) -> dict[str, Any]:
+    work = 0
+    events.begin("data")
+    try:
+        batch = family.get_batch(batches, device)
+        tokens = batch.get("tokens")
+        work = 0 if tokens is None else tokens.numel()
+        return batch
+    finally:
+        events.end("data", work=work)
 
 
 def train_step(
