@@ -59,6 +59,10 @@ class HostFacts:
         self._collector.close()
         self._stopped.set()
 
+    def release(self) -> None:
+        """Close what the background thread reads from."""
+        self._run_queue.close()
+
     def gc_pauses(self) -> list[tuple[str, int, int, int]]:
         """Long collections since the last call: ``gc``, begin, end (ns), thread."""
         return self._collector.take()

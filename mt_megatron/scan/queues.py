@@ -37,6 +37,20 @@ class Queues:
             if len(queue) > _MOST_QUEUED:
                 take(queue)
 
+    def close(self) -> None:
+        """Keep nothing from now on: nobody comes for it any more."""
+        for name in ("events", "spans", "counters", "pings", "notes"):
+            getattr(self, name).clear()
+            if name != "events":
+                setattr(self, name, _Nowhere())
+
+
+class _Nowhere(list[Any]):
+    """A queue after the end."""
+
+    def append(self, item: Any) -> None:
+        """Forget it."""
+
 
 def take(queue: list[_T]) -> list[_T]:
     """Everything queued so far. Others may append meanwhile: the interpreter does each of the two at once."""

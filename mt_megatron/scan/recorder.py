@@ -231,6 +231,7 @@ class Recorder:
         self.failed = f"{type(error).__name__}: {error}"
         self._running = False
         self._listening.silence()
+        self._queues.close()
         if self._facts is not None:
             self._facts.close()
         logger.warning(

@@ -7,11 +7,12 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.scan.names import Names
+from mt_megatron.scan.records import SPAN
 from mt_megatron.scan.run_files import make_private_folder, segment_number, segment_path, segment_paths
 from mt_megatron.scan.segments import SegmentWriter, segment_meta
 
@@ -54,7 +55,22 @@ class SegmentRing:
         threads: Mapping[str, str] | None = None,
     ) -> None:
         """Append records (bytes of ``records`` types) and notes, after the names that they refer to."""
-        if self._writer is None or self._writer.size >= self._segment_bytes:
+        for note in notes:
+            self._writer_for(0, threads).note(note)
+        for part in _parts(spans, self._segment_bytes // 2):
+            self._writer_for(len(part), threads).spans(part)
+        writer = self._writer_for(len(counters) + len(pings), threads)
+        writer.counters(counters)
+        writer.pings(pings)
+
+    def close(self) -> None:
+        """Close the newest segment."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _writer_for(self, more: int, threads: Mapping[str, str] | None) -> SegmentWriter:
+        """A segment with room for ``more`` bytes, all names so far in it."""
+        if self._writer is None or self._writer.size + more > self._segment_bytes:
             self._begin_segment(threads or {})
         writer = self._writer
         assert writer is not None
@@ -67,16 +83,7 @@ class SegmentRing:
             numbers = range(self._groups + 1, len(groups) + 1)
             writer.groups({number: groups[number] for number in numbers})
             self._groups = numbers[-1]
-        for note in notes:
-            writer.note(note)
-        writer.spans(spans)
-        writer.counters(counters)
-        writer.pings(pings)
-
-    def close(self) -> None:
-        """Close the newest segment."""
-        if self._writer is not None:
-            self._writer.close()
+        return writer
 
     def _begin_segment(self, threads: Mapping[str, str]) -> None:
         if self._writer is not None:
@@ -94,6 +101,12 @@ class SegmentRing:
         self._next += 1
         self._strings = self._groups = 0
         self._writer = SegmentWriter(path, self._rank, meta)
+
+
+def _parts(records: bytes | bytearray, most: int) -> Iterator[bytes | bytearray]:
+    """``records`` cut between two spans into pieces of ``most`` bytes."""
+    size = most // SPAN.itemsize * SPAN.itemsize
+    return (records[start : start + size] for start in range(0, len(records), size))
 
 
 def process_facts() -> dict[str, Any]:

@@ -84,6 +84,7 @@ class Writer(threading.Thread):
             self._failed(error)
         finally:
             self._ring.close()
+            self._facts.release()
 
     def _run(self) -> None:
         now = time.perf_counter_ns
