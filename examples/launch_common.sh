@@ -201,7 +201,7 @@ Run again, it resumes. Variables:
   VOCAB_SIZE       tokens of the BPE that is trained on it (4096)
   MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)
   DATA_DIR         where the prepared data is or goes (data/NAME in the repository)
-  RUN_DIR          checkpoints, metrics and the index cache (runs/MODEL in the repository)
+  RUN_DIR          checkpoints, metrics, the trace and the index cache (runs/MODEL in the repository)
   PYTHON           interpreter to use (.venv of the repository, made when missing)
   TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
   NPROC_PER_NODE   processes (2 on a CPU, otherwise one per device)
@@ -210,6 +210,8 @@ Run again, it resumes. Variables:
                    died (0)
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun; RUN_DIR and DATA_DIR must
                    then be on storage that all nodes share
+Every rank is traced, in RUN_DIR/scan, and a slow one is named while training; afterwards:
+mt-megatron scan report RUN_DIR. With --scan off nothing of it runs.
 SIGTERM and SIGUSR1 end a run after its step, with a checkpoint and exit code 0.
 --dry-run prints the commands and the environment and changes nothing.
 Exit codes: 0 trained, 1 a problem was found, 2 wrong use.
