@@ -26,21 +26,19 @@ def _idle(config: TrainingConfig) -> list[str]:
         "scan_on_straggler": scan.scan_on_straggler != "continue",
     }
     needs_scan = {"scan_window": scan.scan_window is not None, "scan_dir": scan.scan_dir is not None, **told}
-    found = []
-    if scan.scan == "off":
-        found += [
-            f"{name} is given and scan is off; expected at least base. Set --scan base, or leave "
-            f"--{name.replace('_', '-')} out."
-            for name, given in needs_scan.items()
-            if given
-        ]
-    elif not scan.scan_alerts:
-        found += [
-            f"{name} is given and scan_alerts is false; expected it, since nobody would look for culprits. "
-            f"Set --scan-alerts, or leave --{name.replace('_', '-')} out."
-            for name, given in told.items()
-            if given
-        ]
+    found: list[str] = []
+    for name, given in needs_scan.items():
+        if given and scan.scan == "off":
+            found.append(
+                f"{name} is given and scan is off; expected at least base. Set --scan base, or leave "
+                f"--{name.replace('_', '-')} out."
+            )
+    for name, given in told.items():
+        if given and scan.scan != "off" and not scan.scan_alerts:
+            found.append(
+                f"{name} is given and scan_alerts is false; expected it, since nobody would look for "
+                f"culprits. Set --scan-alerts, or leave --{name.replace('_', '-')} out."
+            )
     return found
 
 
@@ -51,7 +49,7 @@ def _window(config: TrainingConfig) -> list[str]:
     try:
         window = Window.parse(text)
     except ConfigError as error:
-        return [f"scan_window: {error}. Change --scan-window."]
+        return [f"scan_window is {text!r}: {error}. Change --scan-window."]
     if LEVELS.index(window.level) <= LEVELS.index(config.scan.scan):
         return [
             f"scan_window asks for {window.level} and scan is {config.scan.scan} anyway; expected a higher "

@@ -51,6 +51,7 @@ def all_rules() -> dict[str, Rule]:
         rules_division,
         rules_names,
         rules_places,
+        rules_scan,
         rules_values,
     )
 

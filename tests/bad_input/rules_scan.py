@@ -1,0 +1,70 @@
+"""What is recorded, and who is told: values that are none, and options that nothing would read."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from tests.bad_input.cases import Case, Promise
+from tests.bad_input.rules import promise, rule
+
+TOLD: tuple[tuple[str, Any], ...] = (
+    ("scan_webhook", "https://alerts.example/hook"),
+    ("scan_prometheus_port", 9400),
+    ("scan_on_straggler", "checkpoint-and-exit"),
+)
+
+
+@rule
+def scan_options_without_scan(case: Case, rng: Random) -> Promise:
+    case["scan"] = "off"
+    name, value = rng.choice([*TOLD, ("scan_window", "100:2:full"), ("scan_dir", "traces")])
+    case[name] = value
+    if name == "scan_on_straggler":
+        case["save"] = "runs/a"
+    return promise(name, "scan is off")
+
+
+@rule
+def alerts_to_nobody(case: Case, rng: Random) -> Promise:
+    case["scan_alerts"] = False
+    name, value = rng.choice(TOLD)
+    case[name] = value
+    if name == "scan_on_straggler":
+        case["save"] = "runs/a"
+    return promise(name, "scan_alerts is false")
+
+
+@rule
+def windows_that_are_none(case: Case, rng: Random) -> Promise:
+    case["scan_window"] = rng.choice(["often", "0:1:full", "10:11:full", "10:1:deep", "10:1:full:2", "10:-1"])
+    return promise("scan_window", case["scan_window"])
+
+
+@rule
+def windows_that_change_nothing(case: Case, rng: Random) -> Promise:
+    case["scan"], level = rng.choice(
+        [("full", "full"), ("full", "base"), ("kernel", "full"), ("base", "off")]
+    )
+    case["scan_window"] = f"100:1:{level}"
+    return promise("scan_window", f"asks for {level}")
+
+
+@rule
+def addresses_that_are_none(case: Case, rng: Random) -> Promise:
+    case["scan_webhook"] = rng.choice(
+        ["alerts.example", "ftp://alerts.example", "https://", "http://[::1", "http://a:0/"]
+    )
+    return promise("scan_webhook", case["scan_webhook"])
+
+
+@rule
+def ports_that_are_none(case: Case, rng: Random) -> Promise:
+    case["scan_prometheus_port"] = rng.choice([-1, 65536, 10**9])
+    return promise("scan_prometheus_port", case["scan_prometheus_port"])
+
+
+@rule
+def leaving_without_a_checkpoint(case: Case, rng: Random) -> Promise:
+    case["scan_on_straggler"] = "checkpoint-and-exit"
+    return promise("scan_on_straggler", "save is not set", "--save")
