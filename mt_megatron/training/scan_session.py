@@ -49,7 +49,10 @@ def trace_folder(config: TrainingConfig, metrics: Path | None) -> Path | None:
     """The folder under which the trace of this run goes: the given one, else where ``metrics`` lies."""
     if config.scan.scan_dir is not None:
         return Path(config.scan.scan_dir)
-    return None if metrics is None else metrics.parent
+    if metrics is None or (metrics.exists() and not metrics.is_file()):
+        # A pipe or a device has neighbours, but none of this run.
+        return None
+    return metrics.parent
 
 
 def tracing_of(

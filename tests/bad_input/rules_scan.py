@@ -43,9 +43,8 @@ def windows_that_are_none(case: Case, rng: Random) -> Promise:
 
 @rule
 def windows_that_change_nothing(case: Case, rng: Random) -> Promise:
-    case["scan"], level = rng.choice(
-        [("full", "full"), ("full", "base"), ("kernel", "full"), ("base", "off")]
-    )
+    levels = [("full", "full"), ("full", "base"), ("kernel", "full"), ("base", "off")]
+    case["scan"], level = rng.choice(levels)
     case["scan_window"] = f"100:1:{level}"
     return promise("scan_window", f"asks for {level}")
 
