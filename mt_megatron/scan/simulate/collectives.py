@@ -9,6 +9,7 @@ waiting, and who leaves when, follow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,16 @@ from numpy.typing import NDArray
 Times = NDArray[np.float64]
 Hold = Callable[[Times], Times]
 """Moves times at which a member's process stands still to when it goes on."""
+
+
+@cache
+def _moved(size: int, step: int) -> NDArray[np.int64]:
+    return (np.arange(size) - step) % size
+
+
+def _rolled(values: Times, step: int) -> Times:
+    """``np.roll`` of the last axis, several times as fast for small arrays."""
+    return values.take(_moved(values.shape[-1], step), axis=-1)
 
 
 def ring(enter: Times, gap: Times, latency: Times, hops: int, hold: Hold | None = None) -> Times:
@@ -26,8 +37,8 @@ def ring(enter: Times, gap: Times, latency: Times, hops: int, hold: Hold | None 
     """
     received = sent = enter
     for _ in range(hops):
-        sent = np.maximum(received, np.roll(received, -1, axis=-1)) + gap
-        received = np.roll(sent + latency, 1, axis=-1)
+        sent = np.maximum(received, _rolled(received, -1)) + gap
+        received = _rolled(sent + latency, 1)
         if hold is not None:
             sent, received = hold(sent), hold(received)
     return np.maximum(received, sent)
@@ -41,7 +52,7 @@ def doubling(enter: Times, latency: Times, hold: Hold | None = None) -> Times:
     at = enter
     for index in range(latency.shape[-2]):
         step = 1 << index
-        at = np.maximum(at, np.roll(at + latency[..., index, :], step, axis=-1))
+        at = np.maximum(at, _rolled(at + latency[..., index, :], step))
         if hold is not None:
             at = hold(at)
     return at
@@ -55,8 +66,8 @@ def all_to_all(enter: Times, gap: Times, latency: Times, hold: Hold | None = Non
     size = enter.shape[-1]
     free = leave = enter
     for step in range(1, size):
-        sent = np.maximum(free, np.roll(enter, -step, axis=-1)) + gap[..., step - 1, :]
-        arrived = np.roll(sent + latency[..., step - 1, :], step, axis=-1)
+        sent = np.maximum(free, _rolled(enter, -step)) + gap[..., step - 1, :]
+        arrived = _rolled(sent + latency[..., step - 1, :], step)
         if hold is not None:
             sent, arrived = hold(sent), hold(arrived)
         free, leave = sent, np.maximum(leave, arrived)

@@ -83,6 +83,13 @@ class Drawing:
         for operation in plan.programs[0]:
             if isinstance(operation, Pass):
                 self._passes[operation.direction].append(operation)
+        numbers = {(one.microbatch, one.chunk): index for index, one in enumerate(self._passes["forward"])}
+        self.batch_of: dict[Direction, np.ndarray] = {
+            direction: np.array([numbers[one.microbatch, one.chunk] for one in passes])
+            for direction, passes in self._passes.items()
+        }
+        """The forward pass in which each pass's micro-batch goes through the same chunk."""
+
         self._rank_speed = noise.factors("rank speed", self._shape, job.rank_spread)
         self._disk = noise.factors("disk speed", self._shape, 0.1)
         self._stage_share = 1 + noise.generator("stages").uniform(-0.05, 0.05, (layout.vpp, layout.pp))
@@ -148,7 +155,7 @@ class Drawing:
         base *= share[:, None, :]
         base[:, 0] += extras[:, :, 0]
         base[:, -1] += extras[:, :, 1]
-        batches = self.batch_of(direction)
+        batches = self.batch_of[direction]
         whole = base[:, :, :, None, None, None] * (tokens[batches] / job.tokens)[:, None, None, :, None, None]
         if rows is not None:
             layers = np.array([part.layer for part in parts])
@@ -159,11 +166,6 @@ class Drawing:
         has_work = (plain + expert) > 0
         made += self._noise.delays(f"work {direction}", shape) * has_work[None, :, None, None, None, None]
         return made
-
-    def batch_of(self, direction: Direction) -> np.ndarray:
-        """The forward pass in which each pass's micro-batch goes through the same chunk."""
-        numbers = {(one.microbatch, one.chunk): index for index, one in enumerate(self._passes["forward"])}
-        return np.array([numbers[one.microbatch, one.chunk] for one in self._passes[direction]])
 
     def _tokens(self, uneven: Sequence[tuple[Fault, tuple[int, ...]]]) -> Floats:
         job = self._job

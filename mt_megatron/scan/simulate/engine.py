@@ -265,7 +265,7 @@ class Engine:
         if what.combines:
             own = np.broadcast_to(share[..., None, :], (*share.shape[:-1], way.size - 1, way.size))
         else:
-            own = np.stack([np.roll(share, -each, axis=-1) for each in range(1, way.size)], axis=-2)
+            own = share[..., (np.arange(way.size) + np.arange(1, way.size)[:, None]) % way.size]
         gap = per_byte[stages] * own * (what.size / way.size) * factor[..., None, :]
         gap = gap + delay[..., None, :] / (way.size - 1)
         return way.join(all_to_all(came, gap, latency[stages], hold))
@@ -277,7 +277,7 @@ class Engine:
         assert draws.rows is not None
         # The backward pass goes through the layers from the last to the first.
         at = layer if direction == "forward" else self.job.layers - 1 - layer
-        batches = self._drawing.batch_of(direction)[ordinals]
+        batches = self._drawing.batch_of[direction][ordinals]
         return draws.rows[batches, at, stages]
 
     def _exchange(self, level: Level, step: Step, posted: dict[tuple[int, int], Floats]) -> None:

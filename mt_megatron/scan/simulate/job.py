@@ -32,7 +32,7 @@ class Job:
     embedding_layers: float = 0.1
     """On the first stage, in layers' worth of time."""
 
-    head_layers: float = 0.8
+    head_layers: float = 0.25
     """On the last stage."""
 
     optimizer_ms: float = 12.0

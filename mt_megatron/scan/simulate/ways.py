@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from .faults import Fault
 from .layout import Layout, Ranks
 from .links import LINK_CAUSES, Links
 from .noise import Floats
+
+Array = TypeVar("Array", bound=np.ndarray)
 
 
 class Way:
@@ -20,22 +23,23 @@ class Way:
         self._layout = layout
         self.size = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}[name]
 
-    def split(self, values: Floats) -> Floats:
+    def split(self, values: Array) -> Array:
         """[stages, dp, cp, tp] -> [stages, ..., members], a view."""
         if self.name == "tp":
             return values
         if self.name == "cp":
             return np.swapaxes(values, 2, 3)
         dp, ep = self._layout.dp, self._layout.ep
-        return np.moveaxis(values.reshape(len(values), dp // ep, ep, *values.shape[2:]), 2, -1)
+        split = values.reshape(len(values), dp // ep, ep, *values.shape[2:])
+        return split.transpose(0, 1, 3, 4, 2)
 
-    def join(self, values: Floats) -> Floats:
+    def join(self, values: Array) -> Array:
         """The reverse of ``split``."""
         if self.name == "tp":
             return values
         if self.name == "cp":
             return np.swapaxes(values, 2, 3)
-        back = np.moveaxis(values, -1, 2)
+        back = values.transpose(0, 1, 4, 2, 3)
         return back.reshape(len(back), self._layout.dp, *back.shape[3:])
 
 
@@ -60,36 +64,52 @@ class Tables:
 
     def ring(self, name: str) -> tuple[Floats, Floats]:
         """Latency and ns per byte of member -> next, [groups, members]."""
-        rows = self.members(name)
-        return self._between(("ring", name), rows, np.roll(rows, -1, axis=-1))
+
+        def ends() -> tuple[Ranks, Ranks]:
+            rows = self.members(name)
+            return rows, np.roll(rows, -1, axis=-1)
+
+        return self._between(("ring", name), ends)
 
     def doubling(self, name: str) -> tuple[Floats, Floats]:
         """The same of member -> member + 2^round, [groups, rounds, members]."""
-        rows = self.members(name)
-        rounds = max(int(np.ceil(np.log2(rows.shape[-1]))), 0)
-        targets = [np.roll(rows, -(1 << index), axis=-1) for index in range(rounds)]
-        shape = (len(rows), rounds, rows.shape[-1])
-        stacked = np.stack(targets, axis=1) if targets else np.empty(shape, np.int64)
-        return self._between(("doubling", name), np.broadcast_to(rows[:, None], shape), stacked)
+
+        def ends() -> tuple[Ranks, Ranks]:
+            rows = self.members(name)
+            rounds = int(np.ceil(np.log2(rows.shape[-1])))
+            targets = np.stack([np.roll(rows, -(1 << index), axis=-1) for index in range(rounds)], axis=1)
+            return np.broadcast_to(rows[:, None], targets.shape), targets
+
+        return self._between(("doubling", name), ends)
 
     def way_ring(self, way: Way) -> tuple[Floats, Floats]:
         """As ``ring``, in ``way``'s order of arrays, [stages, ..., members]."""
-        rows = way.split(self._layout.ranks())
-        return self._between(("way", way.name), rows, np.roll(rows, -1, axis=-1))
+
+        def ends() -> tuple[Ranks, Ranks]:
+            rows = way.split(self._layout.ranks())
+            return rows, np.roll(rows, -1, axis=-1)
+
+        return self._between(("way", way.name), ends)
 
     def way_pairs(self, way: Way) -> tuple[Floats, Floats]:
         """The same of member -> member + round + 1, [stages, ..., rounds, members]."""
-        rows = way.split(self._layout.ranks())
-        targets = np.stack([np.roll(rows, -step, axis=-1) for step in range(1, way.size)], axis=-2)
-        return self._between(("pairs", way.name), np.broadcast_to(rows[..., None, :], targets.shape), targets)
+
+        def ends() -> tuple[Ranks, Ranks]:
+            rows = way.split(self._layout.ranks())
+            targets = np.stack([np.roll(rows, -step, axis=-1) for step in range(1, way.size)], axis=-2)
+            return np.broadcast_to(rows[..., None, :], targets.shape), targets
+
+        return self._between(("pairs", way.name), ends)
 
     def stages(self, source: int, target: int) -> tuple[Floats, Floats]:
         """The same between a stage's ranks and another's, [dp, cp, tp]."""
         ranks = self._layout.ranks()
-        return self._between(("stages", source, target), ranks[source], ranks[target])
+        return self._between(("stages", source, target), lambda: (ranks[source], ranks[target]))
 
-    def _between(self, key: tuple[object, ...], sources: Ranks, targets: Ranks) -> tuple[Floats, Floats]:
+    def _between(
+        self, key: tuple[object, ...], ends: Callable[[], tuple[Ranks, Ranks]]
+    ) -> tuple[Floats, Floats]:
         whole = (*key, self.faults)
         if whole not in self._known:
-            self._known[whole] = self._links.between(sources, targets, self.faults)
+            self._known[whole] = self._links.between(*ends(), self.faults)
         return self._known[whole]
