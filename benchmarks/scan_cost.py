@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes, one tensor parallel group")
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--blocks", type=int, default=2, help="timed blocks of a visit")
-    parser.add_argument("--block-seconds", type=float, default=0.3)
+    parser.add_argument("--block-seconds", type=float, default=0.4)
     parser.add_argument("--timeout", type=float, default=3600.0)
     parser.add_argument("--record", type=Path, help="folder for a dated record")
     args = parser.parse_args()

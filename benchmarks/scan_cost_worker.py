@@ -19,8 +19,8 @@ import torch.distributed as dist
 from throughput_sides import Case, Ours, token_ids
 
 ARMS = ("off", "off again", "base", "full")
-_RHYTHM_SECONDS = 0.4
-_FLUSH_SECONDS = 0.3
+_RHYTHM_SECONDS = 0.5
+_FLUSH_SECONDS = 0.4
 
 SHAPE = Case(
     name="L4 h256 V4096",

@@ -46,7 +46,8 @@ class HostFacts:
         self._steal_at = 0.0
         self._collector = GcPauses()
         self._stopped = threading.Event()
-        self._before = (0, 0)
+        self._ran = 0
+        self._waited = 0
 
     def start(self) -> None:
         """Hear of garbage collections, read telemetry."""
@@ -70,18 +71,21 @@ class HostFacts:
     def pause(self, planned: int, woke: int) -> str | None:
         """``stopped`` when this process stood still from ``planned`` to ``woke``; to be asked at each beat.
 
-        It stood still when it was late although it neither ran nor waited for a processor: in a stopped
-        process both counts rest.
+        It stood still when the calling thread was late although the process did not run and the thread
+        did not wait for a processor: in a stopped process both counts rest.
         """
-        now = time.process_time_ns(), self._run_queue.own_wait_ns() or 0
-        ran, waited = now[0] - self._before[0], now[1] - self._before[1]
-        self._before = now
+        now = time.process_time_ns()
+        ran, self._ran = now - self._ran, now
         late = woke - planned
-        stood_still = late >= PAUSE_NS and self._run_queue.known and max(ran, waited) < late // 2
-        return "stopped" if stood_still else None
+        if late < PAUSE_NS or not self._run_queue.known or ran >= late // 2:
+            return None
+        # The thread does little else than sleep: what it has waited since the last sample, it waited now.
+        waited = (self._run_queue.own_wait_ns() or 0) - self._waited
+        return "stopped" if waited < late // 2 else None
 
     def sample(self) -> list[tuple[str, float]]:
         """Names and values now."""
+        self._waited = self._run_queue.own_wait_ns() or 0
         usage = resource.getrusage(resource.RUSAGE_SELF)
         found: list[tuple[str, float | None]] = [
             ("process_cpu_ns", time.process_time_ns()),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _TASKS = "/proc/self/task"
 _FOLLOWED = 8
-_CHOOSE_SECONDS = 5.0
+_CHOOSE_SECONDS = 15.0
 
 
 class RunQueue:

@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ class SegmentRing:
         counters: bytes | bytearray = b"",
         pings: bytes | bytearray = b"",
         notes: tuple[Mapping[str, Any], ...] = (),
-        threads: Mapping[str, str] | None = None,
+        threads: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Append records (bytes of ``records`` types) and notes, after the names that they refer to."""
+        """Append records (bytes of ``records`` types) and notes, after the names that they refer to.
+
+        ``threads`` returns the names of threads by number, for a new segment's first note.
+        """
         for note in notes:
             self._writer_for(0, threads).note(note)
         for part in _parts(spans, self._segment_bytes // 2):
@@ -68,10 +71,10 @@ class SegmentRing:
         if self._writer is not None:
             self._writer.close()
 
-    def _writer_for(self, more: int, threads: Mapping[str, str] | None) -> SegmentWriter:
+    def _writer_for(self, more: int, threads: Callable[[], Mapping[str, str]]) -> SegmentWriter:
         """A segment with room for ``more`` bytes, all names so far in it."""
         if self._writer is None or self._writer.size + more > self._segment_bytes:
-            self._begin_segment(threads or {})
+            self._begin_segment(threads())
         writer = self._writer
         assert writer is not None
         strings, groups = self._names.strings, self._names.groups

@@ -21,8 +21,8 @@ from mt_megatron.scan.ring import SegmentRing, time_pair
 
 logger = logging.getLogger("mt_megatron")
 
-BEAT_SECONDS = 0.1
-FLUSH_SECONDS = 0.3
+BEAT_SECONDS = 0.2
+FLUSH_SECONDS = 0.4
 """What a killed process loses at most, and a little more for the encoding itself."""
 
 _CONTROL_SECONDS = 1.0
@@ -32,6 +32,7 @@ _TIME_PAIR_SECONDS = 60.0
 _EVENTS_AT_ONCE = 64
 _REST_SECONDS = 0.0005
 _MOST_RESTS = 200
+_RECENT = 64
 
 _COUNTER = Struct("<qdHHI").pack
 _PING = Struct("<4qiI").pack
@@ -64,14 +65,14 @@ class Writer(threading.Thread):
         self._control = control
         self._step_ended = step_ended
         self._failed = failed
-        self._stopped = threading.Event()
+        self._stopped = False
         self._latest_ns = 0
         self._dropped = 0
         self._unreadable = 0
 
     def stop(self, timeout: float) -> bool:
         """Write what is left and end; False when the disk kept it from ending within ``timeout`` seconds."""
-        self._stopped.set()
+        self._stopped = True
         if self.is_alive():
             self.join(timeout)
         return not self.is_alive()
@@ -91,7 +92,8 @@ class Writer(threading.Thread):
         flush_at = now()
         control_at = pair_at = now() + int(_CONTROL_SECONDS * 1e9)
         planned = now() + int(BEAT_SECONDS * 1e9)
-        while not self._stopped.wait(max(0.0, (planned - now()) / 1e9)):
+        while not self._stopped:
+            time.sleep(max(0.0, (planned - now()) / 1e9))
             woke = now()
             self._beat(planned, woke)
             if woke >= flush_at:
@@ -110,7 +112,10 @@ class Writer(threading.Thread):
         self._latest_ns = max(self._latest_ns, woke - planned)
         pause = self._facts.pause(planned, woke)
         if pause is not None:
-            self.encoder.pause(pause, planned, woke, threading.get_ident())
+            # It began before the thread was to wake, and after whatever else was heard last.
+            heard = (event[0] for event in reversed(self._queues.events[-_RECENT:]) if event[0] < planned)
+            began = max(planned - int(BEAT_SECONDS * 1e9), next(heard, planned))
+            self.encoder.pause(pause, began, woke, threading.get_ident())
 
     def flush(self, *, last: bool = False) -> None:
         """Encode and append everything queued so far."""
@@ -133,8 +138,13 @@ class Writer(threading.Thread):
         counters = self._counters()
         pings = b"".join(_PING(*ping, 0) for ping in take(queues.pings))
         notes = (*take(queues.notes), *self._complaints())
-        threads = thread_names(encoder.threads)
-        self._ring.write(spans=spans, counters=counters, pings=pings, notes=notes, threads=threads)
+        self._ring.write(
+            spans=spans,
+            counters=counters,
+            pings=pings,
+            notes=notes,
+            threads=lambda: thread_names(encoder.threads),
+        )
         ended, encoder.ended_steps = encoder.ended_steps, []
         for iteration in ended:
             self._step_ended(iteration)

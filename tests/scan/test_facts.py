@@ -167,6 +167,7 @@ def test_standing_still_is_told_from_being_busy(
     now = {"ran": 1_000, "waited": 2_000}
     monkeypatch.setattr(time, "process_time_ns", lambda: now["ran"])
     monkeypatch.setattr(facts._run_queue, "own_wait_ns", lambda: now["waited"])
+    facts.sample()
     facts.pause(0, 0)
     now = {"ran": 1_000 + ran, "waited": 2_000 + waited}
     assert facts.pause(5, 5 + late) == found

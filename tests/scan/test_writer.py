@@ -64,7 +64,9 @@ def test_the_files_stay_within_their_bound_and_each_can_be_read_alone(tmp_path: 
         made = spans(400, first=400 * number)
         made["name"], made["group"] = names.string(f"name {number}"), names.group("tp", (0, number))
         ring.write(
-            spans=made.tobytes(), notes=({"what": "x", "number": number},), threads={"0": "MainThread"}
+            spans=made.tobytes(),
+            notes=({"what": "x", "number": number},),
+            threads=lambda: {"0": "MainThread"},
         )
         sizes.append(sum(path.stat().st_size for path in segment_paths(tmp_path / "scan" / "rank-00000")))
     ring.close()
