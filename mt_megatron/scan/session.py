@@ -171,7 +171,7 @@ class Session:
             self._closing.append(self._pings.close)
             self._pings.start()
         if self._rank == 0 and self._alerting is not None:
-            self._watcher = WatcherProcess(self.files.root, self._alerting)
+            self._watcher = WatcherProcess(self.files.root, self._alerting, say=self._say)
             self._closing.append(self._watcher.close)
             self._watcher.start()
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,15 @@ class WatcherProcess:
     process is gone. That it cannot start, or has ended, is said once; training goes on."""
 
     def __init__(
-        self, scan_folder: Path, alerting: Alerting, *, start_after: float = START_AFTER_SECONDS
+        self,
+        scan_folder: Path,
+        alerting: Alerting,
+        *,
+        say: Callable[[str], None] = logger.warning,
+        start_after: float = START_AFTER_SECONDS,
     ) -> None:
+        """``say`` gets the lines that it writes, from a thread."""
+        self._say = say
         self._command = [
             *(sys.executable, "-m", "mt_megatron.scan.watch", str(scan_folder)),
             *("--parent-pid", str(os.getpid()), *alerting.arguments()),
@@ -75,11 +83,18 @@ class WatcherProcess:
         try:
             # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
             self.process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
             )
         except OSError as error:
             logger.warning("scan: nobody watches this run (%s); it is diagnosed afterwards", error)
             return
+        relay = threading.Thread(target=self._relay, args=(self.process,), daemon=True)
+        relay.start()
         while not self._closed.wait(0.5):
             code = self.process.poll()
             if code is not None:
@@ -90,6 +105,13 @@ class WatcherProcess:
                 )
                 return
         self._end(self.process)
+        relay.join(1.0)
+
+    def _relay(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        with process.stderr as lines:
+            for line in lines:
+                self._say(line.decode(errors="replace").rstrip())
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
