@@ -54,7 +54,7 @@ def check_steps(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report and print its gist; returns the exit code."""
     from mt_megatron.scan.report import write_report
-    from mt_megatron.scan.wording import cost, headline, next_step
+    from mt_megatron.scan.wording import cost, headline, next_step, sentence
 
     check_steps(args)
     files = write_report(args.run, args.output, first_step=args.first_step, last_step=args.last_step)
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{files.data.run}{simulated}: steps {files.data.first_step}-{files.data.last_step}")
     for finding in files.data.findings:
         print(f"\n{headline(finding)}")
-        print(f"  costs {cost(finding)}; confidence {finding.confidence:.2f}")
-        for sentence in finding.evidence:
-            print(f"  - {sentence}")
+        print(f"  costs {cost(finding, files.data.seconds_of(finding))}; confidence {finding.confidence:.2f}")
+        for each in finding.evidence:
+            print(f"  - {sentence(each)}")
         print(f"  next: {next_step(finding)}")
     if not files.data.findings:
         print("No culprit found: no rank, link or group held the others up by more than the usual jitter.")

@@ -213,6 +213,7 @@ def _stack_text(note: Mapping[str, Any]) -> str:
 def _clocks(trace: Trace) -> ClockFacts:
     return ClockFacts(
         reference=trace.clocks.reference,
+        one_clock=all(each.source in ("reference", "same clock") for each in trace.clocks.residuals.values()),
         residual_p99_ns={rank: float(each.residual_p99) for rank, each in trace.clocks.residuals.items()},
         notes=tuple(trace.clocks.notes),
     )

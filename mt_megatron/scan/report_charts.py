@@ -9,9 +9,8 @@ import numpy as np
 
 from .report_data import CATEGORIES, Breakdown, ReportData
 from .report_style import CAUSE_MARK, PART_CLASS
-from .report_timeline import time_text
 from .trace import Place
-from .wording import headline
+from .wording import headline, time_text
 
 PART_NAME = {
     "compute": "compute",

@@ -78,6 +78,9 @@ class ClockFacts:
     """How well the ranks' clocks agree after they were put right, in ns; empty without measurements."""
 
     reference: int = 0
+    one_clock: bool = False
+    """All ranks run on one machine and read the same clock: nothing had to be put right."""
+
     residual_p99_ns: dict[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -116,6 +119,11 @@ class ReportData:
             for rank in finding.ranks:
                 causes.setdefault(rank, finding.cause)
         return causes
+
+    def seconds_of(self, finding: Finding) -> float:
+        """What the steps of ``finding`` took, as far as they were recorded."""
+        times = zip(self.step_times.steps, self.step_times.seconds, strict=True)
+        return sum(took for step, took in times if finding.first_step <= step <= finding.last_step)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is not finite becomes None."""

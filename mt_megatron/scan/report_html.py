@@ -11,8 +11,7 @@ from .findings import Finding
 from .report_charts import breakdown_bars, breakdown_legend, breakdown_rows, step_times
 from .report_data import ReportData
 from .report_style import CAUSE_MARK, CSS, PATTERNS, SCRIPT
-from .report_timeline import time_text
-from .wording import CAUSE_LABEL, cost, headline, next_step
+from .wording import CAUSE_LABEL, clock_words, cost, headline, next_step, sentence, time_text
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -22,7 +21,7 @@ def page(data: ReportData) -> str:
     title = f"MegaScan: {data.run}"
     body = [
         _head(data),
-        *(_card(finding) for finding in data.findings),
+        *(_card(data, finding) for finding in data.findings),
         *([] if data.findings else [_all_well(data)]),
         _stacks(data),
         _steps(data),
@@ -59,15 +58,15 @@ def _head(data: ReportData) -> str:
     return f'<h1>{escape(data.run)}{badge}</h1><p class="facts">{line}</p>'
 
 
-def _card(finding: Finding) -> str:
+def _card(data: ReportData, finding: Finding) -> str:
     kind, _ = CAUSE_MARK[finding.cause]
-    evidence = "".join(f"<li>{escape(sentence)}</li>" for sentence in finding.evidence)
+    evidence = "".join(f"<li>{escape(sentence(each))}</li>" for each in finding.evidence)
     why = f"<h3>Evidence</h3><ul>{evidence}</ul>" if evidence else ""
     ranks = ",".join(map(str, finding.ranks))
     group = f'<span class="tag">seen in {escape(finding.group)}</span>' if finding.group else ""
     return (
         f'<section class="card {kind}" data-ranks="{ranks}"><h2>{escape(headline(finding))}</h2>'
-        f'<p class="cost">Costs <b>{escape(cost(finding))}</b></p>'
+        f'<p class="cost">Costs <b>{escape(cost(finding, data.seconds_of(finding)))}</b></p>'
         f'<p><span class="tag">{CAUSE_LABEL[finding.cause]}</span>'
         f'<span class="tag">confidence {finding.confidence:.2f}</span>{group}</p>{why}'
         f'<div class="next"><h3>What to do next</h3><p>{_with_code(next_step(finding))}</p></div></section>'
@@ -142,21 +141,11 @@ def _breakdown(data: ReportData) -> str:
 
 
 def _clocks(data: ReportData) -> str:
-    residuals = data.clocks.residual_p99_ns
-    if not residuals and not data.clocks.notes:
+    words = clock_words(data.clocks.reference, data.clocks.one_clock, data.clocks.residual_p99_ns)
+    if not words and not data.clocks.notes:
         return ""
-    known = {rank: value for rank, value in residuals.items() if np.isfinite(value)}
-    words = ""
-    if known:
-        worst = max(known, key=lambda rank: known[rank])
-        middle = float(np.median(list(known.values())))
-        words = (
-            f"<p>Reference: rank {data.clocks.reference}. 99th percentile of what remains between clocks: "
-            f"{time_text(middle)} in the middle of the ranks, {time_text(known[worst])} at worst "
-            f"(rank {worst}). A time difference below that says nothing.</p>"
-        )
     notes = "".join(f"<li>{escape(note)}</li>" for note in data.clocks.notes)
-    return f"<h2>Clocks</h2>{words}{f'<ul>{notes}</ul>' if notes else ''}"
+    return f"<h2>Clocks</h2><p>{words}</p>{f'<ul>{notes}</ul>' if notes else ''}"
 
 
 def _limits(data: ReportData) -> str:

@@ -8,8 +8,7 @@ from .findings import Finding
 from .report_charts import PART_NAME, breakdown_rows
 from .report_data import CATEGORIES, ReportData
 from .report_style import CAUSE_MARK
-from .report_timeline import time_text
-from .wording import CAUSE_LABEL, cost, headline, next_step
+from .wording import CAUSE_LABEL, clock_words, cost, headline, next_step, sentence, time_text
 
 _MOST_GRID = 32
 
@@ -18,7 +17,7 @@ def markdown(data: ReportData) -> str:
     """The whole report."""
     lines = [f"# MegaScan: {data.run}" + (" (simulated)" if data.simulated else ""), "", _facts(data), ""]
     for finding in data.findings:
-        lines += _finding(finding)
+        lines += _finding(data, finding)
     if not data.findings:
         lines += [
             "## No culprit found",
@@ -47,14 +46,14 @@ def _facts(data: ReportData) -> str:
     return facts + "."
 
 
-def _finding(finding: Finding) -> list[str]:
+def _finding(data: ReportData, finding: Finding) -> list[str]:
     return [
         f"## {headline(finding)}",
         "",
-        f"Costs **{cost(finding)}**. Cause: {CAUSE_LABEL[finding.cause]}, "
+        f"Costs **{cost(finding, data.seconds_of(finding))}**. Cause: {CAUSE_LABEL[finding.cause]}, "
         f"confidence {finding.confidence:.2f}.",
         "",
-        *(f"- {sentence}" for sentence in finding.evidence),
+        *(f"- {sentence(each)}" for each in finding.evidence),
         *([""] if finding.evidence else []),
         f"**What to do next.** {next_step(finding)}",
         "",
@@ -103,16 +102,8 @@ def _breakdown(data: ReportData) -> list[str]:
 
 
 def _clocks(data: ReportData) -> list[str]:
-    known = {rank: ns for rank, ns in data.clocks.residual_p99_ns.items() if np.isfinite(ns)}
-    if not known and not data.clocks.notes:
+    words = clock_words(data.clocks.reference, data.clocks.one_clock, data.clocks.residual_p99_ns)
+    if not words and not data.clocks.notes:
         return []
-    lines = ["## Clocks", ""]
-    if known:
-        worst = max(known, key=lambda rank: known[rank])
-        lines += [
-            f"Reference: rank {data.clocks.reference}. 99th percentile of what remains between clocks: "
-            f"{time_text(float(np.median(list(known.values()))))} in the middle of the ranks, "
-            f"{time_text(known[worst])} at worst (rank {worst}).",
-            "",
-        ]
-    return [*lines, *(f"- {note}" for note in data.clocks.notes), *([""] if data.clocks.notes else [])]
+    notes = [f"- {note}" for note in data.clocks.notes]
+    return ["## Clocks", "", *([words, ""] if words else []), *notes, *([""] if notes else [])]

@@ -7,6 +7,7 @@ from html import escape
 from .report_data import Bar, BarKind, Excerpt
 from .report_style import BAR_CLASS
 from .trace import Place
+from .wording import time_text
 
 _LEFT, _RIGHT, _ROW, _GAP, _TOP = 178, 1060, 24, 6, 8
 _LEAST_WIDTH = 0.35
@@ -58,14 +59,6 @@ def legend(excerpts: tuple[Excerpt, ...]) -> str:
         if kind in there
     ]
     return f'<div class="legend">{"".join(shown)}</div>'
-
-
-def time_text(ns: float) -> str:
-    """``1.24 s``, ``35.1 ms`` or ``12 us``."""
-    for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
-        if abs(ns) >= size:
-            return f"{ns / size:.3g} {unit}"
-    return f"{ns:.0f} ns"
 
 
 def _bars(bars: tuple[Bar, ...], y: int, scale: float) -> list[str]:

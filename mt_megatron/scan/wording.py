@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import statistics
+from collections.abc import Iterable, Mapping
 
 from .findings import Cause, Finding
 
@@ -104,8 +106,8 @@ def _hang(finding: Finding, who: str) -> str:
     return f"{who}: nothing moves, {operation}{which}{group} does not end"
 
 
-def cost(finding: Finding) -> str:
-    """``12.3 % of the time of steps 40-80``; a hang costs all of it."""
+def cost(finding: Finding, seconds: float | None = None) -> str:
+    """``12.3 % of the time of steps 40-80``; a hang costs all of it. ``seconds``: what those steps took."""
     steps = (
         f"step {finding.first_step}"
         if finding.first_step == finding.last_step
@@ -113,7 +115,45 @@ def cost(finding: Finding) -> str:
     )
     if finding.cause == "hang":
         return f"everything since step {finding.last_step}"
-    return f"{100 * finding.lost_fraction:.1f} % of the time of {steps}"
+    lost = f"{100 * finding.lost_fraction:.1f} % of the time of {steps}"
+    if not seconds:
+        return lost
+    return f"{lost} ({_duration(finding.lost_fraction * seconds)} of {_duration(seconds)})"
+
+
+def sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def clock_words(reference: int, one_clock: bool, residual_p99_ns: Mapping[int, float]) -> str:
+    """How far times of different ranks can be compared; empty where nothing was measured."""
+    if one_clock:
+        return "All ranks read the clock of one machine; nothing had to be put right."
+    known = {rank: value for rank, value in residual_p99_ns.items() if math.isfinite(value)}
+    if not known:
+        return ""
+    worst = max(known, key=lambda rank: known[rank])
+    return (
+        f"Reference: rank {reference}. 99th percentile of what remains between clocks: "
+        f"{time_text(statistics.median(known.values()))} in the middle of the ranks, "
+        f"{time_text(known[worst])} at worst (rank {worst}). A time difference below that says nothing."
+    )
+
+
+def time_text(ns: float) -> str:
+    """``1.24 s``, ``35.1 ms`` or ``12 us``."""
+    for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
+        if abs(ns) >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.0f} ns"
 
 
 def next_step(finding: Finding) -> str:
