@@ -21,7 +21,7 @@ from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .records import KINDS
 from .survey import Survey, survey, transfers
 from .trace import Trace
-from .tracks import Lanes, counter_points, labels, slices, track_name
+from .tracks import Lanes, counter_points, labels, slices, step_thread, track_name
 from .wording import headline
 
 Arrow = tuple[int, int, int]
@@ -74,10 +74,11 @@ def _rank(trace: Trace, rank: int, selection: Selection, found: Survey) -> Itera
         arrows = arrows_of(piece, found)
         columns = _columns(piece)
         seen: set[int] = set()
+        training = step_thread(piece)
         for each in slices(piece, lanes):
             if each.track not in named:
                 named.add(each.track)
-                yield _meta(rank, "thread_name", {"name": track_name(each.track)}, each.track)
+                yield _meta(rank, "thread_name", {"name": track_name(each.track, training)}, each.track)
                 yield _meta(rank, "thread_sort_index", {"sort_index": each.track}, each.track)
             begin = each.begin - found.origin
             kind, arguments = columns[each.index]

@@ -18,7 +18,7 @@ from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .records import KINDS
 from .survey import Survey, survey
 from .trace import Trace
-from .tracks import Lanes, Slice, counter_points, labels, slices, track_name
+from .tracks import Lanes, Slice, counter_points, labels, slices, step_thread, track_name
 
 _PACKET = 1
 _TIMESTAMP, _SEQUENCE, _EVENT, _INTERNED, _FLAGS, _DESCRIPTOR, _COMPRESSED = 8, 10, 11, 12, 13, 60, 50
@@ -87,7 +87,7 @@ class _Rank:
                 if each.track != track:
                     self._close(track, stack, None)
                     track = each.track
-                    self._track(track)
+                    self._track(track, step_thread(piece))
                 self._close(track, stack, each.begin)
                 stack.append(min(each.end, stack[-1]) if stack else each.end)
                 self._slice(
@@ -112,13 +112,15 @@ class _Rank:
         )
         self.out.add(self.sequence + integer(_FLAGS, _CLEARED) + blob(_INTERNED, interned))
 
-    def _track(self, track: int) -> None:
+    def _track(self, track: int, training: int) -> None:
         if track in self.tracks:
             return
         self.tracks.add(track)
         # ThreadDescriptor: pid 1, tid 2, thread_name 5.
         thread = (
-            integer(1, self.rank + 1) + integer(2, self.process_thread(track)) + text(5, track_name(track))
+            integer(1, self.rank + 1)
+            + integer(2, self.process_thread(track))
+            + text(5, track_name(track, training))
         )
         parts = integer(1, self.process + 1 + track) + integer(5, self.process) + blob(4, thread)
         self.out.add(self.sequence + blob(_DESCRIPTOR, parts))

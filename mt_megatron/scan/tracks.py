@@ -92,13 +92,19 @@ def slices(piece: Piece, lanes: Lanes) -> Iterator[Slice]:
     yield from _placed(base[timed], spans["device_begin"][timed], spans["device_end"][timed], timed, lanes)
 
 
-def track_name(track: int) -> str:
-    """What a viewer writes beside it."""
+def step_thread(piece: Piece) -> int:
+    """The thread that runs the steps: the training thread."""
+    threads = piece.spans["thread"][piece.spans["kind"] == KIND["step"]]
+    return int(threads[0]) if len(threads) else 0
+
+
+def track_name(track: int, training: int) -> str:
+    """What a viewer writes beside it; ``training``: the number of the training thread."""
     if track >= _PAUSES:
         base = max(each for each in _NAMES if each <= track)
         return _NAMES[base] + (f" ({track - base + 1})" if track > base else "")
     thread, lane = divmod(track, LANES)
-    name = "training thread" if thread == 0 else f"thread {thread}"
+    name = "training thread" if thread == training else f"thread {thread}"
     return name + (f" ({lane + 1})" if lane else "")
 
 
