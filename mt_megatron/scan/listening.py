@@ -60,10 +60,25 @@ class Listening:
         self._running = False
         self._apply("off")
 
+    def give_up(self) -> None:
+        """Record nothing from now on, because something failed; any thread.
+
+        Whoever follows the level hears of it where the next step begins.
+        """
+        self._running = False
+        with self._changing:
+            self._unsubscribe()
+            if self.level != "off":
+                self._stop_hearing = events.subscribe(self._farewell)
+
     def silence(self) -> None:
-        """Hear nothing from now on; any thread, also one in which something failed."""
+        """Hear nothing from now on and tell nobody."""
         self._running = False
         self._unsubscribe()
+
+    def _farewell(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
+        if (phase == "begin" and name == "step") or (name == "optimizer" and not self._has_steps):
+            self._apply("off")
 
     def want_level(self, level: Level) -> None:
         """Hear ``level`` from the next step on; any thread. Raises ``ConfigError``."""

@@ -128,9 +128,9 @@ class Recorder:
     def close(self) -> None:
         """Stop listening and write what is left. Further calls do nothing."""
         atexit.unregister(self.close)
+        self._listening.stop()
         if self._writer is None or not self._running:
             return
-        self._listening.stop()
         self._running = False
         if self._facts is not None:
             self._facts.close()
@@ -230,7 +230,7 @@ class Recorder:
             return
         self.failed = f"{type(error).__name__}: {error}"
         self._running = False
-        self._listening.silence()
+        self._listening.give_up()
         self._queues.close()
         if self._facts is not None:
             self._facts.close()

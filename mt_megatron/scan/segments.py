@@ -136,7 +136,9 @@ class SegmentWriter:
             self._file = -1
 
     def _object(self, kind: int, value: Any) -> None:
-        self._block(kind, json.dumps(value, separators=(",", ":")).encode())
+        # What somebody put into a note must not end the trace.
+        text = json.dumps(value, separators=(",", ":"), default=repr, skipkeys=True)
+        self._block(kind, text.encode())
 
     def _array(self, kind: int, rows: NDArray[np.void] | bytes | bytearray) -> None:
         wanted = _ARRAYS[kind]

@@ -17,6 +17,7 @@ from mt_megatron.errors import ConfigError, ScanError
 from mt_megatron.scan.levels import Window, level_at
 from mt_megatron.scan.recorder import Recorder
 from mt_megatron.scan.records import ASYNC, KIND, OPEN, SPAN, WAIT
+from mt_megatron.scan.ring import SegmentRing
 from mt_megatron.scan.segments import Group, read_rank, sessions
 from mt_megatron.seams import events
 from tests.scan.recordings import MEMBERS, counters, record, rows, step
@@ -349,6 +350,35 @@ def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(
     recorder.counter("power_w", 1.0)
     step(2)
     recorder.close()
+
+
+def test_what_follows_the_level_hears_that_the_tracing_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[tuple[str, str]] = []
+
+    def full(self: object, **records: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    recorder = Recorder(tmp_path, rank=0, level="full")
+    recorder.on_level(lambda old, new: changes.append((old, new)))
+    recorder.start()
+    monkeypatch.setattr(SegmentRing, "write", full)
+    deadline = time.monotonic() + 60
+    while recorder.failed is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert recorder.failed is not None and changes == [("off", "full")]
+    step(1)
+    assert changes == [("off", "full"), ("full", "off")] and not events.listening()
+    recorder.close()
+    assert len(changes) == 2
+
+
+def test_a_note_of_odd_things_is_written_all_the_same(tmp_path: Path) -> None:
+    trace = record(
+        tmp_path, lambda recorder: recorder.note(what="odd", error=ValueError("x"), more={(1, 2): 3})
+    )
+    assert [note["error"] for note in trace.notes if note["what"] == "odd"] == ["ValueError('x')"]
 
 
 def test_hearing_changes_whenever_the_rank_gets_on(tmp_path: Path) -> None:
