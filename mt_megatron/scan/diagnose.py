@@ -19,11 +19,12 @@ from .diagnose_own_work import slow_ranks
 from .diagnose_stages import slow_stages
 from .diagnose_waits import pauses, slow_checkpoints, slow_data
 from .exchange_store import ExchangeStore
-from .exchanges import RankExchanges, rank_exchanges
+from .exchanges import RankExchanges
 from .findings import Finding
 from .hangs import RankEnd, find_hang, rank_end
 from .links import slow_links
 from .segments import RankTrace
+from .sides import rank_exchanges
 from .slow_units import SlowUnit, slow_units
 from .step_features import RankSteps, rank_steps
 from .step_table import StepTable, step_table
