@@ -3,13 +3,10 @@ our own, since the training's may be busy waiting."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
-
-_generation = 0
 
 
 class Board(Protocol):
@@ -23,15 +20,13 @@ class Board(Protocol):
 
 
 class StoreBoard:
-    """The store of ``torch.distributed``'s default group. Collective in so far as every rank has to make
-    its boards in the same order."""
+    """The store of ``torch.distributed``'s default group."""
 
-    def __init__(self) -> None:
-        global _generation
+    def __init__(self, name: str) -> None:
+        """``name``: the same on all ranks, and no other board's of this job."""
         import torch.distributed as dist
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        _generation += 1
         store: Any = dist.distributed_c10d._get_default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -40,8 +35,7 @@ class StoreBoard:
             store = TCPStore(
                 store.host, store.port, is_master=False, wait_for_workers=False, timeout=patience
             )
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"mt_megatron/scan/{restart}/{_generation}", store)
+        self._store = PrefixStore(f"mt_megatron/scan/{name}", store)
 
     def write(self, key: str, text: str) -> None:
         """Leave ``text``, for everybody."""

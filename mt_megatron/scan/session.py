@@ -10,6 +10,7 @@ Works with any program that calls Megatron-Core under ``mt_megatron.patch()``; o
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import sys
 import time
@@ -27,7 +28,7 @@ from mt_megatron.scan.act import OnStraggler
 from mt_megatron.scan.attendant import Attendant
 from mt_megatron.scan.board import StoreBoard
 from mt_megatron.scan.depth import Depth
-from mt_megatron.scan.levels import Level, Window
+from mt_megatron.scan.levels import Level, Window, level_of
 from mt_megatron.scan.machine import boot_id
 from mt_megatron.scan.pings import ClockPings
 from mt_megatron.scan.recorder import Recorder
@@ -64,6 +65,7 @@ class Session:
         gets a line where something is worth one.
         """
         self.files = run_files(run)
+        level_of(level)
         self.recorder: Recorder | None = None
         """While it records."""
         self._rank = rank
@@ -84,7 +86,14 @@ class Session:
     def start(self) -> None:
         """Begin. Collective; must come at the same point of the program on every rank, since collectives
         are numbered from here on."""
-        everyone = _gather({"host": socket.gethostname(), "boot": boot_id(), "session": self._next_session()})
+        everyone = _gather(
+            {
+                "host": socket.gethostname(),
+                "boot": boot_id(),
+                "session": self._next_session(),
+                "board": secrets.token_hex(8),
+            }
+        )
         problem: str | None = None
         try:
             self._begin(everyone)
@@ -166,7 +175,10 @@ class Session:
         self._attendant.start()
         if self._layout.world_size > 1:
             self._pings = ClockPings(
-                StoreBoard(), self._record_pings, rank=self._rank, world_size=self._layout.world_size
+                StoreBoard(everyone[0]["board"]),
+                self._record_pings,
+                rank=self._rank,
+                world_size=self._layout.world_size,
             )
             self._closing.append(self._pings.close)
             self._pings.start()

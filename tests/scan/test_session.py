@@ -1,0 +1,150 @@
+"""One context traces a program of one's own, and what fails in it is said and ends no program."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scan.levels import Window
+from mt_megatron.scan.records import KIND
+from mt_megatron.scan.run_files import read_run, run_files
+from mt_megatron.scan.segments import read_rank, sessions
+from mt_megatron.scan.session import session
+from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
+from mt_megatron.seams import events
+
+
+def steps(count: int, first: int = 1) -> None:
+    for iteration in range(first, first + count):
+        with events.span("step", iteration=iteration):
+            for microbatch in range(2):
+                with events.span("forward", microbatch=microbatch, chunk=0):
+                    time.sleep(0.0005)
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("scan-")]
+
+
+def test_a_block_is_traced_and_nothing_stays(tmp_path: Path) -> None:
+    with session(tmp_path, watch=False) as traced:
+        steps(3)
+        assert traced.recorder is not None and events.listening()
+        assert not traced.wants_measurement and not traced.wants_to_leave
+        traced.recorder.note(what="mine", value=3)
+    traced.close()
+    assert not events.listening() and own_threads() == []
+    trace = read_rank(tmp_path / "scan" / "rank-00000")
+    assert sorted(set(trace.spans["iteration"].tolist()) - {0}) == [1, 2, 3]
+    assert (trace.spans["kind"] == KIND["forward"]).sum() == 6
+    assert [note["value"] for note in trace.notes if note.get("what") == "mine"] == [3]
+    facts = read_run(run_files(tmp_path))
+    assert facts["world_size"] == 1 and facts["ranks"][0]["rank"] == 0 and facts["backend"]
+
+
+def test_each_session_is_told_from_the_one_before(tmp_path: Path) -> None:
+    for first in (1, 4):
+        with session(tmp_path, watch=False):
+            steps(2, first)
+    folder = tmp_path / "scan" / "rank-00000"
+    assert sessions(folder) == [0, 1]
+    assert 4 not in read_rank(folder, session=0).spans["iteration"]
+    assert 1 not in read_rank(folder).spans["iteration"]
+
+
+def test_modules_are_recorded_within_windows_of_level_full(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with session(tmp_path, watch=False, window=Window(every=2, steps=1, level="full"), modules=[model]):
+        for iteration in (1, 2, 3):
+            with events.span("step", iteration=iteration):
+                model(torch.ones(1, 2)).sum().backward()
+    spans = read_rank(tmp_path / "scan" / "rank-00000").spans
+    inside = spans[spans["kind"] == KIND["module"]]["iteration"].tolist()
+    assert set(inside) == {1, 3}
+    assert model[0]._forward_pre_hooks == {} == model[0]._forward_hooks
+
+
+def test_an_error_in_the_block_ends_the_tracing_and_stays_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), session(tmp_path, watch=False):
+        steps(1)
+        raise ZeroDivisionError
+    assert not events.listening() and own_threads() == []
+    assert len(read_rank(tmp_path / "scan" / "rank-00000").spans)
+
+
+def test_a_folder_that_cannot_be_made_is_said_and_the_block_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "scan").write_text("in the way")
+    with caplog.at_level(logging.WARNING, logger="mt_megatron"), session(tmp_path) as traced:
+        steps(1)
+        assert traced.recorder is None and not events.listening() and own_threads() == []
+    assert [line for line in caplog.messages if "nothing is traced, training goes on: rank 0" in line]
+
+
+def test_a_wrong_level_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="expected one of off, base, full, kernel"),
+        session(tmp_path, level="deep"),  # type: ignore[arg-type]
+    ):
+        pass
+    assert not (tmp_path / "scan").exists()
+
+
+def test_the_watcher_runs_beside_and_ends_with_the_session(tmp_path: Path) -> None:
+    with session(tmp_path, watch=False):
+        steps(5)
+    lines: list[str] = []
+    watcher = WatcherProcess(
+        tmp_path / "scan", Alerting(prometheus_port=0), say=lines.append, start_after=0.0
+    )
+    watcher.start()
+    until = time.monotonic() + 60
+    while watcher.process is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert watcher.process is not None
+    stat = Path(f"/proc/{watcher.process.pid}/environ")
+    assert b"\0RANK=" not in b"\0" + stat.read_bytes()
+    watcher.close()
+    assert watcher.process.poll() is not None
+    assert own_threads() == []
+
+
+def test_a_run_that_is_over_soon_starts_no_second_process(tmp_path: Path) -> None:
+    with session(tmp_path) as traced:
+        steps(1)
+        watcher = traced._watcher
+    assert watcher is not None and watcher.process is None
+
+
+def test_a_watcher_that_ends_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watcher = WatcherProcess(tmp_path, Alerting(), start_after=0.0)
+    with caplog.at_level(logging.WARNING, logger="mt_megatron"):
+        watcher.start()
+        until = time.monotonic() + 60
+        while watcher.process is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert watcher.process is not None
+        os.kill(watcher.process.pid, signal.SIGKILL)
+        while not caplog.messages and time.monotonic() < until:
+            time.sleep(0.05)
+        watcher.close()
+    assert [line for line in caplog.messages if "ended with code -9; training goes on" in line]
+
+
+def test_alerting_becomes_arguments() -> None:
+    assert Alerting().arguments() == []
+    assert Alerting(webhook="https://a", prometheus_port=0).arguments() == [
+        "--webhook",
+        "https://a",
+        "--prometheus-port",
+        "0",
+    ]

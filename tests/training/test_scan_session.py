@@ -1,0 +1,122 @@
+"""The trainer traces itself by default, leaves nothing behind when it shall not, and never fails for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.scan.clock import fit_clocks
+from mt_megatron.scan.records import KIND
+from mt_megatron.training.arguments import load_config
+from mt_megatron.training.scan_session import trace_folder
+from tests.launch import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traced")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, "tests.training.scan_cases:runs", str(folder), timeout=300)
+
+
+def test_a_run_that_keeps_something_keeps_a_trace(found: list[dict[str, Any]], folder: Path) -> None:
+    facts = json.loads((folder / "default" / "scan" / "run.json").read_text())
+    assert facts["world_size"] == 2 and facts["layout"]["dp"] == 2 and not facts["simulated"]
+    assert [each["dp"] for each in facts["ranks"]] == [0, 1]
+    assert facts["model"]["num_layers"] == 4 and facts["num_microbatches"] == 2
+    for rank, each in enumerate(found):
+        assert "scan-writer" in each["default"]["during"]
+        assert each["default_trace"]["meta"]["dp"] == rank
+        assert each["default_trace"]["meta"]["device_type"] == "cpu"
+    assert (folder / "default" / "scan" / "rank-00001").stat().st_mode & 0o777 == 0o700
+
+
+def test_all_events_of_a_step_are_there(found: list[dict[str, Any]]) -> None:
+    wanted = {
+        KIND[name] for name in ("step", "forward", "backward", "optimizer", "collective", "data", "layer")
+    }
+    for each in found:
+        assert wanted <= set(each["default_trace"]["kinds"])
+
+
+def test_what_goes_on_is_a_session_of_its_own(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["default_trace"]["session"] == 1
+        assert {5, 6} <= set(each["default_trace"]["iterations"])
+        assert not {1, 2, 3} & set(each["default_trace"]["iterations"])
+
+
+def test_ranks_of_one_machine_share_a_clock(found: list[dict[str, Any]], folder: Path) -> None:
+    clocks = fit_clocks(folder / "default")
+    assert [clocks.residuals[rank].source for rank in (0, 1)] == ["reference", "same clock"]
+    assert found[1]["default_trace"]["peers"] in ([0], [])
+    assert found[0]["default_trace"]["pings"] == 0
+
+
+def test_nothing_is_left_when_a_run_ends(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        for name in ("default", "again", "off", "nowhere", "elsewhere", "blocked", "straggler"):
+            assert each[name]["after"] == [] and not each[name]["listening"], name
+
+
+def test_off_is_off(found: list[dict[str, Any]], folder: Path) -> None:
+    for each in found:
+        assert each["off"]["during"] == []
+    assert not (folder / "off" / "scan").exists()
+
+
+def test_without_a_place_it_says_so(found: list[dict[str, Any]]) -> None:
+    assert found[0]["nowhere"]["during"] == []
+    (line,) = [line for line in found[0]["nowhere"]["lines"] if "trace" in line]
+    assert line == "no trace is kept: give --save or --scan-dir (or --scan off)"
+    assert not [line for line in found[0]["off"]["lines"] if "trace" in line]
+
+
+def test_a_place_of_its_own_and_a_window(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["elsewhere_trace"]["iterations"][-1] == 2
+        assert KIND["layer"] in each["elsewhere_trace"]["kinds"]
+
+
+def test_a_folder_that_cannot_be_made_ends_the_tracing_and_not_the_run(found: list[dict[str, Any]]) -> None:
+    assert all(each["blocked"]["finished"] for each in found)
+    (line,) = [line for line in found[0]["blocked"]["lines"] if line.startswith("scan: ")]
+    assert "nothing is traced, training goes on: rank 0" in line
+
+
+def test_a_confirmed_straggler_ends_the_run_with_a_checkpoint(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        left = each["straggler"]
+        assert left["straggler"] and not left["finished"]
+        assert (left["iteration"], left["checkpoint"]) == (4, "iter_0000004")
+        assert left["measured"] == ["after step 2"]
+        assert not each["default"]["straggler"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "metrics", "expected"),
+    [
+        ("", None, None),
+        ("", "/dev/null", None),
+        ("", "runs/a/metrics.jsonl", "runs/a"),
+        ("--scan-dir elsewhere", "runs/a/metrics.jsonl", "elsewhere"),
+        ("--scan-dir elsewhere", None, "elsewhere"),
+    ],
+)
+def test_the_trace_lies_beside_the_metrics(flags: str, metrics: str | None, expected: str | None) -> None:
+    config = load_config(flags.split())
+    folder = trace_folder(config, None if metrics is None else Path(metrics))
+    assert folder == (None if expected is None else Path(expected))
+
+
+def test_yaml_takes_a_bare_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("scan:\n  scan: off\n")
+    assert load_config([], file).scan.scan == "off"
+    assert load_config([]).scan.scan == "base"
