@@ -34,10 +34,16 @@ GC_SPAN_NS = 1_000_000
 class HostFacts:
     """Facts of this process; all methods but ``start`` and ``close`` belong to the background thread."""
 
-    def __init__(self, counter: Counter, *, telemetry: Telemetry | None = None) -> None:
-        """``counter(name, value)`` takes a device's values, which a thread of their own reads."""
-        self.callbacks: dict[str, Callable[[], float | None]] = {}
-        """Counter name -> what reads it."""
+    def __init__(
+        self,
+        counter: Counter,
+        *,
+        telemetry: Telemetry | None = None,
+        samples: dict[str, Callable[[], float | None]] | None = None,
+    ) -> None:
+        """``counter(name, value)`` takes a device's values, which a thread of their own reads. ``samples``:
+        counter name -> what reads it; more may come, and one that raises is removed."""
+        self._samples = {} if samples is None else samples
         self._counter = counter
         self._telemetry = telemetry
         self._run_queue = RunQueue()
@@ -103,7 +109,7 @@ class HostFacts:
                 ("steal_fraction", self._steal.fraction()),
                 ("throttled_ns", self._throttling.throttled_ns()),
             ]
-        found += [(name, self._called(name, read)) for name, read in tuple(self.callbacks.items())]
+        found += [(name, self._called(name, read)) for name, read in tuple(self._samples.items())]
         return [(name, float(value)) for name, value in found if value is not None]
 
     def _called(self, name: str, read: Callable[[], float | None]) -> float | None:
@@ -111,7 +117,7 @@ class HostFacts:
             value = read()
             return None if value is None else float(value)
         except Exception as error:  # noqa: BLE001 - tracing never ends training
-            del self.callbacks[name]
+            del self._samples[name]
             logger.warning("tracing goes on without %s: %s: %s", name, type(error).__name__, error)
             return None
 

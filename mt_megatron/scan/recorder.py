@@ -73,6 +73,7 @@ class Recorder:
         self._step_callbacks: list[Callable[[int], None]] = []
         self._level_callbacks: list[LevelCallback] = []
         self._control = ControlWatch(self.files.control, self._controlled)
+        self._samples: dict[str, Callable[[], float | None]] = {}
         self._facts: HostFacts | None = None
         self._writer: Writer | None = None
         self._running = False
@@ -104,7 +105,7 @@ class Recorder:
                 self._meta,
                 most_bytes=self._most_bytes,
             )
-            self._facts = HostFacts(self.counter, telemetry=self._telemetry)
+            self._facts = HostFacts(self.counter, telemetry=self._telemetry, samples=self._samples)
             self._writer = Writer(
                 self._queues,
                 self._names,
@@ -193,9 +194,7 @@ class Recorder:
 
     def sample(self, name: str, read: Callable[[], float | None]) -> None:
         """Record ``read()`` as counter ``name`` several times a second, in the background, unless None."""
-        if self._facts is None:
-            raise ScanError("found no running recorder; expected start() before sample()")
-        self._facts.callbacks[name] = read
+        self._samples[name] = read
 
     def _controlled(self, content: Mapping[str, Any]) -> None:
         """Take over what the control file says; raises ``ConfigError``."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.data.queue_depth import micro_batches_ready
 from mt_megatron.training.distributed import Job
 
 if TYPE_CHECKING:
@@ -21,8 +22,11 @@ class Tracing:
 
     def start(self) -> None:
         """Begin; collective."""
-        if self._session is not None:
-            self._session.start()
+        if self._session is None:
+            return
+        self._session.start()
+        if self._session.recorder is not None:
+            self._session.recorder.sample("data_queue_depth", micro_batches_ready)
 
     @property
     def wants_measurement(self) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from mt_megatron.errors import DataError
 from mt_megatron.layers.packed import document_borders
 from mt_megatron.training.data.datasets import SampleDataset
+from mt_megatron.training.data.queue_depth import watched
 
 Batch = dict[str, torch.Tensor]
 """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32, each
@@ -165,7 +166,7 @@ def _load(
         prefetch_factor=_PREFETCHED if num_workers else None,
     )
     try:
-        yield from loader
+        yield from watched(iter(loader))
     except RuntimeError as error:
         # torch names the worker's process id and what ended it.
         if "DataLoader worker" not in str(error):
