@@ -3,7 +3,7 @@
     python benchmarks/scan_scale.py [--ranks 64 256 1024] [--steps 50] [--events 1000] [--record results/]
 
 Each trace has 50 steps of 1,000 events per rank and one slow rank. What is timed is
-``mt-megatron scan report`` in a process of its own, from start to exit, on the cores of this machine; the peak
+``mt-megatron scan report`` in a process of its own, from start to exit, on this machine's cores; the peak
 of its resident memory is the system's own count. The files have been written just before and are in the
 system's cache as far as it has room. 1,024 ranks need 3.7 GB of disk for as long as it runs.
 """

@@ -74,7 +74,16 @@ def all_to_all(enter: Times, gap: Times, latency: Times, hold: Hold | None = Non
     return np.maximum(leave, free)
 
 
-def transfer(posted: Times, other: Times, gap: Times, latency: Times) -> tuple[Times, Times]:
+def transfer(
+    posted: Times,
+    other: Times,
+    gap: Times,
+    latency: Times,
+    hold_sender: Hold | None = None,
+    hold_receiver: Hold | None = None,
+) -> tuple[Times, Times]:
     """When sender and receiver of one message leave, once both have come at ``posted`` and ``other``."""
     left = np.maximum(posted, other) + gap
-    return left, left + latency
+    left = left if hold_sender is None else hold_sender(left)
+    arrived = left + latency
+    return left, arrived if hold_receiver is None else hold_receiver(arrived)

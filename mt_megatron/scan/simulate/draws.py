@@ -52,6 +52,9 @@ class Draws:
     messages: dict[Direction, tuple[Floats, Floats]]
     """Factor of the time per byte, and ns on top, of what a rank sends after a piece; [P, J, ranks] each."""
 
+    transfers: tuple[Floats, Floats]
+    """The same of each transfer between stages, by its id; [transfers, dp, cp, tp] each."""
+
     optimizer: Floats
     """[ranks] ns."""
 
@@ -78,6 +81,7 @@ class Drawing:
         layout = job.layout
         self._job, self._noise, self._pieces = job, noise, pieces
         self._shape = layout.shape
+        self._transfers = (len(plan.transfers), *layout.shape[1:])
         # All stages take their passes of one direction in the same order.
         self._passes: dict[Direction, list[Pass]] = {"forward": [], "backward": []}
         for operation in plan.programs[0]:
@@ -136,6 +140,10 @@ class Drawing:
             tokens=tokens,
             rows=rows,
             messages={direction: self._messages(direction) for direction in ("forward", "backward")},
+            transfers=(
+                noise.factors("transfers", self._transfers, job.link_jitter),
+                noise.delays("transfers", self._transfers),
+            ),
             optimizer=optimizer,
             checkpoint=checkpoint,
             queued=queued,

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .collectives import Hold, all_to_all, doubling, ring, transfer
+from .across_stages import AcrossStages, ring_sizes
+from .collectives import all_to_all, ring, transfer
 from .columns import Template, columns_of
 from .draws import Drawing, Draws
 from .faults import Fault
+from .hosts import Hosts
 from .job import Job
 from .links import Links
 from .noise import Floats, Noise
 from .schedule import Direction, Exchange, Level, Plan, plan
-from .stops import Quota, Stops
 from .ways import Tables, Way
-from .work import Communication, Piece, pieces
+from .work import Piece, pieces
 
 _COPY = 0.15e6
 """Nanoseconds to hand a batch over."""
@@ -75,6 +76,8 @@ class Engine:
         self.template: Template = columns_of(job, self.plan, self.pieces["forward"], self.pieces["backward"])
         self._drawing = Drawing(job, self.noise, self.plan, self.pieces)
         self._tables = Tables(layout, Links(job, self.noise))
+        self._hosts = Hosts(job, self.noise)
+        self._across = AcrossStages(job, self.noise, self._tables, self._hosts)
         self._ways = {name: Way(layout, name) for name in ("tp", "cp", "ep")}
         self._ordinals = _ordinals(self.plan)
         self._number = 0
@@ -83,12 +86,7 @@ class Engine:
         self._ready = self.now.copy()
         self._taken = np.full((layout.pp, job.prefetched, *shape[1:]), -np.inf)
         self._passes_before = 0
-        self._stops: Stops | None = None
         self._last_duration = 2 * job.microbatch_ms * 1e6 * job.microbatches
-        self._quotas: dict[tuple[int, ...], Quota] = {}
-        self._busy = np.zeros(shape)
-        self._noise_of = 0
-        self._transfer_factors = self._transfer_delays = np.empty(0)
 
     def step(self) -> Step:
         """Play the next step."""
@@ -99,10 +97,8 @@ class Engine:
         width = self.template.spans.shape[1]
         nan = np.full((width, *self.job.layout.shape), np.nan)
         step = Step(number=self._number, begin=nan, end=nan.copy(), draws=draws)
-        self._busy = np.zeros(self.job.layout.shape)
         began = self.now.copy()
-        self._plan_stops(faults, step)
-        self._set_quotas(faults)
+        step.pauses += self._hosts.begin(faults, self.now, self._last_duration)
         posted: dict[tuple[int, int], Floats] = {}
         for level in self.plan.levels:
             if level.kind == "exchange":
@@ -111,11 +107,8 @@ class Engine:
                 self._passes(level, level.kind, step)
         self._passes_before += len(self._ordinals["forward"][0])
         self._end_of_step(step, began)
-        step.over, step.busy = self.now.copy(), self._busy
-        step.throttled = {
-            int(np.ravel_multi_index(where, self.job.layout.shape)): quota.throttled
-            for where, quota in self._quotas.items()
-        }
+        step.over, step.busy = self.now.copy(), self._hosts.busy
+        step.throttled = self._hosts.throttled()
         finite = self.now[np.isfinite(self.now)]
         self._last_duration = float((finite.max() if finite.size else 0.0) - began.min())
         return step
@@ -126,57 +119,6 @@ class Engine:
         with np.errstate(invalid="ignore"):
             waiting = np.floor((self.now - self._ready) / need) + 1
         return np.clip(np.nan_to_num(waiting), 0, self.job.prefetched).ravel()
-
-    # -- faults of hosts
-
-    def _plan_stops(self, faults: Sequence[Fault], step: Step) -> None:
-        generator = self.noise.generator("stops")
-        for fault in faults:
-            hangs = fault.cause == "hang"
-            if not hangs and (fault.cause != "host_pause" or fault.mode != "stop"):
-                continue
-            moment, length, chance = generator.random(), generator.uniform(0.7, 1.3), generator.random()
-            assert fault.rank is not None
-            where = np.unravel_index(fault.rank, self.job.layout.shape)
-            if self._stops is None:
-                empty = np.full(self.job.layout.shape, np.inf)
-                self._stops = Stops(empty, empty.copy())
-            over = not self._stops.end[where] > self.now[where] or np.isinf(self._stops.begin[where])
-            if not over or (not hangs and chance >= 1 / fault.every):
-                continue
-            begin = float(self.now[where] + moment * self._last_duration)
-            end = np.inf if hangs else begin + fault.seconds * 1e9 * length
-            self._stops.begin[where], self._stops.end[where] = begin, end
-            step.pauses.append((fault.rank, "stopped", begin, end))
-
-    def _set_quotas(self, faults: Sequence[Fault]) -> None:
-        on = {}
-        for fault in faults:
-            if fault.cause == "host_contention" and fault.mode == "quota":
-                where = tuple(int(each) for each in np.unravel_index(fault.rank or 0, self.job.layout.shape))
-                on[where] = self._quotas.get(where) or Quota(fault.share)
-        self._quotas = on
-
-    def _hold(self, stages: np.ndarray, way: Way | None = None) -> Hold | None:
-        if self._stops is None:
-            return None
-        stops = self._stops
-        begin, end = stops.begin[stages], stops.end[stages]
-        hit = (begin, end) if way is None else (way.split(begin), way.split(end))
-        return lambda times: stops.hold(times, hit)
-
-    def _worked(self, begin: Floats, needed: Floats, stages: np.ndarray) -> Floats:
-        """When work of ``needed`` ns ends, [stages, dp, cp, tp]."""
-        end = begin + needed
-        for where, quota in self._quotas.items():
-            for index in np.flatnonzero(stages == where[0]).tolist():
-                at = (index, *where[1:])
-                if np.isfinite(begin[at]):
-                    end[at] = quota.end(float(begin[at]), float(needed[at]))
-        if self._stops is not None:
-            end = self._stops.stretch(begin, end, (self._stops.begin[stages], self._stops.end[stages]))
-        self._busy[stages] += needed
-        return end
 
     # -- the pipeline
 
@@ -193,7 +135,7 @@ class Engine:
         work = step.draws.work[direction]
         factor, delay = step.draws.messages[direction]
         for index, piece in enumerate(self.pieces[direction]):
-            before, at = at, self._worked(at, work[ordinals, index, stages], stages)
+            before, at = at, self._hosts.worked(at, work[ordinals, index, stages], stages)
             self._note_collections(step, direction, stages, ordinals, index, before)
             if piece.expert and direction == "forward":
                 step.begin[column, stages], step.end[column, stages] = before, at
@@ -211,9 +153,7 @@ class Engine:
         """Wait for the next batch of a queue that a worker fills while there is room."""
         ready = self._ready[stages]
         taken = np.maximum(at, ready) + _COPY
-        if self._stops is not None:
-            hit = self._stops.begin[stages], self._stops.end[stages]
-            taken = self._stops.stretch(at, taken, hit)
+        taken = self._hosts.stretched(at, taken, stages)
         slots = (self._passes_before + ordinals) % self.job.prefetched
         self._taken[stages, slots] = taken
         room = self._taken[stages, (slots + 1) % self.job.prefetched]
@@ -251,12 +191,12 @@ class Engine:
         what = piece.after
         assert what is not None
         way = self._ways[what.group]
-        hold = self._hold(stages, way)
+        hold = self._hosts.hold(stages, way)
         factor, delay = way.split(noise[0]), way.split(noise[1])
         came = way.split(enter)
         if what.op != "all_to_all":
             latency, per_byte = self._tables.way_ring(way)
-            size, hops = _ring_sizes(what, way.size)
+            size, hops = ring_sizes(what, way.size)
             gap = per_byte[stages] * size * factor + delay / hops
             return way.join(ring(came, gap, latency[stages], hops, hold))
         latency, per_byte = self._tables.way_pairs(way)
@@ -285,6 +225,7 @@ class Engine:
         for place in level.places:
             posted[place] = self.now[place[0]].copy()
         left = {}
+        size = self.job.activation_bytes / self.job.layout.cp
         for place in level.places:
             stage, position = place
             operation = self.plan.programs[stage][position]
@@ -295,15 +236,11 @@ class Engine:
                 partner, identity = self.plan.partners[stage, position, index]
                 there = posted.get((other, partner))
                 there = self.now[other] if there is None else there
-                latency, gap = self._transfer(each.source, each.target, identity, step)
-                sent, received = transfer(posted[place], there, gap, latency)
-                if self._stops is not None:
-                    sent = self._stops.hold(
-                        sent, (self._stops.begin[each.source], self._stops.end[each.source])
-                    )
-                    received = np.maximum(sent + latency, received)
-                    hit = self._stops.begin[each.target], self._stops.end[each.target]
-                    received = self._stops.hold(received, hit)
+                latency, per_byte = self._tables.stages(each.source, each.target)
+                factor, delay = step.draws.transfers
+                gap = per_byte * size * factor[identity] + delay[identity]
+                holds = self._hosts.hold(each.source), self._hosts.hold(each.target)
+                sent, received = transfer(posted[place], there, gap, latency, *holds)
                 over = np.maximum(over, sent if each.source == stage else received)
             column = self.template.columns.places[place]
             for index in range(len(operation.transfers)):
@@ -312,48 +249,32 @@ class Engine:
         for stage, over in left.items():
             self.now[stage] = over
 
-    def _transfer(self, source: int, target: int, identity: int, step: Step) -> tuple[Floats, Floats]:
-        """Latency and time to send of one message; both of its sides must get the same."""
-        factor, delay = self._transfer_noise(step.number)
-        latency, per_byte = self._tables.stages(source, target)
-        size = self.job.activation_bytes / self.job.layout.cp
-        return latency, per_byte * size * factor[identity] + delay[identity]
-
-    def _transfer_noise(self, number: int) -> tuple[Floats, Floats]:
-        if self._noise_of != number:
-            shape = (len(self.plan.transfers), *self.job.layout.shape[1:])
-            self._noise_of = number
-            self._transfer_factors = self.noise.factors("transfers", shape, self.job.link_jitter)
-            self._transfer_delays = self.noise.delays("transfers", shape)
-        return self._transfer_factors, self._transfer_delays
-
     # -- after the last micro-batch
 
     def _end_of_step(self, step: Step, began: Floats) -> None:
         layout, tail = self.job.layout, self.template.columns.tail
         everyone = np.arange(layout.pp)
         parts = layout.vpp * self.job.buckets
-        gradients = "dp-cp" if layout.cp > 1 else "dp"
         for index in range(parts):
-            self._over_groups(step, f"gradients {index}", gradients)
-        self._over_groups(step, "embedding", "embedding")
+            self._over_groups(step, f"gradients {index}")
+        self._over_groups(step, "embedding")
         optimizer = self.now.copy()
-        self._over_groups(step, "norm", "tp-pp")
-        self._over_groups(step, "agreement", "world")
-        self.now = self._worked(self.now, step.draws.optimizer, everyone)
+        self._over_groups(step, "norm")
+        self._over_groups(step, "agreement")
+        self.now = self._hosts.worked(self.now, step.draws.optimizer, everyone)
         for index in range(parts):
-            self._over_groups(step, f"parameters {index}", gradients)
+            self._over_groups(step, f"parameters {index}")
         self._mark(step, tail["optimizer"], optimizer, self.now)
         bookkeeping = _BETWEEN * self.noise.factors("bookkeeping", [2, *layout.shape], 0.2)
-        self.now = self._worked(self.now, bookkeeping[0], everyone)
+        self.now = self._hosts.worked(self.now, bookkeeping[0], everyone)
         self._mark(step, tail["step"], began, self.now)
-        self.now = self._worked(self.now, bookkeeping[1], everyone)
+        self.now = self._hosts.worked(self.now, bookkeeping[1], everyone)
         if self.job.checkpoint_every and step.number % self.job.checkpoint_every == 0:
             before = self.now
-            written = self._worked(before, step.draws.checkpoint, everyone)
+            written = self._hosts.worked(before, step.draws.checkpoint, everyone)
             self.now = written
             if layout.world_size > 1:
-                self._small("world")
+                self.now = self._across.small(self.now, "world")
             step.checkpoint = before, written, self.now.copy()
 
     def _mark(self, step: Step, columns: list[int], begin: Floats, end: Floats) -> None:
@@ -361,54 +282,15 @@ class Engine:
             if column >= 0:
                 step.begin[column, stage], step.end[column, stage] = begin[stage], end[stage]
 
-    def _over_groups(self, step: Step, name: str, group: str) -> None:
+    def _over_groups(self, step: Step, name: str) -> None:
         """The collective of the step's end that is called ``name``, if there is one."""
         columns = self.template.columns.tail.get(name)
         if columns is None:
             return
-        before = self.now
-        if group in ("tp-pp", "world"):
-            self._small(group)
-        else:
-            self._large(group, self.template.columns.communications[name])
+        what, before = self.template.columns.communications[name], self.now
+        few = what.group in ("tp-pp", "world")
+        self.now = self._across.small(before, what.group) if few else self._across.large(before, what)
         self._mark(step, columns, before, self.now)
-
-    def _small(self, group: str) -> None:
-        rows = self._tables.members(group)
-        latency, _ = self._tables.doubling(group)
-        jitter = self.noise.factors(f"small {group}", latency.shape, 4 * self.job.link_jitter)
-        left = doubling(self.now.ravel()[rows], latency * jitter, self._held(rows))
-        self._put(rows, left)
-
-    def _large(self, group: str, what: Communication) -> None:
-        rows = self._tables.members(group)
-        latency, per_byte = self._tables.ring(group)
-        size, hops = _ring_sizes(what, rows.shape[-1])
-        factor = self.noise.factors(f"large {group}", rows.shape, self.job.link_jitter)
-        delay = self.noise.delays(f"large {group}", rows.shape) / hops
-        left = ring(self.now.ravel()[rows], per_byte * size * factor + delay, latency, hops, self._held(rows))
-        self._put(rows, left)
-
-    def _held(self, rows: np.ndarray) -> Hold | None:
-        if self._stops is None:
-            return None
-        stops = self._stops
-        hit = stops.begin.ravel()[rows], stops.end.ravel()[rows]
-        return lambda times: stops.hold(times, hit)
-
-    def _put(self, rows: np.ndarray, times: Floats) -> None:
-        flat = self.now.ravel().copy()
-        flat[rows] = times
-        self.now = flat.reshape(self.job.layout.shape)
-
-
-def _ring_sizes(what: Communication, members: int) -> tuple[float, int]:
-    """Bytes of each hop, and hops."""
-    if what.op == "all_reduce":
-        return what.size / members, 2 * (members - 1)
-    if what.op == "reduce_scatter":
-        return what.size / members, members - 1
-    return float(what.size), members - 1
 
 
 def _ordinals(made: Plan) -> dict[Direction, list[dict[int, int]]]:
