@@ -56,13 +56,15 @@ class Session:
         on_straggler: OnStraggler = "continue",
         facts: Mapping[str, Any] | None = None,
         modules: Sequence[Any] = (),
+        samples: Mapping[str, Callable[[], float | None]] | None = None,
         say: Callable[[str], None] = logger.warning,
     ) -> None:
         """Nothing happens before ``start``.
 
         ``alerting`` None: no process watches. ``facts`` go into ``run.json`` (``num_microbatches``, the
-        model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records. ``say``
-        gets a line where something is worth one.
+        model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records;
+        ``samples`` are read several times a second, in the background, as counters of these names.
+        ``say`` gets a line where something is worth one.
         """
         self.files = run_files(run)
         level_of(level)
@@ -77,6 +79,7 @@ class Session:
         self._on_straggler: OnStraggler = on_straggler
         self._facts = dict(facts or {})
         self._modules = tuple(modules)
+        self._samples = dict(samples or {})
         self._say = say
         self._pings: ClockPings | None = None
         self._attendant: Attendant | None = None
@@ -161,6 +164,8 @@ class Session:
         depth = Depth(recorder, self._backend, self._modules)
         self._closing += [recorder.close, depth.close]
         recorder.start()
+        for name, read in self._samples.items() if recorder.failed is None else ():
+            recorder.sample(name, read)
         self._attendant = Attendant(
             self.files,
             rank=self._rank,

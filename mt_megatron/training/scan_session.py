@@ -22,11 +22,8 @@ class Tracing:
 
     def start(self) -> None:
         """Begin; collective."""
-        if self._session is None:
-            return
-        self._session.start()
-        if self._session.recorder is not None:
-            self._session.recorder.sample("data_queue_depth", micro_batches_ready)
+        if self._session is not None:
+            self._session.start()
 
     @property
     def wants_measurement(self) -> bool:
@@ -105,6 +102,7 @@ def tracing_of(
                 "params_dtype": config.params_dtype,
             },
             modules=modules,
+            samples={"data_queue_depth": micro_batches_ready},
             say=say,
         )
     )
