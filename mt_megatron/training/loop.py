@@ -194,6 +194,8 @@ class _Run:
         else:
             self._evaluate()
         self._summary(result)
+        if self.tracing.folder is not None:
+            self.display.say(f"trace: {self.tracing.folder}")
         self.store.raise_if_lost()
         return Outcome(
             progress=self.progress,

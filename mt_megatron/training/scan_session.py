@@ -26,6 +26,13 @@ class Tracing:
             self._session.start()
 
     @property
+    def folder(self) -> Path | None:
+        """Where the trace lies; None when none is written."""
+        if self._session is None or self._session.recorder is None:
+            return None
+        return self._session.files.root
+
+    @property
     def wants_measurement(self) -> bool:
         """Whether this rank wants a measurement after the next step."""
         return self._session is not None and self._session.wants_measurement
