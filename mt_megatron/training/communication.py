@@ -18,8 +18,7 @@ class CommunicationClock:
     Time within nested events counts once. For an operation that was only started it is the time to
     start it and the time of the wait that ends it, not what ran in the background meanwhile. Waiting
     for a slower process counts as communication. Host time: on a device that queues its
-    collectives the host is elsewhere by the time they run, so there it says nothing. Not seen,
-    because they emit no events: the all-reduce of the loss and of the gradient norm.
+    collectives the host is elsewhere by the time they run, so there it says nothing.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

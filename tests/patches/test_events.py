@@ -58,15 +58,22 @@ def test_pipeline_step():
         counts = Counter(name for phase, name, _ in seen if phase == "begin")
         assert (counts["forward"], counts["backward"], counts["microbatch"]) == (4, 4, 8)
         assert [a["number"] for a in begins(seen, "layer")] == [rank + 1] * 4
-        forward = [a["index"] for a in begins(seen, "microbatch") if a["direction"] == "forward"]
-        assert forward == [0, 1, 2, 3]
+        for direction in ("forward", "backward"):
+            numbers = [a["microbatch"] for a in begins(seen, "microbatch") if a["direction"] == direction]
+            assert numbers == [a["microbatch"] for a in begins(seen, direction)] == [0, 1, 2, 3]
         assert [a["optimizer"] for a in begins(seen, "optimizer")] == ["FP32Optimizer"]
         sends, receives = ("send_next", "recv_next") if rank == 0 else ("send_prev", "recv_prev")
         transfers = begins(seen, "p2p")
         assert sum(a[sends] for a in transfers) == sum(a[receives] for a in transfers) == 4
         assert all((a["bytes"] > 0) == (a["send_next"] or a["send_prev"]) for a in transfers)
-        syncs = [a for a in begins(seen, "collective") if a["group"] == "dp"]
-        assert {a["op"] for a in syncs} == {"start_grad_sync", "finish_grad_sync"}
+        # The other stage's rank is the only one beside this: the groups of one rank communicate nothing.
+        assert all(a["ranks"] == [0, 1] for a in begins(seen, "collective"))
+    for one, other, peer in ((first, last, 1), (last, first, 0)):
+        sent = [t[2:] for a in begins(one, "p2p") for t in a["transfers"] if t[:2] == ["send", peer]]
+        received = [
+            t[2:] for a in begins(other, "p2p") for t in a["transfers"] if t[:2] == ["recv", 1 - peer]
+        ]
+        assert sent == received == [[seq, 8 * 2 * 32 * 4] for seq in range(4)]
 
 
 def test_sequence_parallel_step():
@@ -76,15 +83,27 @@ def test_sequence_parallel_step():
         # Per layer and micro-batch: two gathers forward, two again in backward, and as many sums.
         assert collectives["all_gather", "tp"] >= 4 * 2 * 4
         assert collectives["reduce_scatter", "tp"] >= 4 * 2 * 4
-        assert collectives["layernorm_grads", "tp"] == 1
-        assert collectives["start_param_sync", "dp"] >= 1
+        # The norms' gradients, once, after all micro-batches; the norm of all of them, over all ranks.
+        after = [e for e in _outside(seen, "microbatch") if e["op"] == "all_reduce"]
+        assert [(a["group"], a["bytes"] > 8) for a in after] == [("tp", True), ("world", False)]
         assert [a["optimizer"] for a in begins(seen, "optimizer")] == ["DistributedOptimizer"]
 
 
-def test_one_process_has_no_tensor_parallel_collectives():
+def _outside(seen: list[Any], name: str) -> list[dict[str, Any]]:
+    """Attributes of the collectives that begin while no ``name`` is open."""
+    found, depth = [], 0
+    for phase, event, attrs in seen:
+        if event == name:
+            depth += 1 if phase == "begin" else -1
+        elif (phase, event) == ("begin", "collective") and depth == 0:
+            found.append(attrs)
+    return found
+
+
+def test_one_process_has_no_collectives():
     (seen,) = run_ranks(1, f"{HERE}:step", {})
     check_nesting(seen)
-    assert not [a for a in begins(seen, "collective") if a["group"] == "tp" and "bytes" in a]
+    assert begins(seen, "collective") == begins(seen, "p2p") == []
     assert len(begins(seen, "layer")) == 2 * 4
 
 
@@ -109,4 +128,5 @@ def exchange() -> list[Any]:
 def test_all_to_all_is_seen_both_ways():
     for seen in run_ranks(2, f"{HERE}:exchange"):
         check_nesting(seen)
-        assert [(a["op"], a["bytes"]) for a in begins(seen, "collective")] == [("all_to_all", 16)] * 2
+        said = [(a["op"], a["group"], a["seq"], a["bytes"]) for a in begins(seen, "collective")]
+        assert said == [("all_to_all", "dp", 0, 16), ("all_to_all", "dp", 1, 16)]
