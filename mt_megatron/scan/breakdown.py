@@ -71,6 +71,9 @@ class Look:
     """Of each step."""
 
     end: Times
+    whole: NDArray[np.bool_]
+    """Per step: whether it ended; one that did not lasts to the last thing that the rank wrote."""
+
     kind: NDArray[np.uint8]
     first: Times
     """Begin of each span."""
@@ -91,10 +94,12 @@ def look(
     meetings: Meetings,
 ) -> Look:
     """The spans of the steps ``wanted``; its communications are entered into ``meetings``."""
-    spans = trace.spans[np.isin(trace.spans["iteration"], wanted) & (trace.spans["end"] != OPEN)]
-    timed = spans["device_begin"] != 0
+    spans = trace.spans[np.isin(trace.spans["iteration"], wanted)]
+    unfinished = spans["end"] == OPEN
+    timed = (spans["device_begin"] != 0) & ~unfinished
     first = to_reference(np.where(timed, spans["device_begin"], spans["begin"]).astype(np.int64))
-    last = to_reference(np.where(timed, spans["device_end"], spans["end"]).astype(np.int64))
+    ends = np.where(unfinished, np.maximum(spans["begin"], _last_written(trace)), spans["end"])
+    last = to_reference(np.where(timed, spans["device_end"], ends).astype(np.int64))
     key = _keys(rank, trace, spans, meetings)
     ready = (key > 0) & ((spans["flags"] & WAIT) == 0)
     meetings.arrive(key[ready], first[ready])
@@ -104,6 +109,7 @@ def look(
         steps=spans["iteration"][chosen].astype(np.int64),
         begin=first[chosen],
         end=last[chosen],
+        whole=~unfinished[chosen],
         kind=spans["kind"],
         first=first,
         last=last,
@@ -119,7 +125,9 @@ def waits(seen: Look, meetings: Meetings) -> tuple[Times, NDArray[np.bool_]]:
     known = sides > 1
     # A start in the background does not wait, however long it takes to issue.
     waited = known & ((seen.spans["flags"] & ASYNC) == 0)
-    return np.where(waited, np.clip(arrival, seen.first, seen.last), seen.first), known
+    until = np.where(waited, np.clip(arrival, seen.first, seen.last), seen.first)
+    # What never ends moves nothing.
+    return np.where(seen.spans["end"] == OPEN, seen.last, until), known
 
 
 def breakdown(looks: Sequence[Look], meetings: Meetings) -> Breakdown:
@@ -129,12 +137,13 @@ def breakdown(looks: Sequence[Look], meetings: Meetings) -> Breakdown:
     communication = matched = 0.0
     steps: set[int] = set()
     for seen in looks:
-        length = float((seen.end - seen.begin).sum())
+        begin, end = seen.begin[seen.whole], seen.end[seen.whole]
+        length = float((end - begin).sum())
         if length <= 0:
             continue
         totals[seen.rank] = _parts(seen, meetings)
         lengths[seen.rank] = length
-        steps.update(seen.steps.tolist())
+        steps.update(seen.steps[seen.whole].tolist())
         which = _is(seen, "collective", "p2p")
         _, known = waits(seen, meetings)
         spent = (seen.last - seen.first)[which]
@@ -145,7 +154,7 @@ def breakdown(looks: Sequence[Look], meetings: Meetings) -> Breakdown:
     whole = sum(lengths.values())
     return Breakdown(
         steps=tuple(sorted(steps)),
-        seconds=whole / sum(len(seen.steps) for seen in looks) / 1e9,
+        seconds=whole / sum(int(seen.whole.sum()) for seen in looks) / 1e9,
         overall=tuple((sum(totals.values()) / whole).tolist()),
         ranks={rank: tuple((parts / lengths[rank]).tolist()) for rank, parts in totals.items()},
         matched=matched / communication if communication else 0.0,
@@ -168,13 +177,19 @@ def _parts(seen: Look, meetings: Meetings) -> NDArray[np.float64]:
     parts = np.zeros(len(CATEGORIES))
     begins, ends = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     before = 0.0
+    first, last = seen.begin[seen.whole], seen.end[seen.whole]
     for name, begin, end in layers:
         begins, ends = np.concatenate((begins, begin)), np.concatenate((ends, end))
-        covered = float(Cover(begins, ends).within(seen.begin, seen.end).sum())
+        covered = float(Cover(begins, ends).within(first, last).sum())
         parts[CATEGORIES.index(name)] = covered - before
         before = covered
-    parts[CATEGORIES.index("compute")] = float((seen.end - seen.begin).sum()) - before
+    parts[CATEGORIES.index("compute")] = float((last - first).sum()) - before
     return parts
+
+
+def _last_written(trace: RankTrace) -> int:
+    times = [trace.spans["begin"], trace.spans["end"], trace.counters["time"]]
+    return max(int(each.max(initial=0)) for each in times)
 
 
 def _in_step_thread(seen: Look) -> NDArray[np.bool_]:

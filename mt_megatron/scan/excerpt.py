@@ -29,7 +29,8 @@ def steps_to_show(finding: Finding | None, times: StepTimes) -> list[tuple[str, 
     steps = np.asarray(times.steps)
     seconds = np.asarray(times.seconds)
     if not len(steps):
-        return []
+        hangs = finding is not None and finding.cause == "hang"
+        return [(f"Step {finding.last_step}, which does not end", finding.last_step)] if hangs else []
     if finding is None:
         return [("A usual step", _usual(steps, seconds))]
     within = (steps >= finding.first_step) & (steps <= finding.last_step)
@@ -42,7 +43,9 @@ def steps_to_show(finding: Finding | None, times: StepTimes) -> list[tuple[str, 
     elif after.any():
         step = _usual(steps[after][:20], seconds[after][:20])
         chosen.append((f"Step {step}, after it ended", step))
-    if within.any():
+    if finding.cause == "hang":
+        chosen.append((f"Step {finding.last_step}, which does not end", finding.last_step))
+    elif within.any():
         step = _usual(steps[within], seconds[within])
         chosen.append((f"Step {step}, with it", step))
     return chosen
@@ -76,12 +79,14 @@ def excerpt(
     meetings: Meetings,
 ) -> Excerpt | None:
     """The bars of ``step``; None when none of the ranks recorded it."""
-    there = [looks[rank] for rank in ranks if rank in looks and step in looks[rank].steps]
-    if not there:
+    there = [looks[rank] for rank in ranks if rank in looks]
+    own = [seen.spans["iteration"] == step for seen in there]
+    begins = [int(seen.first[rows].min()) for seen, rows in zip(there, own, strict=True) if rows.any()]
+    ends = [int(seen.last[rows].max()) for seen, rows in zip(there, own, strict=True) if rows.any()]
+    if not begins:
         return None
-    spans = [int(np.flatnonzero(seen.steps == step)[-1]) for seen in there]
-    origin = min(int(seen.begin[at]) for seen, at in zip(there, spans, strict=True))
-    length = max(int(seen.end[at]) for seen, at in zip(there, spans, strict=True)) - origin
+    origin = min(begins)
+    length = max(ends) - origin
     rows = [
         Row(
             rank=seen.rank,

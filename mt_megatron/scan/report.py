@@ -77,6 +77,11 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
     trace = open_trace(run)
     findings = tuple(culprits_first(diagnosis.findings))
     survey = _Ranks(trace, first_step, last_step)
+    if not survey.times.steps and not findings:
+        raise ScanError(
+            f"found no whole step in {trace.files.root}; expected some between {first_step or 'the first'} "
+            f"and {last_step or 'the last'}. Let the run finish a few steps, or ask for others"
+        )
     survey.first_pass(findings)
     return ReportData(
         run=trace.files.root.parent.resolve().name,
@@ -84,14 +89,14 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
         layout={name: int(size) for name, size in dict(trace.facts.get("layout", {})).items() if size},
         places=tuple(trace.places[rank] for rank in sorted(trace.places)),
         missing=frozenset(trace.missing),
-        first_step=survey.times.steps[0],
-        last_step=survey.times.steps[-1],
+        first_step=min([*survey.times.steps[:1], *(each.first_step for each in findings)]),
+        last_step=max([*survey.times.steps[-1:], *(each.last_step for each in findings)]),
         findings=findings,
         step_times=survey.times,
         excerpts=tuple(survey.excerpts(findings)),
         breakdown=breakdown(list(survey.looks.values()), survey.meetings),
         clocks=_clocks(trace),
-        stacks=survey.stacks if any(finding.cause == "hang" for finding in findings) else {},
+        stacks=_stacks(survey.stacks, findings),
         notes=_notes(trace, diagnosis, survey),
     )
 
@@ -109,13 +114,12 @@ class _Ranks:
         self.notes: list[str] = []
         self._bounds: dict[int, tuple[int, int]] = {}
         self._first, self._last = first_step, last_step
-        self.times = self._step_times(trace.rank(trace.ranks[0]), trace.ranks[0])
-        if not self.times.steps:
-            raise ScanError(
-                f"found no whole step of rank {trace.ranks[0]} in {trace.files.root}; expected some between "
-                f"{first_step or 'the first'} and {last_step or 'the last'}. Let the run finish a few steps, "
-                "or ask for others"
-            )
+        self.times = StepTimes()
+        for rank in trace.ranks:
+            # One rank says which steps there are; one that was started again may have none yet.
+            self.times = self._step_times(trace.rank(rank), rank)
+            if self.times.steps:
+                break
 
     def first_pass(self, findings: Sequence[Finding]) -> None:
         """Read every rank once; steps to look at are chosen by what the first rank says of them."""
@@ -163,7 +167,7 @@ class _Ranks:
         whole = np.asarray(self.times.steps)
         per_step = max(1.0, self._spans_per_step) * len(self.trace.ranks)
         room = int(min(_MOST_STEPS, max(2, _MOST_SPANS / per_step - len(steps))))
-        spread = whole[np.linspace(0, len(whole) - 1, min(room, len(whole))).round().astype(int)]
+        spread = whole[np.linspace(0, len(whole) - 1, min(room, len(whole))).round().astype(int)].astype(int)
         return np.array(sorted(steps | set(spread.tolist())), dtype=np.int64), ranks
 
     def _step_times(self, read: RankTrace, rank: int) -> StepTimes:
@@ -197,6 +201,13 @@ class _Ranks:
                 self.stacks[rank] = _stack_text(note)
         for sentence in read.damaged[:1]:
             self.notes.append(f"rank {rank}: {sentence}")
+
+
+def _stacks(stacks: Mapping[int, str], findings: Sequence[Finding]) -> dict[int, str]:
+    """Of a hang, those of the culprits first. Without one, nobody stands."""
+    culprits = {rank for finding in findings if finding.cause == "hang" for rank in finding.ranks}
+    ordered = sorted(stacks, key=lambda rank: (rank not in culprits, rank))
+    return {rank: stacks[rank] for rank in ordered} if culprits else {}
 
 
 def _stack_text(note: Mapping[str, Any]) -> str:

@@ -100,10 +100,14 @@ def _hang(finding: Finding, who: str) -> str:
     operation = finding.details.get("collective") or finding.details.get("op")
     number = finding.details.get("seq")
     if operation is None:
-        return f"{who}: nothing moves"
+        return f"{who} keeps the others waiting"
     which = f" number {number}" if number is not None else ""
     group = f" of the {finding.group} group" if finding.group else ""
-    return f"{who}: nothing moves, {operation}{which}{group} does not end"
+    one = len(finding.ranks) == 1
+    if finding.confidence < 0.9:
+        # All have entered it: none of them is to blame more than the others.
+        return f"{who} {'stands' if one else 'stand'} still: {operation}{which}{group} does not end"
+    return f"{who} {'keeps' if one else 'keep'} the others waiting: {operation}{which}{group} does not end"
 
 
 def cost(finding: Finding, seconds: float | None = None) -> str:

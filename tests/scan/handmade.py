@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mt_megatron.scan.records import COUNTER, KIND, PING, SPAN
+from mt_megatron.scan.records import COUNTER, KIND, OPEN, PING, SPAN
 from mt_megatron.scan.run_files import run_files, segment_path, write_run
 from mt_megatron.scan.segments import Group, SegmentWriter
 
@@ -44,6 +44,9 @@ class HandmadeRun:
     slow_rank: int | None = None
     factor: float = 2.0
     slow_from: int = 1
+    hangs: int | None = None
+    """This rank enters the last collective of one more step never; the others wait for it."""
+
     offsets: Mapping[int, int] = field(default_factory=dict)
     """Per rank: its clock minus the reference's, ns."""
 
@@ -70,6 +73,8 @@ def write_handmade(run: Path, made: HandmadeRun | None = None, *, simulated: boo
     counts: dict[tuple[Any, ...], int] = {}
     for step in range(1, made.steps + 1):
         _step(ranks, made, step, counts)
+    if made.hangs is not None:
+        _hang(ranks, made, counts)
     files = run_files(run)
     places = [{"rank": r.rank, "host": f"node-{r.dp}", "node": r.dp, "dp": r.dp, "pp": r.pp} for r in ranks]
     layout = {"tp": 1, "pp": 2, "dp": 2}
@@ -88,7 +93,7 @@ def _write(rank: _Rank, run: Path, made: HandmadeRun) -> None:
         for name, value in row.items():
             spans[index][name] = value
     spans["begin"] += offset
-    spans["end"] += offset
+    spans["end"][spans["end"] != OPEN] += offset
     counters = np.zeros(20, dtype=COUNTER)
     counters["time"] = np.linspace(1_000 * MS, rank.now, 20).astype(np.int64) + offset
     counters["name"][::2], counters["name"][1::2] = NAME["beat_delay_ns"], NAME["process_cpu_ns"]
@@ -109,6 +114,9 @@ def _write(rank: _Rank, run: Path, made: HandmadeRun) -> None:
     writer.spans(spans[:half])
     writer.counters(counters)
     writer.spans(spans[half:])
+    if rank.rank == made.hangs:
+        stacks = {"MainThread": ["train.py:3 in main", "train.py:7 in stuck"]}
+        writer.note({"what": "stack", "time": rank.now, "silent_seconds": 19.0, "stacks": stacks})
     if offset:
         writer.pings(_pings(rank.now, offset))
     writer.close()
@@ -134,6 +142,20 @@ def _step(ranks: list[_Rank], made: HandmadeRun, step: int, counts: dict[tuple[A
             raise AssertionError("the hand-made schedule does not go on")
     for rank in ranks:
         rank.span("step", begun[rank.rank], rank.now, iteration=step)
+
+
+def _hang(ranks: list[_Rank], made: HandmadeRun, counts: dict[tuple[Any, ...], int]) -> None:
+    """Rank ``made.hangs`` stands still before its collective; its stage's other rank waits in it for 20 s."""
+    step = made.steps + 1
+    for rank in ranks:
+        begin = rank.now
+        rank.span("step", begin, OPEN, iteration=step)
+        rank.span("forward", begin, begin + FORWARD, iteration=step)
+        rank.now = begin + FORWARD
+        if rank.rank != made.hangs:
+            more = {"group": DP, "name": NAME["all_reduce"], "seq": counts["dp", rank.pp], "iteration": step}
+            rank.span("collective", rank.now, OPEN, **more)
+        rank.now += 20_000 * MS
 
 
 def _program(rank: _Rank, factor: float) -> list[tuple[Any, ...]]:

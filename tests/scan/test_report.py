@@ -158,6 +158,23 @@ def test_simulated_is_said_wherever_the_run_is(tmp_path: Path) -> None:
     assert "simulated" not in _Page(real).text
 
 
+def test_a_hang_shows_who_is_missing_where_and_where_he_stands(tmp_path: Path) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=8, hangs=2))
+    (found,) = write_report(tmp_path).data.findings
+    assert (found.cause, found.ranks, found.group) == ("hang", (2,), "dp")
+    files = write_report(tmp_path)
+    html = _Page(files.html.read_text())
+    assert html.headings[1] == (
+        "Rank 2 (node-0) keeps the others waiting: all_reduce number 8 of the dp group does not end"
+    )
+    assert html.headings[2] == "Where the ranks stand" and "train.py:7 in stuck" in html.text
+    excerpt = files.data.excerpts[-1]
+    assert excerpt.title == "Step 9, which does not end"
+    rows = {row.rank: [bar.kind for bar in row.bars] for row in excerpt.rows}
+    assert "wait" in rows[3] and "collective" not in rows[3]
+    assert files.data.breakdown.steps[-1] == 8
+
+
 def test_a_rank_without_a_trace_is_shown_as_such(tmp_path: Path) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=8))
     shutil.rmtree(run_files(tmp_path).rank_folder(3))
@@ -239,7 +256,7 @@ def test_names_from_the_trace_cannot_become_markup() -> None:
         ({"ranks": (3, 4), "cause": "slow_link"}, "The link between ranks 3 and 4 is slow"),
         (
             {"cause": "hang", "group": "dp", "details": {"collective": "all_reduce", "seq": 12}},
-            "Rank 1: nothing moves, all_reduce number 12 of the dp group does not end",
+            "Rank 1 keeps the others waiting: all_reduce number 12 of the dp group does not end",
         ),
         ({"cause": "unknown", "confidence": 0.2}, "Rank 1 delays the run, cause unknown"),
         ({"cause": "unknown", "ranks": ()}, "Something delays the run, cause unknown"),
