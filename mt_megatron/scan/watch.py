@@ -101,7 +101,7 @@ class Watch:
             return False
         if self._diagnoser is None and len(tails) < int(facts.get("world_size", 1)):
             return False
-        self._clocks = fit_clocks({rank: tail.trace for rank, tail in tails.items()})
+        self._clocks = fit_clocks({rank: tail.trace for rank, tail in tails.items()}, causality=False)
         self._clocks_at = now
         self._places = places_of(facts, {rank: tail.meta for rank, tail in tails.items()})
         if self._diagnoser is None:
