@@ -68,7 +68,7 @@ def text(status: RunStatus) -> str:
 
     seconds = status.step_seconds
     lines = [
-        f"{status.run}: {len(status.ranks)} ranks, step {status.step}"
+        f"{status.run}{' (simulated)' if status.simulated else ''}: {len(status.ranks)} ranks, step {status.step}"
         + (f", {seconds:.3g} s a step" if seconds == seconds else "")
     ]
     levels = sorted({rank.level for rank in status.ranks if rank.level})

@@ -65,8 +65,7 @@ def _facts(trace: Trace, found: Survey) -> dict[str, Any]:
 
 
 def _rank(trace: Trace, rank: int, selection: Selection, found: Survey) -> Iterator[str]:
-    place = trace.places.get(rank)
-    yield _meta(rank, "process_name", {"name": rank_title(place, rank)})
+    yield _meta(rank, "process_name", {"name": rank_title(trace, rank)})
     yield _meta(rank, "process_sort_index", {"sort_index": rank})
     lanes, named, before = Lanes(), set[int](), dict[tuple[str, int], tuple[int, float]]()
     for piece in pieces(trace, rank, selection):

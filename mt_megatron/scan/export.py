@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from .findings import Finding
 from .run_files import RunFiles
-from .trace import Place
+from .trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,15 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def rank_title(place: Place | None, rank: int) -> str:
-    """``rank 5 (dp 1 pp 0 tp 1) node-3``."""
+def rank_title(trace: Trace, rank: int) -> str:
+    """``rank 5 (dp 1 pp 0 tp 1) node-3``, and whether it is simulated."""
+    place = trace.places.get(rank)
+    simulated = " simulated" if trace.simulated else ""
     if place is None:
-        return f"rank {rank}"
+        return f"rank {rank}{simulated}"
     more = "".join(f" {axis} {getattr(place, axis)}" for axis in ("cp", "ep") if getattr(place, axis))
     host = f" {place.host}" if place.host else ""
-    return f"rank {rank} (dp {place.dp} pp {place.pp} tp {place.tp}{more}){host}"
+    return f"rank {rank} (dp {place.dp} pp {place.pp} tp {place.tp}{more}){host}{simulated}"
 
 
 def findings_on_record(files: RunFiles) -> list[Finding]:

@@ -98,7 +98,7 @@ class _Rank:
                 self._counter(time, name, value)
 
     def _begin(self) -> None:
-        title = rank_title(self.trace.places.get(self.rank), self.rank)
+        title = rank_title(self.trace, self.rank)
         # ProcessDescriptor: pid 1, process_name 6. Process 0 is the idle task to viewers.
         process = integer(1, self.rank + 1) + text(6, title)
         self.out.add(self.sequence + blob(_DESCRIPTOR, integer(1, self.process) + blob(3, process)))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from mt_megatron.errors import ScanError
 
 from .export import findings_on_record
 from .findings import Finding
 from .records import KIND, OPEN
-from .run_files import RunFiles, existing_run, segment_paths
+from .run_files import RunFiles, existing_run, read_run, segment_paths
 from .segments import RankTrace, read_segments
 
 _LAST_STEPS = 20
@@ -43,6 +47,7 @@ class RunStatus:
     """All ranks."""
 
     run: str
+    simulated: bool
     ranks: tuple[RankStatus, ...]
     findings: tuple[Finding, ...]
 
@@ -61,9 +66,15 @@ class RunStatus:
 def run_status(run: Path | str) -> RunStatus:
     """Read the newest segment of every rank. Raises ``ScanError`` when there is no trace."""
     files = existing_run(run)
+    facts: dict[str, Any] = {}
     ranks = [found for rank in files.ranks() if (found := _rank(files, rank)) is not None]
+    with contextlib.suppress(ScanError):
+        facts = read_run(files)
     return RunStatus(
-        run=files.root.parent.resolve().name, ranks=tuple(ranks), findings=tuple(findings_on_record(files))
+        run=files.root.parent.resolve().name,
+        simulated=bool(facts.get("simulated", False)),
+        ranks=tuple(ranks),
+        findings=tuple(findings_on_record(files)),
     )
 
 

@@ -206,6 +206,7 @@ def _ranks(trace: Trace, arrow: ModuleType) -> Any:
         {
             **asdict(trace.places[rank]),
             "recorded": rank not in trace.missing,
+            "simulated": trace.simulated,
             "clock_source": str(getattr(trace.clocks.residuals.get(rank), "source", "none")),
             "clock_residual_p99_ns": _number(getattr(trace.clocks.residuals.get(rank), "residual_p99", None)),
         }
@@ -214,7 +215,7 @@ def _ranks(trace: Trace, arrow: ModuleType) -> Any:
     integers = ("rank", "node", "dp", "pp", "tp", "cp", "ep")
     fields = [(name, arrow.int32()) for name in integers]
     fields.insert(1, ("host", arrow.string()))
-    fields += [("recorded", arrow.bool_()), ("clock_source", arrow.string())]
+    fields += [("recorded", arrow.bool_()), ("simulated", arrow.bool_()), ("clock_source", arrow.string())]
     fields += [("clock_residual_p99_ns", arrow.float64())]
     return arrow.Table.from_pylist(rows, schema=arrow.schema(fields))
 

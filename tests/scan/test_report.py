@@ -16,6 +16,7 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.errors import ScanError
+from mt_megatron.scan.export import rank_title
 from mt_megatron.scan.findings import Finding
 from mt_megatron.scan.report import ReportFiles, write_report
 from mt_megatron.scan.report_data import CATEGORIES, ReportData, StepTimes
@@ -23,7 +24,7 @@ from mt_megatron.scan.report_html import page
 from mt_megatron.scan.report_markdown import markdown
 from mt_megatron.scan.run_files import run_files, segment_path
 from mt_megatron.scan.status import run_status
-from mt_megatron.scan.trace import Place
+from mt_megatron.scan.trace import Place, open_trace
 from mt_megatron.scan.wording import headline, rank_list
 from tests.scan.handmade import HandmadeRun, write_handmade
 
@@ -151,7 +152,8 @@ def test_the_command_says_it_in_a_few_lines(
 def test_simulated_is_said_wherever_the_run_is(tmp_path: Path) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=8), simulated=True)
     files = write_report(tmp_path)
-    assert files.data.simulated
+    assert files.data.simulated and run_status(tmp_path).simulated
+    assert rank_title(open_trace(tmp_path), 1) == "rank 1 (dp 1 pp 0 tp 0) node-1 simulated"
     for path in (files.html, files.markdown):
         assert "simulated" in path.read_text().split("No culprit")[0]
     real = page(replace(files.data, simulated=False))
