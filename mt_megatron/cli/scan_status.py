@@ -67,8 +67,9 @@ def text(status: RunStatus) -> str:
     from mt_megatron.scan.wording import cost, headline
 
     seconds = status.step_seconds
+    simulated = " (simulated)" if status.simulated else ""
     lines = [
-        f"{status.run}{' (simulated)' if status.simulated else ''}: {len(status.ranks)} ranks, step {status.step}"
+        f"{status.run}{simulated}: {len(status.ranks)} ranks, step {status.step}"
         + (f", {seconds:.3g} s a step" if seconds == seconds else "")
     ]
     levels = sorted({rank.level for rank in status.ranks if rank.level})
