@@ -76,7 +76,7 @@ def judge(name: str, seed: int, steps: int) -> Verdict:
     trial = made(name, seed, steps)
     with tempfile.TemporaryDirectory(prefix="mt-scan-") as folder:
         run = Path(folder) / "run"
-        simulate(run, trial.job, trial.faults, seed=trial.seed)
+        truth = simulate(run, trial.job, trial.faults, seed=trial.seed)
         began = time.perf_counter()
         diagnosis = diagnose(run)
         taken = time.perf_counter() - began
@@ -92,7 +92,7 @@ def judge(name: str, seed: int, steps: int) -> Verdict:
         diagnosis.findings,
         trial.faults,
         layout,
-        lost_fraction=trial.lost_fraction(),
+        lost_fraction=trial.lost_fraction(truth.step_seconds),
         seconds=taken,
         setting=f"{layout} micro-batches {trial.job.microbatches}; " + "; ".join(words),
     )

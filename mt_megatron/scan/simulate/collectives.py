@@ -58,20 +58,23 @@ def doubling(enter: Times, latency: Times, hold: Hold | None = None) -> Times:
     return at
 
 
-def all_to_all(enter: Times, gap: Times, latency: Times, hold: Hold | None = None) -> Times:
-    """When each member leaves an exchange of every pair, one message after another from each sender.
+def all_to_all(enter: Times, gap: Times, latency: Times, extra: Times, hold: Hold | None = None) -> Times:
+    """When each member leaves an exchange of every pair.
 
-    ``gap`` and ``latency`` [..., rounds, n] are those of i -> i + round + 1.
+    A sender's port takes one message after another, ``gap`` each. What the way to one receiver takes longer
+    (``latency``, and ``extra`` where it is slower than the port) keeps that message and both its ends,
+    not the sender's other messages. All three [..., rounds, n] are those of i -> i + round + 1.
     """
     size = enter.shape[-1]
     free = leave = enter
     for step in range(1, size):
         sent = np.maximum(free, _rolled(enter, -step)) + gap[..., step - 1, :]
-        arrived = _rolled(sent + latency[..., step - 1, :], step)
+        drained = sent + extra[..., step - 1, :]
+        arrived = _rolled(drained + latency[..., step - 1, :], step)
         if hold is not None:
-            sent, arrived = hold(sent), hold(arrived)
-        free, leave = sent, np.maximum(leave, arrived)
-    return np.maximum(leave, free)
+            sent, drained, arrived = hold(sent), hold(drained), hold(arrived)
+        free, leave = sent, np.maximum(np.maximum(leave, drained), arrived)
+    return leave
 
 
 def transfer(

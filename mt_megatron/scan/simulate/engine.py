@@ -199,16 +199,17 @@ class Engine:
             size, hops = ring_sizes(what, way.size)
             gap = per_byte[stages] * size * factor + delay / hops
             return way.join(ring(came, gap, latency[stages], hops, hold))
-        latency, per_byte = self._tables.way_pairs(way)
+        latency, per_byte, usual = self._tables.way_pairs(way)
         rows = self.rows_of(step.draws, direction, ordinals, piece.layer, stages)
         share = way.split(rows)
         if what.combines:
             own = np.broadcast_to(share[..., None, :], (*share.shape[:-1], way.size - 1, way.size))
         else:
             own = share[..., (np.arange(way.size) + np.arange(1, way.size)[:, None]) % way.size]
-        gap = per_byte[stages] * own * (what.size / way.size) * factor[..., None, :]
-        gap = gap + delay[..., None, :] / (way.size - 1)
-        return way.join(all_to_all(came, gap, latency[stages], hold))
+        each = own * (what.size / way.size)
+        gap = usual[stages] * each * factor[..., None, :] + delay[..., None, :] / (way.size - 1)
+        extra = (per_byte - usual)[stages] * each
+        return way.join(all_to_all(came, gap, latency[stages], extra, hold))
 
     def rows_of(
         self, draws: Draws, direction: Direction, ordinals: np.ndarray, layer: int, stages: np.ndarray

@@ -33,23 +33,22 @@ class Trial:
     faults: tuple[Fault, ...]
     seed: int
 
-    def lost_fraction(self) -> float:
-        """Of the time of the steps with a fault, what the faults cost: beside the same run without them."""
+    def lost_fraction(self, step_seconds: Sequence[float]) -> float:
+        """What the faults cost of the time since the first began: ``step_seconds`` of this trial's truth beside
+        the same run without them."""
         if not self.faults:
             return 0.0
         first = min(fault.first for fault in self.faults)
-        seconds = [_seconds(self.job, faults, self.seed, first) for faults in (self.faults, ())]
-        return float(1 - seconds[1] / seconds[0]) if np.isfinite(seconds[0]) else 1.0
-
-
-def _seconds(job: Job, faults: Sequence[Fault], seed: int, first: int) -> float:
-    engine = Engine(job, faults, seed)
-    began = 0.0
-    for number in range(1, job.steps + 1):
-        if number == first:
-            began = float(engine.now.max())
-        engine.step()
-    return float(engine.now.max()) - began
+        if len(step_seconds) < self.job.steps:
+            return 1.0
+        engine = Engine(self.job, (), self.seed)
+        began = 0.0
+        for number in range(1, self.job.steps + 1):
+            if number == first:
+                began = float(engine.now.max())
+            engine.step()
+        usual = (float(engine.now.max()) - began) / 1e9
+        return 1 - usual / sum(step_seconds[first - 1 :])
 
 
 def single(category: str, seed: int) -> Trial:

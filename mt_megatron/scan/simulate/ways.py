@@ -91,15 +91,17 @@ class Tables:
 
         return self._between(("way", way.name), ends)
 
-    def way_pairs(self, way: Way) -> tuple[Floats, Floats]:
-        """The same of member -> member + round + 1, [stages, ..., rounds, members]."""
+    def way_pairs(self, way: Way) -> tuple[Floats, Floats, Floats]:
+        """The same of member -> member + round + 1, [stages, ..., rounds, members], and ns per byte without
+        any fault."""
 
         def ends() -> tuple[Ranks, Ranks]:
             rows = way.split(self._layout.ranks())
             targets = np.stack([np.roll(rows, -step, axis=-1) for step in range(1, way.size)], axis=-2)
             return np.broadcast_to(rows[..., None, :], targets.shape), targets
 
-        return self._between(("pairs", way.name), ends)
+        usual = self._between(("pairs", way.name), ends, ())
+        return *self._between(("pairs", way.name), ends), usual[1]
 
     def stages(self, source: int, target: int) -> tuple[Floats, Floats]:
         """The same between a stage's ranks and another's, [dp, cp, tp]."""
@@ -107,9 +109,13 @@ class Tables:
         return self._between(("stages", source, target), lambda: (ranks[source], ranks[target]))
 
     def _between(
-        self, key: tuple[object, ...], ends: Callable[[], tuple[Ranks, Ranks]]
+        self,
+        key: tuple[object, ...],
+        ends: Callable[[], tuple[Ranks, Ranks]],
+        faults: tuple[Fault, ...] | None = None,
     ) -> tuple[Floats, Floats]:
-        whole = (*key, self.faults)
+        faults = self.faults if faults is None else faults
+        whole = (*key, faults)
         if whole not in self._known:
-            self._known[whole] = self._links.between(*ends(), self.faults)
+            self._known[whole] = self._links.between(*ends(), faults)
         return self._known[whole]
