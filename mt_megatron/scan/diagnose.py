@@ -25,6 +25,7 @@ from .hangs import RankEnd, find_hang, rank_end
 from .links import slow_links
 from .segments import RankTrace
 from .sides import rank_exchanges
+from .slow_rings import slow_rings
 from .slow_units import SlowUnit, slow_units
 from .step_features import RankSteps, rank_steps
 from .step_table import StepTable, step_table
@@ -110,8 +111,11 @@ class Diagnoser:
     def _links(self, table: StepTable, late: list[Finding]) -> list[Finding]:
         units = self._exchanges.units()
         slow = slow_units(units, table.iteration, table.step_ns, looks=self._looks)
+        labels = self._exchanges.labels.names()
+        known = {id(each.unit) for each in slow}
+        slow += slow_rings(units, known, table.iteration, table.step_ns, labels, table.places)
         slow = [each for each in slow if not _starved(each, table, late)]
-        return slow_links(slow, units, table, self._exchanges.labels.names())
+        return slow_links(slow, units, table, labels)
 
 
 def _starved(unit: SlowUnit, table: StepTable, late: list[Finding]) -> bool:

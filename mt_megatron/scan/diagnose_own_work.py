@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .diagnose_causes import why_slow
 from .findings import Finding
 from .raised_levels import Raised, raised_levels
-from .robust import CLIP, Floats, spread
+from .robust import Floats
 from .step_table import StepTable, beside_peers
 
 LEAST = log(1.045)
@@ -40,7 +40,34 @@ def slow_ranks(table: StepTable) -> list[Finding]:
         if len(rows) >= 2:
             for suspect in _suspects(table, rows):
                 found.append(_finding(table, rows, suspect))
-    return found
+    return _by_replica(table, found)
+
+
+def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
+    """More tokens for one replica are one matter, though all of its ranks have more to do."""
+    kept = [each for each in found if each.cause != "uneven_work"]
+    replicas: dict[int, list[Finding]] = {}
+    for each in found:
+        if each.cause == "uneven_work":
+            replicas.setdefault(table.places[each.ranks[0]].dp, []).append(each)
+    for members in replicas.values():
+        worst = max(members, key=lambda each: each.lost_fraction)
+        ranks = tuple(sorted({rank for each in members for rank in each.ranks}))
+        if len(ranks) == 1:
+            kept += members[:1]
+            continue
+        hosts = {table.host(rank) for rank in ranks}
+        kept.append(
+            replace(
+                worst,
+                ranks=ranks,
+                host=hosts.pop() if len(hosts) == 1 else None,
+                first_step=min(each.first_step for each in members),
+                last_step=max(each.last_step for each in members),
+                evidence=(*worst.evidence, f"the same holds for all of ranks {list(ranks)}, one replica"),
+            )
+        )
+    return kept
 
 
 def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
@@ -49,10 +76,11 @@ def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
     peers = own.copy()
     suspects: list[_Suspect] = []
     tests = int(np.isfinite(table.columns["compute"]).sum()) * table.looks
+    share = _share_of_work(beside_peers(own), beside_peers(work))
     for _ in range(_ROUNDS):
         new = [
             suspect
-            for suspect in _one_round(own, peers, work, tests)
+            for suspect in _one_round(own, peers, work, share, tests)
             if not any(_same(suspect, known) for known in suspects)
         ]
         if not new:
@@ -63,10 +91,11 @@ def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
     return suspects
 
 
-def _one_round(own: Floats, peers: Floats, work: Floats, tests: int) -> Iterator[_Suspect]:
+def _one_round(
+    own: Floats, peers: Floats, work: Floats, share: float | None, tests: int
+) -> Iterator[_Suspect]:
     difference = beside_peers(own, peers)
     more_work = beside_peers(work)
-    share = _share_of_work(difference, more_work)
     for row in range(len(own)):
         explained = _explained(difference[row], more_work[row], share)
         rest = difference[row] - explained
@@ -98,15 +127,14 @@ def _share_of_work(difference: Floats, more_work: Floats) -> float | None:
     """
     x = more_work - _row_median(more_work)
     y = difference - _row_median(difference)
-    both = np.isfinite(x) & np.isfinite(y)
-    if both.sum() < 8:
+    clear = np.isfinite(x) & np.isfinite(y) & (np.abs(x) >= 0.03)
+    if clear.sum() < 8:
         return None
-    x, y = x[both], y[both]
-    if spread(x) < 0.01 and np.abs(x).max() < 0.03:
-        return None
-    scale = max(spread(y), FLOOR)
-    y = np.clip(y, -3 * CLIP * scale, 3 * CLIP * scale)
-    return float(np.clip((x * y).sum() / max((x * x).sum(), 1e-12), 0.0, 1.0))
+    x, y = x[clear], y[clear]
+    order = np.argsort(y / x)
+    # The weighted median of the slopes: what happened for another reason does not bend it.
+    weight = np.cumsum(np.abs(x[order]))
+    return float(np.clip((y / x)[order][int(np.searchsorted(weight, weight[-1] / 2))], 0.0, 1.0))
 
 
 def _row_median(values: Floats) -> Floats:

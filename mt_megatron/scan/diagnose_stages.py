@@ -6,7 +6,9 @@ Whole stages as well: what slows all ranks of one stage alike shows in no compar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp, log
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,12 @@ LEAST_CHANGE = log(1.06)
 LEAST_BESIDE = log(1.07)
 """The least difference of layers between stages that counts."""
 
+LEAST_BESIDE_STAGES = log(1.12)
+"""The same for whole stages: they are alike only roughly."""
+
 _BASELINE_SHARE = 0.2
+
+Beside = Literal["past", "layers", "stages"]
 
 
 def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
@@ -42,10 +49,12 @@ def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
             if _rises_itself(levels[number], each)
         ]
         for raised in changed:
-            found.append(_finding(table, rows, raised, changed_itself=True))
+            found += _each(table, rows, _finding(table, rows, raised, "past"))
         if not changed:
-            found += _by_layers(table, number, blamed)
-    return found if len(found) < max(len(table.roles), 2) else []
+            found += _by_layers(table, number, blamed) or _by_other_stages(table, number, levels)
+    # Where every stage changed it is the work that changed.
+    stages = {table.places[rank].pp for each in found for rank in each.ranks}
+    return found if len(stages) < max(len(table.roles), 2) else []
 
 
 def above_past(series: Floats, *, least: float, tests: int, floor: float = 0.012) -> list[Raised]:
@@ -77,10 +86,35 @@ def _by_layers(table: StepTable, number: int, blamed: Sequence[Finding]) -> list
     beside = beside_peers(levels)[number]
     tests = 10 * levels.size * table.looks
     raised = raised_levels(beside, least=LEAST_BESIDE, tolerated=0.03, floor=0.015, tests=tests)
-    return [_finding(table, table.roles[number], each, changed_itself=False) for each in raised]
+    return [_finding(table, table.roles[number], each, "layers") for each in raised]
 
 
-def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, *, changed_itself: bool) -> Finding:
+def _by_other_stages(table: StepTable, number: int, levels: Floats) -> list[Finding]:
+    """Slow from the first step on, layers not recorded: stages other than the last have as many of them.
+
+    The last one's head may take any time, so that it is neither judged nor compared with.
+    """
+    others = [each for each in range(len(table.roles) - 1) if each != number]
+    if len(table.roles[number]) > 1 or number == len(table.roles) - 1 or not others:
+        return []
+    series = levels[number] - _median(levels[others])
+    raised = raised_levels(
+        series, least=LEAST_BESIDE_STAGES, tolerated=0.08, floor=0.015, tests=10 * levels.size * table.looks
+    )
+    return [_finding(table, table.roles[number], each, "stages") for each in raised]
+
+
+def _each(table: StepTable, rows: NDArray[np.int64], whole: Finding) -> list[Finding]:
+    """Ranks of a stage that are not all of a machine do not share what made them slow: one finding each."""
+    ranks = {table.ranks[row] for row in rows}
+    hosts = {table.places[rank].host for rank in ranks}
+    everybody = {rank for rank in table.ranks if table.places[rank].host in hosts}
+    if len(ranks) == 1 or everybody == ranks:
+        return [whole]
+    return [replace(whole, ranks=(rank,), host=table.host(rank)) for rank in sorted(ranks)]
+
+
+def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: Beside) -> Finding:
     chosen = raised.steps(len(table.iteration))
     ranks = tuple(table.ranks[row] for row in rows)
     first, last = table.steps(raised.start, raised.stop)
@@ -94,15 +128,18 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, *, chang
     causes: list[Cause] = [each.cause for each in judged]
     cause = max(set(causes), key=causes.count)
     why = judged[causes.index(cause)]
-    if changed_itself:
+    if beside == "past":
         said = f"own work of stage {stage} takes {more} more than in the steps before or after"
         trust = 0.9 if len(rows) == 1 else 0.75
         if len(table.roles) == 1 and len(rows) > 1:
             # All ranks there are: more likely the work changed.
             trust = 0.4
-    else:
+    elif beside == "layers":
         said = f"a layer of stage {stage} takes {more} longer than the median of the other stages'"
         trust = 0.7
+    else:
+        said = f"own work of stage {stage} takes {more} more than the median of the others but the last"
+        trust = 0.6
     hosts = {table.places[rank].host for rank in ranks}
     return Finding(
         cause=cause,

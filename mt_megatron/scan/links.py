@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from .exchanges import Label, Samples
 from .findings import Cause, Finding
-from .ring_patterns import Hops, fit_pairs, fit_ring
-from .slow_units import SlowUnit, Unit
+from .ring_patterns import fit_pairs, fit_ring
+from .slow_rings import node_borders, node_of
+from .slow_units import LEAST_LOSS, SlowUnit, Unit
 from .step_table import StepTable
 from .trace import Place
 
@@ -32,66 +33,120 @@ def slow_links(
     slow: Sequence[SlowUnit], judged: Sequence[Unit], table: StepTable, labels: Sequence[Label]
 ) -> list[Finding]:
     """Findings that explain ``slow``, of the units ``judged`` in all."""
-    rest = list(slow)
+    views = [_View(each, labels, table.places) for each in slow]
     blames: list[_Blame] = []
-    while (node := _node(rest, judged, table.places)) is not None:
+    while (node := _node(views, judged, table)) is not None:
         blames.append(node)
-        rest = [each for each in rest if each not in node.units]
-    pairs = _pairs(rest, labels, table.places)
+        views = [each for each in views if each.slow not in node.units]
+    pairs = _pairs(views)
     blames += pairs
     explained = {id(unit) for blame in pairs for unit in blame.units}
-    rest = [each for each in rest if id(each) not in explained]
-    blames += _groups(rest, bool(blames))
+    blames += _groups([each.slow for each in views if id(each.slow) not in explained], bool(blames))
     return [_finding(blame, table) for blame in blames]
 
 
-def _node(rest: Sequence[SlowUnit], judged: Sequence[Unit], places: Mapping[int, Place]) -> _Blame | None:
+def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _Blame | None:
     """The node whose border most slow units cross, if most that cross it are slow."""
-    nodes = sorted({_node_of(places, rank) for unit in judged for rank in unit.ranks})
-    if len(nodes) < 2:
+    places = table.places
+    nodes = sorted({node_of(places, rank) for unit in judged for rank in unit.ranks})
+    if len(nodes) < 2 or not views:
         return None
-    best: tuple[float, int, str, list[SlowUnit]] | None = None
-    tied: list[str] = []
+    ratio = sorted(each.slow.ratio for each in views)[len(views) // 2]
+    found: list[tuple[tuple[float, int], str, list[_View]]] = []
     for node in nodes:
-        crossing = {_identity(unit) for unit in judged if _crosses(unit, node, places)}
-        units = [each for each in rest if _crosses(each.unit, node, places)]
-        different = {_identity(each.unit) for each in units}
-        if len(different) < 2 or len(different) < NODE_SHARE * len(crossing) or _one_pair(units):
+        here = [each for each in views if node in each.nodes]
+        different = {_identity(each.slow.unit) for each in here}
+        told = any(each.border == node for each in here)
+        # What is too rare to show its slowness speaks neither for nor against the node.
+        crossing = different | {
+            _identity(unit)
+            for unit in judged
+            if _crosses(unit, node, places)
+            and _cost(unit, table) * (ratio - 1.0) > 2 * LEAST_LOSS * table.step_ns
+        }
+        if len(different) < (1 if told else 2) or len(different) < NODE_SHARE * len(crossing):
             continue
-        key = (len(different) / len(crossing), len(different))
-        if best is None or key > best[:2]:
-            best, tied = (*key, node, units), [node]
-        elif key == best[:2]:
-            tied.append(node)
-    if best is None:
+        if _one_pair(here):
+            continue
+        found.append(((len(different) / len(crossing), len(different)), node, here))
+    if not found:
         return None
-    ranks = tuple(sorted(rank for rank in places if _node_of(places, rank) in tied))
-    said = f"{len({_identity(each.unit) for each in best[3]})} groups and edges that cross it are slow"
+    best = max(found, key=lambda each: each[0])
+    tied = [each[1] for each in found if each[0] == best[0]]
+    if len(tied) > 2:
+        return None
+    units = tuple(each.slow for each in best[2])
+    ranks = tuple(sorted(rank for rank in places if node_of(places, rank) in tied))
+    said = [
+        f"{len({_identity(each.unit) for each in units})} groups and edges that cross its border are slow"
+    ]
     if len(tied) > 1:
-        return _Blame(
-            cause="slow_node_link",
-            ranks=ranks,
-            host=" or ".join(_host(places, node) for node in tied),
-            units=tuple(best[3]),
-            trust=0.75,
-            evidence=(
-                said,
-                "all of them join the same nodes: which one is at fault cannot be told from here",
-            ),
-        )
+        said.append("all of them join the same two nodes: which of these is at fault cannot be told")
     return _Blame(
         cause="slow_node_link",
         ranks=ranks,
-        host=_host(places, best[2]) or None,
-        units=tuple(best[3]),
-        trust=1.0,
-        evidence=(said,),
+        host=" or ".join(_host(places, node) for node in tied),
+        units=units,
+        trust=1.0 if len(tied) == 1 else 0.75,
+        evidence=tuple(said),
     )
 
 
-def _node_of(places: Mapping[int, Place], rank: int) -> str:
-    place = places.get(rank)
-    return f"{place.node}/{place.host}" if place is not None else "?"
+class _View:
+    """A slow unit, and what the pattern of its exits says of where it is slow."""
+
+    def __init__(self, slow: SlowUnit, labels: Sequence[Label], places: Mapping[int, Place]) -> None:
+        self.slow = slow
+        self.pair: Pair | None = None
+        self.border: str | None = None
+        self.sentence = ""
+        self.trust = 1.0
+        ranks = slow.unit.ranks
+        if len(ranks) == 2:
+            self.pair = _pair(*ranks)
+        else:
+            self._fit(labels, places)
+        concerned = ranks if self.pair is None else self.pair
+        crossed = {node_of(places, rank) for rank in concerned}
+        self.nodes = {self.border} if self.border is not None else crossed if len(crossed) > 1 else set()
+        """Nodes whose border may be the slow place."""
+
+    def _fit(self, labels: Sequence[Label], places: Mapping[int, Place]) -> None:
+        unit = self.slow.unit
+        if unit.samples is None or unit.clock_error > 0.3 * self.slow.extra_ns:
+            return
+        samples = _during(unit.samples, self.slow)
+        if not len(samples.iteration):
+            return
+        ranks = unit.ranks
+        op = labels[int(samples.label[0])][0]
+        if "all_to_all" in op:
+            found = fit_pairs(samples, self.slow.healthy_ns)
+            if found is not None:
+                self.pair, self.trust = _pair(ranks[found[0]], ranks[found[1]]), 0.9
+                self.sentence = f"only these two leave the {op} of {unit.name} late"
+            return
+        borders = node_borders(ranks, places)
+        fit = fit_ring(samples, labels, self.slow.healthy_ns, list(borders))
+        if fit is None or not fit.accepted:
+            return
+        if fit.hops in borders:
+            self.border = borders[fit.hops]
+            return
+        sender = ranks[fit.hops[0]]
+        receiver = ranks[(fit.hops[0] + 1) % len(ranks)]
+        self.pair, self.trust = _pair(sender, receiver), 0.97
+        self.sentence = (
+            f"the times at which the members leave the {op} of {unit.name} fit a slow hop from rank {sender} "
+            f"to rank {receiver} ({100 * fit.explained:.0f} % of the pattern; the error of the next best hop "
+            f"is {1.0 / max(fit.against_second, 1e-3):.0f} times as large)"
+        )
+
+
+def _cost(unit: Unit, table: StepTable) -> float:
+    """ns per step that its operations take."""
+    inside = (unit.rows.iteration >= table.iteration[0]) & (unit.rows.iteration <= table.iteration[-1])
+    return float((unit.rows.time[inside] * unit.rows.count[inside]).sum()) / len(table.iteration)
 
 
 def _host(places: Mapping[int, Place], node: str) -> str:
@@ -99,7 +154,7 @@ def _host(places: Mapping[int, Place], node: str) -> str:
 
 
 def _crosses(unit: Unit, node: str, places: Mapping[int, Place]) -> bool:
-    inside = [_node_of(places, rank) == node for rank in unit.ranks]
+    inside = [node_of(places, rank) == node for rank in unit.ranks]
     return any(inside) and not all(inside)
 
 
@@ -108,88 +163,47 @@ def _identity(unit: Unit) -> tuple[int, ...]:
     return tuple(sorted(unit.ranks))
 
 
-def _one_pair(units: Sequence[SlowUnit]) -> bool:
-    """Whether one pair of ranks is part of all of them."""
-    common = set(units[0].unit.ranks)
-    for each in units[1:]:
-        common &= set(each.unit.ranks)
-    small = any(len(each.unit.ranks) == 2 for each in units)
-    return len(common) >= 2 and small
+def _one_pair(views: Sequence[_View]) -> bool:
+    """Whether one pair of ranks is part of all of them, and the only one that is."""
+    common = set(views[0].slow.unit.ranks)
+    for each in views[1:]:
+        common &= set(each.slow.unit.ranks)
+    return len(common) >= 2 and any(each.pair is not None for each in views)
 
 
-def _pairs(rest: Sequence[SlowUnit], labels: Sequence[Label], places: Mapping[int, Place]) -> list[_Blame]:
-    blamed: dict[Pair, list[SlowUnit]] = {}
-    trust: dict[Pair, float] = {}
-    said: dict[Pair, list[str]] = {}
-    larger = [each for each in rest if len(each.unit.ranks) > 2]
-    for each in rest:
-        if len(each.unit.ranks) == 2:
-            blamed.setdefault(_pair(*each.unit.ranks), []).append(each)
-            trust[_pair(*each.unit.ranks)] = 1.0
-    open_ones: list[SlowUnit] = []
-    for each in larger:
-        known = [pair for pair in blamed if set(pair) <= set(each.unit.ranks)]
-        if known:
-            blamed[max(known, key=lambda pair: sum(unit.lost_ns for unit in blamed[pair]))].append(each)
-            continue
-        fitted = _fitted(each, labels, places)
-        if fitted is None:
-            open_ones.append(each)
-            continue
-        pair, sure, sentence = fitted
-        blamed.setdefault(pair, []).append(each)
-        trust[pair] = max(trust.get(pair, 0.0), sure)
-        said.setdefault(pair, []).append(sentence)
-    for each in open_ones:
-        inside = [pair for pair in blamed if set(pair) <= set(each.unit.ranks)]
-        if inside:
-            blamed[inside[0]].append(each)
+def _pairs(views: Sequence[_View]) -> list[_Blame]:
+    """Links, each with everything slow that it is part of."""
+    blamed: dict[Pair, list[_View]] = {}
+    # What is only two ranks is sure; larger groups may only inherit from it.
+    for view in sorted(views, key=lambda each: len(each.slow.unit.ranks)):
+        ranks = set(view.slow.unit.ranks)
+        known = [pair for pair in blamed if set(pair) <= ranks]
+        if len(ranks) == 2 and view.pair is not None:
+            blamed.setdefault(view.pair, []).append(view)
+        elif known:
+            blamed[max(known, key=lambda pair: sum(each.slow.lost_ns for each in blamed[pair]))].append(view)
+        elif view.pair is not None:
+            blamed.setdefault(view.pair, []).append(view)
+    taken = {id(view) for each in blamed.values() for view in each}
+    for view in views:
+        inside = [pair for pair in blamed if set(pair) <= set(view.slow.unit.ranks)]
+        if id(view) not in taken and inside:
+            blamed[inside[0]].append(view)
     return [
         _Blame(
             cause="slow_link",
             ranks=pair,
             host=None,
-            units=tuple(units),
-            trust=trust[pair],
-            evidence=tuple(said.get(pair, ())),
+            units=tuple(each.slow for each in found),
+            trust=max(each.trust for each in found if each.pair == pair),
+            evidence=tuple(each.sentence for each in found if each.sentence and each.pair == pair),
         )
-        for pair, units in blamed.items()
+        for pair, found in blamed.items()
     ]
 
 
 def _pair(one: int, other: int) -> Pair:
     return (one, other) if one < other else (other, one)
-
-
-def _fitted(
-    each: SlowUnit, labels: Sequence[Label], places: Mapping[int, Place]
-) -> tuple[Pair, float, str] | None:
-    """The pair that the pattern of exits names, how far to trust it, and why."""
-    unit = each.unit
-    if unit.samples is None or unit.clock_error > 0.3 * each.extra_ns:
-        return None
-    samples = _during(unit.samples, each)
-    if not len(samples.iteration):
-        return None
-    ranks = unit.ranks
-    op = labels[int(samples.label[0])][0]
-    if "all_to_all" in op:
-        found = fit_pairs(samples, each.healthy_ns)
-        if found is None:
-            return None
-        sentence = f"only these two leave the {op} of {unit.name} late"
-        return _pair(ranks[found[0]], ranks[found[1]]), 0.9, sentence
-    fit = fit_ring(samples, labels, each.healthy_ns, _borders(ranks, places))
-    if fit is None or not fit.accepted or len(fit.hops) != 1:
-        return None
-    sender = fit.hops[0]
-    receiver = (sender + 1) % len(ranks)
-    sentence = (
-        f"the times at which the members leave the {op} of {unit.name} fit a slow hop from rank "
-        f"{ranks[sender]} to rank {ranks[receiver]} ({100 * fit.explained:.0f} % of the pattern; the next "
-        f"best hop's error is {1.0 / max(fit.against_second, 1e-3):.0f} times as large)"
-    )
-    return _pair(ranks[sender], ranks[receiver]), 0.97, sentence
 
 
 def _during(samples: Samples, each: SlowUnit) -> Samples:
@@ -200,19 +214,6 @@ def _during(samples: Samples, each: SlowUnit) -> Samples:
         arrival=samples.arrival[chosen],
         exit=samples.exit[chosen],
     )
-
-
-def _borders(ranks: Sequence[int], places: Mapping[int, Place]) -> list[Hops]:
-    """For each node the hops of the ring that cross its border, where these are several."""
-    nodes = [_node_of(places, rank) for rank in ranks]
-    found = []
-    for node in sorted(set(nodes)):
-        hops = tuple(
-            at for at in range(len(ranks)) if (nodes[at] == node) != (nodes[(at + 1) % len(ranks)] == node)
-        )
-        if len(hops) > 1 and hops not in found:
-            found.append(hops)
-    return found
 
 
 def _groups(rest: Sequence[SlowUnit], others_blamed: bool) -> list[_Blame]:

@@ -26,6 +26,7 @@ EXPLAINED = 0.6
 _MOST_SAMPLES = 40
 _MOST_CANDIDATES = 10
 _SCALES = (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.9)
+_PARTS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 
 Way = Literal["rendezvous", "sending", "busy", "eager", "late"]
 WAYS: tuple[Way, ...] = ("rendezvous", "sending", "busy", "eager", "late")
@@ -47,6 +48,12 @@ class RingFit:
     explained: float
     against_second: float
     """Remaining squared error over the second best's."""
+
+    amplitude: float
+    """Between the first and the last exit beyond what arrivals explain, in units of the whole operation."""
+
+    lost_ns: float
+    """What the slow hop costs the whole operation."""
 
 
 def rounds(op: str, members: int) -> int:
@@ -81,12 +88,13 @@ def ring_exits(arrival: Floats, hop: float, extra: Floats, number: int, way: Way
 
 
 def fit_ring(
-    samples: Samples, labels: Sequence[Label], healthy_ns: float, more: Sequence[Hops] = ()
+    samples: Samples, labels: Sequence[Label], healthy_ns: float | None, more: Sequence[Hops] = ()
 ) -> RingFit | None:
     """Fit every single hop, and the sets of hops ``more``, to the members' exits.
 
-    ``healthy_ns``: what the operation takes when nothing is slow. None where there is nothing to fit:
-    too few samples, members that did not wait, or exits that do not differ.
+    ``healthy_ns``: what the operation takes when nothing is slow; None if it is not known and to be
+    fitted as well. Returns None where there is nothing to fit: too few samples, members that did not
+    wait, or exits that do not differ.
     """
     usable = np.isfinite(samples.exit).all(axis=1)
     at = np.flatnonzero(usable)
@@ -97,9 +105,14 @@ def fit_ring(
     seen = samples.exit[at].astype(np.float64)
     members = seen.shape[1]
     number = rounds(labels[int(samples.label[at[0]])][0], members)
-    hop = healthy_ns / number
-    lost = float(np.median(seen.max(axis=1))) - healthy_ns
-    if lost <= 0:
+    whole = float(np.median(seen.max(axis=1)))
+    # Pairs of a healthy hop's time and what the slow hop costs the whole ring.
+    if healthy_ns is None:
+        tries = [(whole * (1.0 - part) / number, whole * part) for part in _PARTS]
+    else:
+        tries = [(healthy_ns / number, scale * (whole - healthy_ns)) for scale in _SCALES]
+    hop = tries[len(tries) // 2][0]
+    if whole <= 0 or (healthy_ns is not None and whole <= healthy_ns):
         return None
     healthy = ring_exits(arrival, hop, np.zeros(members), number, "eager")
     pattern = _centred(np.median(seen - healthy, axis=0))
@@ -110,29 +123,31 @@ def fit_ring(
     # Errors below what the samples' noise leaves, or below a fiftieth of the pattern, are no difference.
     least = max(float((error**2).sum()), 4e-4 * size)
 
-    def score(hops: Hops) -> float:
-        return max(
-            least,
-            min(
-                _error(arrival, seen, hop, _extra(members, hops, scale * lost / share), number, way)
-                for way, share in ((way, _share(way, number, members)) for way in WAYS)
-                for scale in _SCALES
-            ),
-        )
+    def score(hops: Hops) -> tuple[float, float]:
+        """The remaining error of the best way, and the time that it says is lost."""
+        fits = [
+            (_error(arrival, seen, each, _extra(members, hops, lost / share), number, way), lost)
+            for way, share in ((way, _share(way, number, members)) for way in WAYS)
+            for each, lost in tries
+        ]
+        error, lost = min(fits)
+        return max(least, error), lost
 
     single = {hops: score(hops) for hops in _candidates(pattern)}
-    order = sorted(single, key=lambda hops: single[hops])
-    best, remaining, second = order[0], single[order[0]], single[order[1]]
+    order = sorted(single, key=lambda hops: single[hops][0])
+    best, (remaining, lost), second = order[0], single[order[0]], single[order[1]][0]
     for hops in more:
-        several = score(hops)
+        several, lost_by_several = score(hops)
         # More hops fit more: they count only where one alone does not do.
         if several < 0.25 * remaining and remaining > 0.05 * size:
-            best, remaining = hops, several
+            best, remaining, lost = hops, several, lost_by_several
     return RingFit(
         hops=best,
         accepted=1.0 - remaining / size >= EXPLAINED and remaining <= CLEARLY_BETTER * second,
         explained=1.0 - remaining / size,
         against_second=remaining / second,
+        amplitude=float(np.ptp(pattern)) / whole,
+        lost_ns=lost,
     )
 
 

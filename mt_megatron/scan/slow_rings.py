@@ -1,0 +1,128 @@
+"""Rings with a slow hop that nothing comparable runs beside: told by the pattern of exits alone.
+
+In a sound ring of equal hops every member leaves at about the same time after the last arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .exchanges import Label, Samples
+from .raised_levels import Raised
+from .ring_patterns import Hops, RingFit, fit_ring
+from .slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
+from .trace import Place
+
+LEAST_AMPLITUDE = 0.12
+"""Between the first and the last exit, in units of the whole operation."""
+
+LEAST_EXPLAINED = 0.85
+_CERTAINTY, _NEEDED = 12.0, 6.0
+
+
+def node_of(places: Mapping[int, Place], rank: int) -> str:
+    """A name of the rank's node that sorts: number and host."""
+    place = places.get(rank)
+    return f"{place.node}/{place.host}" if place is not None else "?"
+
+
+def node_borders(ranks: Sequence[int], places: Mapping[int, Place]) -> dict[Hops, str]:
+    """For each node the hops of the ring of ``ranks`` that cross its border, where these are several.
+
+    Two nodes have the same ones: then neither is there.
+    """
+    nodes = [node_of(places, rank) for rank in ranks]
+    found: dict[Hops, list[str]] = {}
+    for node in sorted(set(nodes)):
+        inside = [each == node for each in nodes]
+        hops = tuple(at for at in range(len(ranks)) if inside[at] != inside[(at + 1) % len(ranks)])
+        if len(hops) > 1:
+            found.setdefault(hops, []).append(node)
+    return {hops: names[0] for hops, names in found.items() if len(names) == 1}
+
+
+def slow_rings(
+    units: Sequence[Unit],
+    known: Collection[int],
+    iteration: NDArray[np.int64],
+    step_ns: float,
+    labels: Sequence[Label],
+    places: Mapping[int, Place],
+) -> list[SlowUnit]:
+    """Rings in which one hop, or those across one node's border, are slow in both halves of the steps.
+
+    ``known``: ``id`` of the units that are known to be slow already.
+    """
+    found = []
+    for unit in units:
+        if id(unit) in known or unit.samples is None or not _even(unit, places):
+            continue
+        inside = (unit.samples.iteration >= iteration[0]) & (unit.samples.iteration <= iteration[-1])
+        samples = _chosen(unit.samples, inside)
+        if len(samples.iteration) < 12 or "all_to_all" in labels[int(samples.label[0])][0]:
+            continue
+        whole = float(np.nanmedian(np.nanmax(samples.exit, axis=1)))
+        operations = float(unit.rows.count.sum()) / max(len(np.unique(unit.rows.iteration)), 1)
+        # What cannot cost enough need not be fitted.
+        if whole * operations < LEAST_LOSS * step_ns or whole < 2 * LEAST_EXTRA_NS:
+            continue
+        fit = _in_both_halves(samples, labels, list(node_borders(unit.ranks, places)))
+        if fit is None or unit.clock_error > 0.3 * fit.amplitude * whole:
+            continue
+        lost = min(fit.lost_ns, 0.95 * whole)
+        if lost * operations < LEAST_LOSS * step_ns:
+            continue
+        found.append(
+            SlowUnit(
+                unit=unit,
+                raised=Raised(
+                    start=0,
+                    stop=len(iteration),
+                    level=log(whole / (whole - lost)),
+                    certainty=_CERTAINTY,
+                    needed=_NEEDED,
+                ),
+                first_step=int(samples.iteration.min()),
+                last_step=int(samples.iteration.max()),
+                lost_ns=lost * operations,
+                extra_ns=lost,
+                healthy_ns=whole - lost,
+                by_past=False,
+            )
+        )
+    return found
+
+
+def _even(unit: Unit, places: Mapping[int, Place]) -> bool:
+    """Whether all hops of the ring are within nodes, or all between nodes: equal when sound."""
+    nodes = [node_of(places, rank) for rank in unit.ranks]
+    crossing = {nodes[at] != nodes[(at + 1) % len(nodes)] for at in range(len(nodes))}
+    return len(crossing) == 1
+
+
+def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence[Hops]) -> RingFit | None:
+    middle = int(np.median(samples.iteration))
+    fits = [
+        fit_ring(_chosen(samples, half), labels, None, borders)
+        for half in (samples.iteration <= middle, samples.iteration > middle)
+    ]
+    first, second = fits
+    if first is None or second is None or first.hops != second.hops:
+        return None
+    for fit in (first, second):
+        if not fit.accepted or fit.explained < LEAST_EXPLAINED or fit.amplitude < LEAST_AMPLITUDE:
+            return None
+    return first if first.explained <= second.explained else second
+
+
+def _chosen(samples: Samples, rows: NDArray[np.bool_]) -> Samples:
+    return Samples(
+        iteration=samples.iteration[rows],
+        label=samples.label[rows],
+        arrival=samples.arrival[rows],
+        exit=samples.exit[rows],
+    )
