@@ -139,7 +139,7 @@ def fit_ring(
     for hops in more:
         several, lost_by_several = score(hops)
         # More hops fit more: they count only where one alone does not do.
-        if several < 0.25 * remaining and remaining > 0.05 * size:
+        if several < 0.25 * remaining and remaining > 0.01 * size:
             best, remaining, lost = hops, several, lost_by_several
     return RingFit(
         hops=best,

@@ -105,18 +105,20 @@ def _even(unit: Unit, places: Mapping[int, Place]) -> bool:
 
 
 def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence[Hops]) -> RingFit | None:
+    """The fit to all samples, if those of either half of the steps say about the same."""
     middle = int(np.median(samples.iteration))
-    fits = [
-        fit_ring(_chosen(samples, half), labels, None, borders)
-        for half in (samples.iteration <= middle, samples.iteration > middle)
-    ]
-    first, second = fits
-    if first is None or second is None or first.hops != second.hops:
+    whole = fit_ring(samples, labels, None, borders)
+    if whole is None or not _clear(whole):
         return None
-    for fit in (first, second):
-        if not fit.accepted or fit.explained < LEAST_EXPLAINED or fit.amplitude < LEAST_AMPLITUDE:
+    for half in (samples.iteration <= middle, samples.iteration > middle):
+        fit = fit_ring(_chosen(samples, half), labels, None, borders)
+        if fit is None or not _clear(fit) or not set(fit.hops) & set(whole.hops):
             return None
-    return first if first.explained <= second.explained else second
+    return whole
+
+
+def _clear(fit: RingFit) -> bool:
+    return fit.accepted and fit.explained >= LEAST_EXPLAINED and fit.amplitude >= LEAST_AMPLITUDE
 
 
 def _chosen(samples: Samples, rows: NDArray[np.bool_]) -> Samples:
