@@ -114,9 +114,9 @@ def bindings(ranks: Mapping[int, RankClockData], domains: Mapping[int, int]) -> 
             if len(by_rank) == len(members) and (each := _collectives(members, by_rank)) is not None
         ),
         transfers=tuple(
-            each
+            way
             for edge in sorted(sent.keys() & received.keys())
-            if (each := _transfers(edge, sent[edge], received[edge])) is not None
+            if (way := _transfers(edge, sent[edge], received[edge])) is not None
         ),
         anchors=anchors,
     )

@@ -26,6 +26,7 @@ from mt_megatron.training.config_core import (
     docstring_after,
 )
 from mt_megatron.training.config_lists import layer_counts, layer_kinds
+from mt_megatron.training.config_scan import ScanConfig
 
 SECTIONS: Mapping[str, type | None] = {
     "model": config.ModelConfig,
@@ -37,7 +38,7 @@ SECTIONS: Mapping[str, type | None] = {
     "checkpoint": config.CheckpointConfig,
     "logging": config.LoggingConfig,
     "launch": config.LaunchConfig,
-    "scan": config.ScanConfig,
+    "scan": ScanConfig,
 }
 """Section -> our dataclass, in printing order. None: the section holds Megatron-Core's fields alone."""
 
