@@ -146,12 +146,14 @@ def test_nobody_leaves_before_the_last_has_come(members: int) -> None:
     assert members == 2 or not (ring(enter, gap, gap, members - 3) >= last).all()
 
 
-def test_a_slow_link_of_a_ring_holds_its_receiver_longest() -> None:
-    latency = np.ones(4)
-    latency[1] = 50.0
-    left = ring(np.zeros(4), np.ones(4), latency, 6)
-    assert left.argmax() == 2 and left.argmin() == 1
-    assert np.diff(left[[2, 3, 0]]) == pytest.approx(-49.0)
+def test_a_slow_link_of_a_ring_holds_those_behind_it() -> None:
+    slow = np.ones(4)
+    slow[1] = 50.0
+    # A reduce-scatter's way into a member crosses every link but the one that leaves it.
+    assert ring(np.zeros(4), np.zeros(4), slow, 3).tolist() == [52.0, 3.0, 52.0, 52.0]
+    assert ring(np.zeros(4), np.zeros(4), slow, 6).tolist() == [55.0, 55.0, 104.0, 104.0]
+    # Bandwidth: all six messages must pass through the narrow place one after another.
+    assert ring(np.zeros(4), slow, np.zeros(4), 6).tolist() == [202.0, 300.0, 300.0, 251.0]
 
 
 @pytest.mark.parametrize("which", ["latency", "extra"])
@@ -189,7 +191,7 @@ def test_a_quota_gives_its_share_of_each_period() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_trace_is_whole_and_nothing_comes_before_its_cause(layout: str, tmp_path: Path) -> None:
-    folder, truth, job = run_of(tmp_path / "run", f"{layout},ranks_per_node=64", checkpoint_every=2)
+    folder, truth, job = run_of(tmp_path / "run", f"{layout},ranks_per_node=128", checkpoint_every=2)
     ranks = traces(folder)
     assert sorted(ranks) == list(range(job.layout.world_size)) and read_run(run_files(folder))["simulated"]
     collectives: dict[Any, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -243,8 +245,7 @@ def test_waiting_is_where_the_slow_rank_is_not(tmp_path: Path) -> None:
         assert np.array_equal(slow[rank].spans[before], usual[rank].spans[usual[rank].spans["iteration"] < 3])
     waited = {rank: waits(trace, "tp", range(3, 5)) for rank, trace in slow.items()}
     others = min(waited[rank] for rank in (0, 2, 3))
-    assert waited[1] < 0.7 * waits(usual[1], "tp", range(3, 5)) or waited[1] < 0.2 * others
-    assert others > 3 * waited[1]
+    assert waited[1] < waits(usual[1], "tp", range(3, 5)) and others > 2.5 * waited[1]
     assert truth.faults[0]["culprits"] == [1]
 
 
@@ -296,7 +297,8 @@ def test_slow_batches_empty_their_queue(tmp_path: Path) -> None:
     own = {rank: float((spans["end"] - spans["begin"]).sum()) for rank, spans in last.items()}
     assert own[1] > 50e6 > 10 * own[0]
     assert counted(ranks[1], "data_queue_depth")[-1] < counted(ranks[0], "data_queue_depth")[-1]
-    assert truth.step_seconds[-1] > 1.5 * truth.step_seconds[0]
+    usual = run_of(tmp_path / "usual", "dp=2")[1]
+    assert truth.step_seconds[-1] > 1.5 * usual.step_seconds[-1]
 
 
 def test_uneven_work_says_how_much_it_is(tmp_path: Path) -> None:

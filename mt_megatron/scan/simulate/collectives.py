@@ -2,8 +2,7 @@
 
 Times are float64 nanoseconds; the last axis is the members in the group's order, all others are
 groups. A message from member i needs ``gap`` to leave i (bytes over bandwidth) and ``latency`` more to be
-there; nothing moves before the receiver has come and has taken what was sent to it before. That is all:
-waiting, and who leaves when, follow.
+there; nothing moves before the receiver has come. That is all: waiting, and who leaves when, follow.
 """
 
 from __future__ import annotations
@@ -36,11 +35,14 @@ def ring(enter: Times, gap: Times, latency: Times, hops: int, hold: Hold | None 
     n-th part of the bytes.
     """
     received = sent = enter
+    there = _rolled(enter, -1)
     for _ in range(hops):
-        sent = np.maximum(received, _rolled(received, -1)) + gap
-        received = _rolled(sent + latency, 1)
+        # What i passes on it must have received; its port must be free; the next one must have come.
+        sent = np.maximum(np.maximum(received, sent), there) + gap
+        arrived = _rolled(sent + latency, 1)
         if hold is not None:
-            sent, received = hold(sent), hold(received)
+            sent, arrived = hold(sent), hold(arrived)
+        received = np.maximum(received, arrived)
     return np.maximum(received, sent)
 
 

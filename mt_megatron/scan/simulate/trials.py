@@ -34,8 +34,8 @@ class Trial:
     seed: int
 
     def lost_fraction(self, step_seconds: Sequence[float]) -> float:
-        """What the faults cost of the time since the first began: ``step_seconds`` of this trial's truth beside
-        the same run without them."""
+        """What the faults cost of the time since the first began: ``step_seconds`` of this trial's truth
+        beside the same run without them."""
         if not self.faults:
             return 0.0
         first = min(fault.first for fault in self.faults)
