@@ -49,7 +49,8 @@ def _same(name: str, other: str) -> bool:
     if name.partition(".")[0].casefold() == other.partition(".")[0].casefold() and not _numeric(name):
         # A run knows a host by its own short or full name, a hostfile by either.
         return "." not in name or "." not in other
-    return bool(_addresses(name) & _addresses(other))
+    # Two names of one machine are not looked up: that may take seconds each where there is no server.
+    return _numeric(name) != _numeric(other) and bool(_addresses(name) & _addresses(other))
 
 
 def _numeric(name: str) -> bool:

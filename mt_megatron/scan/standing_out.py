@@ -67,9 +67,12 @@ def outlying_links(links: Iterable[tuple[int, int, float, float]], hosts: Sequen
         if len(group) < 3:
             continue
         delays, speeds = [one[2] for one in group], [one[3] for one in group]
-        delay, speed = _center(delays, worst=max), _center(speeds, worst=min)
-        most = max(delay * (1 + _LINK_DELAY), delay + _LINK_DELAY_SECONDS, delay + _SPREADS * _spread(delays))
-        least = min(speed * (1 - _LINK_SPEED), speed - _SPREADS * _spread(speeds))
+        # Half of all links may touch one bad host of four: the better half says what is usual.
+        quick, fast = _better_half(delays, largest=False), _better_half(speeds, largest=True)
+        delay, speed = statistics.median(quick), statistics.median(fast)
+        far = 2 * _SPREADS
+        most = max(delay * (1 + _LINK_DELAY), delay + _LINK_DELAY_SECONDS, delay + far * _spread(quick))
+        least = min(speed * (1 - _LINK_SPEED), speed - far * _spread(fast))
         for first, second, seconds, rate in group:
             if seconds > most:
                 text = f"{seconds * 1e6:,.0f} us, {kind} {delay * 1e6:,.0f} us are usual"
@@ -82,10 +85,9 @@ def outlying_links(links: Iterable[tuple[int, int, float, float]], hosts: Sequen
     return found
 
 
-def _center(values: Sequence[float], worst: object) -> float:
-    # Half of all links may touch one bad host of four: look at the better half's middle.
-    ordered = sorted(values, reverse=worst is min)
-    return statistics.median(ordered[: max(2, (len(ordered) + 1) // 2)])
+def _better_half(values: Sequence[float], *, largest: bool) -> list[float]:
+    ordered = sorted(values, reverse=largest)
+    return ordered[: max(2, (len(ordered) + 1) // 2)]
 
 
 def _spread(values: Sequence[float]) -> float:
