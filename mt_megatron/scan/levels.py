@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
 
@@ -18,7 +18,7 @@ def level_of(value: object) -> Level:
     """``value`` as a level. Raises ``ConfigError``."""
     if value not in LEVELS:
         raise ConfigError(f"found level {value!r}, expected one of {', '.join(LEVELS)}")
-    return cast(Level, value)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mt_megatron.scan.encode import FORGET, STEP_ENDED
+from mt_megatron.scan.encode import FORGET, STEP_ENDED, Event
 from mt_megatron.scan.levels import LEVELS, Level, Window, level_at, level_of
 from mt_megatron.scan.queues import Queues
 from mt_megatron.seams import events
@@ -166,7 +166,13 @@ class Listening:
                 self._optimizers = max(0, self._optimizers + (1 if phase == "begin" else -1))
                 if phase == "end" and self._optimizers == 0:
                     if self.level != "off":
-                        moment = (time.perf_counter_ns(), threading.get_ident(), STEP_ENDED, "step", {})
+                        moment: Event = (
+                            time.perf_counter_ns(),
+                            threading.get_ident(),
+                            STEP_ENDED,
+                            "step",
+                            {},
+                        )
                         self._queues.events.append(moment)
                     self._at_step(self.iteration + 1)
         except Exception as error:  # noqa: BLE001 - what is raised here, the step would raise

@@ -7,15 +7,16 @@ import logging
 import resource
 import sys
 import time
+from collections.abc import Iterable
 
 from mt_megatron.scan.recorder import Recorder
 from mt_megatron.seams import events
 from tests.scan.recordings import MEMBERS
 
 
-def work(recorder: Recorder, steps: int | None) -> None:
-    """Steps of ten collectives, for ever when ``steps`` is None."""
-    for iteration in itertools.count(1) if steps is None else range(1, steps + 1):
+def work(steps: Iterable[int]) -> None:
+    """Steps of ten collectives."""
+    for iteration in steps:
         with events.span("step", iteration=iteration):
             for seq in range(10):
                 with events.span("collective", op="all_reduce", group="dp", ranks=MEMBERS, seq=seq, bytes=8):
@@ -29,7 +30,7 @@ def until_killed(folder: str, rank: str) -> None:
     recorder = Recorder(folder, rank=int(rank), most_bytes=4 << 20)
     recorder.start()
     print("ready", flush=True)
-    work(recorder, None)
+    work(itertools.count(1))
 
 
 def limited(folder: str, most_bytes: str) -> None:
@@ -43,12 +44,16 @@ def full_disk(folder: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     recorder = Recorder(folder, rank=0)
     recorder.start()
-    done = 0
     deadline = time.monotonic() + 60
+    # Something is written before the disk is full, however slow this machine is.
+    work(range(1, 21))
+    while recorder._queues.events and time.monotonic() < deadline:
+        time.sleep(0.02)
+    done = 20
     while recorder.failed is None and time.monotonic() < deadline:
-        work(recorder, 200)
+        work(range(done + 1, done + 201))
         done += 200
-    work(recorder, 50)
+    work(range(done + 1, done + 51))
     time.sleep(0.5)
     recorder.counter("power_w", 1.0)
     recorder.note(what="x")

@@ -89,7 +89,7 @@ def test_a_rank_killed_at_any_time_loses_a_second_at_most(
 
 def test_a_file_that_may_not_grow_stops_the_tracing_and_not_the_training(tmp_path: Path) -> None:
     done = subprocess.run(
-        command("limited", str(tmp_path), "100000"),
+        command("limited", str(tmp_path), "200000"),
         cwd=ROOT,
         env=environment(),
         capture_output=True,
