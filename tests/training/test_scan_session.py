@@ -73,9 +73,9 @@ def test_off_is_off(found: list[dict[str, Any]], folder: Path) -> None:
 
 def test_without_a_place_it_says_so(found: list[dict[str, Any]]) -> None:
     assert found[0]["nowhere"]["during"] == []
-    (line,) = [line for line in found[0]["nowhere"]["lines"] if "trace" in line]
+    (line,) = [line for line in found[0]["nowhere"]["lines"] if "no trace" in line]
     assert line == "no trace is kept: give --save or --scan-dir (or --scan off)"
-    assert not [line for line in found[0]["off"]["lines"] if "trace" in line]
+    assert not [line for line in found[0]["off"]["lines"] if "no trace" in line]
 
 
 def test_a_place_of_its_own_and_a_window(found: list[dict[str, Any]]) -> None:
