@@ -1,7 +1,9 @@
-"""Parity runs, each group of equal world size started once per session."""
+"""Parity runs, each group of equal world size started once, also where several workers run the tests."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +31,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
     """``runs(name, seed=..., bf16=..., backend=..., peers=...)``: the record of a layout, run together with
     its peers (by default all layouts of its world size) from the weights that the first reference had."""
-    folders: dict[int, Path] = {}
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        # The folder of all workers of pytest-xdist.
+        shared = shared.parent
     records: dict[tuple[str, int, bool, str], Record] = {}
 
     def start(layouts: list[Layout], world: int, seed: int, bf16: bool, backend: str) -> None:
-        folder = folders.setdefault(seed, tmp_path_factory.mktemp(f"seed{seed}"))
+        folder = shared / "parity" / f"seed{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            # Another worker that needs the same waits for what this one starts.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = folder / record_folder(bf16, backend)
+            missing = [layout for layout in layouts if not (done / layout.name / "results.json").exists()]
+            if missing:
+                launch(missing, world, folder, seed, bf16, backend)
+        for layout in layouts:
+            where = done / layout.name
+            results = json.loads((where / "results.json").read_text())
+            records[layout.name, seed, bf16, backend] = read_record(where, results)
+
+    def launch(layouts: list[Layout], world: int, folder: Path, seed: int, bf16: bool, backend: str) -> None:
         names = [layout.name for layout in layouts]
         emulated = environment() if backend == "musa" else {}
         results = run_ranks(
@@ -51,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         )
         for name in names:
             where = folder / record_folder(bf16, backend) / name
-            records[name, seed, bf16, backend] = read_record(where, [result[name] for result in results])
+            (where / "results.json").write_text(json.dumps([result[name] for result in results]))
 
     def get(
         name: str, *, seed: int, bf16: bool = False, backend: str = "cpu", peers: Sequence[str] | None = None
