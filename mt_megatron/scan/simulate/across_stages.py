@@ -21,9 +21,10 @@ class AcrossStages:
         rows = self._tables.members(group)
         latency, _ = self._tables.doubling(group)
         jitter = self._noise.factors(f"small {group}", latency.shape, 4 * self._job.link_jitter)
-        flat = now.ravel().copy()
+        left: Floats = now.copy()
+        flat = left.reshape(-1)
         flat[rows] = doubling(flat[rows], latency * jitter, self._hosts.hold_rows(rows))
-        return flat.reshape(now.shape)
+        return left
 
     def large(self, now: Floats, what: Communication) -> Floats:
         """A ring."""
@@ -33,9 +34,10 @@ class AcrossStages:
         factor = self._noise.factors(f"large {what.group}", rows.shape, self._job.link_jitter)
         delay = self._noise.delays(f"large {what.group}", rows.shape) / hops
         gap = per_byte * size * factor + delay
-        flat = now.ravel().copy()
+        left: Floats = now.copy()
+        flat = left.reshape(-1)
         flat[rows] = ring(flat[rows], gap, latency, hops, self._hosts.hold_rows(rows))
-        return flat.reshape(now.shape)
+        return left
 
 
 def ring_sizes(what: Communication, members: int) -> tuple[float, int]:

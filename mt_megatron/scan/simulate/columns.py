@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +139,7 @@ class _Builder:
         self.end_of_step(stage)
 
     def one_pass(self, stage: int, one: Pass, ordinal: int) -> None:
-        at = {"microbatch": one.microbatch, "chunk": one.chunk}
+        at: dict[str, Any] = {"microbatch": one.microbatch, "chunk": one.chunk}
         if one.direction == "forward":
             self.add(stage, "data", "data", data=ordinal, **at)
         for index, piece in enumerate(self.pieces[one.direction]):

@@ -11,7 +11,7 @@ import numpy as np
 from .faults import Fault
 from .job import Job
 from .noise import Floats, Lasting, Noise
-from .schedule import Direction, Pass, Plan
+from .schedule import DIRECTIONS, Direction, Pass, Plan
 from .work import Piece, stage_extras, tables
 
 _SLICE = 4e6
@@ -29,7 +29,9 @@ class Collection:
 
     ordinal: int
     piece: int
-    place: tuple[int, int, int, int]
+    place: tuple[int, ...]
+    """[pp, dp, cp, tp]."""
+
     seconds_ns: float
 
 
@@ -113,9 +115,7 @@ class Drawing:
             speed[where] *= fault.factor
         tokens = self._tokens([(fault, where) for fault, where in by_cause["uneven_work"] if layout.ep == 1])
         rows = self._rows([(fault, where) for fault, where in by_cause["uneven_work"]])
-        work = {
-            direction: self._work(direction, speed, tokens, rows) for direction in ("forward", "backward")
-        }
+        work = {direction: self._work(direction, speed, tokens, rows) for direction in DIRECTIONS}
         queued, switches = self._ordinary_queueing()
         for fault, where in by_cause["host_contention"]:
             if fault.mode == "load":
@@ -129,7 +129,7 @@ class Drawing:
         checkpoint = job.checkpoint_seconds * 1e9 * self._disk * noise.factors("disk", self._shape, 0.1)
         checkpoint += 20 * noise.delays("disk", self._shape)
         for fault, where in by_cause["slow_data"]:
-            data[(slice(None), *where)] *= fault.factor
+            _of(data, where)[...] *= fault.factor
         for fault, where in by_cause["slow_checkpoint"]:
             checkpoint[where] *= fault.factor
         optimizer = job.optimizer_ms * 1e6 * speed * noise.factors("optimizer", self._shape, job.jitter)
@@ -139,7 +139,7 @@ class Drawing:
             data=data,
             tokens=tokens,
             rows=rows,
-            messages={direction: self._messages(direction) for direction in ("forward", "backward")},
+            messages={direction: self._messages(direction) for direction in DIRECTIONS},
             transfers=(
                 noise.factors("transfers", self._transfers, job.link_jitter),
                 noise.delays("transfers", self._transfers),
@@ -182,7 +182,8 @@ class Drawing:
             each *= self._noise.factors("tokens", each.shape, 0.1)
         for fault, where in uneven:
             each[:, where[1]] *= fault.factor
-        return np.rint(each)[[one.microbatch for one in self._passes["forward"]]]
+        tokens: Floats = np.rint(each)[[one.microbatch for one in self._passes["forward"]]]
+        return tokens
 
     def _rows(self, uneven: Sequence[tuple[Fault, tuple[int, ...]]]) -> Floats | None:
         job, layout = self._job, self._job.layout
@@ -191,7 +192,7 @@ class Drawing:
         shape = (len(self._passes["forward"]), job.layers, *self._shape)
         rows = self._noise.factors("routing", shape, job.routing_spread)
         for fault, where in uneven:
-            rows[(slice(None), slice(None), *where)] *= fault.factor
+            _of(rows, where)[...] *= fault.factor
         # Tokens that one rank gets, the others of its group do not.
         split = rows.reshape(*shape[:3], layout.dp // layout.ep, layout.ep, layout.cp, layout.tp)
         split /= split.mean(axis=4, keepdims=True)
@@ -218,7 +219,7 @@ class Drawing:
         """Other threads take ``share`` of the time in slices; the more work, the more of them."""
         generator = self._noise.generator("competing load")
         for each in work.values():
-            own = each[(slice(None), slice(None), *where)]
+            own = _of(each, where)
             slices = generator.poisson(own / _SLICE * fault.share / (1 - fault.share))
             waits = generator.gamma(np.maximum(slices, 1), _SLICE) * (slices > 0)
             own += waits
@@ -244,8 +245,14 @@ class Drawing:
             direction: Direction = "forward" if source.random() < 0.5 else "backward"
             ordinal = int(source.integers(work[direction].shape[0]))
             piece = int(source.integers(work[direction].shape[1]))
-            work[direction][(ordinal, piece, *place)] += length
+            _of(work[direction], place)[ordinal, piece] += length
             made[direction, place[0]].append(
                 Collection(ordinal=ordinal, piece=piece, place=place, seconds_ns=length)
             )
         return dict(made)
+
+
+def _of(values: Floats, where: tuple[int, ...]) -> Floats:
+    """The part of [..., pp, dp, cp, tp] that is one rank's, a view."""
+    pp, dp, cp, tp = where
+    return values[..., pp, dp, cp, tp]

@@ -20,7 +20,7 @@ from .hosts import Hosts
 from .job import Job
 from .links import Links
 from .noise import Floats, Noise
-from .schedule import Direction, Exchange, Level, Plan, plan
+from .schedule import DIRECTIONS, Direction, Exchange, Level, Plan, plan
 from .ways import Tables, Way
 from .work import Piece, pieces
 
@@ -69,10 +69,7 @@ class Engine:
             seed, probability=job.tail_probability, scale=job.tail_ms * 1e6, exponent=job.tail_exponent
         )
         self.plan: Plan = plan(layout.pp, job.microbatches, layout.vpp)
-        self.pieces: dict[Direction, tuple[Piece, ...]] = {
-            "forward": pieces(job, "forward"),
-            "backward": pieces(job, "backward"),
-        }
+        self.pieces = {direction: pieces(job, direction) for direction in DIRECTIONS}
         self.template: Template = columns_of(job, self.plan, self.pieces["forward"], self.pieces["backward"])
         self._drawing = Drawing(job, self.noise, self.plan, self.pieces)
         self._tables = Tables(layout, Links(job, self.noise))
@@ -118,7 +115,8 @@ class Engine:
         need = self.job.microbatch_ms * 1e6 / self.job.layout.vpp * self.job.data_part
         with np.errstate(invalid="ignore"):
             waiting = np.floor((self.now - self._ready) / need) + 1
-        return np.clip(np.nan_to_num(waiting), 0, self.job.prefetched).ravel()
+        depth: Floats = np.clip(np.nan_to_num(waiting), 0, self.job.prefetched).ravel()
+        return depth
 
     # -- the pipeline
 
@@ -174,7 +172,7 @@ class Engine:
         for row, (stage, ordinal) in enumerate(zip(stages.tolist(), ordinals.tolist(), strict=True)):
             for one in step.draws.collections.get((direction, stage), ()):
                 if (one.ordinal, one.piece) == (ordinal, piece):
-                    begin = float(began[(row, *one.place[1:])])
+                    begin = float(began[row][one.place[1:]])
                     rank = int(np.ravel_multi_index(one.place, self.job.layout.shape))
                     step.pauses.append((rank, "gc", begin, begin + one.seconds_ns))
 
@@ -219,7 +217,8 @@ class Engine:
         # The backward pass goes through the layers from the last to the first.
         at = layer if direction == "forward" else self.job.layers - 1 - layer
         batches = self._drawing.batch_of[direction][ordinals]
-        return draws.rows[batches, at, stages]
+        rows: Floats = draws.rows[batches, at, stages]
+        return rows
 
     def _exchange(self, level: Level, step: Step, posted: dict[tuple[int, int], Floats]) -> None:
         """Transfers between stages whose other sides are there too."""

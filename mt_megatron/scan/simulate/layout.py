@@ -90,14 +90,17 @@ class Layout:
             return ranks.reshape(1, -1)
         if name == "ep":
             split = ranks.reshape(self.pp, self.dp // self.ep, self.ep, self.cp, self.tp)
-            return np.moveaxis(split, 2, -1).reshape(-1, self.ep)
+            experts: Ranks = np.moveaxis(split, 2, -1).reshape(-1, self.ep)
+            return experts
         if name == "embedding":
             first_and_last = ranks[[0, -1]] if self.pp > 1 else ranks[:1]
-            return first_and_last.reshape(len(first_and_last), -1).T
+            pairs: Ranks = first_and_last.reshape(len(first_and_last), -1).T
+            return pairs
         named = [axis for key, axis in _AXES.items() if key in name.split("-")]
         others = [axis for axis in range(4) if axis not in named]
-        rows = ranks.transpose(*others, *named)
-        return rows.reshape(-1, int(np.prod([self.shape[axis] for axis in named])))
+        size = int(np.prod([self.shape[axis] for axis in named]))
+        rows: Ranks = ranks.transpose(*others, *named).reshape(-1, size)
+        return rows
 
     def canonical(self, name: str) -> str:
         """What a trace calls these groups: by the first name that means the same members."""

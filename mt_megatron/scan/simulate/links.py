@@ -40,6 +40,9 @@ class Links:
 
     def _hit(self, fault: Fault, sources: Ranks, targets: Ranks, hosts: tuple[Ranks, Ranks]) -> np.ndarray:
         if fault.host is not None:
-            return (hosts[0] != hosts[1]) & ((hosts[0] == fault.host) | (hosts[1] == fault.host))
+            ends = (hosts[0] == fault.host) | (hosts[1] == fault.host)
+            across: np.ndarray = (hosts[0] != hosts[1]) & ends
+            return across
         members = fault.culprits(self._job.layout)
-        return np.isin(sources, members) & np.isin(targets, members)
+        hit: np.ndarray = np.isin(sources, members) & np.isin(targets, members)
+        return hit

@@ -21,6 +21,7 @@ from .counters import NAMES, HostCounters
 from .engine import Engine, Step
 from .faults import Fault
 from .noise import Floats
+from .schedule import DIRECTIONS
 
 STARTED_UNIX_NS = 1_767_225_600_000_000_000
 """When simulated runs say that they began: the same always, so that equal seeds make equal files."""
@@ -69,8 +70,9 @@ class RankFiles:
         for rank, (times, records) in counters.items():
             records["time"] = self.clocks.shown(self.host(rank), times)
             self._waiting_counters[rank].append(records.tobytes())
-        gc = [(rank, "gc", begin, end) for rank, name, begin, end in step.pauses if name == "gc"]
-        for rank, name, begin, end in [*gc, *((rank, "stopped", *times) for rank, *times in noticed)]:
+        pauses = [pause for pause in step.pauses if pause[1] == "gc"]
+        pauses += [(rank, "stopped", begin, end) for rank, begin, end in noticed]
+        for rank, name, begin, end in pauses:
             if np.isfinite(begin) and np.isfinite(end):
                 self._one(rank, "pause", name, begin, end, step.number)
         if step.checkpoint is not None:
@@ -150,7 +152,7 @@ class RankFiles:
         rows = template.rows[stage, :columns]
         for column in np.flatnonzero(rows[:, 0] >= 0).tolist():
             which, ordinal, piece = rows[column].tolist()
-            direction = "backward" if which else "forward"
+            direction = DIRECTIONS[which]
             layer = self._engine.pieces[direction][piece].layer
             at = np.array([ordinal]), np.array([stage])
             own = self._engine.rows_of(draws, direction, at[0], layer, at[1])[0].ravel()

@@ -13,6 +13,7 @@ from typing import Literal
 from mt_megatron.errors import ConfigError
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 @dataclass(frozen=True)

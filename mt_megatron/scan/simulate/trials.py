@@ -206,7 +206,7 @@ def _uneven(job: Job, generator: np.random.Generator) -> Fault:
     )
 
 
-def _slowness(generator: np.random.Generator) -> dict[str, float]:
+def _slowness(generator: np.random.Generator) -> dict[str, Any]:
     return {"latency_ms": 5.0} if generator.random() < 0.5 else {"bandwidth": 0.25}
 
 

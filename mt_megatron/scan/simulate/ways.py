@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .faults import Fault
 from .layout import Layout, Ranks
 from .links import LINK_CAUSES, Links
 from .noise import Floats
 
-Array = TypeVar("Array", bound=np.ndarray)
+Values = NDArray[Any]
 
 
 class Way:
@@ -23,24 +24,26 @@ class Way:
         self._layout = layout
         self.size = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}[name]
 
-    def split(self, values: Array) -> Array:
+    def split(self, values: Values) -> Values:
         """[stages, dp, cp, tp] -> [stages, ..., members], a view."""
         if self.name == "tp":
             return values
         if self.name == "cp":
-            return np.swapaxes(values, 2, 3)
+            swapped: Values = values.swapaxes(2, 3)
+            return swapped
         dp, ep = self._layout.dp, self._layout.ep
-        split = values.reshape(len(values), dp // ep, ep, *values.shape[2:])
-        return split.transpose(0, 1, 3, 4, 2)
+        parts: Values = values.reshape(len(values), dp // ep, ep, *values.shape[2:]).transpose(0, 1, 3, 4, 2)
+        return parts
 
-    def join(self, values: Array) -> Array:
+    def join(self, values: Values) -> Values:
         """The reverse of ``split``."""
         if self.name == "tp":
             return values
         if self.name == "cp":
-            return np.swapaxes(values, 2, 3)
+            return self.split(values)
         back = values.transpose(0, 1, 4, 2, 3)
-        return back.reshape(len(back), self._layout.dp, *back.shape[3:])
+        whole: Values = back.reshape(len(back), self._layout.dp, *back.shape[3:])
+        return whole
 
 
 class Tables:
