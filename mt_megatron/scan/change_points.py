@@ -12,9 +12,9 @@ import numpy as np
 
 from .robust import CLIP, Floats, noise
 
-SPLIT = 5.5
-"""Standard errors by which two neighbouring levels must differ. With the clipping, a split in white noise
-has a probability below 1e-4 in 10,000 steps."""
+SPLIT = 4.2
+"""Standard errors by which two neighbouring levels must differ. Noise alone splits a long series at times:
+whether a stretch is raised is another question, with a bar of its own."""
 
 SHORTEST = 4
 """Steps of the shortest stretch that may have a level of its own."""

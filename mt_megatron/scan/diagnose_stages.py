@@ -156,7 +156,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
 
 
 def _without(table: StepTable, values: Floats, blamed: Sequence[Finding]) -> Floats:
-    kept = values.copy()
+    kept: Floats = values.copy()
     for finding in blamed:
         steps = (table.iteration >= finding.first_step) & (table.iteration <= finding.last_step)
         for rank in finding.ranks:

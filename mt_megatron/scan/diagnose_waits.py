@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .findings import Cause, Finding
-from .raised_levels import merged_spikes, raised_levels
+from .raised_levels import by_chance, merged_spikes, raised_levels
 from .robust import Floats, lower_median, spread
 from .step_table import StepTable, beside_peers
 
@@ -34,7 +34,8 @@ def slow_data(table: StepTable) -> list[Finding]:
         for row in loading:
             peers = loading if len(loading) >= 2 else everybody
             fraction, alone = _data_fraction(table, int(row), peers)
-            found += _data_findings(table, int(row), fraction, alone)
+            others = table.columns["data"][peers[peers != row]] / table.step_ns
+            found += _data_findings(table, int(row), fraction, others, alone)
     return _unless_all(table, found, len(everybody))
 
 
@@ -46,19 +47,26 @@ def _data_fraction(table: StepTable, row: int, peers: NDArray[np.int64]) -> tupl
     return beside_peers(share[peers])[place], False
 
 
-def _data_findings(table: StepTable, row: int, fraction: Floats, alone: bool) -> list[Finding]:
+def _data_findings(
+    table: StepTable, row: int, fraction: Floats, others: Floats, alone: bool
+) -> list[Finding]:
     tests = int(np.isfinite(table.columns["data"]).sum()) * table.looks
     least = ALONE_DATA if alone else LEAST_DATA
     trust = 0.75 if alone else 1.0
     found = []
     for raised in raised_levels(fraction, least=least, tolerated=0.25 * least, floor=0.004, tests=tests):
+        outside = np.delete(fraction, slice(raised.start, raised.stop))
+        if by_chance(raised, np.concatenate([outside, others.ravel()])) > 0.01:
+            continue
         found.append(
             _data(table, row, raised.start, raised.stop, raised.level, raised.confidence * trust, alone)
         )
     if found:
         return found
-    spikes = merged_spikes(fraction, least=max(0.1, 2 * least), mean=LEAST_DATA, fewest=4)
-    if spikes is not None and not alone:
+    spikes = None
+    if not alone:
+        spikes = merged_spikes(fraction, others, least=max(0.1, 2 * least), mean=LEAST_DATA, fewest=4)
+    if spikes is not None:
         start, stop, mean = spikes
         found.append(_data(table, row, start, stop, mean, 0.8, alone))
     return found
@@ -183,7 +191,8 @@ def pauses(table: StepTable) -> list[Finding]:
         longest = table.columns["longest_pause"][row]
         long = np.nan_to_num(longest) >= max(0.5 * table.step_ns, LEAST_PAUSE_NS)
         long &= stood > 0.25
-        spikes = merged_spikes(stood, least=0.05, mean=0.02, fewest=3)
+        others = np.delete(fraction, row, axis=0)
+        spikes = merged_spikes(stood, others, least=0.05, mean=0.02, fewest=3)
         if spikes is not None:
             found.append(_pause(table, row, spikes[0], spikes[1], spikes[2], 0.9))
             long[spikes[0] : spikes[1]] = False

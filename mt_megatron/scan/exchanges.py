@@ -160,7 +160,7 @@ def group_rows(
     label = local[logs[0].label[at[0]]] if len(local) else np.empty(0, dtype=np.int64)
     iteration = logs[0].iteration[at[0]]
     arrived = begins.max(axis=1) if len(begins) else np.empty(0, dtype=np.int64)
-    known = waited.any(axis=1)
+    known: NDArray[np.bool_] = np.any(waited, axis=1)
     exits = np.where(waited, ends, np.iinfo(np.int64).min).max(axis=1) if len(begins) else arrived
     own = (ends - begins).min(axis=1).astype(np.float64) if len(begins) else np.empty(0)
     seen = _time(exits - arrived, own, clock_error)

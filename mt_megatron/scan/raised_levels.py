@@ -85,16 +85,30 @@ def raised_levels(
     return found
 
 
+def by_chance(raised: Raised, usual: Floats) -> float:
+    """About how often ``usual`` values [any shape] would make such a stretch by chance: half of its steps
+    above half of its level."""
+    values = usual[np.isfinite(usual)]
+    share = (float(np.sum(values > 0.5 * raised.level)) + 0.5) / max(len(values), 1)
+    return max(len(values), 1) * share ** ((raised.stop - raised.start + 1) // 2)
+
+
 def merged_spikes(
-    fraction: Floats, *, least: float, mean: float, fewest: int, within: int = 40
+    fraction: Floats, others: Floats, *, least: float, mean: float, fewest: int, within: int = 40
 ) -> tuple[int, int, float] | None:
-    """Repeated single steps above ``least``: at least ``fewest`` of them within ``within`` steps.
+    """Repeated single steps above ``least``: at least ``fewest`` of them within ``within`` steps, and more
+    than the ``others`` [series, steps] have and chance gives.
 
     Returns start, stop and mean of ``fraction`` from the first to the last of the densest row of
     spikes if the mean reaches ``mean``; else None.
     """
     values = np.nan_to_num(fraction)
     at = np.flatnonzero(values >= least)
+    usual = (np.sum(np.nan_to_num(others) >= least) + 0.5) / max(others.size, len(values))
+    while fewest <= within and _poisson_tail(fewest, usual * within) > 1e-3 * within / max(
+        others.size + len(values), within
+    ):
+        fewest += 1
     if len(at) < fewest:
         return None
     close = at[fewest - 1 :] - at[: len(at) - fewest + 1] < within
@@ -106,3 +120,13 @@ def merged_spikes(
     first, last = int(at[member][0]), int(at[member][-1])
     average = float(values[first : last + 1].mean())
     return (first, last + 1, average) if average >= mean else None
+
+
+def _poisson_tail(count: int, expected: float) -> float:
+    """The probability of ``count`` or more where ``expected`` are expected."""
+    term, below = exp(-expected), 0.0
+    for number in range(count):
+        below += term
+        term *= expected / (number + 1)
+    # Far out the difference to one is lost in rounding: the first term bounds it.
+    return max(1.0 - below, term)

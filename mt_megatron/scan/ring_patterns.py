@@ -23,8 +23,8 @@ CLEARLY_BETTER = 0.5
 EXPLAINED = 0.6
 """The least share of the pattern's variance that the best candidate explains."""
 
-_MOST_SAMPLES = 40
-_MOST_CANDIDATES = 10
+_MOST_SAMPLES = 30
+_MOST_CANDIDATES = 8
 _SCALES = (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.9)
 _PARTS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 
@@ -68,7 +68,7 @@ def ring_exits(arrival: Floats, hop: float, extra: Floats, number: int, way: Way
     ``arrival`` [samples, members]; ``hop``: ns of a healthy hop; ``extra`` [members]: what the hop *to* each
     member takes more.
     """
-    at = arrival.copy()
+    at: Floats = arrival.copy()
     free = np.full(at.shape, -np.inf)
     for _ in range(number):
         before = np.roll(at, 1, axis=1)

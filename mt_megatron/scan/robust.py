@@ -10,6 +10,9 @@ Floats = NDArray[np.float64]
 SPREAD_OF_MAD = 1.4826
 """A normal distribution's standard deviation in units of its median absolute deviation."""
 
+_FAR = 1.645
+"""90 % of a normal distribution lie within so many standard deviations."""
+
 CLIP = 3.5
 """Values count as at most this many standard deviations away: one wild step proves nothing."""
 
@@ -36,13 +39,14 @@ def spread(values: ArrayLike) -> float:
 def noise(series: ArrayLike) -> float:
     """Standard deviation of a series about its level, even if the level jumps.
 
-    From the differences of neighbours, but not below what the whole series' spread about a
-    running level says when neighbours are alike. 0 for fewer than three values.
+    From the differences of neighbours: their median, or with heavy tails their 90th percentile, whichever
+    says more. 0 for fewer than three values.
     """
     array = present(series)
     if len(array) < 3:
         return 0.0
-    return float(SPREAD_OF_MAD * np.median(np.abs(np.diff(array))) / np.sqrt(2.0))
+    middle, far = np.quantile(np.abs(np.diff(array)), [0.5, 0.9])
+    return float(max(SPREAD_OF_MAD * middle, far / _FAR) / np.sqrt(2.0))
 
 
 def present(values: ArrayLike) -> Floats:

@@ -188,4 +188,5 @@ def _counter(trace: RankTrace, name: str) -> NDArray[np.void]:
     if name not in trace.strings:
         return trace.counters[:0]
     rows = trace.counters[trace.counters["name"] == trace.strings.index(name)]
-    return rows[np.argsort(rows["time"], kind="stable")]
+    ordered: NDArray[np.void] = rows[np.argsort(rows["time"], kind="stable")]
+    return ordered

@@ -154,9 +154,14 @@ class Watch:
         return find_hang(ends, self._places, now=now, after=self._hang_after_ns)
 
     def _tell(self, found: list[Finding], *, sure: bool) -> list[Finding]:
-        told, seen = [], set()
+        told: list[Finding] = []
+        seen: set[tuple[object, ...]] = set()
         for each in found:
-            key = (each.cause, each.ranks, each.details.get("seq") if each.cause == "hang" else None)
+            key: tuple[object, ...] = (
+                each.cause,
+                each.ranks,
+                each.details.get("seq") if each.cause == "hang" else None,
+            )
             seen.add(key)
             if key in self._told:
                 continue
