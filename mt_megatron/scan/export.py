@@ -14,6 +14,7 @@ from typing import IO, Any
 from .findings import Finding
 from .run_files import RunFiles
 from .trace import Trace
+from .wording import place_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,8 @@ def rank_title(trace: Trace, rank: int) -> str:
     simulated = " simulated" if trace.simulated else ""
     if place is None:
         return f"rank {rank}{simulated}"
-    more = "".join(f" {axis} {getattr(place, axis)}" for axis in ("cp", "ep") if getattr(place, axis))
     host = f" {place.host}" if place.host else ""
-    return f"rank {rank} (dp {place.dp} pp {place.pp} tp {place.tp}{more}){host}{simulated}"
+    return f"rank {rank} ({place_text(place)}){host}{simulated}"
 
 
 def findings_on_record(files: RunFiles) -> list[Finding]:

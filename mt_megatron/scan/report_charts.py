@@ -65,8 +65,7 @@ def step_times(data: ReportData) -> str:
         parts.append(
             f'<text class="dim" x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{name}</text>'
         )
-    ticks = sorted({round(first + (last - first) * part / 8) for part in range(9)})
-    for tick in ticks:
+    for tick in _ticks(first, last):
         parts.append(
             f'<text class="dim" x="{x(tick):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{tick}</text>'
         )
@@ -134,6 +133,14 @@ def breakdown_legend(overall: Sequence[float]) -> str:
         if share >= 5e-4
     ]
     return f'<div class="legend">{"".join(shown)}</div>'
+
+
+def _ticks(first: int, last: int) -> list[int]:
+    """About eight round step numbers."""
+    rough = max(1, (last - first) // 8)
+    power = 10 ** (len(str(rough)) - 1)
+    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
+    return list(range(-(-first // step) * step, last + 1, step))
 
 
 def _of_stage(places: Sequence[Place], stage: int, parts: Breakdown) -> list[Place]:

@@ -7,7 +7,7 @@ from html import escape
 from .report_data import ReportData
 from .report_style import CAUSE_MARK
 from .trace import Place
-from .wording import CAUSE_LABEL
+from .wording import CAUSE_LABEL, place_text
 
 _LEFT, _TOP = 110, 34
 _MOST_COLUMNS = 64
@@ -87,9 +87,8 @@ def legend(data: ReportData) -> str:
 
 
 def _about(place: Place, words: str) -> str:
-    more = "".join(f" cp {place.cp}" if place.cp else "") + (f" ep {place.ep}" if place.ep else "")
     host = f"\n{place.host}" if place.host else ""
-    return f"rank {place.rank}: {words}\ndp {place.dp} pp {place.pp} tp {place.tp}{more}{host}"
+    return f"rank {place.rank}: {words}\n{place_text(place)}{host}"
 
 
 def _column_names(columns: list[tuple[int, int]], size: int, folds: int, fold_height: int) -> list[str]:

@@ -11,7 +11,16 @@ from .findings import Finding
 from .report_charts import breakdown_bars, breakdown_legend, breakdown_rows, step_times
 from .report_data import ReportData
 from .report_style import CAUSE_MARK, CSS, PATTERNS, SCRIPT
-from .wording import CAUSE_LABEL, clock_words, cost, headline, next_step, sentence, time_text
+from .wording import (
+    CAUSE_LABEL,
+    clock_words,
+    cost,
+    headline,
+    next_step,
+    place_text,
+    sentence,
+    time_text,
+)
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -62,13 +71,18 @@ def _card(data: ReportData, finding: Finding) -> str:
     kind, _ = CAUSE_MARK[finding.cause]
     evidence = "".join(f"<li>{escape(sentence(each))}</li>" for each in finding.evidence)
     why = f"<h3>Evidence</h3><ul>{evidence}</ul>" if evidence else ""
+    by_rank = {place.rank: place for place in data.places}
+    places = [by_rank[rank] for rank in finding.ranks[:4] if rank in by_rank]
+    where = "".join(
+        f'<span class="tag">rank {place.rank}: {escape(place_text(place))}</span>' for place in places
+    )
     ranks = ",".join(map(str, finding.ranks))
     group = f'<span class="tag">seen in {escape(finding.group)}</span>' if finding.group else ""
     return (
         f'<section class="card {kind}" data-ranks="{ranks}"><h2>{escape(headline(finding))}</h2>'
         f'<p class="cost">Costs <b>{escape(cost(finding, data.seconds_of(finding)))}</b></p>'
         f'<p><span class="tag">{CAUSE_LABEL[finding.cause]}</span>'
-        f'<span class="tag">confidence {finding.confidence:.2f}</span>{group}</p>{why}'
+        f'<span class="tag">confidence {finding.confidence:.2f}</span>{group}{where}</p>{why}'
         f'<div class="next"><h3>What to do next</h3><p>{_with_code(next_step(finding))}</p></div></section>'
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from html import escape
 
 from .report_data import Bar, BarKind, Excerpt
@@ -63,12 +64,16 @@ def legend(excerpts: tuple[Excerpt, ...]) -> str:
 
 def _bars(bars: tuple[Bar, ...], y: int, scale: float) -> list[str]:
     parts = []
+    passes = sorted((bar.begin, bar.end) for bar in bars if bar.kind not in _THIN)
+    begins = [begin for begin, _ in passes]
     for bar in sorted(bars, key=lambda each: (each.kind in _THIN, each.kind == "wait", each.begin)):
         width = (bar.end - bar.begin) * scale
         if width < _LEAST_WIDTH:
             continue
-        # Communication lies in the lower half, over the pass that it belongs to.
-        top, height = (y + 10, _ROW - 10) if bar.kind in _THIN else (y, _ROW)
+        # Communication within a pass lies in its lower half, any other fills the row.
+        before = bisect_right(begins, bar.begin) - 1
+        within = bar.kind in _THIN and before >= 0 and passes[before][1] > bar.begin
+        top, height = (y + 10, _ROW - 10) if within else (y, _ROW)
         text = f"{bar.text}\n{time_text(bar.end - bar.begin)}"
         parts.append(
             f'<rect class="{BAR_CLASS[bar.kind]}" x="{_LEFT + bar.begin * scale:.2f}" y="{top}" '

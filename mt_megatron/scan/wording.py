@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from .findings import Cause, Finding
+from .trace import Place
 
 CAUSE_LABEL: dict[Cause, str] = {
     "slow_compute": "slow compute",
@@ -135,6 +136,12 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def place_text(place: Place) -> str:
+    """``dp 2 pp 0 tp 1``, and ``cp``, ``ep`` where they are not 0."""
+    more = "".join(f" {axis} {getattr(place, axis)}" for axis in ("cp", "ep") if getattr(place, axis))
+    return f"dp {place.dp} pp {place.pp} tp {place.tp}{more}"
 
 
 def clock_words(reference: int, one_clock: bool, residual_p99_ns: Mapping[int, float]) -> str:

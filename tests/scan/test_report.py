@@ -150,10 +150,12 @@ def test_the_command_says_it_in_a_few_lines(
 
 
 def test_simulated_is_said_wherever_the_run_is(tmp_path: Path) -> None:
-    write_handmade(tmp_path, HandmadeRun(steps=8), simulated=True)
-    files = write_report(tmp_path)
-    assert files.data.simulated and run_status(tmp_path).simulated
-    assert rank_title(open_trace(tmp_path), 1) == "rank 1 (dp 1 pp 0 tp 0) node-1 simulated"
+    run = tmp_path / "run"
+    run.mkdir()
+    write_handmade(run, HandmadeRun(steps=8), simulated=True)
+    files = write_report(run)
+    assert files.data.simulated and run_status(run).simulated
+    assert rank_title(open_trace(run), 1) == "rank 1 (dp 1 pp 0 tp 0) node-1 simulated"
     for path in (files.html, files.markdown):
         assert "simulated" in path.read_text().split("No culprit")[0]
     real = page(replace(files.data, simulated=False))
