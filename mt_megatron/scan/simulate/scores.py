@@ -52,8 +52,8 @@ class Verdict:
     """The cause of the claim with the highest confidence, of equal ones with the most time lost; ``unknown``
     without a claim."""
 
-    lost_fraction: float = 0.0
-    """What the faults really cost."""
+    lost_fraction: float | None = None
+    """What the faults really cost, where somebody asked."""
 
     seconds: float = 0.0
     """What the diagnosis took."""

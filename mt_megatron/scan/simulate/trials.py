@@ -249,6 +249,11 @@ def _slow_node(job: Job, generator: np.random.Generator) -> Fault:
     return Fault(cause="slow_node_link", host=host, first=first, **_slowness(generator))
 
 
+def _hang(job: Job, generator: np.random.Generator) -> Fault:
+    rank, _ = _rank(job, generator)
+    return Fault(cause="hang", rank=rank, first=_onset(generator, False))
+
+
 Make = Callable[[Job, np.random.Generator], Fault]
 SINGLE: dict[str, tuple[dict[str, Any], Make]] = {
     "compute +20%": ({}, _slow_compute(1.2)),
@@ -264,5 +269,6 @@ SINGLE: dict[str, tuple[dict[str, Any], Make]] = {
     "uneven work": ({"experts": True, "world": 4}, _uneven),
     "slow group": ({"of_three": True}, _slow_group),
     "slow node link": ({"hosts": 3}, _slow_node),
+    "hang": ({}, _hang),
 }
 """Category -> what its job needs, and the fault's draw."""
