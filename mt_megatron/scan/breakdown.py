@@ -144,7 +144,7 @@ def breakdown(looks: Sequence[Look], meetings: Meetings) -> Breakdown:
         totals[seen.rank] = _parts(seen, meetings)
         lengths[seen.rank] = length
         steps.update(seen.steps[seen.whole].tolist())
-        which = _is(seen, "collective", "p2p")
+        which = _is(seen, "collective", "p2p") & (seen.spans["end"] != OPEN)
         _, known = waits(seen, meetings)
         spent = (seen.last - seen.first)[which]
         communication += float(spent.sum())

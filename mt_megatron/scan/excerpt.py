@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from .records import KIND, KINDS
 from .report_data import Bar, BarKind, Excerpt, Row, StepTimes
 from .segments import RankTrace
 from .trace import Place
-from .wording import rank_list
+from .wording import rank_list, time_text
 
 _MOST_ROWS = 10
 _MOST_FINDINGS = 3
@@ -77,8 +78,10 @@ def excerpt(
     looks: Mapping[int, Look],
     traces: Mapping[int, RankTrace],
     meetings: Meetings,
+    *,
+    most: int | None = None,
 ) -> Excerpt | None:
-    """The bars of ``step``; None when none of the ranks recorded it."""
+    """The bars of ``step``, of its first ``most`` ns; None when none of the ranks recorded it."""
     there = [looks[rank] for rank in ranks if rank in looks]
     own = [seen.spans["iteration"] == step for seen in there]
     begins = [int(seen.first[rows].min()) for seen, rows in zip(there, own, strict=True) if rows.any()]
@@ -87,6 +90,8 @@ def excerpt(
         return None
     origin = min(begins)
     length = max(ends) - origin
+    if most is not None and length > most:
+        length, title = most, f"{title} (the first {time_text(most)} of {time_text(length)})"
     rows = [
         Row(
             rank=seen.rank,
@@ -126,7 +131,8 @@ def _bars(seen: Look, trace: RankTrace, step: int, origin: int, length: int, mee
         names = [_text(seen, trace, index) for index in rows.tolist()]
         bars += _joined(until[rows] - origin, seen.last[rows] - origin, kind, names, finest)
         bars += _joined(seen.first[rows] - origin, until[rows] - origin, "wait", names, finest)
-    return bars
+    cut = (replace(bar, end=min(bar.end, length)) for bar in bars if bar.begin < length)
+    return list(cut)
 
 
 def _joined(begins: Times, ends: Times, kind: BarKind, names: Sequence[str], finest: int) -> list[Bar]:

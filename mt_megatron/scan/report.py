@@ -31,6 +31,7 @@ _MOST_SPANS = 2_000_000
 
 _MOST_STEPS = 12
 _MOST_STACKS = 64
+_STEPS_OF_A_HANG = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +155,25 @@ class _Ranks:
             culprits = finding.ranks if finding else ()
             for title, step in steps_to_show(finding, self._first_times):
                 title = title_for(finding, title, len(shown) > 1)
-                one = excerpt(title, step, ranks, culprits, self.looks, self.names, self.meetings)
+                one = excerpt(
+                    title,
+                    step,
+                    ranks,
+                    culprits,
+                    self.looks,
+                    self.names,
+                    self.meetings,
+                    most=self._most(finding),
+                )
                 if one is not None:
                     found.append(one)
         return found
+
+    def _most(self, finding: Finding | None) -> int | None:
+        """ns to show of a step: minutes of nothing say no more than a few usual steps of it."""
+        if finding is None or finding.cause != "hang" or not self.times.seconds:
+            return None
+        return int(_STEPS_OF_A_HANG * float(np.median(self.times.seconds)) * 1e9)
 
     def _wanted(self, findings: Sequence[Finding]) -> tuple[NDArray[np.int64], set[int]]:
         self._first_times = self.times

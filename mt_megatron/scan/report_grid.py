@@ -36,6 +36,7 @@ def grid(data: ReportData) -> str:
 
     parts = [*_column_names(columns, size, folds, fold_height), *_row_names(rows, stages, height, gap)]
     verdicts = data.verdicts
+    labels: list[str] = []
     centres: dict[int, tuple[float, float]] = {}
     for place in data.places:
         x, y = corner(place)
@@ -57,11 +58,12 @@ def grid(data: ReportData) -> str:
             label = str(place.rank)
         if label:
             cls = f"on {kind}" if kind else "dim"
-            parts.append(
+            labels.append(
                 f'<text class="{cls}" x="{x + size / 2:.0f}" y="{y + height / 2 + 4:.0f}" '
                 f'text-anchor="middle" pointer-events="none">{label}</text>'
             )
-    parts += _links(data, centres)
+    # Numbers over the lines that join the ends of slow links.
+    parts += [*_links(data, centres), *labels]
     width = max(_LEFT + shown * size + 4, 420)
     return (
         f'<svg id="ranks" viewBox="0 0 {width} {_TOP + folds * fold_height}" width="{width}" role="img" '

@@ -56,8 +56,9 @@ def _head(data: ReportData) -> str:
     layout = ", ".join(f"{name.upper()} {size}" for name, size in data.layout.items() if size and size > 1)
     there = len(data.places) - len(data.missing)
     of = f"{there} of {len(data.places)}" if there < len(data.places) else str(there)
+    hosts = len({place.host for place in data.places if place.host}) or 1
     facts = [
-        f"{of} ranks on {len({place.host for place in data.places if place.host}) or 1} hosts",
+        f"{of} rank{'s' * (len(data.places) != 1)} on {hosts} host{'s' * (hosts != 1)}",
         layout or "no parallelism",
         f"steps {data.first_step}-{data.last_step}",
     ]
@@ -108,7 +109,9 @@ def _steps(data: ReportData) -> str:
     picture = step_times(data)
     if not picture:
         return ""
-    shaded = " Shaded: the steps of each finding, with its letter of the grid below." if data.findings else ""
+    first, last = data.step_times.steps[0], data.step_times.steps[-1]
+    there = any(each.first_step <= last and each.last_step >= first for each in data.findings)
+    shaded = " Shaded: the steps of each finding, with its letter of the grid below." if there else ""
     return (
         f"<h2>Step time</h2><figure>{picture}<figcaption>Length of each step, from the first rank's begin to "
         f"the last rank's end.{shaded}</figcaption></figure>"

@@ -50,9 +50,13 @@ _NEXT_STEP: dict[Cause, str] = {
     "slow_group": "No pair stands out: look at what the whole group shares (switch, protocol settings).",
     "slow_node_link": "Look at that node's network card, cable and switch port; restart without the node if "
     "they cannot be put right now.",
-    "hang": "Read the stacks below: the rank named has not entered the operation that the others wait in.",
+    "hang": "Look on its host whether the process still runs, is stopped, or is out of memory; "
+    "`py-spy dump --pid PID` shows where it stands.",
     "unknown": "Record more: `mt-megatron scan level RUN full` for a few hundred steps, then report again.",
 }
+
+
+_READ_STACKS = "Read where the rank stands in its stack; what it waits for there holds up everybody."
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -104,6 +108,9 @@ def _hang(finding: Finding, who: str) -> str:
         return f"{who} keeps the others waiting"
     which = f" number {number}" if number is not None else ""
     group = f" of the {finding.group} group" if finding.group else ""
+    edge = finding.details.get("ranks") or ()
+    if str(operation).startswith(("send", "recv")) and len(edge) == 2:
+        group = f" from rank {edge[0]} to rank {edge[1]}"
     one = len(finding.ranks) == 1
     if finding.confidence < 0.9:
         # All have entered it: none of them is to blame more than the others.
@@ -169,6 +176,8 @@ def time_text(ns: float) -> str:
 
 def next_step(finding: Finding) -> str:
     """The diagnosis's own advice, else what is always worth doing for such a cause."""
+    if finding.cause == "hang" and any((finding.details.get("stacks") or {}).values()):
+        return finding.advice or _READ_STACKS
     return finding.advice or _NEXT_STEP[finding.cause]
 
 
