@@ -17,7 +17,7 @@ from .change_points import stretches
 from .diagnose_causes import why_slow
 from .findings import Cause, Finding
 from .raised_levels import Raised, raised_levels
-from .robust import Floats
+from .robust import Floats, median_of_rows
 from .step_table import StepTable, beside_peers
 
 LEAST_CHANGE = log(1.06)
@@ -37,7 +37,9 @@ Beside = Literal["past", "layers", "stages"]
 def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
     """Findings on whole stages (of one rank or more); steps of ranks already ``blamed`` are left out."""
     own = _log(_without(table, table.columns["compute"], blamed))
-    levels = np.stack([_median(own[rows]) for rows in table.roles]) if table.roles else np.empty((0, 0))
+    levels = (
+        np.stack([median_of_rows(own[rows]) for rows in table.roles]) if table.roles else np.empty((0, 0))
+    )
     beside = beside_peers(levels)
     found: list[Finding] = []
     for number, rows in enumerate(table.roles):
@@ -82,7 +84,7 @@ def _by_layers(table: StepTable, number: int, blamed: Sequence[Finding]) -> list
     layer = _log(_without(table, table.columns["layer"], blamed))
     if len(table.roles) < 3 or not np.isfinite(layer).any():
         return []
-    levels = np.stack([_median(layer[rows]) for rows in table.roles])
+    levels = np.stack([median_of_rows(layer[rows]) for rows in table.roles])
     beside = beside_peers(levels)[number]
     tests = 10 * levels.size * table.looks
     raised = raised_levels(beside, least=LEAST_BESIDE, tolerated=0.03, floor=0.015, tests=tests)
@@ -97,7 +99,7 @@ def _by_other_stages(table: StepTable, number: int, levels: Floats) -> list[Find
     others = [each for each in range(len(table.roles) - 1) if each != number]
     if len(table.roles[number]) > 1 or number == len(table.roles) - 1 or not others:
         return []
-    series = levels[number] - _median(levels[others])
+    series = levels[number] - median_of_rows(levels[others])
     raised = raised_levels(
         series, least=LEAST_BESIDE_STAGES, tolerated=0.08, floor=0.015, tests=10 * levels.size * table.looks
     )
@@ -167,11 +169,3 @@ def _without(table: StepTable, values: Floats, blamed: Sequence[Finding]) -> Flo
 
 def _log(values: Floats) -> Floats:
     return np.log(np.where(values > 0, values, np.nan))
-
-
-def _median(rows: Floats) -> Floats:
-    found = np.full(rows.shape[1], np.nan)
-    some = np.isfinite(rows).any(axis=0)
-    if some.any():
-        found[some] = np.nanmedian(rows[:, some], axis=0)
-    return found

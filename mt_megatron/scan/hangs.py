@@ -117,10 +117,12 @@ def _group(trace: RankTrace, number: int) -> Key:
 def _reached(rank: int, trace: RankTrace) -> dict[Key, int]:
     found: dict[Key, int] = {}
     spans = trace.spans
-    rows = spans[spans["kind"] == KIND["collective"]]
-    for number in np.unique(rows["group"]):
-        key = _group(trace, int(number))
-        found[key] = max(found.get(key, -1), int(rows["seq"][rows["group"] == number].max()))
+    at = np.flatnonzero(spans["kind"] == KIND["collective"])
+    highest = np.full(1 << 16, -1, dtype=np.int64)
+    np.maximum.at(highest, spans["group"][at], spans["seq"][at])
+    for number in np.flatnonzero(highest >= 0).tolist():
+        key = _group(trace, number)
+        found[key] = max(found.get(key, -1), int(highest[number]))
     rows = spans[spans["kind"] == KIND["p2p"]]
     for peer in np.unique(rows["peer"]):
         of_peer = rows[rows["peer"] == peer]

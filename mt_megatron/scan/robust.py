@@ -28,6 +28,18 @@ def lower_median(values: ArrayLike, axis: int = 0) -> Floats:
     return np.take_along_axis(ordered, middle, axis=axis).squeeze(axis)
 
 
+def median_of_rows(rows: Floats) -> Floats:
+    """Median over the rows of each column, NaN counting as absent; NaN where all are."""
+    if not len(rows):
+        return np.full(rows.shape[1], np.nan)
+    ordered = np.sort(rows, axis=0)
+    present = np.sum(~np.isnan(rows), axis=0)
+    columns = np.arange(rows.shape[1])
+    low, high = np.maximum(present - 1, 0) // 2, np.minimum(present // 2, len(rows) - 1)
+    found: Floats = (ordered[low, columns] + ordered[high, columns]) / 2.0
+    return found
+
+
 def spread(values: ArrayLike) -> float:
     """Standard deviation as the median absolute deviation from the median says it; 0 for fewer than two."""
     array = present(values)

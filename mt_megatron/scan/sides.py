@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,122 +13,145 @@ from .intervals import Times
 from .records import ASYNC, KIND, OPEN, WAIT
 from .segments import RankTrace
 
+ToReference = Callable[[Times], Times]
 
-def rank_exchanges(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]) -> RankExchanges:
+
+def rank_exchanges(rank: int, trace: RankTrace, to_reference: ToReference) -> RankExchanges:
     """The communications of one rank. ``to_reference`` puts its times on the common clock."""
-    spans = trace.spans[trace.spans["end"] != OPEN]
-    collective = spans[(spans["kind"] == KIND["collective"]) & (spans["group"] > 0)]
+    spans = trace.spans
+    kind, ended = spans["kind"], spans["end"] != OPEN
+    at = np.flatnonzero((kind == KIND["collective"]) & ended)
+    number = spans["group"][at]
+    # Sorted by group once: then each group is a slice.
+    order = np.argsort(number, kind="stable")
+    at, number = at[order], number[order]
+    distinct, starts = np.unique(number, return_index=True)
+    stops = [*starts[1:].tolist(), len(at)]
     groups: dict[Group, SideLog] = {}
-    for number in np.unique(collective["group"]):
-        group = trace.groups.get(int(number))
+    for each, start, stop in zip(distinct.tolist(), starts.tolist(), stops, strict=True):
+        group = trace.groups.get(each)
         if group is None or len(group.ranks) < 2:
             continue
-        rows = collective[collective["group"] == number]
-        log = _side(_whole_operations(rows), trace.strings, to_reference)
-        if len(log.key):
-            groups[group.name, tuple(group.ranks)] = log
-    sends, receives = _transfers(rank, trace, spans, to_reference)
+        operations = _whole(_gathered(spans, at[start:stop]))
+        if len(operations.seq):
+            groups[group.name, tuple(group.ranks)] = _side(operations, trace.strings, to_reference)
+    sends, receives = _transfers(rank, trace, np.flatnonzero((kind == KIND["p2p"]) & ended), to_reference)
     return RankExchanges(rank=rank, groups=groups, sends=sends, receives=receives)
 
 
 def _transfers(
-    rank: int, trace: RankTrace, spans: NDArray[np.void], to_reference: Callable[[Times], Times]
+    rank: int, trace: RankTrace, at: NDArray[np.int64], to_reference: ToReference
 ) -> tuple[dict[Edge, SideLog], dict[Edge, SideLog]]:
-    p2p = spans[(spans["kind"] == KIND["p2p"]) & (spans["peer"] >= 0)]
-    if not len(p2p):
-        return {}, {}
+    peers = trace.spans["peer"][at]
+    at, peers = at[peers >= 0], peers[peers >= 0]
+    found = _gathered(trace.spans, at)
     # Those of one call have the same times: the end is that of the slowest of them.
-    order = np.lexsort((p2p["peer"], p2p["end"], p2p["begin"]))
-    p2p = p2p[order]
-    alone = np.ones(len(p2p), dtype=bool)
-    same = (p2p["begin"][1:] == p2p["begin"][:-1]) & (p2p["end"][1:] == p2p["end"][:-1])
-    same &= p2p["peer"][1:] != p2p["peer"][:-1]
-    alone[1:] &= ~same
-    alone[:-1] &= ~same
+    order = np.lexsort((peers, found.end, found.begin))
+    found, peers = found.take(order), peers[order]
+    same = (found.begin[1:] == found.begin[:-1]) & (found.end[1:] == found.end[:-1])
+    same &= peers[1:] != peers[:-1]
+    found.shared[1:] |= same
+    found.shared[:-1] |= same
     table = np.zeros(1 << 16, dtype=bool)
     table[: len(trace.strings)] = [text.split("_")[0] == "send" for text in trace.strings]
-    is_send = table[p2p["name"]]
+    is_send = table[found.name]
     sends: dict[Edge, SideLog] = {}
     receives: dict[Edge, SideLog] = {}
-    for peer in np.unique(p2p["peer"]):
+    nameless = ["p2p"] * len(trace.strings)
+    for peer in np.unique(peers).tolist():
         for sending, logs in ((True, sends), (False, receives)):
-            rows = (p2p["peer"] == peer) & (is_send == sending)
-            if not rows.any():
-                continue
-            chosen = _numbered(p2p[rows])
-            log = _side(chosen, ["p2p"] * len(trace.strings), to_reference, shared=~alone[rows])
-            logs[(rank, int(peer)) if sending else (int(peer), rank)] = log
+            rows = np.flatnonzero((peers == peer) & (is_send == sending))
+            if len(rows):
+                log = _side(_whole(found.take(rows)), nameless, to_reference)
+                logs[(rank, peer) if sending else (peer, rank)] = log
     return sends, receives
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Operations:
-    rows: NDArray[np.void]
+    """Columns [operations]."""
+
     begin: Times
     end: Times
+    size: NDArray[np.int64]
+    seq: NDArray[np.int64]
+    iteration: NDArray[np.int64]
+    name: NDArray[np.uint16]
+    flags: NDArray[np.uint16]
+    timed: NDArray[np.bool_]
+    """Whether the times are the device's."""
+
+    shared: NDArray[np.bool_]
     waited: NDArray[np.bool_]
 
+    def take(self, at: NDArray[np.int64]) -> _Operations:
+        return _Operations(**{each.name: getattr(self, each.name)[at] for each in fields(self)})
 
-def _numbered(rows: NDArray[np.void]) -> _Operations:
-    return _Operations(rows=rows, begin=_begin(rows), end=_end(rows), waited=(rows["flags"] & ASYNC) == 0)
+    def then(self, other: _Operations) -> _Operations:
+        parts = {
+            each.name: np.concatenate((getattr(self, each.name), getattr(other, each.name)))
+            for each in fields(self)
+        }
+        return _Operations(**parts)
 
 
-def _whole_operations(rows: NDArray[np.void]) -> _Operations:
-    """Starts joined with their waits; starts that nobody waited for are left out."""
-    background = (rows["flags"] & (ASYNC | WAIT)) != 0
-    if not background.any():
-        return _numbered(rows)
-    starts = rows[(rows["flags"] & ASYNC) != 0]
-    waits = rows[(rows["flags"] & WAIT) != 0]
-    starts = starts[np.unique(starts["seq"], return_index=True)[1]]
-    waits = waits[np.unique(waits["seq"], return_index=True)[1]]
-    _, at, of = np.intersect1d(starts["seq"], waits["seq"], return_indices=True)
-    starts, waits = starts[at], waits[of]
-    plain = rows[~background]
-    timed = starts["device_end"] > 0
-    wait_ns = waits["end"] - waits["begin"]
-    length = np.maximum(waits["end"] - starts["begin"], 1)
-    end = np.where(timed, starts["device_end"], waits["end"])
-    joined = _Operations(
-        rows=np.concatenate((plain, starts)),
-        begin=np.concatenate((_begin(plain), _begin(starts))),
-        end=np.concatenate((_end(plain), end)).astype(np.int64),
-        # A wait that took no time says that it was over before, not when.
-        waited=np.concatenate((np.ones(len(plain), dtype=bool), timed | (wait_ns > 0.05 * length))),
-    )
-    order = np.argsort(joined.rows["seq"], kind="stable")
+def _gathered(spans: NDArray[np.void], at: NDArray[np.int64]) -> _Operations:
+    begin, end, device_end = spans["begin"][at], spans["end"][at], spans["device_end"][at]
+    timed = device_end > 0
+    if timed.any():
+        begin = np.where(timed, spans["device_begin"][at], begin)
+        end = np.where(timed, device_end, end)
+    flags = spans["flags"][at]
     return _Operations(
-        rows=joined.rows[order], begin=joined.begin[order], end=joined.end[order], waited=joined.waited[order]
+        begin=begin,
+        end=end,
+        size=spans["bytes"][at],
+        seq=spans["seq"][at].astype(np.int64),
+        iteration=spans["iteration"][at].astype(np.int64),
+        name=spans["name"][at],
+        flags=flags,
+        timed=timed,
+        shared=np.zeros(len(at), dtype=bool),
+        waited=(flags & ASYNC) == 0,
     )
 
 
-def _begin(rows: NDArray[np.void]) -> Times:
-    return np.where(rows["device_end"] > 0, rows["device_begin"], rows["begin"]).astype(np.int64)
+def _whole(found: _Operations) -> _Operations:
+    """Starts joined with their waits; starts that nobody waited for are left out."""
+    background = (found.flags & (ASYNC | WAIT)) != 0
+    if not background.any():
+        return found
+    starts = _first_of_each(found.take(np.flatnonzero((found.flags & ASYNC) != 0)))
+    waits = _first_of_each(found.take(np.flatnonzero((found.flags & WAIT) != 0)))
+    _, at, of = np.intersect1d(starts.seq, waits.seq, assume_unique=True, return_indices=True)
+    starts, waits = starts.take(at), waits.take(of)
+    length = np.maximum(waits.end - starts.begin, 1)
+    # A wait that took no time says that it was over before, not when.
+    waited = starts.timed | (waits.end - waits.begin > 0.05 * length)
+    joined = {each.name: getattr(starts, each.name) for each in fields(starts)}
+    joined.update(
+        end=np.where(starts.timed, starts.end, waits.end), waited=waited, shared=starts.shared | waits.shared
+    )
+    whole = found.take(np.flatnonzero(~background)).then(_Operations(**joined))
+    return whole.take(np.argsort(whole.seq, kind="stable"))
 
 
-def _end(rows: NDArray[np.void]) -> Times:
-    return np.where(rows["device_end"] > 0, rows["device_end"], rows["end"]).astype(np.int64)
+def _first_of_each(found: _Operations) -> _Operations:
+    return found.take(np.unique(found.seq, return_index=True)[1])
 
 
-def _side(
-    operations: _Operations,
-    strings: Sequence[str],
-    to_reference: Callable[[Times], Times],
-    shared: NDArray[np.bool_] | None = None,
-) -> SideLog:
-    rows = operations.rows
-    octaves = np.rint(2.0 * np.log2(np.maximum(rows["bytes"], 1)))
-    size = np.where(rows["bytes"] > 0, octaves, -1).astype(np.int64)
-    combined = rows["name"].astype(np.int64) * 1024 + size + 1
-    distinct, label = np.unique(combined, return_inverse=True)
+def _side(found: _Operations, strings: Sequence[str], to_reference: ToReference) -> SideLog:
+    known = np.maximum(found.size, 1)
+    octaves = np.where(found.size > 0, np.rint(2.0 * np.log2(known)), -1).astype(np.int64)
+    distinct, label = np.unique(found.name.astype(np.int64) * 1024 + octaves + 1, return_inverse=True)
     labels = [(strings[each // 1024], int(each % 1024) - 1) for each in distinct.tolist()]
     return SideLog(
-        key=rows["seq"].astype(np.int64),
-        iteration=rows["iteration"].astype(np.int64),
-        begin=to_reference(operations.begin),
-        end=to_reference(operations.end),
+        key=found.seq,
+        iteration=found.iteration,
+        begin=to_reference(found.begin),
+        end=to_reference(found.end),
         label=label.astype(np.int64),
         labels=labels,
-        shared=np.zeros(len(rows), dtype=bool) if shared is None else shared,
-        waited=operations.waited,
+        shared=found.shared,
+        waited=found.waited,
     )

@@ -68,7 +68,11 @@ class RankSteps:
 
 def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
     """The steps that ``trace`` holds whole. Spans still open count as not there."""
-    spans = trace.spans[trace.spans["end"] != OPEN]
+    spans = trace.spans
+    # Layers' modules and kernels are many and say nothing here.
+    ended = (spans["end"] != OPEN) & (spans["kind"] != KIND["module"]) & (spans["kind"] != KIND["kernel"])
+    if not ended.all():
+        spans = spans[ended]
     kind = spans["kind"]
     steps = spans[kind == KIND["step"]]
     steps = steps[np.argsort(steps["begin"], kind="stable")]

@@ -91,22 +91,22 @@ def beside_peers(values: Floats, peers: Floats | None = None) -> Floats:
     NaN where there is no other.
     """
     peers = values if peers is None else peers
-    found = np.full(values.shape, np.nan)
     if len(values) < 2:
-        return found
-    with np.errstate(all="ignore"):
-        for row in range(len(values)):
-            others = np.delete(peers, row, axis=0)
-            found[row] = values[row] - _median(others)
-    return found
-
-
-def _median(rows: Floats) -> Floats:
-    """Median over the rows of each column, NaN where there is none."""
-    found = np.full(rows.shape[1], np.nan)
-    some = (~np.isnan(rows)).any(axis=0)
-    if some.any():
-        found[some] = np.nanmedian(rows[:, some], axis=0)
+        return np.full(values.shape, np.nan)
+    # Sorted once; leaving a row out moves the middle by what lies below it.
+    order = np.argsort(peers, axis=0, kind="stable")
+    position = np.empty_like(order)
+    np.put_along_axis(position, order, np.arange(len(peers))[:, None], axis=0)
+    ordered = np.take_along_axis(peers, order, axis=0)
+    there = ~np.isnan(peers)
+    others = there.sum(axis=0) - there
+    low, high = np.maximum(others - 1, 0) // 2, others // 2
+    low += there & (position <= low)
+    high += there & (position <= high)
+    last = len(peers) - 1
+    middle = np.take_along_axis(ordered, np.minimum(low, last), axis=0)
+    middle = (middle + np.take_along_axis(ordered, np.minimum(high, last), axis=0)) / 2.0
+    found: Floats = np.where(others > 0, values - middle, np.nan)
     return found
 
 
