@@ -95,7 +95,7 @@ svg text.on.unsure,svg text.on.work{fill:#111}
 #tip{position:fixed;pointer-events:none;background:var(--text);color:var(--bg);padding:4px 9px;
 border-radius:5px;font-size:13px;max-width:420px;display:none;z-index:9;white-space:pre-line}
 @media print{
-body{padding:0;max-width:none;font-size:11pt}h2{break-after:avoid}figure,table{break-inside:avoid}
+body{padding:0;max-width:none;font-size:11pt}h2,h3{break-after:avoid}figure,table{break-inside:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}pre{max-height:none}}
 """
 
