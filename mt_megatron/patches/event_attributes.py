@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..seams import collectives
-from ..seams.group_names import name_of
+from ..seams.group_names import megatron_groups, name_of
 
 Attributes = dict[str, Any]
 Describe = Callable[..., "Attributes | None"]
@@ -56,7 +56,9 @@ def expert_parallel(op: str, name: str) -> Describe:
 def all_to_all(ctx: Any, group: Any, input: Any, *splits: Any) -> Attributes | None:
     if group.size() == 1:
         return None
-    return collectives.described("all_to_all", name_of(group), group, collectives.size_of(input))
+    # It may have the members of another group; what is exchanged like this are the experts' tokens.
+    name = "ep" if group is megatron_groups().get("ep") else name_of(group)
+    return collectives.described("all_to_all", name, group, collectives.size_of(input))
 
 
 def experts(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any) -> Attributes:

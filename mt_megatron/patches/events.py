@@ -47,9 +47,10 @@ _REDUCING = (
     "optimizer.distrib_optimizer",
     "distributed.finalize_model_grads",
     "tensor_parallel.data",
+    "transformer.moe.moe_utils",
 )
 """Modules that sum or broadcast: the gradient norm, an fp16 overflow, FP8 maxima, gradients that tensor
-parallel ranks or stages share, the number of tokens, batches."""
+parallel ranks or stages share, the number of tokens, batches, how many tokens experts have."""
 
 
 def _id(target: str) -> str:

@@ -211,9 +211,8 @@ class DeviceTime:
         span = np.frombuffer(bytearray(record), dtype=SPAN)
         begin = self._clock.host_ns(timing.first)
         lasted = round(timing.first.elapsed_time(timing.last) * 1e6)
-        # Before it was asked for nothing began: what is left is the error of the comparison.
+        # Before it was asked for nothing began: what there is of that is the error of the comparison.
         self._early_ns = max(self._early_ns, int(span["begin"][0]) - begin)
-        begin = max(begin, int(span["begin"][0]))
         span["device_begin"], span["device_end"] = begin, begin + max(lasted, 0)
         return span.tobytes()
 

@@ -121,7 +121,8 @@ def heard() -> Iterator[Heard]:
     """Listen to the events, and to the process groups themselves."""
     found = Heard()
     group_type = dist.ProcessGroup
-    originals = {name: getattr(group_type, name) for name in _CALLS if hasattr(group_type, name)}
+    # What the class holds binds itself; what it answers when asked does not.
+    originals = {name: vars(group_type)[name] for name in _CALLS if name in vars(group_type)}
 
     def listened(name: str, original: Any) -> Any:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +131,8 @@ def heard() -> Iterator[Heard]:
 
         return call
 
-    for name, original in originals.items():
-        setattr(group_type, name, listened(name, original))
+    for name in originals:
+        setattr(group_type, name, listened(name, getattr(group_type, name)))
     stop = events.subscribe(found.hear)
     try:
         yield found
@@ -147,7 +148,7 @@ def runs(folder: str, layouts: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, flags in layouts.items():
         with heard() as listener:
-            outcome = run(f"--eval-iters 0 --train-iters 2 {flags}", folder, name)
+            outcome = run(f"--eval-iters 0 --train-iters 2 --scan off {flags}", folder, name)
         found[name] = listener.result() | {"error": outcome.get("error")}
     return found
 

@@ -19,11 +19,13 @@ PARALLEL = "--{}-parallel-size 2"
 LAYOUTS = {
     "dp2": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --save-interval 2",
     "tp2": PARALLEL.format("tensor-model"),
-    "tp2 apart": f"{PARALLEL.format('tensor-model')} --sequence-parallel --no-cross-entropy-loss-fusion",
+    "tp2_apart": f"{PARALLEL.format('tensor-model')} --sequence-parallel --no-cross-entropy-loss-fusion",
     "pp2": PARALLEL.format("pipeline-model"),
     "vpp2": f"{PARALLEL.format('pipeline-model')} --virtual-pipeline-model-parallel-size 2",
     "cp2": PARALLEL.format("context"),
     "ep2": f"{PARALLEL.format('expert-model')} {EXPERTS}",
+    "tp2_experts": f"{PARALLEL.format('tensor-model')} --sequence-parallel "
+    + EXPERTS.replace("seq_aux_loss", "aux_loss"),
 }
 STEPS = 2
 
@@ -31,7 +33,7 @@ STEPS = 2
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("events")
-    layouts = {name: f"{flags} --save {folder / name.replace(' ', '_')}" for name, flags in LAYOUTS.items()}
+    layouts = {name: f"{flags} --save {folder / name}" for name, flags in LAYOUTS.items()}
     return run_ranks(2, "tests.scan.event_ranks:runs", str(folder), layouts, timeout=240)
 
 
@@ -90,8 +92,8 @@ def test_which_collectives_are_heard(heard: list[dict[str, Any]]) -> None:
         assert found["tp2"]["tp", "all_reduce", "start"] == found["tp2"]["tp", "all_reduce", "wait"] > 0
         # The loss's exchange; its sum over the ranks.
         assert found["tp2"]["tp", "all_gather", None] >= STEPS and found["tp2"]["world", "all_reduce", None]
-        assert found["tp2 apart"]["tp", "reduce_scatter", "start"] > 0
-        assert found["tp2 apart"]["tp", "all_gather", "wait"] > 0
+        assert found["tp2_apart"]["tp", "reduce_scatter", "start"] > 0
+        assert found["tp2_apart"]["tp", "all_gather", "wait"] > 0
         assert found["cp2"]["cp", "all_gather", None] and found["cp2"]["cp", "reduce_scatter", None]
         # To the experts and back, forward and backward, in 4 layers for 2 micro-batches of each step.
         assert found["ep2"]["ep", "all_to_all", None] >= 4 * 4 * 2 * STEPS
@@ -102,7 +104,7 @@ def test_which_collectives_are_heard(heard: list[dict[str, Any]]) -> None:
 def test_sums_inside_the_loss_are_heard_where_they_are_made(heard: list[dict[str, Any]]) -> None:
     for rank in heard:
         inside = [
-            row for row in rank["tp2 apart"]["collectives"] if row[3] == "all_reduce" and row[7] == "forward"
+            row for row in rank["tp2_apart"]["collectives"] if row[3] == "all_reduce" and row[7] == "forward"
         ]
         # Two exchanges (the maximum; the label's logit with the sum) for 4 micro-batches of each step.
         assert len(inside) == 2 * 4 * STEPS
