@@ -45,7 +45,9 @@ def why_slow(
     def extra(name: str) -> float:
         return _extra(table.columns[name], row, peers, chosen)
 
-    waiting, throttled = extra("run_queue_wait_ns"), extra("throttled_ns")
+    # Who computes more also queues more on a busy machine: that much is not its host's doing.
+    queued = _positive(extra("process_cpu_ns")) * _waits_per_work(table, row, peers, chosen)
+    waiting, throttled = extra("run_queue_wait_ns") - queued, extra("throttled_ns")
     pause, collecting = extra("pause"), extra("gc_pause_ns")
     steal = extra("steal_fraction")
     known = np.isfinite(table.columns["run_queue_wait_ns"][row, chosen]).any()
@@ -116,6 +118,17 @@ def _extra(values: Floats, row: int, peers: Sequence[int], chosen: NDArray[np.bo
     if found:
         return max(found)
     return float(inside.mean()) if len(inside) else float("nan")
+
+
+def _waits_per_work(table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_]) -> float:
+    """How long the peers waited for a processor per time that they had one."""
+    others = [peer for peer in peers if peer != row]
+    waited, used = (
+        table.columns[name][others][:, chosen] for name in ("run_queue_wait_ns", "process_cpu_ns")
+    )
+    if not np.isfinite(waited).any() or not np.nansum(used) > 0:
+        return 0.0
+    return float(np.nanmean(waited) / np.nanmean(used))
 
 
 def _positive(value: float) -> float:

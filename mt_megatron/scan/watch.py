@@ -67,7 +67,7 @@ class Watch:
         self._done: int | None = None
         self._first: int | None = None
         self._candidates: set[tuple[object, ...]] = set()
-        self._told: set[tuple[object, ...]] = set()
+        self._told: dict[tuple[object, ...], int] = {}
 
     def look(self, *, final: bool = False) -> list[Finding]:
         """Take in what is new and judge it; what is found for the first time is told and returned."""
@@ -163,10 +163,12 @@ class Watch:
                 each.details.get("seq") if each.cause == "hang" else None,
             )
             seen.add(key)
-            if key in self._told:
+            if each.first_step <= self._told.get(key, -1):
+                # The same, still there. One that begins after its end is another.
+                self._told[key] = max(self._told[key], each.last_step)
                 continue
             if sure or each.confidence >= AT_ONCE or key in self._candidates:
-                self._told.add(key)
+                self._told[key] = each.last_step
                 self._write(each)
                 told.append(each)
         if not sure:
@@ -238,11 +240,11 @@ def main(arguments: list[str] | None = None) -> int:
     with alerts:
         watch = Watch(files, alerts, hang_after_s=options.hang_seconds)
         while not ended and (options.parent_pid is None or _alive(options.parent_pid)):
-            begun = time.monotonic()
+            begun, used = time.monotonic(), time.process_time()
             watch.look()
-            took = time.monotonic() - begun
+            took = time.process_time() - used
             # At most a tenth of a processor, whatever the world's size.
-            until = begun + took + max(options.period, 9.0 * took)
+            until = begun + max(options.period, 10.0 * took)
             while not ended and time.monotonic() < until:
                 time.sleep(min(0.1, options.period))
         watch.look(final=True)
