@@ -120,4 +120,4 @@ def _expected(shape: Any, config: Any) -> int:
     dtype = getattr(config, "pipeline_dtype", None)
     if shape is None or dtype is None or getattr(config, "variable_seq_lengths", False):
         return -1
-    return math.prod(shape) * int(dtype.itemsize)
+    return int(math.prod(shape)) * int(dtype.itemsize)

@@ -129,8 +129,9 @@ class ModuleHooks:
         """What begins or ends before ``node`` runs backward."""
         points: list[tuple[str, str, int]] | None = node.metadata.get(_KEY)
         if points is None:
-            points = node.metadata[_KEY] = []
-            open_, kept = self._open, points
+            kept: list[tuple[str, str, int]] = []
+            points = node.metadata[_KEY] = kept
+            open_ = self._open
 
             def arrived(gradients: Any) -> None:
                 for what, path, number in reversed(kept):
