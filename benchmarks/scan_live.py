@@ -32,6 +32,10 @@ from scan_live_network import Hosts, hosts
 
 sys.path.insert(0, str(ROOT))
 
+from mt_megatron.scan.attendant import drill_path  # noqa: E402
+from mt_megatron.scan.faults import parse_fault  # noqa: E402
+from mt_megatron.scan.run_files import run_files, write_private  # noqa: E402
+
 RANKS = 4
 SECONDS, STEPS = 15.0, 10
 _QUIET_STEPS, _QUIET_SECONDS = 12, 8.0
@@ -69,6 +73,9 @@ class Trial:
     evidence: str = ""
     right: bool = False
     right_later: bool = False
+    alarms_before: int = 0
+    """Findings of no fault, since the last one was over."""
+
     in_time: bool = False
 
 
@@ -87,7 +94,7 @@ def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int
     b = rank()
     add("stopped", (b,), ("hang", "host_pause"), lambda: _stopped(pids[b]))
     c = rank()
-    add("processor quota", (c,), ("host_contention",), lambda: groups.quota(c, 0.15))
+    add("processor quota", (c,), ("host_contention",), lambda: groups.quota(c, 0.08))
     d = rank()
     add("competing load", (d,), ("host_contention",), lambda: groups.competitors(d, 6))
     e = rank()
@@ -138,19 +145,14 @@ def _stopped(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drill(running: Job, fault: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "mt_megatron.cli", "scan", "inject", str(running.folder), fault]
-    with open(running.folder / "inject.log", "ab") as log:
-        process = subprocess.Popen(
-            [*command, "--seconds", "60"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    # What ``mt-megatron scan inject`` writes, without its start-up time in the trial.
+    path = drill_path(run_files(running.folder))
+    wanted = {"until_unix": time.time() + 60, "faults": [parse_fault(fault).to_dict()]}
+    write_private(path, json.dumps(wanted))
     try:
         yield
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+        path.unlink()
 
 
 @contextlib.contextmanager
@@ -173,8 +175,10 @@ def background_load(share: float) -> Iterator[None]:
         process.wait()
 
 
-def wait_for_quiet(running: Job, least_steps: int) -> None:
-    """Until there were so many steps more and no finding for a while; or a minute has passed."""
+def wait_for_quiet(running: Job, least_steps: int, before: set[int]) -> int:
+    """Until there were so many steps more and no finding for a while; or a minute has passed. Returns how
+    many findings there were that do not concern ranks ``before``, those of the last fault."""
+    alarms = 0
     first, began = running.step(), time.monotonic()
     _, offset = running.findings(0)
     heard = began
@@ -183,9 +187,11 @@ def wait_for_quiet(running: Job, least_steps: int) -> None:
         found, offset = running.findings(offset)
         if found:
             heard = time.monotonic()
+            alarms += sum(not before & set(each["ranks"]) for each in found)
         if running.step() - first >= least_steps and time.monotonic() - heard >= _QUIET_SECONDS:
-            return
+            break
         time.sleep(0.2)
+    return alarms
 
 
 def trial(layout: Layout, running: Job, fault: Planned) -> Trial:
@@ -208,6 +214,9 @@ def trial(layout: Layout, running: Job, fault: Planned) -> Trial:
 def _judge(found: Trial, finding: dict[str, Any], running: Job, began: float) -> None:
     if finding["cause"] == "unknown" or finding["confidence"] < 0.5:
         return
+    if finding["last_step"] < found.step:
+        found.alarms_before += 1  # of steps before the fault: wrong, but no name for it
+        return
     ranks = tuple(sorted(finding["ranks"]))
     right = finding["cause"] in found.causes and ranks == tuple(sorted(found.ranks))
     if found.named_cause is not None:
@@ -223,26 +232,29 @@ def _judge(found: Trial, finding: dict[str, Any], running: Job, began: float) ->
     found.in_time = right and found.seconds <= SECONDS and found.steps <= STEPS
 
 
-def run_layout(layout: Layout, seed: int, most: int, scratch: Path, keep: Path | None) -> list[Trial]:
+def run_layout(layout: Layout, seed: int, scratch: Path, options: argparse.Namespace) -> list[Trial]:
     """One training run and its trials."""
-    folder = (keep or scratch) / f"{layout.name}-{seed}"
+    folder = (options.keep or scratch) / f"{layout.name}-{seed}"
     trials = []
     with (
         hosts(RANKS) as network,
-        limits(RANKS, scratch) as groups,
+        limits(RANKS, scratch, options.shares) as groups,
         job(layout, folder, scratch / "data", network, groups) as running,
     ):
         _wait_for_first_steps(running)
         groups.release(running.watcher())
-        for fault in plan(layout, running, network, groups, seed)[:most]:
-            _forget(scratch / "data.bin")
-            wait_for_quiet(running, _QUIET_STEPS)
+        for fault in plan(layout, running, network, groups, seed)[: options.per_run]:
+            alarms = wait_for_quiet(running, _QUIET_STEPS, set(trials[-1].ranks) if trials else set())
+            if "reads" in fault.name:
+                _forget(scratch / "data.bin")
             one = trial(layout, running, fault)
+            one.alarms_before += alarms
             trials.append(one)
-            mark = "right" if one.right else ("later" if one.right_later else "WRONG")
+            late = "later" if one.right_later else "WRONG"
+            mark = "right" if one.right else ("not named" if one.named_cause is None else late)
             print(
-                f"{layout.name} step {one.step}: {one.fault} of {one.ranks}: {mark}: {one.named_cause} "
-                f"{one.named_ranks} after {one.seconds} s, {one.steps} steps ({one.confidence:.2f})",
+                f"{time.strftime('%H:%M:%S')} {layout.name} step {one.step}: {one.fault} of {one.ranks}: "
+                f"{mark}: {one.named_cause} {one.named_ranks} after {one.seconds} s, {one.steps} steps ({one.confidence:.2f})",
                 flush=True,
             )
     return trials
@@ -273,6 +285,7 @@ def summary(trials: list[Trial]) -> dict[str, Any]:
         "right": sum(one.right for one in trials),
         "right_in_time": sum(one.in_time for one in trials),
         "wrong": sum(one.named_cause is not None and not one.right for one in trials),
+        "alarms_without_fault": sum(one.alarms_before for one in trials),
         "unnamed": sum(one.named_cause is None for one in trials),
         "median_seconds": times[len(times) // 2] if times else None,
         "longest_seconds": times[-1] if times else None,
@@ -298,6 +311,9 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.3, help="share of time a background load is on (0.3)")
     parser.add_argument("--megabytes", type=int, default=512, help="size of the training data (512)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no training run after so long")
+    parser.add_argument(
+        "--shares", type=int, default=1024, help="of the processors for each rank (1024: as any process)"
+    )
     parser.add_argument("--keep", type=Path, help="leave the runs' folders here")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write dated results into this folder")
     options = parser.parse_args()
@@ -311,7 +327,7 @@ def main() -> int:
         while len(trials) < options.trials and time.monotonic() - began < 60 * options.minutes:
             layout = LAYOUTS[options.layouts[(seed - options.first_seed) % len(options.layouts)]]
             try:
-                trials += run_layout(layout, seed, options.per_run, scratch, options.keep)
+                trials += run_layout(layout, seed, scratch, options)
             except RuntimeError as error:
                 print(f"{layout.name}: the run itself failed: {error}", file=sys.stderr, flush=True)
             seed += 1

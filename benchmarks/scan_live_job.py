@@ -22,8 +22,8 @@ from scan_live_network import Hosts
 ROOT = Path(__file__).resolve().parents[1]
 _VOCABULARY = 4096
 _MODEL = f"""
-    --num-layers 4 --hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 4 --num-query-groups 2
-    --vocab-size {_VOCABULARY} --seq-length 128 --position-embedding-type rope
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2
+    --vocab-size {_VOCABULARY} --seq-length 64 --position-embedding-type rope
     --swiglu --normalization RMSNorm
     --disable-bias-linear --untie-embeddings-and-output-weights --lr 1e-4 --tokenizer-type NullTokenizer
     --backend cpu --eval-iters 0 --log-interval 1 --num-workers 0 --micro-batch-size 1 --train-iters 100000
@@ -51,19 +51,19 @@ LAYOUTS = {
     for one in (
         Layout(
             name="pp4",
-            options="--pipeline-model-parallel-size 4 --global-batch-size 12",
+            options="--pipeline-model-parallel-size 4 --global-batch-size 32",
             links=((0, 1), (1, 2), (2, 3)),
             reads=(),
         ),
         Layout(
             name="dp2-pp2",
-            options="--pipeline-model-parallel-size 2 --global-batch-size 16",
+            options="--pipeline-model-parallel-size 2 --global-batch-size 40",
             links=((0, 2), (1, 3)),
             reads=(),
         ),
         Layout(
             name="dp2-tp2",
-            options="--tensor-model-parallel-size 2 --global-batch-size 8 "
+            options="--tensor-model-parallel-size 2 --global-batch-size 16 "
             "--allow-tensor-parallel-across-nodes",
             links=((0, 1), (2, 3)),
             reads=(),
@@ -71,14 +71,14 @@ LAYOUTS = {
         Layout(
             name="tp2-pp2",
             options="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-            "--allow-tensor-parallel-across-nodes --global-batch-size 8",
+            "--allow-tensor-parallel-across-nodes --global-batch-size 16",
             links=((0, 1), (2, 3), (0, 2), (1, 3)),
             reads=(),
         ),
-        Layout(name="dp4", options="--global-batch-size 16", links=(), reads=(0, 1, 2, 3)),
+        Layout(name="dp4", options="--global-batch-size 48", links=(), reads=(0, 1, 2, 3)),
         Layout(
             name="dp4-saving",
-            options="--global-batch-size 16 --save-interval 4 --save-keep-last 1",
+            options="--global-batch-size 48 --save-interval 4 --save-keep-last 1",
             links=(),
             reads=(),
             saves=True,
@@ -147,8 +147,15 @@ class Job:
 
     def watcher(self) -> list[int]:
         """The process that watches; rank 0 started it, so it began within rank 0's limits."""
-        children = psutil.Process(self.processes[0].pid).children(recursive=True)
-        return [each.pid for each in children if "mt_megatron.scan.watch" in each.cmdline()]
+        deadline = time.monotonic() + 60.0
+        while time.monotonic() < deadline:
+            self.check()
+            children = psutil.Process(self.processes[0].pid).children(recursive=True)
+            found = [each.pid for each in children if "mt_megatron.scan.watch" in each.cmdline()]
+            if found:
+                return found
+            time.sleep(0.2)
+        raise RuntimeError("nobody watches the run")
 
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
@@ -196,7 +203,8 @@ def _rank(
     # A host name of its own, so that a report can tell the hosts apart.
     named = ["unshare", "--uts", "sh", "-c", f'hostname live{rank}; exec "$@"', "sh", *command]
     return subprocess.Popen(
-        ["ip", "netns", "exec", hosts.namespace(rank), *named],
+        # Not "ip netns exec", which would hide /sys and with it the control groups.
+        ["nsenter", f"--net=/run/netns/{hosts.namespace(rank)}", *named],
         env={**os.environ, **variables},
         stdout=output,
         stderr=subprocess.STDOUT,

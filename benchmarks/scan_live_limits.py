@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,8 +18,10 @@ _PERIOD = 100_000
 class Limits:
     """One control group per rank, for processors and for the disk. Root only."""
 
-    def __init__(self, ranks: int, disk_of: Path) -> None:
-        """``disk_of``: a path on the disk to be limited."""
+    def __init__(self, ranks: int, disk_of: Path, shares: int = 1024) -> None:
+        """``disk_of``: a path on the disk to be limited; ``shares`` of the processors that each rank has
+        (1024: as any other process)."""
+        self._shares = shares
         self._tag = f"mtl{os.getpid()}"
         self._ranks = range(ranks)
         self._disk = _whole_disk(disk_of)
@@ -28,9 +31,10 @@ class Limits:
         return _ROOT / kind / f"{self._tag}r{rank}"
 
     def make(self) -> None:
-        for rank in self._ranks:
+        for rank in range(len(self._ranks) + 1):
             for kind in ("cpu", "blkio"):
-                self._group(kind, rank).mkdir()
+                self._group(kind, rank).mkdir(exist_ok=True)
+            (self._group("cpu", rank) / "cpu.shares").write_text(str(self._shares))
 
     def enter(self, rank: int) -> None:
         """Put the calling process into the groups of ``rank`` (between fork and exec)."""
@@ -38,16 +42,19 @@ class Limits:
             (self._group(kind, rank) / "cgroup.procs").write_text(str(os.getpid()))
 
     def release(self, pids: Iterable[int]) -> None:
-        """Take these processes out of every group."""
+        """Take these processes out of the ranks' groups, into one of their own."""
         for pid in pids:
-            for kind in ("cpu", "blkio"):
-                (_ROOT / kind / "cgroup.procs").write_text(str(pid))
+            (_ROOT / "blkio" / "cgroup.procs").write_text(str(pid))
+            (self._group("cpu", len(self._ranks)) / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        for rank in self._ranks:
+        for rank in range(len(self._ranks) + 1):
             for kind in ("cpu", "blkio"):
-                with contextlib.suppress(OSError):
-                    self._group(kind, rank).rmdir()
+                for _ in range(50):  # processes that were killed leave a little later
+                    with contextlib.suppress(OSError):
+                        self._group(kind, rank).rmdir()
+                        break
+                    time.sleep(0.1)
 
     @contextlib.contextmanager
     def quota(self, rank: int, processors: float) -> Iterator[None]:
@@ -96,9 +103,9 @@ class Limits:
 
 
 @contextlib.contextmanager
-def limits(ranks: int, disk_of: Path) -> Iterator[Limits]:
+def limits(ranks: int, disk_of: Path, shares: int = 1024) -> Iterator[Limits]:
     """The groups; they are removed when their processes are gone."""
-    found = Limits(ranks, disk_of)
+    found = Limits(ranks, disk_of, shares)
     try:
         found.make()
         yield found
