@@ -2,14 +2,26 @@
 
 What it makes is called simulated: in ``run.json``, in each file's first note, and wherever it is quoted.
 
-layout       where each rank is             links        what each link takes
-job          sizes, speeds, unsteadiness    collectives  who leaves when, hop by hop
-faults       what is wrong, since when      schedule     1F1B and interleaved pipelines
-noise        random draws per purpose       work         a micro-batch in pieces
-draws        one step's durations           engine       plays a step: waiting follows
-stops        processes that stand still     columns      a step's spans without times
-clocks       offsets, drifts, pings         counters     host facts
-rank_files   spans and files                run          ``simulate``
+layout         where each rank is
+job            sizes, speeds, unsteadiness
+faults         what is wrong, since when
+noise          random draws, a generator per purpose
+schedule       1F1B and interleaved pipelines as data
+work           a micro-batch in pieces
+draws          how long everything of one step takes
+links, ways    what each link takes; groups as arrays of times
+collectives    who leaves when, hop by hop
+across_stages  the collectives at a step's end
+stops, hosts   processes that stand still, quotas; each rank's processor
+engine         plays a step: waiting follows
+columns        the spans of a step without their times
+clocks         offsets, drifts, pings
+counters       host facts
+who_is_who     what a run and its ranks say of themselves
+rank_files     the files
+run            ``simulate``
+trials         draws jobs and faults for judging a detector
+scores         how it is judged
 """
 
 from .faults import Fault, parse_fault

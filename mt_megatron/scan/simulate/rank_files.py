@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.records import KIND, OPEN, SPAN
 from mt_megatron.scan.run_files import RunFiles, make_private_folder, segment_path, write_run
-from mt_megatron.scan.segments import Group, SegmentWriter
+from mt_megatron.scan.segments import SegmentWriter
 
 from .clocks import ClockSet, Pings, Wander, uptime
 from .columns import STRINGS
@@ -22,9 +21,7 @@ from .engine import Engine, Step
 from .faults import Fault
 from .noise import Floats
 from .schedule import DIRECTIONS
-
-STARTED_UNIX_NS = 1_767_225_600_000_000_000
-"""When simulated runs say that they began: the same always, so that equal seeds make equal files."""
+from .who_is_who import group_tables, rank_facts, run_facts
 
 _SEGMENT_BYTES = 32 << 20
 _MOST_BUFFERED = 256 << 20
@@ -50,9 +47,8 @@ class RankFiles:
         self._checkpoints = 0
         self._numbers = [0] * layout.world_size
         self._written = [0] * layout.world_size
-        self._meta = [self._about(rank) for rank in range(layout.world_size)]
-        self._groups = self._group_tables()
-        write_run(files, self._run())
+        self._groups = group_tables(layout, engine.template.columns.groups)
+        write_run(files, run_facts(self._job))
         for rank in range(layout.world_size):
             make_private_folder(files.rank_folder(rank))
             self._begin_file(rank)
@@ -236,63 +232,13 @@ class RankFiles:
         return segment_path(self.files.rank_folder(rank), self._numbers[rank])
 
     def _begin_file(self, rank: int) -> None:
-        meta = {**self._meta[rank], "segment": self._numbers[rank]}
+        shown = int(self.clocks.shown(self.host(rank), np.float64(0)))
+        meta = {**rank_facts(self._job.layout, rank, shown), "segment": self._numbers[rank]}
         writer = SegmentWriter(self._path(rank), rank, meta)
         writer.strings([*STRINGS, *NAMES])
         writer.groups(self._groups[rank])
         writer.close()
         self._written[rank] = 0
-
-    def _group_tables(self) -> list[dict[int, Group]]:
-        layout = self._job.layout
-        made: list[dict[int, Group]] = [{} for _ in range(layout.world_size)]
-        for number, name in enumerate(self._engine.template.columns.groups, 1):
-            for row in layout.members(name).tolist():
-                group = Group(name=name, ranks=tuple(row))
-                for rank in row if len(row) > 1 else ():
-                    made[rank][number] = group
-        return made
-
-    def _about(self, rank: int) -> dict[str, Any]:
-        layout = self._job.layout
-        host = layout.host_of(rank)
-        shown = int(self.clocks.shown(host, np.float64(0)))
-        return {
-            "rank": rank,
-            "host": layout.host_name(host),
-            "node": host,
-            "pid": 1000 + rank,
-            "boot_id": f"simulated-{layout.host_name(host)}",
-            "clock": "simulated",
-            "session": 0,
-            "simulated": True,
-            **layout.coordinates(rank),
-            "threads": {"0": "MainThread"},
-            "monotonic_ns": shown,
-            "unix_ns": STARTED_UNIX_NS,
-            "within_ns": 200,
-        }
-
-    def _run(self) -> dict[str, Any]:
-        job, layout = self._job, self._job.layout
-        axes = ("tp", "pp", "dp", "cp", "ep", "vpp")
-        return {
-            "simulated": True,
-            "world_size": layout.world_size,
-            "layout": {axis: getattr(layout, axis) for axis in axes},
-            "num_microbatches": job.microbatches,
-            "started_unix_ns": STARTED_UNIX_NS,
-            "model": {"layers": job.layers * layout.pp * layout.vpp},
-            "ranks": [
-                {
-                    "rank": rank,
-                    "host": layout.host_name(layout.host_of(rank)),
-                    "node": layout.host_of(rank),
-                    **layout.coordinates(rank),
-                }
-                for rank in range(layout.world_size)
-            ],
-        }
 
 
 class _Appending(SegmentWriter):
