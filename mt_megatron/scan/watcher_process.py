@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger("mt_megatron")
 
-START_AFTER_SECONDS = 5.0
+START_AFTER_SECONDS = 10.0
 """A run that ends before is not worth a second process."""
 
 _SECONDS_TO_END = 3.0
