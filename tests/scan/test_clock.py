@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -332,3 +335,18 @@ def test_clocks_need_neither_torch_nor_megatron() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.soak)])
+def test_processes_with_false_clocks_are_put_right(seconds: int) -> None:
+    """Real processes, sockets and messages. In two seconds on a busy machine few exchanges are fast, in sixty
+    enough are; that nothing is received before it was sent holds either way."""
+    script = Path(__file__).parent.parent.parent / "benchmarks" / "scan_clock.py"
+    load = "2" if seconds >= 60 else "0"
+    command = [sys.executable, str(script), "--seconds", str(seconds), "--load", load, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert figures["early_messages"] == 0 < figures["early_messages_uncorrected"]
+    assert figures["error_p99"] < (50 if seconds >= 60 else 20_000)
