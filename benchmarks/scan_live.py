@@ -254,7 +254,8 @@ def run_layout(layout: Layout, seed: int, scratch: Path, options: argparse.Names
             mark = "right" if one.right else ("not named" if one.named_cause is None else late)
             print(
                 f"{time.strftime('%H:%M:%S')} {layout.name} step {one.step}: {one.fault} of {one.ranks}: "
-                f"{mark}: {one.named_cause} {one.named_ranks} after {one.seconds} s, {one.steps} steps ({one.confidence:.2f})",
+                f"{mark}: {one.named_cause} {one.named_ranks} after {one.seconds} s, {one.steps} steps "
+                f"({one.confidence:.2f})",
                 flush=True,
             )
     return trials

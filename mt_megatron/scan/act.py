@@ -20,7 +20,9 @@ EXIT_CODE = 79
 
 OnStraggler = Literal["continue", "checkpoint-and-exit"]
 
-LEAST_CONFIDENCE = 0.8
+LEAST_CONFIDENCE = 0.5
+"""Of a finding that is worth a second of measurement; the measurement decides."""
+
 _SECONDS_BETWEEN = 60.0
 
 
@@ -94,14 +96,12 @@ class StragglerPolicy:
         self._pending = None
         cause, ranks = str(finding["cause"]), tuple(finding["ranks"])
         if result.verdict != "confirmed":
-            self._say(f"{_name(cause, ranks)}: training goes on; {result.text}")
+            self._say(f"{_name(cause, ranks)} is not confirmed: training goes on")
             return
         host = self._hosts[ranks[0]]
         self.leave = Exclusion(host=host, ranks=ranks, cause=cause, reason=result.text)
-        self._say(
-            f"{_name(cause, ranks)} on {host} is confirmed: the run saves and ends with code {EXIT_CODE}; "
-            f"{result.text}"
-        )
+        name = _name(cause, ranks)
+        self._say(f"{name} on {host} is confirmed: the run saves and ends with code {EXIT_CODE}")
 
     def _obstacle(self, cause: str, ranks: tuple[int, ...]) -> str | None:
         hosts = {self._hosts.get(rank) for rank in ranks}

@@ -123,13 +123,13 @@ class Attendant:
         result = measure(request_from(asked, self._world_size), measures, self._rank, self._world_size)
         if self._rank != 0:
             return
+        self._say(f"measured: {result.text}")
         with self._lock:
             self._asked = None
             if self._policy is not None:
                 self._policy.measured(result)
                 if self._policy.leave is not None:
                     self._write_exclusion()
-        self._say(f"measured: {result.text}")
         _append(measurements_path(self._files), {"time_unix": time.time(), **result.to_dict()})
 
     def _write_exclusion(self) -> None:

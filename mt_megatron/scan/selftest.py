@@ -168,7 +168,7 @@ def _links(measures: Measures, rank: int, world_size: int) -> tuple[Link, ...]:
             continue
         ends = {"peer": mine[1] if rank == mine[0] else mine[0], "first": rank == mine[0]}
         measures.exchange(**ends, nbytes=SMALL_BYTES, repeats=2)  # makes the connection
-        small = measures.exchange(**ends, nbytes=SMALL_BYTES, repeats=4 * _REPEATS)
+        small = measures.exchange(**ends, nbytes=SMALL_BYTES, repeats=2 * _REPEATS)
         large = measures.exchange(**ends, nbytes=_LARGE, repeats=_REPEATS)
         own += [statistics.median(small) / 2, statistics.median(large) / 2]
     every = measures.gather(own)

@@ -98,5 +98,5 @@ def test_a_stragglers_end_has_a_code_of_its_own(
         return 1
 
     monkeypatch.setattr("mt_megatron.launching.supervise.supervise", supervise)
-    options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--backend", "cpu"]
+    options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
     assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == code

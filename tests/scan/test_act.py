@@ -86,7 +86,7 @@ def test_one_that_is_not_confirmed_does_not(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"confidence": 0.6}, None),
+        ({"confidence": 0.4}, None),
         ({"ranks": []}, None),
         ({"cause": "slow_data"}, "nothing that can be measured"),
         ({"cause": "slow_link", "ranks": [1, 2]}, "not one host's"),

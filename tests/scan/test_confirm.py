@@ -61,7 +61,7 @@ def test_a_link_of_two_ranks_has_nothing_to_be_compared_with() -> None:
 @functools.cache
 def measured() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = run_ranks(
-        3, "tests.scan.live_ranks:measured", timeout=120, env={"TORCH_FR_BUFFER_SIZE": "100"}
+        3, "tests.scan.live_ranks:measured", timeout=240, env={"TORCH_FR_BUFFER_SIZE": "100"}
     )
     return found
 
