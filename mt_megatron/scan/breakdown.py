@@ -155,7 +155,7 @@ def breakdown(looks: Sequence[Look], meetings: Meetings) -> Breakdown:
     return Breakdown(
         steps=tuple(sorted(steps)),
         seconds=whole / sum(int(seen.whole.sum()) for seen in looks) / 1e9,
-        overall=tuple((sum(totals.values()) / whole).tolist()),
+        overall=tuple((np.sum(list(totals.values()), axis=0) / whole).tolist()),
         ranks={rank: tuple((parts / lengths[rank]).tolist()) for rank, parts in totals.items()},
         matched=matched / communication if communication else 0.0,
     )

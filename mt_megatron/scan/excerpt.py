@@ -30,8 +30,9 @@ def steps_to_show(finding: Finding | None, times: StepTimes) -> list[tuple[str, 
     steps = np.asarray(times.steps)
     seconds = np.asarray(times.seconds)
     if not len(steps):
-        hangs = finding is not None and finding.cause == "hang"
-        return [(f"Step {finding.last_step}, which does not end", finding.last_step)] if hangs else []
+        if finding is None or finding.cause != "hang":
+            return []
+        return [(f"Step {finding.last_step}, which does not end", finding.last_step)]
     if finding is None:
         return [("A usual step", _usual(steps, seconds))]
     within = (steps >= finding.first_step) & (steps <= finding.last_step)

@@ -83,7 +83,8 @@ def transfers(piece: Piece) -> dict[tuple[bool, int], NDArray[np.intp]]:
 def _end_of_arrow(spans: NDArray[np.void], sends: bool) -> NDArray[np.bool_]:
     started = (spans["flags"] & ASYNC) != 0
     waited = (spans["flags"] & WAIT) != 0
-    return ~waited if sends else ~started
+    chosen: NDArray[np.bool_] = ~waited if sends else ~started
+    return chosen
 
 
 def _steps(found: Survey, piece: Piece) -> None:
@@ -107,4 +108,5 @@ def _within(runs: Runs | None, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
     if runs is None or not len(runs):
         return np.zeros(len(numbers), dtype=bool)
     at = np.searchsorted(runs[:, 0], numbers, side="right") - 1
-    return (at >= 0) & (numbers <= runs[np.maximum(at, 0), 1])
+    inside: NDArray[np.bool_] = (at >= 0) & (numbers <= runs[np.maximum(at, 0), 1])
+    return inside

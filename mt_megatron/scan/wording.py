@@ -108,7 +108,7 @@ def _hang(finding: Finding, who: str) -> str:
         return f"{who} keeps the others waiting"
     which = f" number {number}" if number is not None else ""
     group = f" of the {finding.group} group" if finding.group else ""
-    edge = finding.details.get("ranks") or ()
+    edge: list[int] = list(finding.details.get("ranks") or ())
     if str(operation).startswith(("send", "recv")) and len(edge) == 2:
         group = f" from rank {edge[0]} to rank {edge[1]}"
     one = len(finding.ranks) == 1
