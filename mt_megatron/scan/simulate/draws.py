@@ -167,6 +167,8 @@ class Drawing:
         whole = base[:, :, :, None, None, None] * (tokens[batches] / job.tokens)[:, None, None, :, None, None]
         if rows is not None:
             layers = np.array([part.layer for part in parts])
+            # The backward pass goes through the layers from the last to the first.
+            layers = layers if direction == "forward" else job.layers - 1 - layers
             own = expert[None, :, None] * share[:, None, :]
             whole = whole + own[:, :, :, None, None, None] * rows[batches][:, layers]
         shape = (len(passes), len(parts), *self._shape)
