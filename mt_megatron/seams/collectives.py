@@ -119,7 +119,8 @@ def size_of(*tensors: Tensor | None) -> int:
 
 def _alone(group: Any) -> bool:
     # Asked of the group itself: torch's function takes as long as all the rest.
-    return bool((dist.group.WORLD if group is None else group).size() == 1)
+    members: Any = dist.group.WORLD if group is None else group
+    return bool(members.size() == 1)
 
 
 def _next(edges: dict[int, itertools.count[int]], peer: int) -> int:
