@@ -18,6 +18,9 @@ from .step_table import StepTable, beside_peers
 LEAST = log(1.045)
 """Less than this is nobody's fault: processors differ."""
 
+WORK = ("work", "expert_work")
+"""Columns that say how much a rank has to do."""
+
 TOLERATED = log(1.015)
 FLOOR = 0.01
 """Least standard deviation of one step's own work that is believed."""
@@ -72,15 +75,16 @@ def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
 
 def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
     """Those found first are not compared with any more, so that several at once do not hide each other."""
-    own, work = _log(table.columns["compute"][rows]), _log(table.columns["work"][rows])
+    own = _log(table.columns["compute"][rows])
+    more_work = [beside_peers(_log(table.columns[name][rows])) for name in WORK]
     peers = own.copy()
     suspects: list[_Suspect] = []
     tests = int(np.isfinite(table.columns["compute"]).sum()) * table.looks
-    share = _share_of_work(beside_peers(own), beside_peers(work))
+    shares = [_share_of_work(beside_peers(own), each) for each in more_work]
     for _ in range(_ROUNDS):
         new = [
             suspect
-            for suspect in _one_round(own, peers, work, share, tests)
+            for suspect in _one_round(own, peers, more_work, shares, tests)
             if not any(_same(suspect, known) for known in suspects)
         ]
         if not new:
@@ -92,12 +96,13 @@ def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
 
 
 def _one_round(
-    own: Floats, peers: Floats, work: Floats, share: float | None, tests: int
+    own: Floats, peers: Floats, more_work: list[Floats], shares: list[float | None], tests: int
 ) -> Iterator[_Suspect]:
     difference = beside_peers(own, peers)
-    more_work = beside_peers(work)
     for row in range(len(own)):
-        explained = _explained(difference[row], more_work[row], share)
+        explained = np.zeros(own.shape[1])
+        for each, share in zip(more_work, shares, strict=True):
+            explained += _explained(difference[row] - explained, each[row], share)
         rest = difference[row] - explained
         for raised in raised_levels(rest, least=LEAST, tolerated=TOLERATED, floor=FLOOR, tests=tests):
             yield _Suspect(row=row, raised=raised, by_work=None)
@@ -171,9 +176,9 @@ def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Fi
     evidence += _phases(table, row, others, chosen)
     details = {"slowdown": round(exp(raised.level) - 1, 4), "certainty": round(raised.certainty, 2)}
     if suspect.by_work is not None:
-        more = float(np.nanmedian(_log(table.columns["work"][row, chosen])))
-        more -= float(np.nanmedian(_log(table.columns["work"][others][:, chosen])))
-        evidence.append(f"it has {100 * (exp(more) - 1):.0f} % more to do, which explains most of it")
+        more, name = max((_more_work(table, row, others, chosen, name), name) for name in WORK)
+        what = "tokens" if name == "work" else "rows for its experts"
+        evidence.append(f"it has {100 * (exp(more) - 1):.0f} % more {what}, which explains most of it")
         return Finding(
             cause="uneven_work",
             lateness="late_arrival",
@@ -199,6 +204,14 @@ def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Fi
         evidence=(*evidence, *why.evidence),
         details={**details, "shares": why.shares},
     )
+
+
+def _more_work(table: StepTable, row: int, others: list[int], chosen: NDArray[np.bool_], name: str) -> float:
+    """The logarithm of how many times the others' work it has; 0 where nobody said."""
+    own, theirs = _log(table.columns[name][row, chosen]), _log(table.columns[name][others][:, chosen])
+    if not np.isfinite(own).any() or not np.isfinite(theirs).any():
+        return 0.0
+    return float(np.nanmedian(own) - np.nanmedian(theirs))
 
 
 def _phases(table: StepTable, row: int, others: list[int], chosen: NDArray[np.bool_]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .exchanges import (
     Edge,
@@ -15,9 +16,12 @@ from .exchanges import (
     Rows,
     Samples,
     SideLog,
+    Transfers,
     edge_rows,
+    edge_transfers,
     group_rows,
 )
+from .shared_calls import own_ends
 from .slow_units import Unit, edge_name
 from .trace import Place
 
@@ -33,6 +37,7 @@ class ExchangeStore:
         self._groups: dict[Group, dict[int, SideLog]] = {}
         self._sends: dict[Edge, SideLog] = {}
         self._receives: dict[Edge, SideLog] = {}
+        self._together: dict[Edge, Transfers] = {}
         self._rows: dict[tuple[str, tuple[int, ...], bool], list[Rows]] = {}
         self._samples: dict[Group, list[Samples]] = {}
 
@@ -48,10 +53,18 @@ class ExchangeStore:
         self._receives.update(part.receives)
         for edge in [*part.sends, *part.receives]:
             if edge in self._sends and edge in self._receives:
-                self._edge(edge, self._sends.pop(edge), self._receives.pop(edge))
+                send, receive = self._sends.pop(edge), self._receives.pop(edge)
+                transfers = edge_transfers(send, receive, self.labels)
+                if send.shared.any() or receive.shared.any():
+                    self._together[edge] = transfers
+                else:
+                    self._edge(edge, transfers, None)
 
     def settle(self) -> None:
-        """Drop sides whose others are missing."""
+        """All sides that will come are there: work out what shares its calls with others, drop the rest."""
+        for edge, chosen in own_ends(self._together).items():
+            self._edge(edge, self._together[edge], chosen)
+        self._together.clear()
         self._groups.clear()
         self._sends.clear()
         self._receives.clear()
@@ -92,8 +105,8 @@ class ExchangeStore:
         if samples is not None and len(samples.iteration):
             self._samples.setdefault(group, []).append(samples)
 
-    def _edge(self, edge: Edge, send: SideLog, receive: SideLog) -> None:
-        rows = edge_rows(send, receive, self.labels, self._clock_error(edge))
+    def _edge(self, edge: Edge, transfers: Transfers, chosen: NDArray[np.bool_] | None) -> None:
+        rows = edge_rows(transfers, self._clock_error(edge), chosen)
         if len(rows.time):
             name = edge_name(self._place, *edge)
             self._rows.setdefault((name, edge, True), []).append(rows)

@@ -177,31 +177,53 @@ def group_rows(
     return rows, kept
 
 
-def edge_rows(send: SideLog, receive: SideLog, labels: Labels, clock_error: float) -> Rows:
-    """What both sides together say of the transfers of one edge."""
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """Both sides of an edge's transfers; columns [transfers], ns on the common clock."""
+
+    send_begin: Times
+    send_end: Times
+    receive_begin: Times
+    receive_end: Times
+    ready: Times
+    """The later of both begins."""
+
+    iteration: NDArray[np.int64]
+    label: NDArray[np.int64]
+    """Position in the table of labels of the whole analysis."""
+
+    waited: NDArray[np.bool_]
+    shared: NDArray[np.bool_]
+    """Whether the receiver's end is that of a call with transfers from or to others as well."""
+
+
+def edge_transfers(send: SideLog, receive: SideLog, labels: Labels) -> Transfers:
+    """The transfers that both sides recorded."""
     of_send, of_receive = matched([send, receive])
-    arrived = np.maximum(send.begin[of_send], receive.begin[of_receive])
-    exits = receive.end[of_receive]
-    own = np.minimum(
-        send.end[of_send] - send.begin[of_send], receive.end[of_receive] - receive.begin[of_receive]
-    ).astype(np.float64)
-    seen = _time(exits - arrived, own, clock_error)
-    alone = ~receive.shared[of_receive]
-    known = receive.waited[of_receive]
     local = np.array([labels.number(each) for each in receive.labels], dtype=np.int64)
-    label = local[receive.label[of_receive]]
-    iteration = receive.iteration[of_receive]
-    if (alone & known).sum() >= 0.2 * max(known.sum(), 1):
-        known &= alone
-    else:
-        # Every end is shared: what the sender saw bounds it, unless sending is only handing over.
-        bound = np.minimum(exits, send.end[of_send]) - arrived
-        handed_over = np.median(send.end[of_send] - send.begin[of_send]) < 0.2 * np.median(
-            receive.end[of_receive] - receive.begin[of_receive]
-        )
-        if not handed_over:
-            seen = np.where(alone, seen, np.minimum(seen, np.maximum(bound, 0)))
-    return _rows(iteration[known], label[known], seen[known])
+    return Transfers(
+        send_begin=send.begin[of_send],
+        send_end=send.end[of_send],
+        receive_begin=receive.begin[of_receive],
+        receive_end=receive.end[of_receive],
+        ready=np.maximum(send.begin[of_send], receive.begin[of_receive]),
+        iteration=receive.iteration[of_receive],
+        label=local[receive.label[of_receive]],
+        waited=receive.waited[of_receive],
+        shared=receive.shared[of_receive],
+    )
+
+
+def edge_rows(found: Transfers, clock_error: float, chosen: NDArray[np.bool_] | None = None) -> Rows:
+    """Times of an edge's transfers from the moment both sides are ready to the receiver's end; of those
+    ``chosen``, where not every end is its own."""
+    own = np.minimum(found.send_end - found.send_begin, found.receive_end - found.receive_begin)
+    if chosen is not None:
+        # Calls wait for all of their transfers: how long they lasted bounds none of them from below.
+        own = np.zeros_like(own) if np.isfinite(clock_error) else own
+    seen = _time(found.receive_end - found.ready, own.astype(np.float64), clock_error)
+    known = found.waited if chosen is None else found.waited & chosen
+    return _rows(found.iteration[known], found.label[known], seen[known])
 
 
 def _time(aligned: NDArray[np.int64], own: Floats, clock_error: float) -> Floats:

@@ -27,6 +27,7 @@ CUMULATIVE = (
     "major_faults",
     "involuntary_switches",
 )
+_OF_BATCH = ("step", "data", "microbatch", "forward", "backward")
 LEVELS = ("steal_fraction", "clock_mhz", "temperature_c", "throttled", "data_queue_depth")
 COLUMNS = (
     "step",
@@ -42,6 +43,7 @@ COLUMNS = (
     "pause",
     "longest_pause",
     "work",
+    "expert_work",
     *CUMULATIVE,
     *LEVELS,
 )
@@ -62,15 +64,17 @@ class RankSteps:
     """``compute``: own work in forward, backward and optimizer, communications taken out (the whole step's
     where those are not recorded). ``other``: the rest of the step. ``layer``: the
     median layer's own forward. ``pause``: time in which the process demonstrably stood still, from
-    step to step; ``longest_pause`` the longest single one. ``work``: units of work where they were said.
+    step to step; ``longest_pause`` the longest single one. ``work``: tokens of its micro-batches
+    where they were said; ``expert_work``: what its experts got.
     Counters as they grew during the step, or their mean."""
 
 
 def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
     """The steps that ``trace`` holds whole. Spans still open count as not there."""
     spans = trace.spans
-    # Layers' modules and kernels are many and say nothing here.
-    ended = (spans["end"] != OPEN) & (spans["kind"] != KIND["module"]) & (spans["kind"] != KIND["kernel"])
+    # Modules and kernels are many and say nothing here, but for the experts' work.
+    many = (spans["kind"] == KIND["kernel"]) | ((spans["kind"] == KIND["module"]) & (spans["work"] <= 0))
+    ended = (spans["end"] != OPEN) & ~many
     if not ended.all():
         spans = spans[ended]
     kind = spans["kind"]
@@ -126,7 +130,9 @@ def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
         length = (stops[rows] - starts[rows]) - not_working.within(starts[rows], stops[rows])
         which, middle, _ = grouped_median(places[rows].astype(np.int64), length)
         columns["layer"][which] = middle
-    columns["work"] = _work(spans, places, inside, len(begin))
+    of_batch = np.isin(kind, [KIND[name] for name in _OF_BATCH])
+    columns["work"] = _work(spans, places, inside & of_batch, len(begin))
+    columns["expert_work"] = _work(spans, places, inside & ~of_batch, len(begin))
     _pauses(columns, trace, spans, begin, period_end)
     _counters(columns, trace, begin, period_end)
     return found
