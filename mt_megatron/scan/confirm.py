@@ -191,9 +191,9 @@ def _link(request: Request, measures: Measures, rank: int, world_size: int) -> t
             measures.barrier()
             if rank not in (first, second):
                 continue
-            ends = {"peer": second if rank == first else first, "first": rank == first}
-            quick = measures.exchange(**ends, nbytes=SMALL_BYTES, repeats=2)
-            bulk = measures.exchange(**ends, nbytes=LARGE_BYTES, repeats=1)
+            peer, leads = (second, True) if rank == first else (first, False)
+            quick = measures.exchange(peer, first=leads, nbytes=SMALL_BYTES, repeats=2)
+            bulk = measures.exchange(peer, first=leads, nbytes=LARGE_BYTES, repeats=1)
             if block >= 0 and rank == first:
                 small[number][block], large[number][block] = min(quick), bulk[0]
     gathered = measures.gather([value for row in (*small, *large) for value in row])

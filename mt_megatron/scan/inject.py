@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,7 @@ class Injector:
             self._undo.append(pauses.close)
         elif fault.kind == "busy_host":
             for _ in range(max(1, round(figures["processes"]))):
-                child = busy_process()
-                self._undo.append(lambda child=child: _end(child))
+                self._undo.append(partial(_end, busy_process()))
         elif fault.kind == "uneven_work":
             self._undo.append(skew_routers(fault.ranks, figures["bias"]))
 

@@ -120,7 +120,7 @@ def selftest(
     own = _own_rates(measures, folder, alone=world_size == 1)
     names = ("products", "copies", "disk_write", "disk_read")
     if world_size == 1:
-        rates = {name: (value,) for name, value in zip(names, own, strict=True)}
+        rates: dict[str, tuple[float, ...]] = {name: (value,) for name, value in zip(names, own, strict=True)}
         return Selftest(
             hosts=(socket.gethostname(),), device=backend.device_name(), rates=rates, links=(), outliers=()
         )
@@ -166,10 +166,10 @@ def _links(measures: Measures, rank: int, world_size: int) -> tuple[Link, ...]:
         if mine is None:
             own += [0.0, 0.0]
             continue
-        ends = {"peer": mine[1] if rank == mine[0] else mine[0], "first": rank == mine[0]}
-        measures.exchange(**ends, nbytes=SMALL_BYTES, repeats=2)  # makes the connection
-        small = measures.exchange(**ends, nbytes=SMALL_BYTES, repeats=2 * _REPEATS)
-        large = measures.exchange(**ends, nbytes=_LARGE, repeats=_REPEATS)
+        peer, leads = (mine[1], True) if rank == mine[0] else (mine[0], False)
+        measures.exchange(peer, first=leads, nbytes=SMALL_BYTES, repeats=2)  # makes the connection
+        small = measures.exchange(peer, first=leads, nbytes=SMALL_BYTES, repeats=2 * _REPEATS)
+        large = measures.exchange(peer, first=leads, nbytes=_LARGE, repeats=_REPEATS)
         own += [statistics.median(small) / 2, statistics.median(large) / 2]
     every = measures.gather(own)
     return tuple(
