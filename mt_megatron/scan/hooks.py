@@ -30,8 +30,10 @@ def watched(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Path, module and layer number (-1 outside of layers) of what is worth a span.
 
     Layers; in them what holds parameters, and attention's core, ``DEPTH`` levels down; and what lies beside
-    the layers (embedding, final norm, output layer).
+    the layers (embedding, final norm, output layer). Not an output layer that is fused with the loss: with
+    hooks on it the whole micro-batch's logits would have to be made, and tracing changes no training.
     """
+    fused = getattr(getattr(chunk, "config", None), "cross_entropy_loss_fusion", False)
     layers = {path: module for path, module in chunk.named_modules() if _is_layer(path, module)}
     around = {""}
     for path in layers:
@@ -40,6 +42,8 @@ def watched(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             around.add(path)
     for path, module in chunk.named_modules():
         if path in around or isinstance(module, nn.ModuleList):
+            continue
+        if fused and path.rpartition(".")[2] == "output_layer":
             continue
         if path in layers:
             yield path, module, int(layers[path].layer_number)

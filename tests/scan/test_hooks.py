@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,15 @@ def test_what_is_watched() -> None:
         ("decoder.final_layernorm", -1),
         ("output_layer", -1),
     ]
+
+
+def test_an_output_layer_that_is_fused_with_the_loss_is_left_alone() -> None:
+    chunk = Chunk()
+    chunk.config = SimpleNamespace(cross_entropy_loss_fusion=True)
+    paths = [path for path, _, _ in watched(chunk)]
+    assert "output_layer" not in paths and paths[-1] == "decoder.final_layernorm"
+    chunk.config.cross_entropy_loss_fusion = False
+    assert "output_layer" in [path for path, _, _ in watched(chunk)]
 
 
 def test_wrapped_chunks_are_watched_all_the_same() -> None:
