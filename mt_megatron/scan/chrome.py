@@ -21,7 +21,7 @@ from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .records import KINDS
 from .survey import Survey, survey, transfers
 from .trace import Trace
-from .tracks import Lanes, counter_points, labels, slices, step_thread, track_name
+from .tracks import Lanes, Plotted, counter_points, labels, slices, step_thread, track_name
 from .wording import headline
 
 Arrow = tuple[int, int, int]
@@ -67,7 +67,7 @@ def _facts(trace: Trace, found: Survey) -> dict[str, Any]:
 def _rank(trace: Trace, rank: int, selection: Selection, found: Survey) -> Iterator[str]:
     yield _meta(rank, "process_name", {"name": rank_title(trace, rank)})
     yield _meta(rank, "process_sort_index", {"sort_index": rank})
-    lanes, named, before = Lanes(), set[int](), dict[tuple[str, int], tuple[int, float]]()
+    lanes, named, plotted = Lanes(), set[int](), Plotted()
     for piece in pieces(trace, rank, selection):
         texts = [json.dumps(text) for text in labels(piece)]
         arrows = arrows_of(piece, found)
@@ -96,7 +96,7 @@ def _rank(trace: Trace, rank: int, selection: Selection, found: Survey) -> Itera
                     f'{{{end},"pid":{rank},"tid":{each.track},"ts":{_us(at)},"name":"transfer",'
                     f'"cat":"p2p","id":"{source}-{target}-{number}"}}'
                 )
-        for time, name, value in counter_points(piece.counters, piece.strings, before):
+        for time, name, value in counter_points(piece.counters, piece.strings, plotted):
             if time < found.origin:
                 continue
             yield (

@@ -18,7 +18,7 @@ from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .records import KINDS
 from .survey import Survey, survey
 from .trace import Trace
-from .tracks import Lanes, Slice, counter_points, labels, slices, step_thread, track_name
+from .tracks import Lanes, Plotted, Slice, counter_points, labels, slices, step_thread, track_name
 
 _PACKET = 1
 _TIMESTAMP, _SEQUENCE, _EVENT, _INTERNED, _FLAGS, _DESCRIPTOR, _COMPRESSED = 8, 10, 11, 12, 13, 60, 50
@@ -77,7 +77,7 @@ class _Rank:
 
     def write(self, selection: Selection) -> None:
         self._begin()
-        lanes, before = Lanes(), dict[tuple[str, int], tuple[int, float]]()
+        lanes, plotted = Lanes(), Plotted()
         for piece in pieces(self.trace, self.rank, selection):
             texts = labels(piece)
             arguments = list(_arguments(piece))
@@ -94,7 +94,7 @@ class _Rank:
                     piece, each, texts[each.index], arguments[each.index], flows.pop(each.index, None)
                 )
             self._close(track, stack, None)
-            for time, name, value in counter_points(piece.counters, piece.strings, before):
+            for time, name, value in counter_points(piece.counters, piece.strings, plotted):
                 self._counter(time, name, value)
 
     def _begin(self) -> None:

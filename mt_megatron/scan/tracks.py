@@ -29,18 +29,18 @@ _NAMES = {
 _COMMUNICATION = (KIND["collective"], KIND["p2p"])
 
 _RATE = {
-    "run_queue_wait_ns": ("run queue wait, share of time", 1.0),
+    "run_queue_wait_ns": ("run queue, share of time", 1.0),
     "process_cpu_ns": ("processors in use", 1.0),
-    "throttled_ns": ("throttled by quota, share of time", 1.0),
-    "gc_pause_ns": ("garbage collection, share of time", 1.0),
-    "major_faults": ("major page faults per second", 1e9),
-    "minor_faults": ("minor page faults per second", 1e9),
-    "voluntary_switches": ("voluntary context switches per second", 1e9),
-    "involuntary_switches": ("involuntary context switches per second", 1e9),
+    "throttled_ns": ("quota, share of time", 1.0),
+    "gc_pause_ns": ("gc, share of time", 1.0),
+    "major_faults": ("major faults per s", 1e9),
+    "minor_faults": ("minor faults per s", 1e9),
+    "voluntary_switches": ("switches per s, voluntary", 1e9),
+    "involuntary_switches": ("switches per s, forced", 1e9),
 }
 """Counters that count up are shown as what they grow per ns, times the factor."""
 
-_SCALED = {"beat_delay_ns": ("recorder's thread late, ms", 1e-6), "memory_bytes": ("device memory, GB", 1e-9)}
+_SCALED = {"beat_delay_ns": ("recorder late, ms", 1e-6), "memory_bytes": ("device memory, GB", 1e-9)}
 
 
 @dataclass(frozen=True)
@@ -126,31 +126,39 @@ def labels(piece: Piece) -> list[str]:
     return [texts[index] for index in inverse.reshape(-1).tolist()]
 
 
+@dataclass
+class Plotted:
+    """What of a rank's counters was plotted so far, kept from piece to piece."""
+
+    last: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)
+    """Counter and device -> time and value of the last record."""
+
+    begun: set[str] = field(default_factory=set)
+
+
 def counter_points(
-    counters: NDArray[np.void], strings: Sequence[str], before: dict[tuple[str, int], tuple[int, float]]
+    counters: NDArray[np.void], strings: Sequence[str], plotted: Plotted
 ) -> Iterator[tuple[int, str, float]]:
-    """``(time, name, value)`` to plot; ``before`` keeps each counter's last record from piece to piece."""
-    for time, value, name, device in zip(
-        counters["time"].tolist(),
-        counters["value"].tolist(),
-        counters["name"].tolist(),
-        counters["device"].tolist(),
-        strict=True,
-    ):
-        text = strings[name] if name < len(strings) else f"counter {name}"
-        suffix = f" [{device}]" if device else ""
+    """``(time, name, value)`` to plot. A counter begins with its first value that is not 0: a row of
+    nothing for each thing that never happened would hide the rest."""
+    columns = (counters[name].tolist() for name in ("time", "value", "name", "device"))
+    for time, value, number, device in zip(*columns, strict=True):
+        text = strings[number] if number < len(strings) else f"counter {number}"
+        name = text.replace("_", " ") if text in COUNTERS else text
         if text in _RATE:
-            shown, factor = _RATE[text]
-            earlier = before.get((text, device))
-            before[text, device] = (time, value)
+            name, factor = _RATE[text]
+            earlier = plotted.last.get((text, device))
+            plotted.last[text, device] = (time, value)
             if earlier is None or time <= earlier[0]:
                 continue
-            yield time, shown + suffix, max(0.0, value - earlier[1]) / (time - earlier[0]) * factor
+            value = max(0.0, value - earlier[1]) / (time - earlier[0]) * factor
         elif text in _SCALED:
-            shown, factor = _SCALED[text]
-            yield time, shown + suffix, value * factor
-        else:
-            yield time, (text.replace("_", " ") if text in COUNTERS else text) + suffix, value
+            name, factor = _SCALED[text]
+            value *= factor
+        name += f" [{device}]" if device else ""
+        if value or name in plotted.begun or text == "data_queue_depth":
+            plotted.begun.add(name)
+            yield time, name, value
 
 
 def _placed(

@@ -97,6 +97,7 @@ def _write(rank: _Rank, run: Path, made: HandmadeRun) -> None:
     counters = np.zeros(20, dtype=COUNTER)
     counters["time"] = np.linspace(1_000 * MS, rank.now, 20).astype(np.int64) + offset
     counters["name"][::2], counters["name"][1::2] = NAME["beat_delay_ns"], NAME["process_cpu_ns"]
+    counters["value"][4] = 2.0 * MS
     counters["value"][1::2] = (counters["time"][1::2] - counters["time"][0]) * 0.9
     meta = {
         "rank": rank.rank,

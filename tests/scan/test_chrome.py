@@ -104,9 +104,11 @@ def test_fits_the_schema_and_says_who_is_who(run: Path) -> None:
         "step": 16, "data": 16, "forward": 32, "backward": 32, "p2p": 64, "collective": 16, "optimizer": 16,
     }  # fmt: skip
     assert {event["name"] for event in events(trace, "C")} == {
-        "recorder's thread late, ms",
+        "recorder late, ms",
         "processors in use",
     }
+    late = [e["args"]["value"] for e in events(trace, "C") if e["name"] == "recorder late, ms"]
+    assert late == 4 * ([2.0] + 7 * [0.0])
     values = [e["args"]["value"] for e in events(trace, "C") if e["name"] == "processors in use"]
     assert values == pytest.approx([0.9] * len(values), abs=1e-6)
 
