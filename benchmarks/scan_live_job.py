@@ -77,8 +77,9 @@ LAYOUTS = {
         ),
         Layout(name="dp4", options="--global-batch-size 48", links=(), reads=(0, 1, 2, 3)),
         Layout(
-            name="dp4-saving",
-            options="--global-batch-size 48 --save-interval 4 --save-keep-last 1",
+            name="pp4-saving",
+            options="--pipeline-model-parallel-size 4 --global-batch-size 16 "
+            "--save-interval 4 --save-keep-last 1",
             links=(),
             reads=(),
             saves=True,

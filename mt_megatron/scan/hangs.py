@@ -46,6 +46,9 @@ class RankEnd:
     last_seen: int
     """ns on the common clock: the last thing it wrote, beats of its recorder included."""
 
+    last_event: int
+    """ns on the common clock: the last thing it began or ended."""
+
     waiting: OpenOperation | None
     """The communication that it is in."""
 
@@ -69,7 +72,7 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
         spans["end"].max(initial=0),
         trace.counters["time"].max(initial=0),
     ]
-    last = to_reference(np.array([max(int(each) for each in times)], dtype=np.int64))
+    last = to_reference(np.array([max(map(int, times)), max(map(int, times[:2]))], dtype=np.int64))
     communicates = np.isin(still["kind"], [KIND["collective"], KIND["p2p"]])
     waiting, inside = None, None
     if communicates.any():
@@ -83,6 +86,7 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
     return RankEnd(
         rank=rank,
         last_seen=int(last[0]),
+        last_event=int(last[1]),
         waiting=waiting,
         inside=inside,
         reached=_reached(rank, trace),
@@ -159,11 +163,18 @@ def find_hang(
         what = "they wait for each other in different operations"
     elif not culprits:
         first = min(stalled.values(), key=lambda each: each.begin)
+        if now - max(_entered(first, end) for end in ends.values()) < after:
+            return None  # the last one has only just come
         culprits = sorted(first.key[1]) or sorted(stalled)
         what = "all members have entered it and it does not end: the network, or a member that died in it"
     else:
         what = ""
     return _finding(culprits, stalled, misses, ends, places, now, after, what)
+
+
+def _entered(operation: OpenOperation, end: RankEnd) -> int:
+    same = end.waiting is not None and (end.waiting.key, end.waiting.seq) == (operation.key, operation.seq)
+    return end.waiting.begin if same and end.waiting is not None else operation.begin
 
 
 def _missing(rank: int, waiting: OpenOperation, ends: Mapping[int, RankEnd]) -> set[int]:
@@ -208,6 +219,8 @@ def _finding(
             continue
         if end.inside == "checkpoint" and now - waiting.begin < CHECKPOINT_PATIENCE * after:
             return None
+        if not what and now - end.last_event < 0.8 * after:
+            return None  # slow, and getting on
         silent = (now - end.last_seen) / 1e9
         if silent > 2.0:
             evidence.append(f"rank {rank} has written nothing for {silent:.1f} s: it is stopped or dead")
