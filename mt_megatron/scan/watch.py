@@ -67,6 +67,7 @@ class Watch:
         self._done: int | None = None
         self._first: int | None = None
         self._candidates: set[tuple[object, ...]] = set()
+        self._hung: tuple[object, ...] | None = None
         self._told: dict[tuple[object, ...], int] = {}
 
     def look(self, *, final: bool = False) -> list[Finding]:
@@ -84,8 +85,11 @@ class Watch:
             return []
         told = []
         hang = self._hang(tails)
-        if hang is not None:
+        hung = None if hang is None else (hang.ranks, hang.details.get("seq"))
+        # Where nobody is missing it may be that the end is not written yet: the next look tells.
+        if hang is not None and (hang.confidence >= AT_ONCE or hung == self._hung):
             told += self._tell([hang], sure=True)
+        self._hung = hung
         if self._take_steps(tails, final=final):
             told += self._tell(self._judge(), sure=final)
         return told
