@@ -46,7 +46,7 @@ def watched(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         if fused and path.rpartition(".")[2] == "output_layer":
             continue
         if path in layers:
-            yield path, module, int(layers[path].layer_number)
+            yield _unwrapped(path), module, int(module.layer_number)
             continue
         inside = next((layer for layer in layers if path.startswith(layer + ".")), None)
         if inside is None:
@@ -55,7 +55,14 @@ def watched(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             wanted = path.removeprefix(inside + ".").count(".") < DEPTH
             number = int(layers[inside].layer_number)
         if wanted and (path.endswith("core_attention") or next(module.parameters(), None) is not None):
-            yield path, module, number
+            yield _unwrapped(path), module, number
+
+
+def _unwrapped(path: str) -> str:
+    """Without what wraps the model: data parallelism, half precision."""
+    while path.startswith("module."):
+        path = path.removeprefix("module.")
+    return path
 
 
 def _is_layer(path: str, module: nn.Module) -> bool:

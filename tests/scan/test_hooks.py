@@ -124,7 +124,7 @@ def test_an_output_layer_that_is_fused_with_the_loss_is_left_alone() -> None:
 def test_wrapped_chunks_are_watched_all_the_same() -> None:
     wrapped = nn.Module()
     wrapped.module = Chunk()
-    assert [path for path, *_ in watched(wrapped)] == [f"module.{path}" for path, *_ in watched(Chunk())]
+    assert [each[::2] for each in watched(wrapped)] == [each[::2] for each in watched(Chunk())]
 
 
 def test_backward_mirrors_forward() -> None:
