@@ -28,7 +28,6 @@ from recording import machine, record, table
 from scan_event_cost import event_costs
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
 
 CONTROL_PERCENT = 0.3
 TARGETS = {"base": (0.5, 0.8), "full": (3.0, None)}
@@ -37,12 +36,11 @@ TARGETS = {"base": (0.5, 0.8), "full": (3.0, None)}
 RESAMPLES = 10_000
 
 
-def train(ranks: int, arguments: list[str], timeout: float) -> dict[str, Any]:
+def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dict[str, Any]:
     """The workers' blocks: seconds per arm, shape (rounds, blocks of a visit)."""
     from mt_megatron.backends.rendezvous import loopback_store
 
     store, port = loopback_store()
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
     with tempfile.TemporaryDirectory(prefix="scan_cost_") as scratch:
         processes = []
         for rank in range(ranks):
@@ -57,7 +55,7 @@ def train(ranks: int, arguments: list[str], timeout: float) -> dict[str, Any]:
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": str(threads),
             }
             command = [sys.executable, str(HERE / "scan_cost_worker.py"), scratch, *arguments]
             processes.append(subprocess.Popen(command, env=environment))
@@ -119,6 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("events", "training"))
     parser.add_argument("--ranks", type=int, default=2, help="processes, one tensor parallel group")
+    parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--blocks", type=int, default=2, help="timed blocks of a visit")
     parser.add_argument("--block-seconds", type=float, default=0.4)
@@ -137,23 +136,31 @@ def main() -> int:
     if args.only != "events":
         rounds = -(-args.pairs // args.blocks)
         arguments = [f"--rounds={rounds}", f"--blocks={args.blocks}", f"--block-seconds={args.block_seconds}"]
-        ran = train(args.ranks, arguments, args.timeout)
+        threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
+        ran = train(args.ranks, threads, arguments, args.timeout)
         arms = ("off again", "base", "full")
         found = {arm: difference(ran["seconds"], arm) for arm in arms}
+        used = {arm: difference(ran["processor_seconds"], arm) for arm in arms}
         said = verdicts(found)
-        figures |= {"training": {**ran["about"], "differences": found, "verdicts": said}}
+        figures |= {
+            "training": {**ran["about"], "differences": found, "processor_time": used, "verdicts": said}
+        }
         rows = [
             (
                 arm,
                 f"{found[arm]['percent']:+.2f}",
                 f"{found[arm]['low']:+.2f} to {found[arm]['high']:+.2f}",
                 f"{found[arm]['mean']:+.2f}",
+                f"{used[arm]['percent']:+.2f} ({used[arm]['low']:+.2f} to {used[arm]['high']:+.2f})",
                 f"{ran['about']['events_per_second'].get(arm, 0):.0f}",
                 said.get(arm, "control"),
             )
             for arm in arms
         ]
-        header = ("level", "slower, %", "95 %", "plain mean, %", "events/s of a rank", "verdict")
+        header = (
+            *("level", "slower, %", "95 %", "plain mean, %"),
+            *("processor time of rank 0, %", "events/s of a rank", "verdict"),
+        )
         parts.append(table(header, rows))
         about = ran["about"]
         parts.append(

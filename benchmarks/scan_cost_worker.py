@@ -31,9 +31,9 @@ SHAPE = Case(
     groups=4,
     vocabulary=4096,
     dtype=torch.float32,
-    sequence=128,
+    sequence=256,
     micro_batch=2,
-    micro_batches=4,
+    micro_batches=2,
 )
 
 
@@ -59,13 +59,13 @@ class Training:
             with events.span("step", iteration=self.iteration):
                 self.ours.step()
 
-    def timed(self, count: int) -> float:
-        """Seconds of ``count`` steps, which begin together on all ranks."""
+    def timed(self, count: int) -> tuple[float, float]:
+        """Seconds of ``count`` steps, which begin together on all ranks: by the wall, and of processors."""
         if dist.is_initialized():
             dist.barrier()
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         self.steps(count)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - used
 
     def traced(self, level: str) -> Iterator[Any]:
         """A session at ``level``; ends when it is asked for the next."""
@@ -104,10 +104,11 @@ def main() -> None:
 
     training = Training(args.scratch, int(os.environ["WORLD_SIZE"]))
     training.steps(5)
-    step = _agreed(statistics.median(training.timed(2) / 2 for _ in range(8)))
+    step = _agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(8)))
     per_block = max(1, round(args.block_seconds / step))
     rng = np.random.default_rng(0)
     seconds: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+    processors: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
     heard: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for _ in range(args.rounds):
         for arm in rng.permutation(ARMS).tolist():
@@ -119,9 +120,10 @@ def main() -> None:
             before = 0 if session is None else session.recorder.heard
             took = [training.timed(per_block) for _ in range(args.blocks)]
             if session is not None:
-                heard[arm].append((session.recorder.heard - before) / sum(took))
+                heard[arm].append((session.recorder.heard - before) / sum(each[0] for each in took))
             next(visit, None)
-            seconds[arm].append(took)
+            seconds[arm].append([each[0] for each in took])
+            processors[arm].append([each[1] for each in took])
             shutil.rmtree(args.scratch / "run", ignore_errors=True)
     if training.ours.job.rank == 0:
         about = {
@@ -133,7 +135,7 @@ def main() -> None:
             "steps_per_block": per_block,
             "events_per_second": {arm: statistics.mean(found) for arm, found in heard.items() if found},
         }
-        text = json.dumps({"seconds": seconds, "about": about})
+        text = json.dumps({"seconds": seconds, "processor_seconds": processors, "about": about})
         (args.scratch / "blocks.json").write_text(text)
     training.ours.close()
 

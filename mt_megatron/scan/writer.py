@@ -29,7 +29,7 @@ _CONTROL_SECONDS = 1.0
 _TIME_PAIR_SECONDS = 60.0
 # The training thread wants the interpreter's lock after every call into torch. Whoever computes in Python
 # beside it gives the lock back after this many events, for this long (a sleep of 0 would take it again).
-_EVENTS_AT_ONCE = 64
+_EVENTS_AT_ONCE = 256
 _REST_SECONDS = 0.0005
 _MOST_RESTS = 200
 _RECENT = 64

@@ -49,7 +49,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 EventName = Literal[
@@ -83,14 +83,17 @@ def listening() -> bool:
 
 def begin(name: EventName, **attrs: Any) -> None:
     """Say that ``name`` begins. ``attrs`` describe it: ``number=``, ``bytes=``, ``microbatch=`` ..."""
+    # Here and below no function calls the listeners for all: it would cost as much as some of them.
     if _listeners:
-        _emit("begin", name, attrs)
+        for listener in _listeners:
+            listener("begin", name, attrs)
 
 
 def end(name: EventName, **attrs: Any) -> None:
     """Say that the innermost ``name`` of this thread ends. ``attrs`` are what was learnt meanwhile."""
     if _listeners:
-        _emit("end", name, attrs)
+        for listener in _listeners:
+            listener("end", name, attrs)
 
 
 def span(name: EventName, **attrs: Any) -> AbstractContextManager[None]:
@@ -116,9 +119,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     return unsubscribe
 
 
-def _emit(phase: Phase, name: EventName, attrs: Mapping[str, Any]) -> None:
-    for listener in _listeners:
-        listener(phase, name, attrs)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Span:
@@ -129,7 +130,8 @@ class _Span:
         self._attrs = attrs
 
     def __enter__(self) -> None:
-        _emit("begin", self._name, self._attrs)
+        for listener in _listeners:
+            listener("begin", self._name, self._attrs)
 
     def __exit__(
         self,
@@ -137,7 +139,8 @@ class _Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _emit("end", self._name, {})
+        for listener in _listeners:
+            listener("end", self._name, _NOTHING)
 
 
 _IDLE: AbstractContextManager[None] = nullcontext()
