@@ -37,6 +37,9 @@ def steps_to_show(finding: Finding | None, times: StepTimes) -> list[tuple[str, 
         return [("A usual step", _usual(steps, seconds))]
     within = (steps >= finding.first_step) & (steps <= finding.last_step)
     before = steps < finding.first_step
+    if before.sum() > 1:
+        # The first step warms up: it is like no other.
+        before &= steps > steps[0]
     after = steps > finding.last_step
     chosen = []
     if before.any():

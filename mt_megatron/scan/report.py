@@ -150,7 +150,7 @@ class _Ranks:
         """A step before and a step with each of the first findings."""
         found = []
         shown = told(findings)
-        for finding in shown:
+        for number, finding in enumerate(shown):
             ranks = ranks_to_show(finding, self.trace.places)
             culprits = finding.ranks if finding else ()
             for title, step in steps_to_show(finding, self._first_times):
@@ -166,7 +166,7 @@ class _Ranks:
                     most=self._most(finding),
                 )
                 if one is not None:
-                    found.append(one)
+                    found.append(replace(one, finding=number))
         return found
 
     def _most(self, finding: Finding | None) -> int | None:

@@ -49,6 +49,8 @@ class Excerpt:
     """ns from the first rank's begin of the step to the last rank's end."""
 
     rows: tuple[Row, ...]
+    finding: int = 0
+    """Position of the finding that it belongs to; excerpts of one are drawn to one scale."""
 
 
 @dataclass(frozen=True, kw_only=True)

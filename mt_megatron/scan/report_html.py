@@ -131,14 +131,16 @@ def _timelines(data: ReportData) -> str:
     if not data.excerpts:
         return ""
     places = {place.rank: place for place in data.places}
-    length = max(excerpt.length for excerpt in data.excerpts)
+    lengths: dict[int, int] = {}
+    for excerpt in data.excerpts:
+        lengths[excerpt.finding] = max(excerpt.length, lengths.get(excerpt.finding, 0))
     parts = []
     for excerpt in data.excerpts:
-        picture = report_timeline.timeline(excerpt, places, length)
+        picture = report_timeline.timeline(excerpt, places, lengths[excerpt.finding])
         parts.append(f"<h3>{escape(excerpt.title)}</h3><figure>{picture}</figure>")
     return (
         f"<h2>Timeline</h2>{''.join(parts)}{report_timeline.legend(data.excerpts)}"
-        '<p class="dim">All ranks on one clock, all pictures to one scale. Communication is drawn over the '
+        '<p class="dim">All ranks on one clock, the pictures of one finding to one scale. Communication is drawn over the '
         "lower half of the pass it belongs to.</p>"
     )
 

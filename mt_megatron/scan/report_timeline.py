@@ -89,7 +89,7 @@ def _axis(length: int, scale: float, height: int) -> list[str]:
     while tick * step <= length:
         x = _LEFT + tick * step * scale
         parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{height - 24}"/>')
-        anchor = "start" if tick == 0 else "middle"
+        anchor = "start" if tick == 0 else "end" if x > _RIGHT - 24 else "middle"
         parts.append(
             f'<text class="dim" x="{x:.1f}" y="{height - 8}" text-anchor="{anchor}">'
             f"{time_text(tick * step) if tick else '0'}</text>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 
@@ -134,9 +135,10 @@ def cost(finding: Finding, seconds: float | None = None) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """With a capital letter, unless it begins with a group's name, and a full stop."""
     text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")
+    name = re.match(r"(tp|dp|pp|cp|ep|edp)\b", text)
+    return text[: 1 - bool(name)].upper() + text[1 - bool(name) :] + ("" if text[-1:] in ".!?:" else ".")
 
 
 def _duration(seconds: float) -> str:

@@ -25,7 +25,7 @@ from mt_megatron.scan.report_markdown import markdown
 from mt_megatron.scan.run_files import run_files, segment_path
 from mt_megatron.scan.status import run_status
 from mt_megatron.scan.trace import Place, open_trace
-from mt_megatron.scan.wording import headline, rank_list
+from mt_megatron.scan.wording import headline, rank_list, sentence
 from tests.scan.handmade import HandmadeRun, write_handmade
 
 _VOID = {"meta", "rect", "path", "circle", "polyline", "br"}
@@ -272,6 +272,19 @@ def test_names_from_the_trace_cannot_become_markup() -> None:
 )
 def test_headlines(more: dict[str, object], words: str) -> None:
     assert headline(finding(**more)) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("own work is slow", "Own work is slow."),
+        ("dp operations", "dp operations."),
+        ("Done.", "Done."),
+        ("", ""),
+    ],
+)
+def test_evidence_becomes_sentences(text: str, shown: str) -> None:
+    assert sentence(text) == shown
 
 
 def test_rank_lists() -> None:
