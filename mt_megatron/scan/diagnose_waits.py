@@ -182,12 +182,13 @@ def pauses(table: StepTable) -> list[Finding]:
         return []
     beside = beside_peers(pause) if len(table.ranks) > 1 else pause
     fraction = beside / table.step_ns
+    waits = np.nan_to_num(table.columns["run_queue_wait_ns"]) + np.nan_to_num(table.columns["throttled_ns"])
+    if len(table.ranks) > 1:
+        waits = np.nan_to_num(beside_peers(waits))  # on a busy machine everybody waits for a processor
     found = []
     for row in range(len(table.ranks)):
-        waiting = np.nan_to_num(table.columns["run_queue_wait_ns"][row])
-        waiting += np.nan_to_num(table.columns["throttled_ns"][row])
         # What waited for a processor is another cause.
-        stood = np.where(waiting < 0.5 * np.nan_to_num(pause[row]), fraction[row], 0.0)
+        stood = np.where(waits[row] < 0.5 * np.nan_to_num(pause[row]), fraction[row], 0.0)
         longest = table.columns["longest_pause"][row]
         long = np.nan_to_num(longest) >= max(0.5 * table.step_ns, LEAST_PAUSE_NS)
         long &= stood > 0.25
