@@ -26,7 +26,8 @@ from .links import slow_links
 from .segments import RankTrace
 from .sides import rank_exchanges
 from .slow_rings import slow_rings
-from .slow_units import SlowUnit, slow_units
+from .slow_units import slow_units
+from .starved import without_starved
 from .step_features import RankSteps, rank_steps
 from .step_table import StepTable, step_table
 from .trace import Place, Trace, clock_error, open_trace
@@ -114,21 +115,8 @@ class Diagnoser:
         labels = self._exchanges.labels.names()
         known = {id(each.unit) for each in slow}
         slow += slow_rings(units, known, table.iteration, table.step_ns, labels, table.places)
-        slow = [each for each in slow if not _starved(each, table, late)]
+        slow = without_starved(slow, units, table, late)
         return slow_links(slow, units, table, labels)
-
-
-def _starved(unit: SlowUnit, table: StepTable, late: list[Finding]) -> bool:
-    """Whether a member's host explains the slow transfers: who gets no processor does not transfer either."""
-    for finding in late:
-        if finding.cause not in ("host_contention", "host_pause"):
-            continue
-        overlap = min(finding.last_step, unit.last_step) - max(finding.first_step, unit.first_step)
-        if overlap < 0 or not set(finding.ranks) & set(unit.unit.ranks):
-            continue
-        if unit.lost_ns <= 2.0 * finding.lost_fraction * table.step_ns:
-            return True
-    return False
 
 
 def _one_per_rank(found: list[Finding]) -> list[Finding]:

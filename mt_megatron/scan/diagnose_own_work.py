@@ -15,13 +15,16 @@ from .raised_levels import Raised, raised_levels
 from .robust import Floats
 from .step_table import StepTable, beside_peers
 
-LEAST = log(1.045)
+LEAST = log(1.055)
 """Less than this is nobody's fault: processors differ."""
+
+LEAST_BESIDE = {1: log(1.065), 2: log(1.06)}
+"""The same beside one or two others, whose own difference counts for more."""
 
 WORK = ("work", "expert_work")
 """Columns that say how much a rank has to do."""
 
-TOLERATED = log(1.015)
+TOLERATED = log(1.02)
 FLOOR = 0.01
 """Least standard deviation of one step's own work that is believed."""
 
@@ -76,15 +79,15 @@ def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
 def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
     """Those found first are not compared with any more, so that several at once do not hide each other."""
     own = _log(table.columns["compute"][rows])
-    more_work = [beside_peers(_log(table.columns[name][rows])) for name in WORK]
+    work = [_log(table.columns[name][rows]) for name in WORK]
     peers = own.copy()
     suspects: list[_Suspect] = []
     tests = int(np.isfinite(table.columns["compute"]).sum()) * table.looks
-    shares = [_share_of_work(beside_peers(own), each) for each in more_work]
+    shares = [_share_of_work(beside_peers(own), beside_peers(each)) for each in work]
     for _ in range(_ROUNDS):
         new = [
             suspect
-            for suspect in _one_round(own, peers, more_work, shares, tests)
+            for suspect in _one_round(own, peers, work, shares, tests)
             if not any(_same(suspect, known) for known in suspects)
         ]
         if not new:
@@ -96,20 +99,22 @@ def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
 
 
 def _one_round(
-    own: Floats, peers: Floats, more_work: list[Floats], shares: list[float | None], tests: int
+    own: Floats, peers: Floats, work: list[Floats], shares: list[float | None], tests: int
 ) -> Iterator[_Suspect]:
     difference = beside_peers(own, peers)
+    more_work = [beside_peers(each, np.where(np.isnan(peers), np.nan, each)) for each in work]
+    least = LEAST_BESIDE.get(len(own) - 1, LEAST)
     for row in range(len(own)):
         explained = np.zeros(own.shape[1])
         for each, share in zip(more_work, shares, strict=True):
             explained += _explained(difference[row] - explained, each[row], share)
         rest = difference[row] - explained
-        for raised in raised_levels(rest, least=LEAST, tolerated=TOLERATED, floor=FLOOR, tests=tests):
+        for raised in raised_levels(rest, least=least, tolerated=TOLERATED, floor=FLOOR, tests=tests):
             yield _Suspect(row=row, raised=raised, by_work=None)
         if not np.any(explained > TOLERATED):
             continue
         for raised in raised_levels(
-            difference[row], least=LEAST, tolerated=TOLERATED, floor=FLOOR, tests=tests
+            difference[row], least=least, tolerated=TOLERATED, floor=FLOOR, tests=tests
         ):
             by_work = float(np.nanmedian(explained[raised.start : raised.stop]))
             if by_work >= 0.5 * raised.level and by_work >= TOLERATED:

@@ -112,12 +112,15 @@ def fit_ring(
     else:
         tries = [(healthy_ns / number, scale * (whole - healthy_ns)) for scale in _SCALES]
     hop = tries[len(tries) // 2][0]
+    # Members begin when they arrive, or all of them when the last has.
+    starts = (arrival, np.zeros((1, members)))
     if whole <= 0 or (healthy_ns is not None and whole <= healthy_ns):
         return None
     healthy = ring_exits(arrival, hop, np.zeros(members), number, "eager")
-    pattern = _centred(np.median(seen - healthy, axis=0))
+    beyond = _centred(seen - healthy)
+    pattern = np.median(beyond, axis=0)
     size = float((pattern**2).sum())
-    error = np.array([spread((seen - healthy)[:, each]) for each in range(members)]) / np.sqrt(len(at))
+    error = np.array([spread(beyond[:, each]) for each in range(members)]) / np.sqrt(len(at))
     if size < 9.0 * float((error**2).sum()):
         return None
     # Errors below what the samples' noise leaves, or below a fiftieth of the pattern, are no difference.
@@ -126,8 +129,9 @@ def fit_ring(
     def score(hops: Hops) -> tuple[float, float]:
         """The remaining error of the best way, and the time that it says is lost."""
         fits = [
-            (_error(arrival, seen, each, _extra(members, hops, lost / share), number, way), lost)
+            (_error(start, seen, each, _extra(members, hops, lost / share), number, way), lost)
             for way, share in ((way, _share(way, number, members)) for way in WAYS)
+            for start in starts
             for each, lost in tries
         ]
         error, lost = min(fits)
@@ -189,10 +193,11 @@ def _share(way: Way, number: int, members: int) -> int:
 
 
 def _error(arrival: Floats, seen: Floats, hop: float, extra: Floats, number: int, way: Way) -> float:
-    rest = _centred(np.median(seen - ring_exits(arrival, hop, extra, number, way), axis=0))
+    rest = np.median(_centred(seen - ring_exits(arrival, hop, extra, number, way)), axis=0)
     return float((rest**2).sum())
 
 
-def _centred(pattern: Floats) -> Floats:
-    centred: Floats = pattern - pattern.mean()
+def _centred(times: Floats) -> Floats:
+    """``times`` [samples, members] less each sample's mean: what all members share tells of no hop."""
+    centred: Floats = times - times.mean(axis=1, keepdims=True)
     return centred
