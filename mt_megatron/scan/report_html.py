@@ -140,8 +140,8 @@ def _timelines(data: ReportData) -> str:
         parts.append(f"<h3>{escape(excerpt.title)}</h3><figure>{picture}</figure>")
     return (
         f"<h2>Timeline</h2>{''.join(parts)}{report_timeline.legend(data.excerpts)}"
-        '<p class="dim">All ranks on one clock, the pictures of one finding to one scale. Communication is drawn over the '
-        "lower half of the pass it belongs to.</p>"
+        '<p class="dim">All ranks on one clock, the pictures of one finding to one scale. Communication '
+        "is drawn over the lower half of the pass it belongs to.</p>"
     )
 
 
