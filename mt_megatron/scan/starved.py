@@ -25,7 +25,7 @@ def without_starved(
             continue
         for rank in finding.ranks:
             mine = [each for each in kept if rank in each.unit.ranks and _overlap(each, finding)]
-            partners = {_others(each.unit, rank) for each in judged if rank in each.ranks}
+            partners = {_others(each, rank) for each in judged if rank in each.ranks}
             hindered = {_others(each.unit, rank) for each in mine}
             if len(partners) > 1 and len(hindered) <= MOST * len(partners):
                 continue
