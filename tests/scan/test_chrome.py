@@ -214,6 +214,36 @@ def test_a_step_in_two_segments_is_one_piece(tmp_path: Path) -> None:
     assert np.array_equal(np.sort(again, order="begin"), np.sort(whole, order="begin"))
 
 
+def test_device_times_and_kernels_have_tracks_of_their_own(tmp_path: Path) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=2))
+    folder = run_files(tmp_path).rank_folder(0)
+    read = open_trace(tmp_path).rank(0)
+    passes = read.spans[np.isin(read.spans["kind"], [KIND["forward"], KIND["collective"]])]
+    spans = passes.copy()
+    spans["iteration"] = 3
+    spans["device_begin"], spans["device_end"] = spans["begin"] + 5 * MS, spans["end"] + 5 * MS
+    kernels = spans[:2].copy()
+    kernels["kind"], kernels["begin"], kernels["end"] = KIND["kernel"], 2_000 * MS, 2_001 * MS
+    # Two streams: they overlap without one lying within the other.
+    kernels["device_begin"], kernels["device_end"] = (2_010 * MS, 2_012 * MS), (2_014 * MS, 2_016 * MS)
+    writer = SegmentWriter(segment_path(folder, 1), 0, read.meta)
+    writer.strings(read.strings)
+    writer.groups(read.groups)
+    writer.spans(np.concatenate((spans, kernels)))
+    writer.close()
+    trace = export(tmp_path, Selection(ranks=frozenset((0,)), first_step=3))
+    jsonschema.validate(trace, SCHEMA)
+    assert overlaps(trace) == 0
+    names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
+    count = Counter(names[event["tid"]] for event in events(trace, "X"))
+    communication = int((passes["kind"] == KIND["collective"]).sum())
+    assert count["device: communication"] == communication
+    assert count["device"] == len(passes) - communication
+    assert count["device: kernels"] == count["device: kernels (2)"] == 1
+    # On the host each is there too, the kernels only where they ran.
+    assert count["training thread"] + count["training thread (2)"] == len(passes)
+
+
 def test_what_does_not_nest_goes_on_to_another_lane() -> None:
     lanes = Lanes()
     assert [lanes.place(0, *span) for span in ((0, 10), (2, 5), (4, 12), (11, 13), (12, 20))] == [
