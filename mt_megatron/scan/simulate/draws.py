@@ -97,7 +97,7 @@ class Drawing:
         """The forward pass in which each pass's micro-batch goes through the same chunk."""
 
         self._rank_speed = noise.factors("rank speed", self._shape, job.rank_spread)
-        self._disk = noise.factors("disk speed", self._shape, 0.1)
+        self._disk = noise.factors("disk speed", self._shape, 0.05)
         self._stage_share = 1 + noise.generator("stages").uniform(-0.05, 0.05, (layout.vpp, layout.pp))
         self._rank_steps = Lasting(noise, "rank steps", self._shape, job.step_spread)
         self._job_steps = Lasting(noise, "job steps", (1,), job.job_spread)
