@@ -58,7 +58,7 @@ def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
             replicas.setdefault(table.places[each.ranks[0]].dp, []).append(each)
     for members in replicas.values():
         worst = max(members, key=lambda each: each.lost_fraction)
-        ranks = tuple(sorted({rank for each in members for rank in each.ranks}))
+        ranks = tuple(sorted({rank for each in members for rank in each.ranks} | _alike(table, worst)))
         if len(ranks) == 1:
             kept += members[:1]
             continue
@@ -74,6 +74,22 @@ def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
             )
         )
     return kept
+
+
+def _alike(table: StepTable, worst: Finding) -> set[int]:
+    """The ranks of its replica that have as much more to do, whatever else hides it in their own work."""
+    if worst.details.get("of") != "work":
+        return set()
+    chosen = (table.iteration >= worst.first_step) & (table.iteration <= worst.last_step)
+    work = beside_peers(_log(table.columns["work"]))
+    row = table.ranks.index(worst.ranks[0])
+    least = 0.5 * float(np.nanmedian(work[row, chosen]))
+    replica = table.places[worst.ranks[0]].dp
+    return {
+        rank
+        for at, rank in enumerate(table.ranks)
+        if table.places[rank].dp == replica and np.nanmedian(work[at, chosen]) >= least > 0
+    }
 
 
 def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
@@ -194,7 +210,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Fi
             lost_fraction=min(lost / step, 1.0),
             confidence=round(raised.confidence, 3),
             evidence=tuple(evidence),
-            details={**details, "more_work": round(exp(more) - 1, 4)},
+            details={**details, "more_work": round(exp(more) - 1, 4), "of": name},
         )
     why = why_slow(table, row, others, chosen, lost)
     return Finding(
