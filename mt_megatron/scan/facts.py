@@ -66,6 +66,10 @@ class HostFacts:
         self._collector.close()
         self._stopped.set()
 
+    def hear_no_collections(self) -> None:
+        """For a forked child, in which nothing may touch a lock that another thread may have held."""
+        self._collector.close()
+
     def release(self) -> None:
         """Close what the background thread reads from."""
         self._run_queue.close()

@@ -254,6 +254,8 @@ def _silence_all() -> None:
         recorder._running = False
         recorder._listening.silence()
         recorder._queues.events.clear()
+        if recorder._facts is not None:
+            recorder._facts.hear_no_collections()
         atexit.unregister(recorder.close)
 
 

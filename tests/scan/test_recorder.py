@@ -306,10 +306,12 @@ def test_callbacks_that_raise_are_said_and_not_called_again(
 
 
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+    callbacks = len(gc.callbacks)
+
     def act(recorder: Recorder) -> None:
         child = os.fork()
         if child == 0:
-            os._exit(1 if events.listening() else 0)
+            os._exit(1 if events.listening() or len(gc.callbacks) != callbacks else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert events.listening()
         step(1)
