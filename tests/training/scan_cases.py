@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mt_megatron.scan.segments import read_rank
+from mt_megatron.scan.segments import read_rank, sessions
 from mt_megatron.seams import events
 from mt_megatron.training import scan_session
 from mt_megatron.training.arguments import load_config
@@ -111,6 +111,11 @@ def _trace(folder: Path) -> dict[str, Any]:
         "session": trace.meta["session"],
         "iterations": sorted({int(number) for number in trace.spans["iteration"]}),
         "kinds": sorted({int(kind) for kind in trace.spans["kind"]}),
-        "pings": len(trace.pings),
-        "peers": sorted({int(peer) for peer in trace.pings["peer"]}),
+        "peers": sorted(
+            {
+                int(peer)
+                for number in sessions(folder)
+                for peer in read_rank(folder, session=number).pings["peer"]
+            }
+        ),
     }
