@@ -241,8 +241,8 @@ def _said(fixed: Repair) -> list[str]:
 
 def _drift_ppm(line: OffsetLine) -> float:
     if len(line.knots) < 2:
-        return -line.slope_after * 1e6
-    return -float((line.delta[-1] - line.delta[0]) / (line.knots[-1] - line.knots[0]) * 1e6)
+        return 0.0 - line.slope_after * 1e6
+    return 0.0 - float((line.delta[-1] - line.delta[0]) / (line.knots[-1] - line.knots[0]) * 1e6)
 
 
 def _worst(values: Sequence[float]) -> float:
