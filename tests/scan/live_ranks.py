@@ -20,10 +20,10 @@ from tests.layers.router_ranks import config_of, layout
 
 
 class _Slow(Measures):
-    """Rank 1 computes everything three times; between ranks 0 and 2 lies a wait."""
+    """Rank 1 computes everything six times; between ranks 0 and 2 lies a wait."""
 
     def products(self, count: int) -> float:
-        return super().products(3 * count if dist.get_rank() == 1 else count)
+        return super().products(6 * count if dist.get_rank() == 1 else count)
 
     def exchange(self, peer: int, *, first: bool, nbytes: int, repeats: int) -> list[float]:
         if {dist.get_rank(), peer} != {0, 2}:
