@@ -6,6 +6,7 @@ once it has started. What fails is said once and the other ways go on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -27,7 +28,9 @@ REPEAT_AFTER_S = 3600.0
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    # Whoever reads it may be gone with the run; the alert is still written and posted.
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class Alerts:
