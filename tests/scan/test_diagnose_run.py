@@ -155,6 +155,18 @@ def test_the_watcher_says_the_same_while_the_trace_grows(slow: Path, tmp_path: P
     assert files.findings.stat().st_mode & 0o777 == 0o600
 
 
+def test_the_watcher_tells_a_hang_once(slow: Path, tmp_path: Path) -> None:
+    run = tmp_path / "hang"
+    shutil.copytree(slow, run)
+    _add_open(run, 0, seq=24, group=DP, ranks=(0, 1), alive_s=8.0)
+    _add_open(run, 1, seq=-1, group=DP, ranks=(0, 1), alive_s=8.0)
+    watch = Watch(run_files(run))
+    hangs = [each for _ in range(3) for each in watch.look() if each.cause == "hang"]
+    assert [(each.ranks, each.group, each.details["seq"]) for each in hangs] == [((1,), "dp", 24)]
+    patient = Watch(run_files(run), hang_after_s=20.0)
+    assert not [each for each in patient.look() if each.cause == "hang"]
+
+
 def test_the_watchers_process_ends_with_its_parent_and_imports_no_torch(slow: Path, tmp_path: Path) -> None:
     run = tmp_path / "watched"
     shutil.copytree(slow, run)
