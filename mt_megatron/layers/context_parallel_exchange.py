@@ -100,12 +100,13 @@ class _Transfer:
         if events.listening():
             self._attrs = collectives.described("ring", "cp", group, collectives.size_of(tensor))
             self._attrs["peer"] = before
-        self._works: list[Any] = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, following, group),
-                dist.P2POp(dist.irecv, self._received, before, group),
-            ]
-        )
+        with collectives.part(self._attrs, "start"):
+            self._works: list[Any] = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._sent, following, group),
+                    dist.P2POp(dist.irecv, self._received, before, group),
+                ]
+            )
 
     def received(self) -> Tensor:
         with collectives.part(self._attrs, "wait"):

@@ -264,7 +264,8 @@ def what_runs() -> dict[str, Any]:
         def listen(phase: str, name: str, attrs: Any) -> None:
             if (phase, name) == ("begin", "collective"):
                 assert attrs["group"] == "cp" and attrs["bytes"] > 0
-                collectives.append(attrs["op"])  # noqa: B023
+                if attrs.get("asynchronous") != "start":
+                    collectives.append(attrs["op"])  # noqa: B023
 
         context_parallel.block_forward = spy
         stop = events.subscribe(listen)

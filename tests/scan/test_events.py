@@ -23,6 +23,7 @@ LAYOUTS = {
     "pp2": PARALLEL.format("pipeline-model"),
     "vpp2": f"{PARALLEL.format('pipeline-model')} --virtual-pipeline-model-parallel-size 2",
     "cp2": PARALLEL.format("context"),
+    "cp2_ring": f"{PARALLEL.format('context')} --cp-comm-type p2p",
     "ep2": f"{PARALLEL.format('expert-model')} {EXPERTS}",
     "tp2_experts": f"{PARALLEL.format('tensor-model')} --sequence-parallel "
     + EXPERTS.replace("seq_aux_loss", "aux_loss"),
@@ -95,6 +96,8 @@ def test_which_collectives_are_heard(heard: list[dict[str, Any]]) -> None:
         assert found["tp2_apart"]["tp", "reduce_scatter", "start"] > 0
         assert found["tp2_apart"]["tp", "all_gather", "wait"] > 0
         assert found["cp2"]["cp", "all_gather", None] and found["cp2"]["cp", "reduce_scatter", None]
+        ring = found["cp2_ring"]
+        assert ring["cp", "ring", "start"] == ring["cp", "ring", "wait"] > 0
         # To the experts and back, forward and backward, in 4 layers for 2 micro-batches of each step.
         assert found["ep2"]["ep", "all_to_all", None] >= 4 * 4 * 2 * STEPS
         # The biases are moved once a step.
@@ -166,3 +169,8 @@ def test_a_checkpoint_says_what_it_writes(heard: list[dict[str, Any]]) -> None:
         said = found["dp2"]["checkpoints"]
         assert [op for op, _ in said] == [None, "write", "written", "collect", "finish"]
         assert said[2][1] > 0
+
+
+def test_a_step_of_the_ring_names_the_rank_before(heard: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(heard):
+        assert {row[6] for row in found["cp2_ring"]["collectives"] if row[3] == "ring"} == {1 - rank}
