@@ -16,6 +16,8 @@ from .trace import Place
 NODE_SHARE = 0.7
 """Of the units that cross a node's border, so many must be slow to blame its border."""
 
+MOST_FITS = 24
+
 Pair = tuple[int, int]
 
 
@@ -33,7 +35,10 @@ def slow_links(
     slow: Sequence[SlowUnit], judged: Sequence[Unit], table: StepTable, labels: Sequence[Label]
 ) -> list[Finding]:
     """Findings that explain ``slow``, of the units ``judged`` in all."""
-    views = [_View(each, labels, table.places) for each in slow]
+    # Of very many alike the costliest tell enough: each fit takes a tenth of a second.
+    costly = sorted(slow, key=lambda each: -each.lost_ns)[:MOST_FITS]
+    fitted = {id(each) for each in costly}
+    views = [_View(each, labels, table.places, fit=id(each) in fitted) for each in slow]
     blames: list[_Blame] = []
     while (node := _node(views, judged, table)) is not None:
         blames.append(node)
@@ -95,7 +100,9 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
 class _View:
     """A slow unit, and what the pattern of its exits says of where it is slow."""
 
-    def __init__(self, slow: SlowUnit, labels: Sequence[Label], places: Mapping[int, Place]) -> None:
+    def __init__(
+        self, slow: SlowUnit, labels: Sequence[Label], places: Mapping[int, Place], *, fit: bool
+    ) -> None:
         self.slow = slow
         self.pair: Pair | None = None
         self.border: str | None = None
@@ -104,7 +111,7 @@ class _View:
         ranks = slow.unit.ranks
         if len(ranks) == 2:
             self.pair = _pair(*ranks)
-        else:
+        elif fit:
             self._fit(labels, places)
         concerned = ranks if self.pair is None else self.pair
         crossed = {node_of(places, rank) for rank in concerned}

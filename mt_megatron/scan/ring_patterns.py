@@ -24,6 +24,7 @@ EXPLAINED = 0.6
 """The least share of the pattern's variance that the best candidate explains."""
 
 _MOST_SAMPLES = 30
+_MOST_TIMES = 240
 _MOST_CANDIDATES = 8
 _SCALES = (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.9)
 _PARTS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
@@ -62,45 +63,51 @@ def rounds(op: str, members: int) -> int:
     return 2 * (members - 1) if all_reduce else members - 1
 
 
-def ring_exits(arrival: Floats, hop: float, extra: Floats, number: int, way: Way) -> Floats:
-    """Times of exit [samples, members] of a ring of ``number`` rounds.
+def ring_exits(arrival: Floats, hop: Floats | float, extra: Floats, number: int, way: Way) -> Floats:
+    """Times of exit [..., members] of a ring of ``number`` rounds.
 
-    ``arrival`` [samples, members]; ``hop``: ns of a healthy hop; ``extra`` [members]: what the hop *to* each
-    member takes more.
+    ``arrival`` [..., members]; ``hop``: ns of a healthy hop; ``extra`` [..., members]: what the hop *to* each
+    member takes more. Leading dimensions are broadcast.
     """
-    at: Floats = arrival.copy()
+    at: Floats = arrival + 0.0 * (hop + extra)
     free = np.full(at.shape, -np.inf)
     for _ in range(number):
-        before = np.roll(at, 1, axis=1)
+        before = np.roll(at, 1, axis=-1)
         if way == "late":
             at = np.maximum(at + hop, before + hop + extra)
         elif way == "eager":
             at = np.maximum(at, before) + hop + extra
         elif way == "rendezvous":
             received = np.maximum(at, before) + hop + extra
-            at = np.maximum(received, np.roll(received, -1, axis=1))
+            at = np.maximum(received, np.roll(received, -1, axis=-1))
         else:
             start = np.maximum(before, free)
             free = start + hop + extra
-            sent = np.roll(free, -1, axis=1) if way == "sending" else np.roll(start, -1, axis=1) + hop
+            sent = np.roll(free, -1, axis=-1) if way == "sending" else np.roll(start, -1, axis=-1) + hop
             at = np.maximum(np.maximum(at + hop, free), sent)
     return at
 
 
 def fit_ring(
-    samples: Samples, labels: Sequence[Label], healthy_ns: float | None, more: Sequence[Hops] = ()
+    samples: Samples,
+    labels: Sequence[Label],
+    healthy_ns: float | None,
+    more: Sequence[Hops] = (),
+    *,
+    least_amplitude: float = 0.0,
 ) -> RingFit | None:
     """Fit every single hop, and the sets of hops ``more``, to the members' exits.
 
     ``healthy_ns``: what the operation takes when nothing is slow; None if it is not known and to be
     fitted as well. Returns None where there is nothing to fit: too few samples, members that did not
-    wait, or exits that do not differ.
+    wait, or exits that do not differ by ``least_amplitude`` of the whole operation.
     """
     usable = np.isfinite(samples.exit).all(axis=1)
     at = np.flatnonzero(usable)
     if len(at) < 6 or samples.exit.shape[1] < 3:
         return None
-    at = at[np.linspace(0, len(at) - 1, min(len(at), _MOST_SAMPLES)).astype(np.int64)]
+    most = max(6, min(_MOST_SAMPLES, _MOST_TIMES // samples.exit.shape[1]))
+    at = at[np.linspace(0, len(at) - 1, min(len(at), most)).astype(np.int64)]
     arrival = samples.arrival[at].astype(np.float64)
     seen = samples.exit[at].astype(np.float64)
     members = seen.shape[1]
@@ -108,10 +115,12 @@ def fit_ring(
     whole = float(np.median(seen.max(axis=1)))
     # Pairs of a healthy hop's time and what the slow hop costs the whole ring.
     if healthy_ns is None:
-        tries = [(whole * (1.0 - part) / number, whole * part) for part in _PARTS]
+        losses = whole * np.array(_PARTS)
+        quick = (whole - losses) / number
     else:
-        tries = [(healthy_ns / number, scale * (whole - healthy_ns)) for scale in _SCALES]
-    hop = tries[len(tries) // 2][0]
+        losses = (whole - healthy_ns) * np.array(_SCALES)
+        quick = np.full(len(losses), healthy_ns / number)
+    hop = float(quick[len(quick) // 2])
     # Members begin when they arrive, or all of them when the last has.
     starts = (arrival, np.zeros((1, members)))
     if whole <= 0 or (healthy_ns is not None and whole <= healthy_ns):
@@ -121,30 +130,36 @@ def fit_ring(
     pattern = np.median(beyond, axis=0)
     size = float((pattern**2).sum())
     error = np.array([spread(beyond[:, each]) for each in range(members)]) / np.sqrt(len(at))
-    if size < 9.0 * float((error**2).sum()):
+    if size < 9.0 * float((error**2).sum()) or np.ptp(pattern) < least_amplitude * whole:
         return None
     # Errors below what the samples' noise leaves, or below a fiftieth of the pattern, are no difference.
     least = max(float((error**2).sum()), 4e-4 * size)
 
-    def score(hops: Hops) -> tuple[float, float]:
-        """The remaining error of the best way, and the time that it says is lost."""
-        fits = [
-            (_error(start, seen, each, _extra(members, hops, lost / share), number, way), lost)
-            for way, share in ((way, _share(way, number, members)) for way in WAYS)
-            for start in starts
-            for each, lost in tries
-        ]
-        error, lost = min(fits)
-        return max(least, error), lost
-
-    single = {hops: score(hops) for hops in _candidates(pattern)}
-    order = sorted(single, key=lambda hops: single[hops][0])
-    best, (remaining, lost), second = order[0], single[order[0]], single[order[1]][0]
-    for hops in more:
-        several, lost_by_several = score(hops)
+    candidates = [*_candidates(pattern), *more]
+    places = np.zeros((len(candidates), 1, 1, members))
+    for row, hops in enumerate(candidates):
+        for sender in hops:
+            places[row, ..., (sender + 1) % members] = 1.0
+    remains, costs = np.full(len(candidates), np.inf), np.zeros(len(candidates))
+    for way in WAYS:
+        extra = places * (losses / _share(way, number, members))[:, None, None]
+        for start in starts:
+            # [candidates, losses, samples, members]
+            exits = ring_exits(start, quick[:, None, None], extra, number, way)
+            rest = (np.median(_centred(seen - exits), axis=2) ** 2).sum(axis=-1)
+            best_loss = np.argmin(rest, axis=1)
+            error_of = rest[np.arange(len(candidates)), best_loss]
+            better = error_of < remains
+            remains[better], costs[better] = error_of[better], losses[best_loss][better]
+    remains = np.maximum(remains, least)
+    alone = len(candidates) - len(more)
+    order = np.argsort(remains[:alone], kind="stable")
+    chosen, second = int(order[0]), float(remains[order[1]])
+    for several in range(alone, len(candidates)):
         # More hops fit more: they count only where one alone does not do.
-        if several < 0.25 * remaining and remaining > 0.01 * size:
-            best, remaining, lost = hops, several, lost_by_several
+        if remains[several] < 0.25 * remains[chosen] and remains[chosen] > 0.01 * size:
+            chosen = several
+    best, remaining, lost = candidates[chosen], float(remains[chosen]), float(costs[chosen])
     return RingFit(
         hops=best,
         accepted=1.0 - remaining / size >= EXPLAINED and remaining <= CLEARLY_BETTER * second,
@@ -180,24 +195,12 @@ def _candidates(pattern: Floats) -> list[Hops]:
     return [(int((receiver - 1) % members),) for receiver in order]
 
 
-def _extra(members: int, hops: Hops, extra: float) -> Floats:
-    found = np.zeros(members)
-    for sender in hops:
-        found[(sender + 1) % members] = extra
-    return found
-
-
 def _share(way: Way, number: int, members: int) -> int:
     """How many times the extra time of a hop counts in what the whole ring loses."""
     return -(-number // members) if way == "late" else number
 
 
-def _error(arrival: Floats, seen: Floats, hop: float, extra: Floats, number: int, way: Way) -> float:
-    rest = np.median(_centred(seen - ring_exits(arrival, hop, extra, number, way)), axis=0)
-    return float((rest**2).sum())
-
-
 def _centred(times: Floats) -> Floats:
-    """``times`` [samples, members] less each sample's mean: what all members share tells of no hop."""
-    centred: Floats = times - times.mean(axis=1, keepdims=True)
+    """``times`` [..., members] less each sample's mean: what all members share tells of no hop."""
+    centred: Floats = times - times.mean(axis=-1, keepdims=True)
     return centred

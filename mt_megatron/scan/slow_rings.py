@@ -107,7 +107,7 @@ def _even(unit: Unit, places: Mapping[int, Place]) -> bool:
 def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence[Hops]) -> RingFit | None:
     """The fit to all samples, if those of either half of the steps say about the same."""
     middle = int(np.median(samples.iteration))
-    whole = fit_ring(samples, labels, None, borders)
+    whole = fit_ring(samples, labels, None, borders, least_amplitude=LEAST_AMPLITUDE)
     if whole is None or not _clear(whole):
         return None
     for half in (samples.iteration <= middle, samples.iteration > middle):
