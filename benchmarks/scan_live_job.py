@@ -45,6 +45,12 @@ class Layout:
 
     saves: bool = False
 
+    delay: float = 0.02
+    """Seconds by which a slow link delays each packet: less where a step has hundreds of exchanges."""
+
+    megabits: float = 4.0
+    """Per second over a narrow cable."""
+
 
 LAYOUTS = {
     one.name: one
@@ -67,6 +73,8 @@ LAYOUTS = {
             "--allow-tensor-parallel-across-nodes",
             links=((0, 1), (2, 3)),
             reads=(),
+            delay=0.002,
+            megabits=40.0,
         ),
         Layout(
             name="tp2-pp2",
@@ -74,6 +82,8 @@ LAYOUTS = {
             "--allow-tensor-parallel-across-nodes --global-batch-size 16",
             links=((0, 1), (2, 3), (0, 2), (1, 3)),
             reads=(),
+            delay=0.002,
+            megabits=40.0,
         ),
         Layout(name="dp4", options="--global-batch-size 48", links=(), reads=(0, 1, 2, 3)),
         Layout(

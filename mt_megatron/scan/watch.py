@@ -44,6 +44,10 @@ LOOKS = 50
 AT_ONCE = 0.9
 """A finding less sure than this is told when the next look confirms it."""
 
+WORSE = 3.0
+WORTH_TELLING = 0.05
+"""What was told is told again when it costs so many times as much, and so much of the step at least."""
+
 CLOCKS_EVERY_S = 60.0
 
 
@@ -68,7 +72,7 @@ class Watch:
         self._first: int | None = None
         self._candidates: set[tuple[object, ...]] = set()
         self._hung: tuple[object, ...] | None = None
-        self._told: dict[tuple[object, ...], int] = {}
+        self._told: dict[tuple[object, ...], tuple[int, float]] = {}
 
     def look(self, *, final: bool = False) -> list[Finding]:
         """Take in what is new and judge it; what is found for the first time is told and returned."""
@@ -167,12 +171,13 @@ class Watch:
                 each.details.get("seq") if each.cause == "hang" else None,
             )
             seen.add(key)
-            if each.first_step <= self._told.get(key, -1):
-                # The same, still there. One that begins after its end is another.
-                self._told[key] = max(self._told[key], each.last_step)
+            last, lost = self._told.get(key, (-1, 0.0))
+            if each.first_step <= last and each.lost_fraction < max(WORSE * lost, WORTH_TELLING):
+                # The same, still there. One that begins after its end, or costs far more, is another.
+                self._told[key] = (max(last, each.last_step), lost)
                 continue
             if sure or each.confidence >= AT_ONCE or key in self._candidates:
-                self._told[key] = each.last_step
+                self._told[key] = (each.last_step, each.lost_fraction)
                 self._write(each)
                 told.append(each)
         if not sure:
