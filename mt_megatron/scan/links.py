@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .exchanges import Label, Samples
 from .findings import Cause, Finding
@@ -17,6 +17,9 @@ NODE_SHARE = 0.7
 """Of the units that cross a node's border, so many must be slow to blame its border."""
 
 MOST_FITS = 24
+
+LEAST_SPREAD = 0.12
+"""Of what a ring loses by one slow hop, its members' exits differ by this at least."""
 
 Pair = tuple[int, int]
 
@@ -41,8 +44,19 @@ def slow_links(
     views = [_View(each, labels, table.places, fit=id(each) in fitted) for each in slow]
     blames: list[_Blame] = []
     while (node := _node(views, judged, table)) is not None:
-        blames.append(node)
-        views = [each for each in views if each.slow not in node.units]
+        # Rings across that border whose pattern told nothing are explained as well.
+        border = set(node.ranks)
+        inherits = [
+            each
+            for each in views
+            if each.pair is None and 0 < len(border & set(each.slow.unit.ranks)) < len(each.slow.unit.ranks)
+        ]
+        units = {id(unit): unit for unit in (*node.units, *(each.slow for each in inherits))}
+        blames.append(replace(node, units=tuple(units.values())))
+        views = [each for each in views if id(each.slow) not in units]
+    everywhere = [each.slow for each in views if each.slow.everywhere]
+    views = [each for each in views if not each.slow.everywhere]
+    blames += _everywhere(everywhere)
     pairs = _pairs(views)
     blames += pairs
     explained = {id(unit) for blame in pairs for unit in blame.units}
@@ -67,7 +81,7 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
             _identity(unit)
             for unit in judged
             if _crosses(unit, node, places)
-            and _cost(unit, table) * (ratio - 1.0) > 2 * LEAST_LOSS * table.step_ns
+            and _cost(unit, table) * (1.0 - 1.0 / ratio) > 2 * LEAST_LOSS * table.step_ns
         }
         if len(different) < (1 if told else 2) or len(different) < NODE_SHARE * len(crossing):
             continue
@@ -134,7 +148,10 @@ class _View:
                 self.sentence = f"only these two leave the {op} of {unit.name} late"
             return
         borders = node_borders(ranks, places)
-        fit = fit_ring(samples, labels, self.slow.healthy_ns, list(borders))
+        share = self.slow.extra_ns / (self.slow.extra_ns + self.slow.healthy_ns)
+        fit = fit_ring(
+            samples, labels, self.slow.healthy_ns, list(borders), least_amplitude=LEAST_SPREAD * share
+        )
         if fit is None or not fit.accepted:
             return
         if fit.hops in borders:
@@ -235,6 +252,24 @@ def _groups(rest: Sequence[SlowUnit], others_blamed: bool) -> list[_Blame]:
             continue
         found.append(_Blame(cause="slow_group", ranks=ranks, host=None, units=tuple(units), trust=0.8))
     return found
+
+
+def _everywhere(slow: Sequence[SlowUnit]) -> list[_Blame]:
+    """Of each kind, what became slow together and crosses no one border: told, but no place is named."""
+    kinds: dict[str, list[SlowUnit]] = {}
+    for each in slow:
+        kinds.setdefault(each.unit.name, []).append(each)
+    return [
+        _Blame(
+            cause="slow_group",
+            ranks=tuple(sorted({rank for each in units for rank in each.unit.ranks})),
+            host=None,
+            units=tuple(units),
+            trust=0.48,
+            evidence=(f"all comparable {name} transfers became slow together: no place stands out",),
+        )
+        for name, units in kinds.items()
+    ]
 
 
 def _finding(blame: _Blame, table: StepTable) -> Finding:

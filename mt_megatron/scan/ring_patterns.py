@@ -20,7 +20,7 @@ from .robust import Floats, spread
 CLEARLY_BETTER = 0.5
 """The best candidate's remaining error (squared) in units of the second best's, at most."""
 
-EXPLAINED = 0.6
+EXPLAINED = 0.85
 """The least share of the pattern's variance that the best candidate explains."""
 
 _MOST_SAMPLES = 30

@@ -65,7 +65,10 @@ class SlowUnit:
     """What the operation that costs most takes elsewhere, or took before."""
 
     by_past: bool
-    """Compared with its own past: nothing like it ran beside it."""
+    """Compared with its own past: nothing like it ran beside it, or it became as slow."""
+
+    everywhere: bool = False
+    """Its peers became as slow at the same time."""
 
     @property
     def ratio(self) -> float:
@@ -127,7 +130,14 @@ def _of_class(
                 series = np.log(cost[row] / normal[row])
                 series[~np.isfinite(series)] = np.nan
                 seen = cost[row]
-        for raised in _raised(series, by_past, tests):
+        stretches = _raised(series, by_past, tests)
+        everywhere = False
+        if not stretches and not by_past:
+            # Like its peers, but were all of them quicker before?
+            with np.errstate(all="ignore"):
+                stretches = _raised(np.log(np.where(cost[row] > 0, cost[row], np.nan)), True, tests)
+            everywhere = bool(stretches)
+        for raised in stretches:
             inside = slice(raised.start, raised.stop)
             slowed = float(np.nanmean(np.where(seen[inside] > 0, seen[inside], np.nan)))
             lost = slowed * (1.0 - exp(-raised.level))
@@ -144,7 +154,8 @@ def _of_class(
                     lost_ns=lost,
                     extra_ns=extra,
                     healthy_ns=main,
-                    by_past=by_past,
+                    by_past=by_past or everywhere,
+                    everywhere=everywhere,
                 )
             )
     return found
