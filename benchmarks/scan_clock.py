@@ -13,12 +13,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from mt_megatron.scan.pings import ClockPings
 from mt_megatron.scan.records import KIND, PING, SPAN
 
 MESSAGE_PAUSE = 0.01
+START_SECONDS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +101,14 @@ def measure(*, seconds: float, ranks: int, load: int, seed: int = 0) -> tuple[di
     with tempfile.TemporaryDirectory(prefix="mt_megatron_clock_") as scratch:
         # Rank r writes to r + 1.
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        together = context.Barrier(ranks)
         processes = [
             context.Process(
                 target=_rank,
-                args=(rank, ranks, clocks[rank], Path(scratch), pipes[rank - 1][0], pipes[rank][1], seconds),
+                args=(
+                    *(rank, ranks, clocks[rank], Path(scratch)),
+                    *(pipes[rank - 1][0], pipes[rank][1], together, seconds),
+                ),
             )
             for rank in range(ranks)
         ]
@@ -185,6 +192,7 @@ def _rank(
     scratch: Path,
     inbox: Connection,
     outbox: Connection,
+    together: Barrier,
     seconds: float,
 ) -> None:
     found: list[np.ndarray] = []
@@ -198,6 +206,13 @@ def _rank(
         now=clock,
     )
     pings.start()
+    patience = time.monotonic() + START_SECONDS
+    while pings.rounds == 0:
+        if time.monotonic() > patience:
+            raise TimeoutError(f"rank {rank} has exchanged no pings within {START_SECONDS:g} s")
+        time.sleep(0.01)
+    # As ranks of a run do, all begin and end together, however busy the machine is.
+    together.wait(START_SECONDS)
     sent: list[tuple[int, int, int]] = []
     received: list[tuple[int, int, int]] = []
     reader = threading.Thread(target=_receive, args=(inbox, clock, received))
@@ -210,6 +225,7 @@ def _rank(
         number += 1
         time.sleep(MESSAGE_PAUSE)
     outbox.send(None)
+    together.wait(START_SECONDS)
     pings.close(seconds=3.0)
     reader.join()
     np.savez(
@@ -278,7 +294,7 @@ def main() -> None:
             print(path)
     print(json.dumps(result, indent=1) if given.json else shown)
     for note in clocks.notes:
-        print(note)
+        print(note, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ _WANTED_PER_WINDOW = 16
 _FASTEST = 20
 _SLOW_WINDOW = 3.0
 
+_DRIFT = 100e-6
+"""Clocks of computers differ by less; what looks like more over a short time is noise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanges:
@@ -112,8 +115,8 @@ def fit_edge(found: Exchanges) -> EdgeFit | None:
         knots=start + np.rint(at).astype(np.int64),
         base=base,
         delta=value,
-        slope_before=_end_slope(at[:8], value[:8], slope),
-        slope_after=_end_slope(at[-8:], value[-8:], slope),
+        slope_before=_end_slope(kept[:8], value[:8], slope),
+        slope_after=_end_slope(kept[-8:], value[-8:], slope),
     )
     fast = np.concatenate([each.fastest for each in kept])
     distance = np.abs(middle[fast] + base - (line(found.at[fast]) - found.at[fast]))
@@ -141,8 +144,7 @@ class _Window:
 
 
 def _first_slope(x: Floats, middle: Floats, trip: Floats) -> float:
-    if len(x) < 2 or x[-1] - x[0] < _BURST_GAP / 2:
-        # Too short to tell a drift (ppm) from the noise of the exchanges (microseconds).
+    if len(x) < 2 or x[-1] == x[0]:
         return 0.0
     # The fastest of each tenth of the time, so that quiet moments do not all come from one end.
     bins = np.minimum((x - x[0]) / (x[-1] - x[0]) * 10, 9).astype(np.int64)
@@ -151,7 +153,7 @@ def _first_slope(x: Floats, middle: Floats, trip: Floats) -> float:
         members = np.flatnonzero(bins == number)
         chosen.append(members[np.argsort(trip[members])[:12]])
     best = np.sort(np.concatenate(chosen))
-    return robust_slope(x[best], middle[best])
+    return robust_slope(x[best], middle[best]) if _tells_drift(x[best], float(np.median(trip[best]))) else 0.0
 
 
 def _windows(at: Times) -> list[Times]:
@@ -213,5 +215,13 @@ def _left_out(at: Floats, value: Floats) -> Floats:
     return np.asarray(value[1:-1] - between, dtype=np.float64)
 
 
-def _end_slope(at: Floats, value: Floats, otherwise: float) -> float:
-    return robust_slope(at, value) if len(at) >= 3 else otherwise
+def _end_slope(windows: Sequence[_Window], value: Floats, otherwise: float) -> float:
+    at = np.array([each.at for each in windows])
+    noise = float(np.median([each.trip for each in windows]))
+    return robust_slope(at, value) if len(at) >= 3 and _tells_drift(at, noise) else otherwise
+
+
+def _tells_drift(x: Floats, noise: float) -> bool:
+    """Whether a stretch is long enough for a drift to stand out from what exchanges of round trip ``noise``
+    can hide."""
+    return noise / 2 <= _DRIFT * (x[-1] - x[0])

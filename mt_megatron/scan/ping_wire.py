@@ -47,8 +47,15 @@ class PingServer:
         self.address: str = address
         self.port: int = self._socket.getsockname()[1]
         self._closed = threading.Event()
+        self._visited = 0.0
         self._thread = threading.Thread(target=self._serve, name="scan-ping-answers", daemon=True)
         self._thread.start()
+
+    def linger(self, *, quiet: float, at_most: float) -> None:
+        """Wait until nobody has come for ``quiet`` seconds, ``at_most`` seconds."""
+        begun = time.monotonic()
+        while time.monotonic() < min(begun + at_most, max(begun, self._visited) + quiet):
+            time.sleep(quiet / 10)
 
     def close(self) -> None:
         """Answer no more."""
@@ -69,6 +76,7 @@ class PingServer:
                 return
             with visitor, contextlib.suppress(OSError):
                 self._answer(visitor)
+            self._visited = time.monotonic()
 
     def _answer(self, visitor: socket.socket) -> None:
         until = time.monotonic() + _LONGEST_VISIT

@@ -23,6 +23,7 @@ FIRST_PAUSE = 2.0
 _PER_ROUND = 64
 _PER_CHECK = 16
 _PATIENCE = 120.0
+_QUIET = 0.3
 
 _log = logging.getLogger("mt_megatron")
 
@@ -60,6 +61,7 @@ class ClockPings:
         self._server: PingServer | None = None
         self._missed: set[int] = set()
         self._only_checks = False
+        self._serves_others = False
         self.rounds = 0
         """Rounds that are over."""
         self._thread = threading.Thread(target=self._run, name="scan-pings", daemon=True)
@@ -69,11 +71,15 @@ class ClockPings:
         self._thread.start()
 
     def close(self, *, seconds: float = 1.0) -> None:
-        """One last round, so that the end of the run lies between two; waits at most ``seconds``."""
+        """One last round, so that the end of the run lies between two; waits at most ``seconds`` for it,
+        and for other machines' as long again."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
         if self._server is not None:
+            if self._serves_others:
+                # They end as well, and have a last round of their own.
+                self._server.linger(quiet=_QUIET, at_most=seconds)
             self._server.close()
 
     def _run(self) -> None:
@@ -158,7 +164,8 @@ class ClockPings:
             )
             self._board.write(f"address/{self._rank}", json.dumps([None, 0]))
             return
-        if plan.listens[self._rank]:
+        self._serves_others = plan.listens[self._rank]
+        if self._serves_others:
             _log.warning(
                 "scan: rank %d answers clock pings of other machines at %s port %d, with a random token",
                 self._rank,

@@ -118,6 +118,17 @@ def test_a_server_that_closes_leaves_what_was_answered() -> None:
         ask("127.0.0.1", server.port, TOKEN, peer=0, count=1)
 
 
+def test_those_who_still_come_are_waited_for_and_not_for_ever() -> None:
+    with serving() as server:
+        began = time.monotonic()
+        server.linger(quiet=30.0, at_most=0.05)
+        assert time.monotonic() - began < 20
+        ask("127.0.0.1", server.port, TOKEN, peer=0, count=1)
+        began = time.monotonic()
+        server.linger(quiet=0.05, at_most=30.0)
+        assert 0.05 <= time.monotonic() - began < 20
+
+
 def test_ranks_with_false_clocks_are_put_right() -> None:
     """Real sockets: the error is bounded by the round trips, however busy this machine is."""
     offsets = {0: 0, 1: 10**9, 2: -(10**9), 3: 0}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -138,6 +140,48 @@ def test_a_watcher_that_ends_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
             time.sleep(0.05)
         watcher.close()
     assert [line for line in caplog.messages if "ended with code -9; training goes on" in line]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
+watcher = WatcherProcess(Path(sys.argv[1]), Alerting(), start_after=0.0)
+watcher.start()
+while watcher.process is None:
+    time.sleep(0.01)
+print(watcher.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_watcher_does_not_outlive_a_killed_rank(tmp_path: Path) -> None:
+    with session(tmp_path, watch=False):
+        steps(1)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "scan")]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert rank.stdout is not None
+        watcher = int(rank.stdout.readline())
+        assert running(watcher)
+        rank.kill()
+        rank.wait(timeout=60)
+        until = time.monotonic() + 60
+        while running(watcher) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not running(watcher)
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; one that nobody has waited for has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_alerting_becomes_arguments() -> None:
