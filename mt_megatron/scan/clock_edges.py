@@ -224,4 +224,4 @@ def _end_slope(windows: Sequence[_Window], value: Floats, otherwise: float) -> f
 def _tells_drift(x: Floats, noise: float) -> bool:
     """Whether a stretch is long enough for a drift to stand out from what exchanges of round trip ``noise``
     can hide."""
-    return noise / 2 <= _DRIFT * (x[-1] - x[0])
+    return bool(noise / 2 <= _DRIFT * (x[-1] - x[0]))

@@ -55,7 +55,7 @@ class PingServer:
         """Wait until nobody has come for ``quiet`` seconds, ``at_most`` seconds."""
         begun = time.monotonic()
         while time.monotonic() < min(begun + at_most, max(begun, self._visited) + quiet):
-            time.sleep(quiet / 10)
+            time.sleep(min(quiet / 10, 0.02))
 
     def close(self) -> None:
         """Answer no more."""
