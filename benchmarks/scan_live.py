@@ -320,6 +320,8 @@ def main() -> int:
     options = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("namespaces and control groups need root")
+    # Told to end, it still ends what it started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     trials: list[Trial] = []
     seed, began = options.first_seed, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="scan_live_") as name, background_load(options.load):
