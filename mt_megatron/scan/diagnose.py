@@ -16,6 +16,7 @@ import numpy as np
 
 from .clock import Clocks
 from .diagnose_own_work import slow_ranks
+from .diagnose_quota import short_of_quota
 from .diagnose_stages import slow_stages
 from .diagnose_waits import pauses, slow_checkpoints, slow_data
 from .exchange_store import ExchangeStore
@@ -23,6 +24,7 @@ from .exchanges import RankExchanges
 from .findings import Finding
 from .hangs import RankEnd, find_hang, rank_end
 from .links import slow_links
+from .one_matter import merged, one_per_rank, with_true_cost
 from .segments import RankTrace
 from .sides import rank_exchanges
 from .slow_rings import slow_rings
@@ -98,10 +100,11 @@ class Diagnoser:
             return ()
         ranks = slow_ranks(table)
         stood = pauses(table)
-        late = _one_per_rank([*ranks, *stood])
-        late += slow_stages(table, late)
+        late = one_per_rank([*ranks, *short_of_quota(table), *stood])
+        late = merged([*late, *slow_stages(table, late)])
         waits = [*slow_data(table), *slow_checkpoints(table)]
-        return _ordered([*late, *waits, *self._links(table, late)])
+        found = merged([*late, *waits, *self._links(table, late)])
+        return _ordered(with_true_cost(found, table))
 
     def table(self, first_step: int | None = None, last_step: int | None = None) -> StepTable:
         """The steps fed so far."""
@@ -117,37 +120,6 @@ class Diagnoser:
         slow += slow_rings(units, known, table.iteration, table.step_ns, labels, table.places)
         slow = without_starved(slow, units, table, late)
         return slow_links(slow, units, table, labels)
-
-
-def _one_per_rank(found: list[Finding]) -> list[Finding]:
-    """The same steps of a rank blamed once: stops that its own work shows are one matter with it."""
-    kept: list[Finding] = []
-    for each in found:
-        same = next(
-            (
-                at
-                for at, known in enumerate(kept)
-                if known.ranks == each.ranks
-                and each.cause == "host_pause"
-                and known.cause in ("host_pause", "host_contention")
-                and known.first_step <= each.last_step
-                and each.first_step <= known.last_step
-            ),
-            None,
-        )
-        if same is None:
-            kept.append(each)
-        elif kept[same].cause == each.cause:
-            known = kept[same]
-            kept[same] = replace(
-                known,
-                first_step=min(known.first_step, each.first_step),
-                last_step=max(known.last_step, each.last_step),
-                confidence=max(known.confidence, each.confidence),
-                lost_fraction=max(known.lost_fraction, each.lost_fraction),
-                evidence=(*known.evidence, *each.evidence),
-            )
-    return kept
 
 
 def _ordered(found: list[Finding]) -> tuple[Finding, ...]:

@@ -19,6 +19,15 @@ ALONE_DATA = 0.10
 LEAST_PAUSE_NS = 2e8
 """A single stop shorter than this (or than half a step) is told only if it comes back."""
 
+LEAST_STOP = 0.05
+"""Of the step: stops that come back are counted from this on."""
+
+SHOWS = 0.35
+"""Of the stops, what must show in the steps or the own work that they fell into."""
+
+EMPTY = 1.0
+"""A queue that holds more batches than this keeps nobody waiting."""
+
 CHECKPOINT_RATIO = 1.4
 SINGLE_CHECKPOINT_RATIO = 1.8
 
@@ -53,6 +62,11 @@ def _data_findings(
     tests = int(np.isfinite(table.columns["data"]).sum()) * table.looks
     least = ALONE_DATA if alone else LEAST_DATA
     trust = 0.75 if alone else 1.0
+    # What a queue with batches in it takes is not waiting for them.
+    with np.errstate(invalid="ignore"):
+        fraction = np.where(
+            table.columns["data_queue_depth"][row] > EMPTY, np.minimum(fraction, 0.0), fraction
+        )
     found = []
     for raised in raised_levels(fraction, least=least, tolerated=0.25 * least, floor=0.004, tests=tests):
         outside = np.delete(fraction, slice(raised.start, raised.stop))
@@ -193,14 +207,29 @@ def pauses(table: StepTable) -> list[Finding]:
         long = np.nan_to_num(longest) >= max(0.5 * table.step_ns, LEAST_PAUSE_NS)
         long &= stood > 0.25
         others = np.delete(fraction, row, axis=0)
-        spikes = merged_spikes(stood, others, least=0.05, mean=0.02, fewest=3)
-        if spikes is not None:
+        spikes = merged_spikes(stood, others, least=LEAST_STOP, mean=0.02, fewest=3)
+        if spikes is not None and _shows(table, row, stood, spikes[0], spikes[1]):
             found.append(_pause(table, row, spikes[0], spikes[1], spikes[2], 0.9))
             long[spikes[0] : spikes[1]] = False
         for start, stop in _runs(long):
             mean = float(np.nanmean(stood[start:stop]))
             found.append(_pause(table, row, start, stop, mean / (1.0 + mean), 0.85))
     return found
+
+
+def _shows(table: StepTable, row: int, stood: Floats, start: int, stop: int) -> bool:
+    """Whether steps with stops are longer than those without, or its own work in them: the recorder's thread
+    may have stood still alone."""
+    hit = np.zeros(len(stood), dtype=bool)
+    hit[start:stop] = stood[start:stop] >= LEAST_STOP
+    if hit.all() or not hit.any():
+        return True
+    least = SHOWS * float(stood[hit].mean()) * table.step_ns
+    for name in ("step", "compute"):
+        values = table.columns[name][row]
+        if float(np.nanmean(values[hit]) - np.nanmedian(values[~hit])) >= least:
+            return True
+    return False
 
 
 def _runs(chosen: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,14 @@ from .trace import Place
 AFTER_NS = 5_000_000_000
 """An operation open for longer than this may hang."""
 
+SILENT_NS = 2_000_000_000
+"""A rank that wrote nothing for so much longer than the others, no beat of its recorder either, is stopped or
+dead."""
+
 CHECKPOINT_PATIENCE = 12
 """Times as long a rank may write its checkpoint while the others wait."""
+
+_MOST_OPEN = 16
 
 Key = tuple[str, tuple[int, ...]]
 """A group's name and ranks; of a transfer ``send`` or ``recv``, sender and receiver."""
@@ -62,6 +68,9 @@ class RankEnd:
     note: Mapping[str, Any] | None
     """Its last note with Python stacks."""
 
+    beside: tuple[OpenOperation, ...] = ()
+    """Other communications that have not ended: one call may wait for several."""
+
 
 def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]) -> RankEnd:
     """The end of one rank's trace."""
@@ -75,10 +84,12 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
     last = to_reference(np.array([max(map(int, times)), max(map(int, times[:2]))], dtype=np.int64))
     communicates = np.isin(still["kind"], [KIND["collective"], KIND["p2p"]])
     waiting, inside = None, None
-    if communicates.any():
-        row = still[communicates][int(np.argmax(still[communicates]["begin"]))]
-        begin = to_reference(np.array([row["begin"]], dtype=np.int64))
-        waiting = _operation(rank, row, int(begin[0]), trace)
+    rows = still[communicates]
+    rows = rows[np.argsort(rows["begin"], kind="stable")[::-1]][:_MOST_OPEN]
+    begins = to_reference(rows["begin"].astype(np.int64))
+    pending = [_operation(rank, row, int(at), trace) for row, at in zip(rows, begins, strict=True)]
+    if pending:
+        waiting = pending[0]
     others = still[~communicates & (still["kind"] != KIND["step"])]
     if len(others):
         inside = KINDS[int(others[int(np.argmax(others["begin"]))]["kind"])]
@@ -92,6 +103,7 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
         reached=_reached(rank, trace),
         step=int(spans["iteration"].max(initial=0)),
         note=stacks[-1] if stacks else None,
+        beside=tuple(pending[1:]),
     )
 
 
@@ -154,7 +166,12 @@ def find_hang(
     }
     if not stalled:
         return None
-    misses = {rank: _missing(rank, waiting, ends) for rank, waiting in stalled.items()}
+    latest = max(end.last_seen for end in ends.values())
+    silent = {rank for rank, end in ends.items() if latest - end.last_seen > SILENT_NS}
+    misses = {
+        rank: set().union(*(_missing(rank, each, ends, silent) for each in (waiting, *ends[rank].beside)))
+        for rank, waiting in stalled.items()
+    }
     absent: set[int] = set().union(*misses.values())
     # Who waits in turn for somebody else is not at fault.
     culprits = sorted(rank for rank in absent if not misses.get(rank))
@@ -177,11 +194,14 @@ def _entered(operation: OpenOperation, end: RankEnd) -> int:
     return end.waiting.begin if same and end.waiting is not None else operation.begin
 
 
-def _missing(rank: int, waiting: OpenOperation, ends: Mapping[int, RankEnd]) -> set[int]:
-    """Members that have not entered the operation that ``rank`` waits in."""
+def _missing(
+    rank: int, waiting: OpenOperation, ends: Mapping[int, RankEnd], silent: Collection[int]
+) -> set[int]:
+    """Members that have not entered the operation that ``rank`` waits in, or went ``silent`` in it."""
+    # Of two that are silent neither is known to wait for the other.
+    found = set(waiting.key[1]) & set(silent) - {rank} if rank not in silent else set()
     if waiting.seq < 0:
-        return set()
-    found = set()
+        return found
     for member in waiting.key[1]:
         if member == rank:
             continue

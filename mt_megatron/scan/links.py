@@ -106,7 +106,8 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
         ranks=ranks,
         host=" or ".join(_host(places, node) for node in tied),
         units=units,
-        trust=1.0 if len(tied) == 1 else 0.75,
+        # Of the only two either will do; else half of the places named would be wrong.
+        trust=1.0 if len(tied) == 1 else 0.75 if len(nodes) == 2 else 0.48,
         evidence=tuple(said),
     )
 

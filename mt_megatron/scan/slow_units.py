@@ -122,9 +122,11 @@ def _of_class(
     for row, unit in enumerate(units):
         main = typical[row, int(np.argmax(share[row]))]
         by_past = bool(alone[row].sum() > cost[row].sum())
+        # Beside the past one operation is compared: how many can be judged differs from step to step.
+        each = np.where(operations[row] > 0, operations[row], np.nan)
         with np.errstate(all="ignore"):
             if by_past:
-                series = np.log(np.where(alone[row] > 0, alone[row], np.nan))
+                series = np.log(np.where(alone[row] > 0, alone[row], np.nan) / each)
                 seen = alone[row]
             else:
                 series = np.log(cost[row] / normal[row])
@@ -135,7 +137,7 @@ def _of_class(
         if not stretches and not by_past:
             # Like its peers, but were all of them quicker before?
             with np.errstate(all="ignore"):
-                stretches = _raised(np.log(np.where(cost[row] > 0, cost[row], np.nan)), True, tests)
+                stretches = _raised(np.log(np.where(cost[row] > 0, cost[row], np.nan) / each), True, tests)
             everywhere = bool(stretches)
         for raised in stretches:
             inside = slice(raised.start, raised.stop)

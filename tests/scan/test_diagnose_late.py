@@ -160,6 +160,8 @@ def test_stops_are_told_once_for_long_or_when_they_come_back() -> None:
     stops.columns["pause"][2, 7] = stops.columns["longest_pause"][2, 7] = 60.0 * MS
     assert pauses(stops) == [], "one short stop"
     stops.columns["pause"][2, 7::4] = stops.columns["longest_pause"][2, 7::4] = 60.0 * MS
+    assert pauses(stops) == [], "the recorder stood still, but nothing took longer"
+    stops.columns["step"][:, 7::4] += 60.0 * MS
     assert named(pauses(stops)) == [("host_pause", (2,))]
     once = table(dp=4)
     once.columns["pause"][0, 11] = once.columns["longest_pause"][0, 11] = 900.0 * MS
