@@ -93,9 +93,12 @@ class Listening:
             self._await_step()
 
     def _await_step(self) -> None:
-        """When nothing is heard but something is wanted: hear where a step begins."""
-        idle = self.level == "off" and self._stop_hearing is None
-        if self._running and idle and (self._wanted != "off" or self._window is not None):
+        """While nothing is recorded: hear where a step begins.
+
+        As long as somebody hears them, operations are counted. Ranks follow the control file at different
+        steps: one that stopped counting for some of them would give other numbers to the same operations.
+        """
+        if self._running and self.level == "off" and self._stop_hearing is None:
             self._stop_hearing = events.subscribe(self._steps)
 
     def _at_step(self, iteration: int) -> None:
@@ -105,8 +108,6 @@ class Listening:
             level = level_at(self._wanted, self._window, iteration)
             if level != self.level:
                 self._apply(level)
-            elif level == "off" and self._wanted == "off" and self._window is None:
-                self._unsubscribe()
 
     def _apply(self, level: Level) -> None:
         with self._changing:
