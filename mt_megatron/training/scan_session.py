@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.queue_depth import micro_batches_ready
 from mt_megatron.training.distributed import Job
@@ -63,6 +65,16 @@ def trace_folder(config: TrainingConfig, metrics: Path | None) -> Path | None:
     return metrics.parent
 
 
+def _agreed(folder: Path | None, job: Job) -> Path | None:
+    """Rank 0's ``folder``; collective. What is a pipe on one machine may be a file on another, or nothing,
+    and a rank without a trace would leave the others waiting for it."""
+    said = [folder]
+    if job.layout.world_size > 1:
+        # No event: rank 0 may count collectives already, for its own figures, and the others do not yet.
+        dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
 def tracing_of(
     config: TrainingConfig,
     job: Job,
@@ -72,10 +84,11 @@ def tracing_of(
     num_microbatches: int,
     say: Callable[[str], None],
 ) -> Tracing:
-    """The tracing that ``config`` asks for; nothing is started yet. ``metrics``: the run's JSONL file."""
+    """The tracing that ``config`` asks for; nothing is started yet. Collective. ``metrics``: the run's JSONL
+    file."""
     if config.scan.scan == "off":
         return Tracing()
-    folder = trace_folder(config, metrics)
+    folder = _agreed(trace_folder(config, metrics), job)
     if folder is None:
         say("no trace is kept: give --save or --scan-dir (or --scan off)")
         return Tracing()

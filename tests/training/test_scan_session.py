@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mt_megatron.scan.clock import fit_clocks
 from mt_megatron.scan.records import KIND
 from mt_megatron.training.arguments import load_config
-from mt_megatron.training.scan_session import trace_folder
+from mt_megatron.training.scan_session import trace_folder, tracing_of
 from tests.launch import run_ranks
 
 
@@ -113,6 +114,20 @@ def test_the_trace_lies_beside_the_metrics(flags: str, metrics: str | None, expe
     config = load_config(flags.split())
     folder = trace_folder(config, None if metrics is None else Path(metrics))
     assert folder == (None if expected is None else Path(expected))
+
+
+def test_rank_0_says_for_all_whether_there_is_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(said: list[Any], src: int) -> None:
+        assert (said, src) == ([tmp_path], 0)
+        said[0] = None
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", nowhere)
+    job: Any = SimpleNamespace(layout=SimpleNamespace(world_size=2))
+    config, lines = load_config(["--scan-dir", str(tmp_path)]), []
+    tracing = tracing_of(config, job, metrics=None, modules=(), num_microbatches=1, say=lines.append)
+    assert tracing.folder is None and [line for line in lines if "no trace is kept" in line]
 
 
 def test_yaml_takes_a_bare_off(tmp_path: Path) -> None:
