@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mt_megatron.scan.confirm import MEASURABLE, Confirmation, Request
+from mt_megatron.errors import ConfigError
+from mt_megatron.scan.confirm import MEASURABLE, Confirmation, Request, check_request
 from mt_megatron.scan.run_files import RunFiles, write_private
 
 EXIT_CODE = 79
@@ -85,6 +86,12 @@ class StragglerPolicy:
             what="compute" if measured == "compute" else "link",
             ranks=suspects,
         )
+        try:
+            check_request(request, len(self._hosts))
+        except ConfigError as error:
+            # All ranks would raise it between two steps.
+            self._say(f"{_name(cause, ranks)}: training goes on, because it cannot be measured: {error}")
+            return
         self._pending = (request, finding)
         self._say(f"{_name(cause, ranks)}: measured after this step")
 

@@ -107,6 +107,12 @@ def test_a_nodes_link_is_measured_across_its_border(policy: StragglerPolicy) -> 
     assert policy.request is not None and policy.request.what == "link" and policy.request.ranks == (2, 0)
 
 
+def test_what_cannot_be_measured_is_never_asked_for(said: list[str]) -> None:
+    policy = StragglerPolicy({0: "node-a", 1: "node-b"}, said.append)
+    policy.heard(finding(cause="slow_node_link", ranks=[1]))
+    assert policy.request is None and "cannot be measured: found 2 ranks" in said[0]
+
+
 def test_the_last_host_is_not_excluded(said: list[str]) -> None:
     policy = StragglerPolicy({0: "node-a", 1: "node-a"}, said.append)
     policy.heard(finding(ranks=[1]))
