@@ -145,6 +145,8 @@ class Session:
         coordinates = asdict(self._layout.coordinates(self._rank))
         if self._rank == 0:
             write_run(self.files, self._run_facts(everyone, machines))
+            # Asked of an earlier session; the next change would carry it along.
+            self.files.control.unlink(missing_ok=True)
         recorder = Recorder(
             self.files.root,
             rank=self._rank,

@@ -31,6 +31,7 @@ from .run_files import RunFiles, read_run, run_files
 from .step_features import RankSteps
 from .tails import RankTail
 from .trace import Place, places_of
+from .watcher_process import WEBHOOK_VARIABLE
 
 WINDOW = 80
 """Steps that are judged together."""
@@ -215,6 +216,10 @@ def _alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    with contextlib.suppress(OSError):
+        # One that has ended stays in the table for as long as nobody asks how, in a container for ever.
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        return state.split()[0] != "Z"
     return True
 
 
@@ -227,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--hang-seconds", type=float, default=5.0, help="open operations older than this hang"
     )
-    parser.add_argument("--webhook")
+    parser.add_argument("--webhook", default=os.environ.get(WEBHOOK_VARIABLE))
     parser.add_argument("--prometheus-port", type=int)
     options = parser.parse_args(arguments)
     files = run_files(options.run)

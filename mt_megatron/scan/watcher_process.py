@@ -16,6 +16,9 @@ logger = logging.getLogger("mt_megatron")
 START_AFTER_SECONDS = 10.0
 """A run that ends before is not worth a second process."""
 
+WEBHOOK_VARIABLE = "MT_MEGATRON_SCAN_WEBHOOK"
+"""Holds the webhook's address for the watcher: it may be a secret, and everybody reads command lines."""
+
 _SECONDS_TO_END = 3.0
 
 
@@ -28,12 +31,11 @@ class Alerting:
 
     def arguments(self) -> list[str]:
         """As the watcher's command line has them."""
-        found = []
-        if self.webhook is not None:
-            found += ["--webhook", self.webhook]
-        if self.prometheus_port is not None:
-            found += ["--prometheus-port", str(self.prometheus_port)]
-        return found
+        return [] if self.prometheus_port is None else ["--prometheus-port", str(self.prometheus_port)]
+
+    def variables(self) -> dict[str, str]:
+        """What its environment has besides."""
+        return {} if self.webhook is None else {WEBHOOK_VARIABLE: self.webhook}
 
 
 class WatcherProcess:
@@ -54,6 +56,7 @@ class WatcherProcess:
             *(sys.executable, "-m", "mt_megatron.scan.watch", str(scan_folder)),
             *("--parent-pid", str(os.getpid()), *alerting.arguments()),
         ]
+        self._variables = alerting.variables()
         self._start_after = start_after
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scan-watcher", daemon=True)
@@ -79,7 +82,7 @@ class WatcherProcess:
             for name, value in os.environ.items()
             if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         }
-        environment["OMP_NUM_THREADS"] = "1"
+        environment |= {"OMP_NUM_THREADS": "1", **self._variables}
         try:
             # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
             self.process = subprocess.Popen(

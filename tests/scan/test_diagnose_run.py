@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from mt_megatron.scan.diagnose import Diagnosis, diagnose
 from mt_megatron.scan.records import KIND, OPEN, SPAN
 from mt_megatron.scan.run_files import run_files, segment_path, segment_paths
 from mt_megatron.scan.segments import Group, SegmentWriter, read_rank
-from mt_megatron.scan.watch import Watch
+from mt_megatron.scan.watch import Watch, _alive
 
 from .handmade import DP, MS, NAME, STRINGS, HandmadeRun, write_handmade
 
@@ -165,6 +166,17 @@ def test_the_watcher_tells_a_hang_once(slow: Path, tmp_path: Path) -> None:
     assert [(each.ranks, each.group, each.details["seq"]) for each in hangs] == [((1,), "dp", 24)]
     patient = Watch(run_files(run), hang_after_s=20.0)
     assert not [each for each in patient.look() if each.cause == "hang"]
+
+
+def test_a_parent_that_nobody_has_asked_for_its_end_is_gone() -> None:
+    parent = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    try:
+        assert _alive(os.getpid())
+        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+        assert not _alive(parent.pid)
+    finally:
+        parent.wait()
+    assert not _alive(parent.pid)
 
 
 def test_the_watchers_process_ends_with_its_parent_and_imports_no_torch(slow: Path, tmp_path: Path) -> None:

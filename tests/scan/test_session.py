@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.scan.control import change_control
 from mt_megatron.scan.levels import Window
 from mt_megatron.scan.records import KIND
 from mt_megatron.scan.run_files import read_run, run_files
@@ -186,9 +187,28 @@ def running(pid: int) -> bool:
 
 def test_alerting_becomes_arguments() -> None:
     assert Alerting().arguments() == []
-    assert Alerting(webhook="https://a", prometheus_port=0).arguments() == [
-        "--webhook",
-        "https://a",
-        "--prometheus-port",
-        "0",
-    ]
+    assert Alerting(prometheus_port=0).arguments() == ["--prometheus-port", "0"]
+
+
+def test_the_webhooks_address_is_in_nobodys_process_list(tmp_path: Path) -> None:
+    with session(tmp_path, watch=False):
+        steps(1)
+    alerting = Alerting(webhook="http://127.0.0.1:1/secret")
+    watcher = WatcherProcess(tmp_path / "scan", alerting, say=lambda line: None, start_after=0.0)
+    watcher.start()
+    until = time.monotonic() + 60
+    while watcher.process is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert watcher.process is not None
+    process = Path(f"/proc/{watcher.process.pid}")
+    assert b"secret" in (process / "environ").read_bytes()
+    assert b"secret" not in (process / "cmdline").read_bytes()
+    watcher.close()
+
+
+def test_what_an_earlier_session_was_asked_for_is_forgotten(tmp_path: Path) -> None:
+    files = run_files(tmp_path)
+    with session(tmp_path, watch=False):
+        change_control(files, {"level": "full"})
+    with session(tmp_path, watch=False):
+        assert change_control(files, {"window": False}) == {"window": False}
