@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
+from mt_megatron.errors import ScanError
+
 from .findings import Finding
-from .run_files import RunFiles
+from .run_files import RunFiles, read_run
 from .trace import Trace
 from .wording import place_text
 
@@ -53,7 +55,11 @@ def rank_title(trace: Trace, rank: int) -> str:
 
 
 def findings_on_record(files: RunFiles) -> list[Finding]:
-    """What the watcher wrote while the run went on, the newest word on each culprit; a torn line ends it."""
+    """What the watcher wrote since the run was started last, the newest word on each culprit; torn lines are
+    left out."""
+    started = 0.0
+    with contextlib.suppress(ScanError):
+        started = float(read_run(files).get("started_unix_ns", 0)) / 1e9
     latest: dict[tuple[Any, ...], Finding] = {}
     known = {each.name for each in fields(Finding)}
     with contextlib.suppress(FileNotFoundError), open(files.findings, encoding="utf-8") as file:
@@ -61,6 +67,8 @@ def findings_on_record(files: RunFiles) -> list[Finding]:
             try:
                 row = json.loads(line)
                 row = {**row, **row.get("finding", {})}
+                if float(row.get("time_unix", started)) < started:
+                    continue
                 row["ranks"] = tuple(row.get("ranks", ()))
                 row["evidence"] = tuple(row.get("evidence", ()))
                 finding = Finding(**{name: value for name, value in row.items() if name in known})

@@ -22,7 +22,7 @@ from mt_megatron.scan.report import ReportFiles, write_report
 from mt_megatron.scan.report_data import CATEGORIES, ReportData, StepTimes
 from mt_megatron.scan.report_html import page
 from mt_megatron.scan.report_markdown import markdown
-from mt_megatron.scan.run_files import run_files, segment_path
+from mt_megatron.scan.run_files import read_run, run_files, segment_path, write_run
 from mt_megatron.scan.status import run_status
 from mt_megatron.scan.trace import Place, open_trace
 from mt_megatron.scan.wording import headline, rank_list, sentence
@@ -317,6 +317,13 @@ def test_status_shows_steps_and_findings(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["scan", "status", str(tmp_path)]) == 1
     assert "Rank 1 computes slowly: 10.0 %" in capsys.readouterr().out
     assert main(["scan", "status", str(tmp_path), "--every", "0"]) == 2
+    capsys.readouterr()
+    files = run_files(tmp_path)
+    write_run(files, {**read_run(files), "started_unix_ns": 200_000_000_000})
+    files.findings.write_text(json.dumps({**finding().to_dict(), "time_unix": 199.0}) + "\n")
+    assert main(["scan", "status", str(tmp_path)]) == 0, "found before the run was started again"
+    files.findings.write_text(json.dumps({**finding().to_dict(), "time_unix": 201.0}) + "\n")
+    assert main(["scan", "status", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "-3", "1,,2", ""])
