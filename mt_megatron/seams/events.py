@@ -46,6 +46,7 @@ side's global rank, the number of the transfer on that directed edge, bytes (-1 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
@@ -144,3 +145,13 @@ class _Span:
 
 
 _IDLE: AbstractContextManager[None] = nullcontext()
+
+
+def _renew_lock() -> None:
+    """A child may have been forked while another thread, which it does not have, held the lock."""
+    global _subscribing
+    _subscribing = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)

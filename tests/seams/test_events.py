@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from mt_megatron.seams import events
@@ -82,3 +85,13 @@ def test_what_a_listener_raises_reaches_the_step():
             events.begin("step")
     finally:
         stop()
+
+
+def test_a_child_that_is_forked_while_somebody_subscribes_is_not_stuck():
+    with events._subscribing:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            events.subscribe(lambda phase, name, attrs: None)()
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
