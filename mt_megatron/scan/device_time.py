@@ -8,6 +8,7 @@ on a device that hangs, the operations behind the fault are in the trace as what
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -223,8 +224,10 @@ class DeviceTime:
             logger.warning(
                 "device times are no longer taken on this rank, host times still are: %s", self.failed
             )
-            while self._held:
-                self._deliver(np.frombuffer(self._held.popleft().record, dtype=SPAN))
+            # Another thread may take the last one at the same time.
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._deliver(np.frombuffer(self._held.popleft().record, dtype=SPAN))
 
 
 def _passed(timing: Timing) -> bool:
