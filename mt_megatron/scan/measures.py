@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import statistics
 import time
 from pathlib import Path
@@ -114,7 +115,8 @@ class Measures:
 def disk_rates(folder: Path, nbytes: int = 1 << 24, repeats: int = 3) -> tuple[float, float]:
     """Bytes per second written to ``folder`` up to the disk (``fsync``), and read back past the page cache
     where the system can be asked to forget it; medians."""
-    path = folder / f".scan-selftest-{os.getpid()}"
+    # Ranks of other containers may have this process's number, and the same folder.
+    path = folder / f".scan-selftest-{secrets.token_hex(8)}"
     block = os.urandom(min(nbytes, 1 << 22))
     blocks = max(1, nbytes // len(block))
     written, read = [], []
