@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .exchanges import Label, Samples
 from .findings import Cause, Finding
 from .ring_patterns import fit_pairs, fit_ring
-from .slow_rings import node_borders, node_of
+from .slow_rings import crossing_hops, node_borders, node_of
 from .slow_units import LEAST_LOSS, SlowUnit, Unit
 from .step_table import StepTable
 from .trace import Place
@@ -71,7 +71,7 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
     if len(nodes) < 2 or not views:
         return None
     ratio = sorted(each.slow.ratio for each in views)[len(views) // 2]
-    found: list[tuple[tuple[float, int], str, list[_View]]] = []
+    found: list[tuple[tuple[int, float], str, list[_View]]] = []
     for node in nodes:
         here = [each for each in views if node in each.nodes]
         different = {_identity(each.slow.unit) for each in here}
@@ -87,7 +87,8 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
             continue
         if _one_pair(here):
             continue
-        found.append(((len(different) / len(crossing), len(different)), node, here))
+        # What is slow at another node's side of the same ways is fewer: the most explained is the cause.
+        found.append(((len(different), len(different) / len(crossing)), node, here))
     if not found:
         return None
     best = max(found, key=lambda each: each[0])
@@ -151,7 +152,12 @@ class _View:
         borders = node_borders(ranks, places)
         share = self.slow.extra_ns / (self.slow.extra_ns + self.slow.healthy_ns)
         fit = fit_ring(
-            samples, labels, self.slow.healthy_ns, list(borders), least_amplitude=LEAST_SPREAD * share
+            samples,
+            labels,
+            self.slow.healthy_ns,
+            list(borders),
+            least_amplitude=LEAST_SPREAD * share,
+            crossing=crossing_hops(ranks, places),
         )
         if fit is None or not fit.accepted:
             return

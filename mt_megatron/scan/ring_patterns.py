@@ -27,6 +27,9 @@ _MOST_SAMPLES = 30
 _MOST_TIMES = 240
 _MOST_CANDIDATES = 8
 _SCALES = (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.9)
+_INSIDE = (0.2, 1.0)
+"""How long a hop within a node may take, in units of one between nodes, where a ring has both."""
+
 _PARTS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 
 Way = Literal["rendezvous", "sending", "busy", "eager", "late"]
@@ -95,8 +98,12 @@ def fit_ring(
     more: Sequence[Hops] = (),
     *,
     least_amplitude: float = 0.0,
+    crossing: Sequence[int] = (),
 ) -> RingFit | None:
     """Fit every single hop, and the sets of hops ``more``, to the members' exits.
+
+    ``crossing``: the hops between nodes, where others are within one. Then all of the ring, or all that
+    crosses, may be slow too, and makes a pattern of its own: a hop has to fit clearly better.
 
     ``healthy_ns``: what the operation takes when nothing is slow; None if it is not known and to be
     fitted as well. Returns None where there is nothing to fit: too few samples, members that did not
@@ -121,6 +128,11 @@ def fit_ring(
         losses = (whole - healthy_ns) * np.array(_SCALES)
         quick = np.full(len(losses), healthy_ns / number)
     hop = float(quick[len(quick) // 2])
+    weights = [np.ones(members)]
+    mixed = 0 < len(crossing) < members
+    if mixed:
+        between = np.isin((np.arange(members) - 1) % members, list(crossing))
+        weights = [np.where(between, 1.0, inside) for inside in _INSIDE]
     # Members begin when they arrive, or all of them when the last has.
     starts = (arrival, np.zeros((1, members)))
     if whole <= 0 or (healthy_ns is not None and whole <= healthy_ns):
@@ -135,34 +147,42 @@ def fit_ring(
     # Errors below what the samples' noise leaves, or below a fiftieth of the pattern, are no difference.
     least = max(float((error**2).sum()), 4e-4 * size)
 
-    candidates = [*_candidates(pattern), *more]
+    groups: list[Hops] = [tuple(range(members)), tuple(crossing)] if mixed else []
+    candidates = [*_candidates(pattern), *more, *(each for each in groups if each not in more)]
     places = np.zeros((len(candidates), 1, 1, members))
     for row, hops in enumerate(candidates):
         for sender in hops:
             places[row, ..., (sender + 1) % members] = 1.0
     remains, costs = np.full(len(candidates), np.inf), np.zeros(len(candidates))
     for way in WAYS:
-        extra = places * (losses / _share(way, number, members))[:, None, None]
-        for start in starts:
-            # [candidates, losses, samples, members]
-            exits = ring_exits(start, quick[:, None, None], extra, number, way)
-            rest = (np.median(_centred(seen - exits), axis=2) ** 2).sum(axis=-1)
-            best_loss = np.argmin(rest, axis=1)
-            error_of = rest[np.arange(len(candidates)), best_loss]
-            better = error_of < remains
-            remains[better], costs[better] = error_of[better], losses[best_loss][better]
+        for weight in weights:
+            healthy_hop = quick[:, None, None] * weight
+            # A quick hop has to lose its lead before it holds anybody up.
+            slack = quick[:, None, None] * (1.0 - weight)
+            extra = places * ((losses / _share(way, number, members))[:, None, None] + slack)
+            for start in starts:
+                # [candidates, losses, samples, members]
+                exits = ring_exits(start, healthy_hop, extra, number, way)
+                rest = (np.median(_centred(seen - exits), axis=2) ** 2).sum(axis=-1)
+                best_loss = np.argmin(rest, axis=1)
+                error_of = rest[np.arange(len(candidates)), best_loss]
+                better = error_of < remains
+                remains[better], costs[better] = error_of[better], losses[best_loss][better]
     remains = np.maximum(remains, least)
-    alone = len(candidates) - len(more)
+    whole_ring = len(candidates) - sum(each not in more for each in groups)
+    everything = float(remains[whole_ring:].min(initial=np.inf))
+    alone = whole_ring - len(more)
     order = np.argsort(remains[:alone], kind="stable")
     chosen, second = int(order[0]), float(remains[order[1]])
-    for several in range(alone, len(candidates)):
+    for several in range(alone, whole_ring):
         # More hops fit more: they count only where one alone does not do.
         if remains[several] < 0.25 * remains[chosen] and remains[chosen] > 0.01 * size:
             chosen = several
     best, remaining, lost = candidates[chosen], float(remains[chosen]), float(costs[chosen])
     return RingFit(
         hops=best,
-        accepted=1.0 - remaining / size >= EXPLAINED and remaining <= CLEARLY_BETTER * second,
+        accepted=1.0 - remaining / size >= EXPLAINED
+        and remaining <= CLEARLY_BETTER * min(second, everything),
         explained=1.0 - remaining / size,
         against_second=remaining / second,
         amplitude=float(np.ptp(pattern)) / whole,

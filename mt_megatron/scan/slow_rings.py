@@ -45,6 +45,12 @@ def node_borders(ranks: Sequence[int], places: Mapping[int, Place]) -> dict[Hops
     return {hops: names[0] for hops, names in found.items() if len(names) == 1}
 
 
+def crossing_hops(ranks: Sequence[int], places: Mapping[int, Place]) -> Hops:
+    """The hops of the ring of ``ranks`` that lead from one node to another."""
+    nodes = [node_of(places, rank) for rank in ranks]
+    return tuple(at for at in range(len(ranks)) if nodes[at] != nodes[(at + 1) % len(nodes)])
+
+
 def slow_rings(
     units: Sequence[Unit],
     known: Collection[int],
@@ -99,9 +105,7 @@ def slow_rings(
 
 def _even(unit: Unit, places: Mapping[int, Place]) -> bool:
     """Whether all hops of the ring are within nodes, or all between nodes: equal when sound."""
-    nodes = [node_of(places, rank) for rank in unit.ranks]
-    crossing = {nodes[at] != nodes[(at + 1) % len(nodes)] for at in range(len(nodes))}
-    return len(crossing) == 1
+    return len(crossing_hops(unit.ranks, places)) in (0, len(unit.ranks))
 
 
 def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence[Hops]) -> RingFit | None:

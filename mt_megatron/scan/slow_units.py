@@ -155,7 +155,8 @@ def _of_class(
                     last_step=int(iteration[raised.stop - 1]),
                     lost_ns=lost,
                     extra_ns=extra,
-                    healthy_ns=main,
+                    # Where all became slow the others do not say what is healthy.
+                    healthy_ns=main * exp(-raised.level) if everywhere else main,
                     by_past=by_past or everywhere,
                     everywhere=everywhere,
                 )
