@@ -28,6 +28,8 @@ from .segments import (
     without_ended,
 )
 
+_MOST_HELD = 1 << 20
+
 
 class RankTail:
     """One rank's files. ``poll`` takes in what is new; ``part`` hands out whole steps."""
@@ -104,11 +106,20 @@ class RankTail:
                 self._reached[key] = max(self._reached.get(key, -1), number)
             self._last_seen = max(self._last_seen, entered.last_seen)
             self._spans = without_ended(np.concatenate([self._spans, rows]))
+            if len(self._spans) > _MOST_HELD:
+                # A program without steps, which nobody takes: what has not ended still says who hangs.
+                old, kept = np.split(self._spans, [len(self._spans) - _MOST_HELD // 2])
+                self._spans = np.concatenate([old[old["end"] == OPEN], kept])
         if new[COUNTER_VALUES]:
-            self._counters = np.concatenate([self._counters, *new[COUNTER_VALUES]])
+            self._counters = np.concatenate([self._counters, *new[COUNTER_VALUES]])[-_MOST_HELD:]
             self._last_seen = max(self._last_seen, int(self._counters["time"].max()))
         if new[PINGS]:
             self.pings = np.concatenate([self.pings, *new[PINGS]])
+
+    @property
+    def step(self) -> int:
+        """The last step of which something is in hand; 0 when nothing is."""
+        return int(self._spans["iteration"].max(initial=0))
 
     @property
     def steps_done(self) -> NDArray[np.int64]:

@@ -51,6 +51,12 @@ WORTH_TELLING = 0.05
 
 CLOCKS_EVERY_S = 60.0
 
+LOST_AFTER_S = 180.0
+"""A rank that wrote nothing for so long, while others took ``LOST_STEPS`` steps more, keeps no trace: nobody
+can be so far ahead of one that hangs. On NFS a new file may be seen a minute late."""
+
+LOST_STEPS = 3
+
 
 class Watch:
     """One run. ``look`` once in a while; what is found is in the file and told by ``alerts``."""
@@ -65,6 +71,8 @@ class Watch:
 
     def _reset(self, session: int) -> None:
         self._session = session
+        self._since = time.monotonic()
+        self._lost: set[int] = set()
         self._clocks = Clocks(reference=0)
         self._clocks_at = -1e9
         self._places: dict[int, Place] = {}
@@ -80,12 +88,15 @@ class Watch:
         for rank in self._files.ranks():
             if rank not in self._tails:
                 self._tails[rank] = RankTail(self._files.rank_folder(rank), rank)
-        for tail in self._tails.values():
-            tail.poll()
+        for rank, tail in self._tails.items():
+            if rank not in self._lost:
+                tail.poll()
         session = max((tail.session for tail in self._tails.values()), default=-1)
         if session > self._session:
             self._reset(session)
         tails = {rank: tail for rank, tail in self._tails.items() if tail.session == self._session}
+        self._lose([rank for rank, tail in tails.items() if self._is_lost(tail, tails)])
+        tails = {rank: tail for rank, tail in tails.items() if rank not in self._lost}
         if not tails or not self._know_places(tails):
             return []
         told = []
@@ -99,6 +110,24 @@ class Watch:
             told += self._tell(self._judge(), sure=final)
         return told
 
+    def _is_lost(self, tail: RankTail, tails: dict[int, RankTail]) -> bool:
+        if tail.rank in self._lost or time.monotonic() - tail.fresh < LOST_AFTER_S:
+            return False
+        return tail.step + LOST_STEPS <= max(other.step for other in tails.values())
+
+    def _lose(self, ranks: list[int]) -> None:
+        """Wait no longer for their steps, for which those of all others would pile up here."""
+        self._lost.update(ranks)
+        if ranks:
+            few = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+            with contextlib.suppress(OSError):
+                print(
+                    f"scan: {len(ranks)} rank(s) write no trace that can be read here ({few}): they are not "
+                    "judged, the others are",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
     def _know_places(self, tails: dict[int, RankTail]) -> bool:
         """Whether all ranks of the run have begun to write; clocks are fitted now and then."""
         now = time.monotonic()
@@ -108,8 +137,11 @@ class Watch:
             facts = read_run(self._files)
         except ScanError:
             return False
-        if self._diagnoser is None and len(tails) < int(facts.get("world_size", 1)):
-            return False
+        missing = set(range(int(facts.get("world_size", 1)))) - tails.keys() - self._lost
+        if self._diagnoser is None and missing:
+            if now - self._since < LOST_AFTER_S:
+                return False
+            self._lose(sorted(missing))
         self._clocks = fit_clocks({rank: tail.trace for rank, tail in tails.items()}, causality=False)
         self._clocks_at = now
         self._places = places_of(facts, {rank: tail.meta for rank, tail in tails.items()})
@@ -160,7 +192,9 @@ class Watch:
         # Nobody may write any more: then this process's clock says how long.
         silent = time.monotonic() - max(tail.fresh for tail in tails.values())
         now = max(end.last_seen for end in ends.values()) + int(silent * 1e9)
-        return find_hang(ends, self._places, now=now, after=self._hang_after_ns)
+        found = find_hang(ends, self._places, now=now, after=self._hang_after_ns)
+        # Where a rank without a trace is, nobody knows.
+        return None if found is not None and self._lost & set(found.ranks) else found
 
     def _tell(self, found: list[Finding], *, sure: bool) -> list[Finding]:
         told: list[Finding] = []

@@ -17,6 +17,7 @@ from mt_megatron.scan.diagnose import Diagnosis, diagnose
 from mt_megatron.scan.records import KIND, OPEN, SPAN
 from mt_megatron.scan.run_files import run_files, segment_path, segment_paths
 from mt_megatron.scan.segments import Group, SegmentWriter, read_rank
+from mt_megatron.scan.tails import RankTail
 from mt_megatron.scan.watch import Watch, _alive
 
 from .handmade import DP, MS, NAME, STRINGS, HandmadeRun, write_handmade
@@ -154,6 +155,37 @@ def test_the_watcher_says_the_same_while_the_trace_grows(slow: Path, tmp_path: P
     (line,) = files.findings.read_text().splitlines()
     assert json.loads(line)["named_at_step"] <= 24 and json.loads(line)["ranks"] == [2]
     assert files.findings.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_a_rank_whose_trace_ends_is_waited_for_no_longer(
+    slow: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    from_the_start: bool,
+) -> None:
+    run = tmp_path / "lost"
+    shutil.copytree(slow, run)
+    torn = segment_paths(run_files(run).rank_folder(1))[0]
+    torn.unlink() if from_the_start else torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 3])
+    watch = Watch(run_files(run))
+    told = watch.look()
+    assert watch._lost == set() and not told
+    held = sum(len(tail._spans) for tail in watch._tails.values())
+    monkeypatch.setattr("mt_megatron.scan.watch.LOST_AFTER_S", 0.0)
+    _add_open(run, 0, seq=24, group=DP, ranks=(0, 1), alive_s=8.0)
+    told = watch.look() + watch.look(final=True)
+    assert [(each.cause, each.ranks) for each in told] == [("slow_compute", (2,))], "and no hang of rank 1"
+    assert watch._lost == {1} and capsys.readouterr().err.count("1 rank(s) write no trace") == 1
+    assert sum(len(tail._spans) for tail in watch._tails.values()) < held / 4
+
+
+def test_what_nobody_takes_is_bounded(slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scan.tails._MOST_HELD", 100)
+    tail = RankTail(run_files(slow).rank_folder(0), 0)
+    tail.poll()
+    assert (len(tail.trace.spans), tail.step) == (50, 24) and len(tail.trace.counters) <= 100
 
 
 def test_the_watcher_tells_a_hang_once(slow: Path, tmp_path: Path) -> None:
