@@ -20,13 +20,16 @@ from .robust import Floats, spread
 CLEARLY_BETTER = 0.5
 """The best candidate's remaining error (squared) in units of the second best's, at most."""
 
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+"""Of what the ring is known to lose, what a candidate has to make it lose: patterns fit by chance."""
+
 EXPLAINED = 0.85
 """The least share of the pattern's variance that the best candidate explains."""
 
 _MOST_SAMPLES = 30
 _MOST_TIMES = 240
 _MOST_CANDIDATES = 8
-_SCALES = (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.9)
+_SCALES = (0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.9)
 _INSIDE = (0.2, 1.0)
 """How long a hop within a node may take, in units of one between nodes, where a ring has both."""
 
@@ -154,6 +157,8 @@ def fit_ring(
         for sender in hops:
             places[row, ..., (sender + 1) % members] = 1.0
     remains, costs = np.full(len(candidates), np.inf), np.zeros(len(candidates))
+    lengths = np.zeros(len(candidates))
+    arrived = np.arange(len(candidates))
     for way in WAYS:
         for weight in weights:
             healthy_hop = quick[:, None, None] * weight
@@ -165,8 +170,10 @@ def fit_ring(
                 exits = ring_exits(start, healthy_hop, extra, number, way)
                 rest = (np.median(_centred(seen - exits), axis=2) ** 2).sum(axis=-1)
                 best_loss = np.argmin(rest, axis=1)
-                error_of = rest[np.arange(len(candidates)), best_loss]
+                error_of = rest[arrived, best_loss]
                 better = error_of < remains
+                ends = np.median(exits.max(axis=-1), axis=2)[arrived, best_loss]
+                lengths[better] = ends[better]
                 remains[better], costs[better] = error_of[better], losses[best_loss][better]
     remains = np.maximum(remains, least)
     whole_ring = len(candidates) - sum(each not in more for each in groups)
@@ -179,9 +186,13 @@ def fit_ring(
         if remains[several] < 0.25 * remains[chosen] and remains[chosen] > 0.01 * size:
             chosen = several
     best, remaining, lost = candidates[chosen], float(remains[chosen]), float(costs[chosen])
+    enough = True
+    if healthy_ns is not None:
+        enough = LEAST_SHARE <= (lengths[chosen] - healthy_ns) / (whole - healthy_ns) <= MOST_SHARE
     return RingFit(
         hops=best,
-        accepted=1.0 - remaining / size >= EXPLAINED
+        accepted=bool(enough)
+        and 1.0 - remaining / size >= EXPLAINED
         and remaining <= CLEARLY_BETTER * min(second, everything),
         explained=1.0 - remaining / size,
         against_second=remaining / second,

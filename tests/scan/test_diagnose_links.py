@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,22 +40,23 @@ def unit(
 def ring(
     ranks: Sequence[int],
     *,
-    slow: int | None = None,
+    slow: int | Sequence[int] | None = None,
     extra_ms: float = 3.0,
     way: Way = "rendezvous",
     op: int = 0,
     name: str = "dp",
+    hop_ms: Sequence[float] | float = 0.5,
 ) -> Unit:
-    """A unit with single operations; ``slow``: position of the sender of the slow hop."""
+    """A unit with single operations; ``slow``: senders of slow hops, by position; ``hop_ms``: to each member."""
     rng = np.random.default_rng(3)
     members = len(ranks)
     arrival = -np.abs(rng.standard_normal((2 * STEPS, members))) * 0.3 * MS
     arrival -= arrival.max(axis=1, keepdims=True)
     extra = np.zeros(members)
     if slow is not None:
-        extra[(slow + 1) % members] = extra_ms * MS
+        extra[(np.atleast_1d(slow) + 1) % members] = extra_ms * MS
     number = rounds(LABELS[op][0], members)
-    exits = ring_exits(arrival, 0.5 * MS, extra, number, way)
+    exits = ring_exits(arrival, np.asarray(hop_ms) * MS, extra, number, way)
     exits += 0.02 * MS * rng.standard_normal(exits.shape)
     samples = Samples(
         iteration=np.repeat(np.arange(1, STEPS + 1), 2),
@@ -155,6 +157,35 @@ def test_a_ring_alone_tells_its_slow_hop_and_a_sound_one_nothing() -> None:
     assert judge([ring(range(4))], table(dp=4)) == []
     (found,) = judge([ring(range(4), slow=2)], table(dp=4))
     assert found.ranks == (2, 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_ring_within_and_between_nodes_names_a_hop_only_if_it_is_one(way: Way) -> None:
+    """Its hops differ when sound: the pattern of a ring that is slow as a whole looks like one hop's."""
+    steps = table(dp=4, tp=4, host=lambda rank: rank // 8)
+    mixed = [0.5, 0.1, 0.5, 0.1]
+    sound = [ring(range(at, 16, 4), hop_ms=mixed, way=way) for at in (1, 2, 3)]
+    whole = ring(range(0, 16, 4), hop_ms=mixed, way=way, slow=range(4))
+    assert [(each.cause, each.ranks) for each in judge([*sound, whole], steps)] == [
+        ("slow_group", (0, 4, 8, 12))
+    ]
+    for hop, pair in ((1, (4, 8)), (2, (8, 12))):
+        one = ring(range(0, 16, 4), hop_ms=mixed, way=way, slow=hop)
+        (found,) = judge([*sound, one], steps)
+        assert (found.cause, found.ranks) in (("slow_link", pair), ("slow_group", (0, 4, 8, 12)))
+        if way in ("rendezvous", "late"):
+            assert found.ranks == pair
+
+
+def test_more_operations_to_judge_are_no_slower_link() -> None:
+    """How many transfers of an edge have ends of their own changes with what else its calls wait for."""
+    units = [unit("pp", (0, 1), 1.0, edge=True)]
+    many = units[0].rows
+    count = np.where(np.arange(STEPS) < 20, 8, 2)
+    units[0] = replace(units[0], rows=replace(many, count=count))
+    assert judge(units, table(dp=1, pp=2)) == []
+    units[0] = replace(units[0], rows=replace(many, time=many.time * np.where(np.arange(STEPS) < 20, 1, 4)))
+    assert [each.ranks for each in judge(units, table(dp=1, pp=2))] == [(0, 1)]
 
 
 def test_everything_across_one_nodes_border() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mt_megatron.scan.hangs import OpenOperation, RankEnd, find_hang
@@ -47,3 +48,25 @@ def test_an_operation_that_all_are_in_hangs_from_the_last_arrival_on() -> None:
     assert hang_of(end(0, last_event=9, waits=9), end(1, last_event=1, waits=1)) is None
     found = hang_of(end(0, last_event=9, waits=9), end(1, last_event=6, waits=6))
     assert found is not None and found.ranks == (0, 1)
+
+
+def test_of_members_that_are_all_in_it_the_silent_one_hangs() -> None:
+    gone = replace(end(1, last_event=9, waits=9), last_seen=NOW - 9 * SECOND)
+    found = hang_of(end(0, last_event=9, waits=9), gone)
+    assert found is not None and found.ranks == (1,)
+    both = replace(end(0, last_event=9, waits=9), last_seen=NOW - 9 * SECOND)
+    found = hang_of(both, gone, replace(end(2, last_event=1), reached={}))
+    assert found is not None and found.ranks == (0, 1), (
+        "of two that are silent neither is known to be the first"
+    )
+
+
+def test_a_call_that_waits_for_two_is_held_up_by_either() -> None:
+    """Rank 0 sends to rank 1, which has come, and receives from rank 2, which has not."""
+    edge = OpenOperation(
+        key=("edge", (2, 0)), op="recv", seq=4, begin=NOW - 9 * SECOND, iteration=3, is_transfer=True
+    )
+    waits = replace(end(0, last_event=9, waits=9), beside=(edge,))
+    behind = replace(end(2, last_event=9), reached={("edge", (2, 0)): 3})
+    found = hang_of(waits, end(1, last_event=1), behind)
+    assert found is not None and found.ranks == (2,)
