@@ -20,8 +20,8 @@ from .robust import Floats, spread
 CLEARLY_BETTER = 0.5
 """The best candidate's remaining error (squared) in units of the second best's, at most."""
 
-LEAST_SHARE, MOST_SHARE = 0.5, 2.0
-"""Of what the ring is known to lose, what a candidate has to make it lose: patterns fit by chance."""
+TOLERATED = 0.2
+"""Of what the ring is known to lose, by how much a candidate may miss it: patterns alone may be alike."""
 
 EXPLAINED = 0.85
 """The least share of the pattern's variance that the best candidate explains."""
@@ -157,7 +157,6 @@ def fit_ring(
         for sender in hops:
             places[row, ..., (sender + 1) % members] = 1.0
     remains, costs = np.full(len(candidates), np.inf), np.zeros(len(candidates))
-    lengths = np.zeros(len(candidates))
     arrived = np.arange(len(candidates))
     for way in WAYS:
         for weight in weights:
@@ -169,11 +168,12 @@ def fit_ring(
                 # [candidates, losses, samples, members]
                 exits = ring_exits(start, healthy_hop, extra, number, way)
                 rest = (np.median(_centred(seen - exits), axis=2) ** 2).sum(axis=-1)
+                if healthy_ns is not None:
+                    missed = np.abs(np.median(exits.max(axis=-1), axis=2) - whole)
+                    rest += np.maximum(missed - TOLERATED * (whole - healthy_ns), 0.0) ** 2
                 best_loss = np.argmin(rest, axis=1)
                 error_of = rest[arrived, best_loss]
                 better = error_of < remains
-                ends = np.median(exits.max(axis=-1), axis=2)[arrived, best_loss]
-                lengths[better] = ends[better]
                 remains[better], costs[better] = error_of[better], losses[best_loss][better]
     remains = np.maximum(remains, least)
     whole_ring = len(candidates) - sum(each not in more for each in groups)
@@ -186,13 +186,9 @@ def fit_ring(
         if remains[several] < 0.25 * remains[chosen] and remains[chosen] > 0.01 * size:
             chosen = several
     best, remaining, lost = candidates[chosen], float(remains[chosen]), float(costs[chosen])
-    enough = True
-    if healthy_ns is not None:
-        enough = LEAST_SHARE <= (lengths[chosen] - healthy_ns) / (whole - healthy_ns) <= MOST_SHARE
     return RingFit(
         hops=best,
-        accepted=bool(enough)
-        and 1.0 - remaining / size >= EXPLAINED
+        accepted=1.0 - remaining / size >= EXPLAINED
         and remaining <= CLEARLY_BETTER * min(second, everything),
         explained=1.0 - remaining / size,
         against_second=remaining / second,

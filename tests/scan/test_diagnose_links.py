@@ -47,7 +47,7 @@ def ring(
     name: str = "dp",
     hop_ms: Sequence[float] | float = 0.5,
 ) -> Unit:
-    """A unit with single operations; ``slow``: senders of slow hops, by position; ``hop_ms``: to each member."""
+    """A unit with single operations; ``slow``: senders of slow hops, by position; ``hop_ms``: to a member."""
     rng = np.random.default_rng(3)
     members = len(ranks)
     arrival = -np.abs(rng.standard_normal((2 * STEPS, members))) * 0.3 * MS
