@@ -95,6 +95,10 @@ class StragglerPolicy:
         self._pending = (request, finding)
         self._say(f"{_name(cause, ranks)}: measured after this step")
 
+    def not_measured(self) -> None:
+        """What was to be measured could not be."""
+        self._pending = None
+
     def measured(self, result: Confirmation) -> None:
         """What the measurement gave."""
         if self._pending is None or result.identity != self._pending[0].identity:

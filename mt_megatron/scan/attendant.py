@@ -21,7 +21,7 @@ from mt_megatron.scan.act import OnStraggler, StragglerPolicy, exclude
 from mt_megatron.scan.confirm import Request, check_request, measure, request_from
 from mt_megatron.scan.faults import Fault, faults_from
 from mt_megatron.scan.inject import Injector
-from mt_megatron.scan.measures import Measures
+from mt_megatron.scan.measures import measures_everywhere
 from mt_megatron.scan.run_files import RunFiles
 from mt_megatron.scan.stalls import StallWatch
 
@@ -115,8 +115,16 @@ class Attendant:
 
     def measure(self) -> None:
         """Collective, between two steps, once the ranks have agreed: about one second."""
-        measures = Measures(self._backend)
+        measures = measures_everywhere(self._backend)
         request = self._request()
+        if measures is None:
+            with self._lock:
+                self._asked = None
+                if self._policy is not None:
+                    self._policy.not_measured()
+            if self._rank == 0:
+                self._say("nothing is measured: a rank has no memory left for it; training goes on")
+            return
         asked = measures.broadcast("" if request is None else request.to_json())
         if not asked:
             return

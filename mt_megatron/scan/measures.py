@@ -112,6 +112,19 @@ class Measures:
         return bytes(buffer.cpu().tolist()).decode()
 
 
+def measures_everywhere(backend: Any) -> Measures | None:
+    """``Measures`` of every rank, or None on all where one has no memory left for them; collective."""
+    import torch
+    import torch.distributed as dist
+
+    made: Measures | None = None
+    with contextlib.suppress(RuntimeError):  # out of memory is one
+        made = Measures(backend)
+    without = torch.tensor([float(made is None)], device=backend.device())
+    dist.all_reduce(without)
+    return made if without.item() == 0 else None
+
+
 def disk_rates(folder: Path, nbytes: int = 1 << 24, repeats: int = 3) -> tuple[float, float]:
     """Bytes per second written to ``folder`` up to the disk (``fsync``), and read back past the page cache
     where the system can be asked to forget it; medians."""
