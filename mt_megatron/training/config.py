@@ -482,6 +482,10 @@ class TrainingConfig:
             for section, values in sections.items()
         }
 
+    def to_show(self) -> TrainingConfig:
+        """The same for others to see: without the address of the webhook, which may be a secret."""
+        return dataclasses.replace(self, scan=dataclasses.replace(self.scan, scan_webhook=None))
+
     def to_yaml(self) -> str:
         """The whole configuration as YAML that ``load_config`` reads back to the same values."""
         import yaml

@@ -116,7 +116,7 @@ class _Run:
         self.trainable: Trainable = build(config, job, family)
         self.expert_loads = ExpertLoads(self.trainable, job)
         self.manifest = {
-            "config": config.to_dict(),
+            "config": config.to_show().to_dict(),
             "patches": json.loads(mt_megatron.report().to_json()),
             "data_order": order_fingerprint(self.datasets.train),
         }

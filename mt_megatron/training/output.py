@@ -169,7 +169,9 @@ class Output:
             self._metrics = Metrics(path)
             sinks.append(self._metrics)
         if config.logging.tensorboard_dir is not None:
-            sinks.append(TensorBoard(Path(config.logging.tensorboard_dir), config_yaml=config.to_yaml()))
+            sinks.append(
+                TensorBoard(Path(config.logging.tensorboard_dir), config_yaml=config.to_show().to_yaml())
+            )
         if config.logging.wandb_project is not None:
             self.wandb = WeightsAndBiases(config)
             sinks.append(self.wandb)

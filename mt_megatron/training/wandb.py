@@ -64,7 +64,7 @@ class WeightsAndBiases:
                 or (Path(config.checkpoint.save).name if config.checkpoint.save else None),
                 dir=str(folder),
                 mode=mode,
-                config=config.to_dict(),
+                config=config.to_show().to_dict(),
                 settings=wandb.Settings(console="off", silent=True),
             )
         except (OSError, wandb.errors.Error) as error:

@@ -248,3 +248,9 @@ def test_print_config_is_asked_for_and_not_printed() -> None:
     config: TrainingConfig = load_config(["--print-config"])
     assert config.launch.print_config
     assert "print_config" not in config.to_yaml()
+
+
+def test_what_is_shown_of_it_holds_no_secret() -> None:
+    config = load_config(["--scan-webhook", "https://host/secret", "--scan", "full"])
+    assert "secret" in config.to_yaml() and "secret" not in config.to_show().to_yaml()
+    assert config.to_show().to_dict()["scan"] == {**config.to_dict()["scan"], "scan_webhook": None}
