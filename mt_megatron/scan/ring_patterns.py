@@ -63,9 +63,11 @@ class RingFit:
     """What the slow hop costs the whole operation."""
 
 
-def rounds(op: str, members: int) -> int:
-    """Rounds of a ring of ``members`` for the operation."""
-    all_reduce = "all_reduce" in op or op in ("start_grad_sync", "finish_grad_sync") or "grads" in op
+def rounds(op: str, members: int, *, sharded: bool = False) -> int:
+    """Rounds of a ring of ``members`` for the operation. ``sharded``: parameters are gathered separately, so
+    that gradients are only reduced and scattered."""
+    gradients = op in ("start_grad_sync", "finish_grad_sync") or "grads" in op
+    all_reduce = "all_reduce" in op or (gradients and not sharded)
     return 2 * (members - 1) if all_reduce else members - 1
 
 
@@ -121,7 +123,8 @@ def fit_ring(
     arrival = samples.arrival[at].astype(np.float64)
     seen = samples.exit[at].astype(np.float64)
     members = seen.shape[1]
-    number = rounds(labels[int(samples.label[at[0]])][0], members)
+    sharded = any("param_sync" in op for op, _ in labels)
+    number = rounds(labels[int(samples.label[at[0]])][0], members, sharded=sharded)
     whole = float(np.median(seen.max(axis=1)))
     # Pairs of a healthy hop's time and what the slow hop costs the whole ring.
     if healthy_ns is None:

@@ -177,6 +177,27 @@ def test_a_ring_within_and_between_nodes_names_a_hop_only_if_it_is_one(way: Way)
             assert found.ranks == pair
 
 
+def test_gradients_are_only_scattered_where_parameters_are_gathered() -> None:
+    """Half the rounds make another pattern: without knowing it the wrong hop may fit."""
+    sharded = [("start_grad_sync", 40), ("start_param_sync", 40)]
+    assert rounds("start_grad_sync", 8) == 14 and rounds("start_grad_sync", 8, sharded=True) == 7
+    extra = np.zeros(8)
+    extra[4] = 2.0 * MS
+    arrival = np.zeros((12, 8))
+    hop = np.array([0.5, 0.1] * 4) * MS
+    noise = 0.02 * MS * np.random.default_rng(1).standard_normal((12, 8))
+    samples = Samples(
+        iteration=np.arange(12),
+        label=np.zeros(12, dtype=np.int64),
+        arrival=arrival.astype(np.float32),
+        exit=(ring_exits(arrival, hop, extra, 7, "rendezvous") + noise).astype(np.float32),
+    )
+    fit = fit_ring(samples, sharded, 3.5 * MS, crossing=(1, 3, 5, 7))
+    assert fit is not None and fit.accepted and fit.hops == (3,)
+    other = fit_ring(samples, sharded[:1], 3.5 * MS, crossing=(1, 3, 5, 7))
+    assert other is None or not other.accepted or other.explained < fit.explained
+
+
 def test_more_operations_to_judge_are_no_slower_link() -> None:
     """How many transfers of an edge have ends of their own changes with what else its calls wait for."""
     units = [unit("pp", (0, 1), 1.0, edge=True)]
