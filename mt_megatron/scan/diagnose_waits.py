@@ -224,10 +224,15 @@ def _shows(table: StepTable, row: int, stood: Floats, start: int, stop: int) -> 
     hit[start:stop] = stood[start:stop] >= LEAST_STOP
     if hit.all() or not hit.any():
         return True
+    # Beside the steps between the stops: what else changed before or after them is another matter.
+    without = ~hit
+    without[:start] = without[stop:] = False
+    if without.sum() < 3:
+        without = ~hit
     least = SHOWS * float(stood[hit].mean()) * table.step_ns
     for name in ("step", "compute"):
         values = table.columns[name][row]
-        if float(np.nanmean(values[hit]) - np.nanmedian(values[~hit])) >= least:
+        if float(np.nanmean(values[hit]) - np.nanmedian(values[without])) >= least:
             return True
     return False
 

@@ -163,6 +163,10 @@ def test_stops_are_told_once_for_long_or_when_they_come_back() -> None:
     assert pauses(stops) == [], "the recorder stood still, but nothing took longer"
     stops.columns["step"][:, 7::4] += 60.0 * MS
     assert named(pauses(stops)) == [("host_pause", (2,))]
+    later = table(dp=4)
+    later.columns["pause"][2, 21::4] = later.columns["longest_pause"][2, 21::4] = 60.0 * MS
+    later.columns["step"][:, 20:] += 60.0 * MS
+    assert pauses(later) == [], "all steps became longer, those with stops no more than others"
     once = table(dp=4)
     once.columns["pause"][0, 11] = once.columns["longest_pause"][0, 11] = 900.0 * MS
     (found,) = pauses(once)
