@@ -45,6 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the status; returns the exit code."""
+    from mt_megatron.scan.report_data import finite
     from mt_megatron.scan.status import run_status
 
     if args.every is not None and not args.every > 0:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     while True:
         status = run_status(args.run)
         if args.json:
-            print(json.dumps({**asdict(status), "step": status.step}, default=str), flush=True)
+            print(json.dumps(finite({**asdict(status), "step": status.step}), default=str), flush=True)
         else:
             if args.every and sys.stdout.isatty():
                 print("\033[H\033[2J", end="")

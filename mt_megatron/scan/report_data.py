@@ -129,17 +129,18 @@ class ReportData:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is not finite becomes None."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        plain: dict[str, Any] = finite(asdict(self))
         plain["breakdown"]["categories"] = list(CATEGORIES)
         plain["verdicts"] = {str(rank): cause for rank, cause in sorted(self.verdicts.items())}
         return plain
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """``value`` for JSON, which has no word for what is not finite: None instead."""
     if isinstance(value, dict):
-        return {str(name): _finite(each) for name, each in value.items()}
+        return {str(name): finite(each) for name, each in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,6 +6,7 @@ on to a lane of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -143,6 +144,8 @@ def counter_points(
     nothing for each thing that never happened would hide the rest."""
     columns = (counters[name].tolist() for name in ("time", "value", "name", "device"))
     for time, value, number, device in zip(*columns, strict=True):
+        if not math.isfinite(value):
+            continue  # No JSON has a word for it; one would make the whole trace unreadable.
         text = strings[number] if number < len(strings) else f"counter {number}"
         name = text.replace("_", " ") if text in COUNTERS else text
         if text in _RATE:

@@ -16,11 +16,11 @@ from mt_megatron.scan import chrome
 from mt_megatron.scan.chrome import write_chrome
 from mt_megatron.scan.findings import Finding
 from mt_megatron.scan.rank_stream import Selection, pieces
-from mt_megatron.scan.records import KIND, OPEN, SPAN
+from mt_megatron.scan.records import COUNTER, KIND, OPEN, SPAN
 from mt_megatron.scan.run_files import run_files, segment_path
 from mt_megatron.scan.segments import SegmentWriter
 from mt_megatron.scan.trace import open_trace
-from mt_megatron.scan.tracks import Lanes
+from mt_megatron.scan.tracks import Lanes, Plotted, counter_points
 from tests.scan.handmade import MS, HandmadeRun, write_handmade
 
 _NUMBER, _PLACE = {"type": "number", "minimum": 0}, {"type": "integer", "minimum": 0}
@@ -253,6 +253,12 @@ def test_what_does_not_nest_goes_on_to_another_lane() -> None:
         0,
         1,
     ]
+
+
+def test_a_counter_that_is_no_number_does_not_spoil_the_trace() -> None:
+    counters = np.zeros(3, dtype=COUNTER)
+    counters["time"], counters["value"], counters["name"] = (1, 2, 3), (5.0, np.nan, np.inf), 1
+    assert list(counter_points(counters, ("", "mine"), Plotted())) == [(1, "mine", 5.0)]
 
 
 def test_findings_lie_over_their_steps(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mt_megatron.scan.report_data import CATEGORIES, ReportData, StepTimes
 from mt_megatron.scan.report_html import page
 from mt_megatron.scan.report_markdown import markdown
 from mt_megatron.scan.run_files import read_run, run_files, segment_path, write_run
+from mt_megatron.scan.segments import SegmentWriter
 from mt_megatron.scan.status import run_status
 from mt_megatron.scan.trace import Place, open_trace
 from mt_megatron.scan.wording import headline, rank_list, sentence
@@ -324,6 +325,21 @@ def test_status_shows_steps_and_findings(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["scan", "status", str(tmp_path)]) == 0, "found before the run was started again"
     files.findings.write_text(json.dumps({**finding().to_dict(), "time_unix": 201.0}) + "\n")
     assert main(["scan", "status", str(tmp_path)]) == 1
+
+
+def test_status_before_the_first_step_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=1))
+    for path in (tmp_path / "scan").glob("rank-*/*.scan"):
+        writer = SegmentWriter(path.with_suffix(".new"), 0, {"rank": 0})
+        writer.close()
+        path.with_suffix(".new").rename(path)
+    assert main(["scan", "status", str(tmp_path), "--json"]) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["ranks"][0]["step_seconds"] is None and found["step"] == -1
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "-3", "1,,2", ""])
