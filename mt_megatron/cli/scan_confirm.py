@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -69,8 +70,9 @@ def _answer(path: Path, identity: str, deadline: float) -> dict[str, Any] | None
     while time.monotonic() < deadline:
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
-                found: dict[str, Any] = json.loads(line)
-                if found["identity"] == identity:
-                    return found
+                with contextlib.suppress(ValueError):  # half a line: of a full disk, or one being written
+                    found: dict[str, Any] = json.loads(line)
+                    if found["identity"] == identity:
+                        return found
         time.sleep(0.2)
     return None

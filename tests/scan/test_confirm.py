@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mt_megatron.cli.scan_confirm import _answer
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.confirm import BLOCKS, Confirmation, Request, control_pairs, judged, request_from
 from tests.launch import run_ranks
@@ -26,6 +29,13 @@ def test_a_verdict_needs_nearly_all_blocks() -> None:
     assert verdict([1.0] * (BLOCKS - 2) + [3.0] * 2).verdict == "refuted", "two blocks were disturbed"
     assert verdict([1.0] * (BLOCKS - 3) + [3.0] * 3).verdict == "inconclusive"
     assert verdict([1.2] * BLOCKS, least=1e-6).verdict == "refuted", "a ratio of times too short to matter"
+
+
+def test_half_a_line_hides_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    path.write_text('{"identity": "a", "te\n{"identity": "b"}\n{"id')
+    assert _answer(path, "b", time.monotonic() + 60) == {"identity": "b"}
+    assert _answer(path, "a", time.monotonic() - 1) is None
 
 
 def test_a_pair_is_compared_with_pairs_of_others_first() -> None:
