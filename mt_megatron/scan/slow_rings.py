@@ -1,4 +1,4 @@
-"""Rings with a slow hop that nothing comparable runs beside: told by the pattern of exits alone.
+"""Rings and all-to-alls with one slow way that nothing comparable runs beside: told by the exits alone.
 
 In a sound ring of equal hops every member leaves at about the same time after the last arrival.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .exchanges import Label, Samples
 from .raised_levels import Raised
-from .ring_patterns import Hops, RingFit, fit_ring
+from .ring_patterns import Hops, RingFit, fit_pairs, fit_ring
 from .slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 from .trace import Place
 
@@ -69,17 +69,22 @@ def slow_rings(
             continue
         inside = (unit.samples.iteration >= iteration[0]) & (unit.samples.iteration <= iteration[-1])
         samples = _chosen(unit.samples, inside)
-        if len(samples.iteration) < 12 or "all_to_all" in labels[int(samples.label[0])][0]:
+        if len(samples.iteration) < 12:
             continue
         whole = float(np.nanmedian(np.nanmax(samples.exit, axis=1)))
         operations = float(unit.rows.count.sum()) / max(len(np.unique(unit.rows.iteration)), 1)
         # What cannot cost enough need not be fitted.
         if whole * operations < LEAST_LOSS * step_ns or whole < 2 * LEAST_EXTRA_NS:
             continue
-        fit = _in_both_halves(samples, labels, list(node_borders(unit.ranks, places)))
-        if fit is None or unit.clock_error > 0.3 * fit.amplitude * whole:
-            continue
-        lost = min(fit.lost_ns, 0.95 * whole)
+        if "all_to_all" in labels[int(samples.label[0])][0]:
+            lost = _pair_loss(samples)
+            if unit.clock_error > 0.3 * lost or lost < LEAST_EXTRA_NS:
+                continue
+        else:
+            fit = _in_both_halves(samples, labels, list(node_borders(unit.ranks, places)))
+            if fit is None or unit.clock_error > 0.3 * fit.amplitude * whole:
+                continue
+            lost = min(fit.lost_ns, 0.95 * whole)
         if lost * operations < LEAST_LOSS * step_ns:
             continue
         found.append(
@@ -119,6 +124,27 @@ def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence
         if fit is None or not _clear(fit) or not set(fit.hops) & set(whole.hops):
             return None
     return whole
+
+
+def _pair_loss(samples: Samples) -> float:
+    """What two members, the same in both halves of the steps, leave an all-to-all later than all others;
+    0 where no two do, or by less than the others take."""
+    middle = int(np.median(samples.iteration))
+    parts = [
+        samples,
+        *(_chosen(samples, half) for half in (samples.iteration <= middle, samples.iteration > middle)),
+    ]
+    pairs, losses = set(), []
+    for part in parts:
+        if len(part.iteration) < 6:
+            return 0.0
+        ordered = np.sort(np.median(part.exit[np.isfinite(part.exit).all(axis=1)], axis=0))
+        healthy = float(ordered[-3])
+        pairs.add(fit_pairs(part, healthy))
+        losses.append(float(ordered[-2]) - healthy)
+        if losses[-1] < healthy:
+            return 0.0
+    return losses[0] if len(pairs) == 1 and None not in pairs else 0.0
 
 
 def _clear(fit: RingFit) -> bool:

@@ -243,3 +243,7 @@ def test_the_pair_that_leaves_an_all_to_all_late() -> None:
         iteration=even.iteration, label=even.label, arrival=even.arrival, exit=exits.astype(np.float32)
     )
     assert fit_pairs(late, 2.0 * MS) == (1, 3)
+    for samples, expected in ((even, []), (late, [("slow_link", (1, 3))])):
+        alone = replace(ring(range(4)), name="ep", samples=samples)
+        alone = replace(alone, rows=replace(alone.rows, label=np.ones(STEPS, dtype=np.int64)))
+        assert [(each.cause, each.ranks) for each in judge([alone], table(dp=4))] == expected
