@@ -45,16 +45,19 @@ def slow_ranks(table: StepTable) -> list[Finding]:
     for rows in table.roles:
         if len(rows) >= 2:
             for suspect in _suspects(table, rows):
-                found.append(_finding(table, rows, suspect))
+                finding = _finding(table, rows, suspect)
+                # Beside those that have less to do the usual amount is no fault.
+                if finding.cause != "uneven_work" or finding.details["more_work"] >= TOLERATED:
+                    found.append(finding)
     return _by_replica(table, found)
 
 
 def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
     """More tokens for one replica are one matter, though all of its ranks have more to do."""
-    kept = [each for each in found if each.cause != "uneven_work"]
+    kept = [each for each in found if each.cause != "uneven_work" or each.details.get("of") != "work"]
     replicas: dict[int, list[Finding]] = {}
     for each in found:
-        if each.cause == "uneven_work":
+        if each.cause == "uneven_work" and each.details.get("of") == "work":
             replicas.setdefault(table.places[each.ranks[0]].dp, []).append(each)
     for members in replicas.values():
         worst = max(members, key=lambda each: each.lost_fraction)

@@ -111,6 +111,14 @@ def test_a_replica_with_more_tokens_is_one_matter() -> None:
     assert named(slow_ranks(uneven)) == [("uneven_work", (2, 3))]
 
 
+def test_rows_for_experts_are_one_ranks_and_the_usual_amount_is_nobodys() -> None:
+    run = table(dp=2, tp=2)
+    run.columns["work"][:] = 4096.0
+    run.columns["expert_work"][:] = np.array([0.8, 1.0, 1.3, 1.0])[:, None] * 1000.0
+    run.columns["compute"] *= np.array([0.9, 1.0, 1.15, 1.0])[:, None]
+    assert named(slow_ranks(run)) == [("uneven_work", (2,))]
+
+
 def test_a_stage_without_peers_is_judged_by_its_past() -> None:
     slow = table(dp=1, pp=3)
     slow.columns["compute"][2] *= 1.4
