@@ -26,7 +26,7 @@ SHOWS = 0.35
 """Of the stops, what must show in the steps or the own work that they fell into."""
 
 EMPTY = 1.0
-"""A queue that holds more batches than this keeps nobody waiting."""
+"""A queue that is seen with more batches than this keeps nobody waiting for moments."""
 
 CHECKPOINT_RATIO = 1.4
 SINGLE_CHECKPOINT_RATIO = 1.8
@@ -62,11 +62,9 @@ def _data_findings(
     tests = int(np.isfinite(table.columns["data"]).sum()) * table.looks
     least = ALONE_DATA if alone else LEAST_DATA
     trust = 0.75 if alone else 1.0
-    # What a queue with batches in it takes is not waiting for them.
-    with np.errstate(invalid="ignore"):
-        fraction = np.where(
-            table.columns["data_queue_depth"][row] > EMPTY, np.minimum(fraction, 0.0), fraction
-        )
+    # Between two samples a queue may run dry and fill again, but then for long.
+    full = (table.columns["data_queue_depth"][row] > EMPTY) & (np.nan_to_num(fraction) < ALONE_DATA)
+    fraction = np.where(full, np.minimum(fraction, 0.0), fraction)
     found = []
     for raised in raised_levels(fraction, least=least, tolerated=0.25 * least, floor=0.004, tests=tests):
         outside = np.delete(fraction, slice(raised.start, raised.stop))

@@ -81,8 +81,11 @@ def test_a_quota_of_all_ranks_is_nobodys() -> None:
 def test_nobody_waits_for_data_that_lie_in_the_queue() -> None:
     run = table(dp=4)
     run.columns["data"][:] = 1.0 * MS
-    run.columns["data"][3] = 30.0 * MS
+    run.columns["data"][3] = 15.0 * MS
     run.columns["data_queue_depth"][3] = 3.6
     assert slow_data(run) == []
+    run.columns["data"][3] = 80.0 * MS
+    assert [each.ranks for each in slow_data(run)] == [(3,)], "it ran dry between the samples"
+    run.columns["data"][3] = 15.0 * MS
     run.columns["data_queue_depth"][3] = 0.2
     assert [each.ranks for each in slow_data(run)] == [(3,)]
