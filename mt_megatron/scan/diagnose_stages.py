@@ -42,7 +42,10 @@ def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
     )
     beside = beside_peers(levels)
     found: list[Finding] = []
+    uneven = {rank for each in blamed if each.cause == "uneven_work" for rank in each.ranks}
     for number, rows in enumerate(table.roles):
+        if uneven & {table.ranks[row] for row in rows}:
+            continue  # what one has more its peers may have less: their past is no measure
         # Alone in the run there is nothing beside it: only its own past.
         relative = beside[number] if len(table.roles) > 1 else levels[number]
         changed = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -127,6 +129,23 @@ def test_a_stage_without_peers_is_judged_by_its_past() -> None:
     (found,) = slow_stages(slow, [])
     assert found.cause == "slow_compute" and found.ranks == (1,)
     assert abs(found.first_step - 21) <= 2
+
+
+def test_peers_with_less_to_do_were_not_slow_before() -> None:
+    run = table(dp=2, pp=3)
+    run.columns["compute"][5, 20:] *= 0.8
+    run.columns["compute"][4, 20:] *= 1.2
+    slow = Finding(
+        cause="uneven_work",
+        lateness="late_arrival",
+        ranks=(4,),
+        first_step=21,
+        last_step=40,
+        lost_fraction=0.1,
+        confidence=0.9,
+    )
+    assert slow_stages(run, [slow]) == []
+    assert slow_stages(run, [replace(slow, cause="slow_compute")]) != []
 
 
 def test_more_work_for_every_stage_is_no_fault() -> None:
