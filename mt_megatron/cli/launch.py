@@ -338,10 +338,10 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
     _say(shlex.join(command))
     sys.stdout.flush()
     listed = _list_of_excluded(config)
-    before = [] if listed is None else read_excluded(listed)
+    before = _content(listed)
     code = supervise(command, {**os.environ, **job.variables()})
     # torchrun ends with 1 whatever its processes ended with.
-    if code == 1 and listed is not None and len(read_excluded(listed)) > len(before):
+    if code == 1 and _content(listed) != before:
         _say(f"a straggler's host is listed in {listed}; start again with --exclude-hosts {listed}")
         from mt_megatron.scan.act import EXIT_CODE
 
@@ -358,6 +358,10 @@ def _list_of_excluded(config: TrainingConfig) -> Path | None:
 
     folder = trace_folder(config, metrics_path(config))
     return None if folder is None or config.scan.scan == "off" else excluded_path(run_files(folder))
+
+
+def _content(listed: Path | None) -> bytes:
+    return listed.read_bytes() if listed is not None and listed.exists() else b""
 
 
 def _say(text: str) -> None:

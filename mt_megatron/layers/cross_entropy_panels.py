@@ -19,8 +19,8 @@ from ..seams.gemm import gemm
 from . import cross_entropy_blocks, linear
 from .cross_entropy_blocks import leave_out, padding_from
 
-_PANEL = 2048
-"""Words of one panel: with 192 tokens 1.5 MiB of logits."""
+_PANEL = 2048 * 192
+"""Logits of one panel: 1.5 MiB."""
 
 _HEADROOM = 1e13
 """What a panel's exponentials may sum to before their token's reference moves: its own logits are then about
@@ -78,8 +78,8 @@ class Panels:
         """The gradients alone, from logits computed again and the ``lse`` of ``losses``."""
         for rows, powers in self._blocks():
             into = _rows(grad_hidden, rows)
-            for ids, logits in self._logits(rows):
-                panel = torch.sub(logits, lse[rows], out=powers[ids]).exp_()
+            for ids in self._panels(powers.shape[1]):
+                panel = torch.sub(self._logits(rows, ids), lse[rows], out=powers[ids]).exp_()
                 self._add_to_hidden(ids, panel, into)
             self._finish(rows, powers, grad[rows], grad[rows], into, grad_weight)
 
@@ -92,7 +92,8 @@ class Panels:
         total = torch.zeros(powers.shape[1])
         predicted = torch.zeros_like(total)
         reference = total
-        for ids, logits in self._logits(rows):
+        for ids in self._panels(powers.shape[1]):
+            logits = self._logits(rows, ids)
             at = column - ids.start
             here = inside & (at >= 0) & (at < logits.shape[0])
             label = logits.gather(0, at.clamp_(0, logits.shape[0] - 1)[None])[0]
@@ -111,6 +112,7 @@ class Panels:
                 reference = moved
                 sums = torch.sub(logits, reference, out=panel).exp_().sum(dim=0)
             total.add_(sums)
+            del logits  # A product may copy the panel.
             self._add_to_hidden(ids, panel, into)
         return reference, total, predicted
 
@@ -146,16 +148,18 @@ class Panels:
             gemm("wgrad", powers.t(), hidden * share[:, None], out=grad_weight, accumulate=True)
             grad_weight.index_add_(0, column, (hidden * label).to(grad_weight.dtype), alpha=-1)
 
-    def _logits(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
-        """The ids and logits [words, tokens] of every panel."""
-        hidden = self.hidden[rows]
-        for start in range(0, self._size, _PANEL):
-            ids = slice(start, min(self._size, start + _PANEL))
-            # The transposed product: words take the tokens' place.
-            logits = gemm("fprop", self.weight[ids], hidden)
-            if ids.stop > self._padding:
-                leave_out(logits.t(), max(self._padding - start, 0))
-            yield ids, logits
+    def _logits(self, rows: slice, ids: slice) -> Tensor:
+        """The logits [words, tokens] of one panel."""
+        # The transposed product: words take the tokens' place.
+        logits = gemm("fprop", self.weight[ids], self.hidden[rows])
+        if ids.stop > self._padding:
+            leave_out(logits.t(), max(self._padding - ids.start, 0))
+        return logits
+
+    def _panels(self, tokens: int) -> Iterator[slice]:
+        step = max(_MULTIPLE, _PANEL // max(tokens, 1))
+        for start in range(0, self._size, step):
+            yield slice(start, min(self._size, start + step))
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of almost equal length, each with room for its logits [v, t], which all share."""

@@ -141,16 +141,17 @@ def excluded_path(files: RunFiles) -> Path:
 
 
 def exclude(files: RunFiles, exclusion: Exclusion) -> Path:
-    """Add a host to the run's list, which ``mt-megatron launch --exclude-hosts`` reads; returns its path."""
+    """Add a host to the run's list, which ``mt-megatron launch --exclude-hosts`` reads; returns its path.
+
+    One that is listed already (nobody excluded it) is listed anew, with the later reason.
+    """
     path = excluded_path(files)
     before = ""
     with contextlib.suppress(FileNotFoundError):
         before = path.read_text(encoding="utf-8")
-    listed = {line.partition("#")[0].strip() for line in before.splitlines()}
-    if exclusion.host in listed:
-        return path
+    others = [line for line in before.splitlines() if line.partition("#")[0].strip() != exclusion.host]
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     why = " ".join(exclusion.reason.split()).replace("#", "")
     line = f"{exclusion.host}  # {when} {_name(exclusion.cause, exclusion.ranks)}: {why}\n"
-    write_private(path, before + line)
+    write_private(path, "".join(f"{other}\n" for other in others) + line)
     return path

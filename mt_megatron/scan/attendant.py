@@ -133,7 +133,9 @@ class Attendant:
             return
         self._say(f"measured: {result.text}")
         with self._lock:
-            self._asked = None
+            if self._asked is not None and self._asked.identity == result.identity:
+                # Another may have been asked for meanwhile.
+                self._asked = None
             if self._policy is not None:
                 self._policy.measured(result)
                 if self._policy.leave is not None:

@@ -223,11 +223,15 @@ class Watch:
         step = self._done if self._done is not None else finding.last_step
         at = time.time()
         line = json.dumps({**finding.to_dict(), "time_unix": at, "named_at_step": step}) + "\n"
-        handle = os.open(self._files.findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(handle, line.encode())
-        finally:
-            os.close(handle)
+            handle = os.open(self._files.findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(handle, line.encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            # A full disk, say: whoever reads the log is told all the same.
+            print(f"scan: a finding is not in {self._files.findings}: {error}", file=sys.stderr)
         if self._alerts is not None:
             self._alerts.finding(finding, named_at_step=step, time_unix=at)
 

@@ -204,7 +204,7 @@ def memory() -> dict[str, float]:
             mock.patch.object(
                 cross_entropy_blocks, "_BUDGET", {"cpu": 1 << 30 if way == "whole" else budget}
             ),
-            mock.patch.object(cross_entropy_panels, "_PANEL", vocabulary // 63),
+            mock.patch.object(cross_entropy_panels, "_PANEL", vocabulary // 63 * 64),
             mock.patch.object(onednn, "_PANEL", vocabulary * width // 125),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
         ):
