@@ -106,8 +106,8 @@ def test_a_stopped_rank_is_named_by_the_other_and_does_not_stay_behind(ended: di
     assert (
         f"rank 1 (host {socket.gethostname()}, pid {found['pids'][1]}) does not answer" in found["texts"][0]
     )
-    # Woken up for it, it says where it was.
-    assert "in _stick" in found["texts"][1]
+    # Woken up for it, it says where it is: by then its main thread may have gone on by a line.
+    assert "watchdog_worker.py" in found["texts"][1]
 
 
 @pytest.mark.soak
