@@ -24,7 +24,7 @@ from mt_megatron.errors import MtMegatronError, ScanError
 
 from .alerts import Alerts
 from .clock import Clocks, fit_clocks
-from .diagnose import SURE, Diagnoser, read_part
+from .diagnose import Diagnoser, read_part
 from .findings import Finding
 from .hangs import find_hang
 from .run_files import RunFiles, read_run, run_files
@@ -41,6 +41,9 @@ WARM_UP = 2
 
 LOOKS = 50
 """The last steps are judged again and again; the bar is as for this many independent looks."""
+
+WORTH_AN_ALERT = 0.7
+"""A report may say what is probable; who is interrupted wants to hear what is so."""
 
 AT_ONCE = 0.9
 """A finding less sure than this is told when the next look confirms it."""
@@ -183,7 +186,7 @@ class Watch:
             seconds = float(np.nanmedian(table.columns["step"][:, -1])) / 1e9
             self._alerts.progress(step=self._done, step_seconds=seconds, ranks_seen=len(table.ranks))
         found = self._diagnoser.findings(first_step=first, last_step=self._done)
-        return [each for each in found if each.confidence >= SURE and each.cause != "unknown"]
+        return [each for each in found if each.confidence >= WORTH_AN_ALERT and each.cause != "unknown"]
 
     def _hang(self, tails: dict[int, RankTail]) -> Finding | None:
         if not any(tail.waits for tail in tails.values()):
