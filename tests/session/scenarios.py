@@ -413,3 +413,8 @@ if __name__ == "__main__":
         warnings.simplefilter("ignore")
         outcome = SCENARIOS[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]
     print(json.dumps(outcome))
+    import torch.distributed as dist
+
+    # A group that is left behind ends with the interpreter, whose order may abort its threads.
+    if dist.is_initialized():
+        dist.destroy_process_group()

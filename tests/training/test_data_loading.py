@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mt_megatron.layers.packed import document_mask, document_positions
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import DataConfig
-from mt_megatron.training.data.batches import train_batches
+from mt_megatron.training.data.batches import _ended_worker, train_batches
 from mt_megatron.training.data.datasets import build_datasets
 from mt_megatron.training.data.tokenizer import NullTokenizer
 from mt_megatron.training.validate import problems
@@ -184,6 +184,43 @@ def test_a_worker_that_dies_is_named() -> None:
     # which may be the test's own end.
     with pytest.raises(RankError, match=r"DataLoader worker \(pid(\(s\))? \d+\)"):
         run_ranks(1, "tests.training.test_data_loading:fatal")
+
+
+class Ended:
+    """Stands for a worker that the loader still knows."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode, self.pid = exitcode, 4242
+        self.sentinel, other = os.pipe()
+        os.close(other)
+
+
+class Broken:
+    """A loader's iterator whose connection to a worker was cut."""
+
+    def __init__(self, *workers: Ended) -> None:
+        self._workers = workers
+
+
+@pytest.mark.parametrize(
+    ("error", "codes", "named"),
+    [
+        (ConnectionResetError(104, "Connection reset by peer"), [None, -9], "(pid 4242) ended by signal 9"),
+        (EOFError(), [1], "(pid 4242) ended with exit code 1"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), [None], "(pid 7) is killed"),
+        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), [None], "(pid(s) 7, 8)"),
+        (RuntimeError("Caught RuntimeError in DataLoader worker process 0."), [None], None),
+        (FileNotFoundError(2, "no such file"), [None, 0], None),
+    ],
+)
+def test_whose_end_an_error_of_the_loader_comes_from(
+    error: Exception, codes: list[int | None], named: str | None
+) -> None:
+    workers = [Ended(code) for code in codes]
+    found = _ended_worker(Broken(*workers), error)
+    for worker in workers:
+        os.close(worker.sentinel)
+    assert found is None if named is None else found is not None and named in found
 
 
 class Traced(Numbered):

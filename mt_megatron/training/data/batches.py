@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PADDING = -1
 _PREFETCHED = 4
 """Micro-batches that each worker keeps ready, so that a step does not wait for a slow read."""
+_WORKER_ENDS_WITHIN = 1.0
+"""Seconds from a closed connection to a worker until its end is known."""
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -165,16 +169,35 @@ def _load(
         generator=torch.Generator(),
         prefetch_factor=_PREFETCHED if num_workers else None,
     )
+    iterator = iter(loader)
     try:
-        yield from watched(iter(loader))
-    except RuntimeError as error:
-        # torch names the worker's process id and what ended it.
-        if "DataLoader worker" not in str(error):
+        yield from watched(iterator)
+    except (RuntimeError, EOFError, OSError) as error:
+        gone = _ended_worker(iterator, error)
+        if gone is None:
             raise
         raise DataError(
-            f"{error} The data itself may be fine: look for the kernel's out-of-memory killer, and use fewer "
+            f"{gone} The data itself may be fine: look for the kernel's out-of-memory killer, and use fewer "
             "--num-workers or 0. The run continues from its last checkpoint"
         ) from error
+
+
+def _ended_worker(iterator: object, error: Exception) -> str | None:
+    """Which worker's end ``error`` comes from, as a sentence; None if it has another reason.
+
+    torch itself says so in a ``RuntimeError`` with the worker's process id. When a worker ends while
+    the loader fetches a tensor from it, the connection's own error comes first and names nobody.
+    """
+    if isinstance(error, RuntimeError):
+        return str(error) if "DataLoader worker (pid" in str(error) else None
+    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
+    # The connection closes a moment before the process can be waited for.
+    wait([worker.sentinel for worker in workers], timeout=_WORKER_ENDS_WITHIN)
+    for worker in workers:
+        if code := worker.exitcode:
+            by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            return f"DataLoader worker (pid {worker.pid}) ended {by}."
+    return None
 
 
 def _document_end(dataset: SampleDataset) -> int | None:
