@@ -17,23 +17,24 @@ Drawn = dict[str, Any]
 
 
 def draw(family: str, rng: random.Random) -> Drawn:
-    """The entries of a ``config.json`` for a small model whose parts divide by up to 4 where Megatron
-    divides them, and whose vocabulary never does."""
-    groups = rng.choice([4, 8]) if rng.random() < 0.3 else 4
+    """The entries of a ``config.json`` for a small model whose parts divide by 2 and 4, or also by 3, where
+    Megatron divides them, and whose vocabulary never does."""
+    unit = rng.choice([4, 12])
+    groups = 8 if unit == 4 and rng.random() < 0.3 else unit
     layers = rng.randint(4, 6)
     shape: Drawn = {
         "vocab_size": 128 * rng.randint(0, 1) + 2 * rng.randint(10, 60) + 1,
-        "hidden_size": 8 * rng.randint(3, 6),
+        "hidden_size": 2 * unit * rng.randint(12 // unit, 24 // unit),
         "num_hidden_layers": layers,
         "num_attention_heads": groups * rng.choice([1, 2]),
         "num_key_value_heads": groups,
-        "intermediate_size": 4 * rng.randint(4, 12),
+        "intermediate_size": unit * rng.randint(16 // unit, 48 // unit),
         "max_position_embeddings": 64,
         "rms_norm_eps": rng.choice([1e-5, 1e-6]),
         "rope_theta": rng.choice([10000.0, 500000.0]),
         "tie_word_embeddings": rng.random() < 0.3,
     }
-    width = 4 * rng.randint(2, 6)
+    width = unit * rng.randint(8 // unit or 1, 24 // unit)
     if family == "qwen2":
         shape["hidden_size"] = 8 * shape["num_attention_heads"]
     elif not family.startswith("deepseek"):
@@ -47,17 +48,17 @@ def draw(family: str, rng: random.Random) -> Drawn:
             "original_max_position_embeddings": 32,
         }
     if family == "mixtral":
-        shape |= {"num_local_experts": 4 * rng.randint(1, 2), "num_experts_per_tok": 2}
+        shape |= {"num_local_experts": unit * rng.randint(1, 8 // unit or 1), "num_experts_per_tok": 2}
         shape |= {"sliding_window": None}
     if family == "qwen3_moe":
-        shape |= {"num_experts": 4 * rng.randint(1, 2), "num_experts_per_tok": 2}
+        shape |= {"num_experts": unit * rng.randint(1, 8 // unit or 1), "num_experts_per_tok": 2}
         shape |= {"moe_intermediate_size": width, "norm_topk_prob": rng.random() < 0.5}
         shape |= {"mlp_only_layers": rng.choice([[], [1], [0, layers - 1]])}
     if family.startswith("deepseek"):
         shape |= {
             "num_key_value_heads": shape["num_attention_heads"],
             "moe_intermediate_size": width,
-            "n_routed_experts": 8,
+            "n_routed_experts": max(8, unit),
             "n_shared_experts": rng.choice([1, 2]),
             "num_experts_per_tok": 4,
             "first_k_dense_replace": rng.randint(0, 2),

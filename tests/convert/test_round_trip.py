@@ -14,18 +14,27 @@ from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
 from tests.convert.quiet import converted
 
-CASES = 12 if os.environ.get("MT_MEGATRON_SOAK") else 1
+SOAK_CASES = 12
+CASES = SOAK_CASES if os.environ.get("MT_MEGATRON_SOAK") else 1
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+BY_TENSOR = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
+"""What tensor parallelism divides."""
 
 
 def layout(rng: random.Random, shape: dict[str, Any]) -> list[str]:
     """Options of a layout that divides ``shape``, over sizes 1 to 4."""
     layers = shape["num_hidden_layers"]
     stages = rng.randint(1, 4)
-    found = ["--tensor-model-parallel-size", str(rng.choice([1, 2, 4]))]
+    found = ["--tensor-model-parallel-size", str(rng.choice(_dividing(shape, BY_TENSOR)))]
     found += ["--pipeline-model-parallel-size", str(stages)]
-    experts = any("experts" in name for name in shape)
-    if experts:
-        found += ["--expert-model-parallel-size", str(rng.choice([1, 2, 4]))]
+    if any(name in shape for name in EXPERTS):
+        found += ["--expert-model-parallel-size", str(rng.choice(_dividing(shape, EXPERTS)))]
         found += [rng.choice(["--moe-grouped-gemm", "--no-moe-grouped-gemm"])]
     if layers % stages:
         # Uneven: one more for the first stages.
@@ -35,6 +44,25 @@ def layout(rng: random.Random, shape: dict[str, Any]) -> list[str]:
         found += ["--virtual-pipeline-model-parallel-size", "2"]
     found += ["--transformer-impl", rng.choice(["local", "transformer_engine"])]
     return found + ["--make-vocab-size-divisible-by", str(rng.choice([1, 8, 128]))]
+
+
+def _dividing(shape: dict[str, Any], names: tuple[str, ...]) -> list[int]:
+    """The sizes up to 4 that divide all of ``names`` that ``shape`` has."""
+    given = [shape[name] for name in names if name in shape]
+    return [size for size in range(1, 5) if all(each % size == 0 for each in given)]
+
+
+def test_every_size_is_drawn() -> None:
+    drawn = []
+    for family in FAMILIES:
+        for case in range(SOAK_CASES):
+            rng = random.Random(f"{family}{case}")
+            shape = published.draw(family, rng)
+            drawn += [layout(rng, shape) for _ in range(3)]
+    for parallel in ("tensor", "pipeline", "expert"):
+        option = f"--{parallel}-model-parallel-size"
+        sizes = {each[each.index(option) + 1] for each in drawn if option in each}
+        assert sizes == {"1", "2", "3", "4"}, parallel
 
 
 @pytest.mark.parametrize("case", range(CASES))

@@ -23,6 +23,7 @@ from mt_megatron.training.arguments import load_config
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build, family_of
 from mt_megatron.training.step import Shape, forward_backward, make_forward_step
+from tests.parity.exact import in_fp64
 from tests.parity.mixture_shapes import MTP_WEIGHT, Drawn, flags, published_model
 from tests.parity.random_shapes import BATCH, _largest, _largest_gradient, sample
 
@@ -37,8 +38,9 @@ LAYOUTS = {
 def beside_hugging_face(
     shapes: list[Drawn], layout: str, grouped: bool, mistake: str | None = None
 ) -> list[dict[str, float]]:
-    """For every shape the largest differences, relative to the largest element: of the logits, the loss, and
-    of the gradient of every parameter. ``mistake`` plants one, for a test of this test."""
+    """For every shape the largest differences from Hugging Face in fp64, relative to the largest element: of
+    the logits, the loss, and of the gradient of every parameter; and ``rounding``, how far Hugging Face's
+    own gradients in fp32 are from it by the same measure. ``mistake`` plants one, for a test of this test."""
     mt_megatron.patch("cpu")
     dist.init_process_group("gloo")
     return [_compare(drawn, layout, grouped, mistake) for drawn in shapes]
@@ -96,7 +98,6 @@ def _compare(drawn: Drawn, layout: str, grouped: bool, mistake: str | None) -> d
     with joined(config, mt_megatron.backend()) as job:
         copies = job.layout.dp
         batches = [sample(drawn | {"seed": drawn["seed"] + copy_}) for copy_ in range(copies)]
-        their_logits, their_loss = _hugging_face(theirs, further, batches)
         family = family_of(config)
         trainable = build(config, job, family)
         padded = padded_vocab_size(
@@ -107,6 +108,14 @@ def _compare(drawn: Drawn, layout: str, grouped: bool, mistake: str | None) -> d
         table, sizes = family.convert_table(config), Sizes.of(config, padded)
         whole = published(theirs, further)
         weights = to_megatron(whole, table, sizes)
+        bias = {name: tensor for name, tensor in whole.items() if name.endswith("e_score_correction_bias")}
+        _hugging_face(theirs, further, batches)
+        narrow = to_megatron(_published_gradients(theirs, further, bias), table, sizes)
+        with in_fp64():
+            for module in filter(None, (theirs, further)):
+                module.double().zero_grad()
+            their_logits, their_loss = _hugging_face(theirs, further, batches)
+            expected = to_megatron(_published_gradients(theirs, further, bias), table, sizes)
         if mistake == "swapped_experts":
             one, other = (
                 f"decoder.layers.1.mlp.experts.local_experts.{index}.linear_fc1.weight" for index in (0, 1)
@@ -126,13 +135,13 @@ def _compare(drawn: Drawn, layout: str, grouped: bool, mistake: str | None) -> d
         if reports:
             loss = (reports[0]["loss"] / reports[0]["tokens"]).item()
             found["loss"] = abs(loss / their_loss[mine] - 1)
-        bias = {name: tensor for name, tensor in whole.items() if name.endswith("e_score_correction_bias")}
-        expected = to_megatron(_published_gradients(theirs, further, bias), table, sizes)
         found["gradient"] = _largest_gradient(trainable, expected)
+        found["rounding"] = max(_largest(narrow[name], exact) for name, exact in expected.items())
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, found)
         return {
-            name: max(each[name] for each in every if name in each) for name in ("logits", "loss", "gradient")
+            name: max(each[name] for each in every if name in each)
+            for name in ("logits", "loss", "gradient", "rounding")
         }
 
 
@@ -174,7 +183,8 @@ def _further_losses(model: Any, further: Any, hidden: Tensor, batch: dict[str, T
         hidden = hidden[:, : embedded.shape[1]]
         length = hidden.shape[1]
         positions = torch.arange(length)[None]
-        causal = torch.full((length, length), torch.finfo(hidden.dtype).min).triu(1)[None, None]
+        lowest = torch.finfo(hidden.dtype).min
+        causal = torch.full((length, length), lowest, dtype=hidden.dtype).triu(1)[None, None]
         hidden = layer(
             embedded,
             hidden,
