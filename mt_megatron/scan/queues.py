@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mt_megatron.scan.encode import Event
+from mt_megatron.scan.records import SPAN
 
 _T = TypeVar("_T")
-_MOST_QUEUED = 500_000
+
+MOST_BYTES = 64 << 20
+"""Of each queue, as far as its entries' sizes are known: then what is queued is given up."""
+
+_EACH = {"events": 300, "counters": 140, "pings": 250, "notes": 16 << 10}
+"""Bytes that an entry takes in memory with its numbers and attributes: measured on usual ones; of notes the
+longest (stacks of many threads)."""
 
 
 class Queues:
@@ -25,17 +32,20 @@ class Queues:
         self.notes: list[Mapping[str, Any]] = []
         self.taken = 0
         """Events that were taken so far."""
-        self.dropped = 0
-        """Events that were given up."""
+        self.dropped: dict[str, int] = {}
+        """Entries that were given up, by queue; of spans the records."""
 
     def bound(self) -> None:
         """Give up what is queued when nobody comes for it (a disk that hangs): memory is not filled."""
-        if len(self.events) > _MOST_QUEUED:
-            self.dropped += len(take(self.events))
-        others: tuple[list[Any], ...] = (self.spans, self.counters, self.pings, self.notes)
-        for queue in others:
-            if len(queue) > _MOST_QUEUED:
-                take(queue)
+        for name, each in _EACH.items():
+            queue: list[Any] = getattr(self, name)
+            if len(queue) * each > MOST_BYTES:
+                self._dropped(name, len(take(queue)))
+        if len(self.spans) and sum(map(len, self.spans)) > MOST_BYTES:
+            self._dropped("spans", sum(map(len, take(self.spans))) // SPAN.itemsize)
+
+    def _dropped(self, name: str, count: int) -> None:
+        self.dropped[name] = self.dropped.get(name, 0) + count
 
     def close(self) -> None:
         """Keep nothing from now on: nobody comes for it any more."""

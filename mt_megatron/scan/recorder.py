@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.control import ControlWatch
+from mt_megatron.scan.ended import Ending
 from mt_megatron.scan.facts import HostFacts, Telemetry
 from mt_megatron.scan.levels import Level, Window, level_of
 from mt_megatron.scan.listening import LevelCallback, Listening
@@ -76,6 +78,7 @@ class Recorder:
         self._samples: dict[str, Callable[[], float | None]] = {}
         self._facts: HostFacts | None = None
         self._writer: Writer | None = None
+        self._ending: Ending | None = None
         self._running = False
 
     @property
@@ -105,6 +108,7 @@ class Recorder:
                 self._meta,
                 most_bytes=self._most_bytes,
             )
+            self._ending = Ending(self.files.rank_folder(self.rank), ring.meta["session"])
             self._facts = HostFacts(self.counter, telemetry=self._telemetry, samples=self._samples)
             self._writer = Writer(
                 self._queues,
@@ -142,6 +146,8 @@ class Recorder:
                 self.files.root,
                 _CLOSE_SECONDS,
             )
+        elif self._ending is not None and self.failed is None:
+            self._ending.say("closed", "", self.iteration)
 
     def set_level(self, level: Level) -> None:
         """Record at ``level`` from the next step on; any thread. Raises ``ConfigError``."""
@@ -233,6 +239,10 @@ class Recorder:
         self._queues.close()
         if self._facts is not None:
             self._facts.close()
+        if self._ending is not None:
+            # Not in this thread, which may be the training's: the disk may be one that hangs.
+            said = ("failed", self.failed, self.iteration)
+            Thread(target=self._ending.say, args=said, name="scan-ending", daemon=True).start()
         logger.warning(
             "tracing of rank %d is off from here on, training goes on: %s (trace so far: %s)",
             self.rank,

@@ -4,6 +4,7 @@ run.json            rank 0: who is who (world size, layout, hosts)
 control.json        what the ranks shall do; written by the command line, read by every rank
 rank-00003/         one folder per rank
     000000.scan     its segments, in the order in which they were begun
+    ended.json      how its recording ended; blank while it records
 findings.jsonl      what the watcher found, one JSON object a line
 alerts.jsonl        what was told to somebody
 """

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ScanError
+from mt_megatron.scan.ended import read_ended
 from mt_megatron.scan.records import COUNTER, FORMAT_VERSION, OPEN, PING, SPAN
 from mt_megatron.scan.run_files import segment_paths
 
@@ -75,7 +76,8 @@ class RankTrace:
     """``records.PING``."""
 
     notes: list[dict[str, Any]]
-    """All notes, without the repeated ones at the beginnings of later segments."""
+    """All notes, without the repeated ones at the beginnings of later segments; from ``read_rank`` the last
+    one is how the recording ended, where that is known."""
 
     damaged: tuple[str, ...] = field(default=())
     """Sentences on bytes that could not be read: torn ends, and what lies behind a broken block."""
@@ -204,7 +206,11 @@ def read_rank(rank_folder: Path, *, session: int | None = None) -> RankTrace:
     wanted = max(by_session) if session is None else session
     if wanted not in by_session:
         raise ScanError(f"found sessions {sorted(by_session)} in {rank_folder}, expected {wanted}")
-    return read_segments(by_session[wanted])
+    found = read_segments(by_session[wanted])
+    ended = read_ended(rank_folder, wanted)
+    if ended is not None:
+        found.notes.append(ended.note())
+    return found
 
 
 def sessions(rank_folder: Path) -> list[int]:
@@ -266,6 +272,16 @@ def read_segments(paths: Sequence[Path]) -> RankTrace:
         notes=notes,
         damaged=tuple(damaged),
     )
+
+
+def dropped_events(notes: Sequence[Mapping[str, Any]]) -> int:
+    """Records that were given up before they were written: each note says how many so far, and why."""
+    so_far: dict[str, int] = {}
+    for note in notes:
+        if note.get("what") == "dropped":
+            why = str(note.get("why"))
+            so_far[why] = max(so_far.get(why, 0), int(note.get("events") or 0))
+    return sum(so_far.values())
 
 
 def without_ended(spans: NDArray[np.void]) -> NDArray[np.void]:

@@ -67,7 +67,7 @@ class Writer(threading.Thread):
         self._failed = failed
         self._stopped = False
         self._latest_ns = 0
-        self._dropped = 0
+        self._dropped: dict[str, int] = {}
         self._unreadable = 0
 
     def stop(self, timeout: float) -> bool:
@@ -162,18 +162,16 @@ class Writer(threading.Thread):
         return b"".join(rows)
 
     def _complaints(self) -> list[dict[str, Any]]:
-        found = []
-        if self._queues.dropped > self._dropped:
-            self._dropped = self._queues.dropped
+        found: list[dict[str, Any]] = []
+        of = dict(self._queues.dropped)
+        if of != self._dropped:
+            self._dropped = of
+            total, why = sum(of.values()), "disk too slow"
             found.append(
-                {
-                    "what": "dropped",
-                    "time": time.perf_counter_ns(),
-                    "events": self._dropped,
-                    "why": "disk too slow",
-                }
+                {"what": "dropped", "time": time.perf_counter_ns(), "events": total, "of": of, "why": why}
             )
-            logger.warning("tracing has dropped %d events so far: the disk is too slow", self._dropped)
+            said = ", ".join(f"{count} {name}" for name, count in of.items())
+            logger.warning("tracing has dropped %s so far: the disk is too slow", said)
         if self.encoder.unreadable > self._unreadable:
             self._unreadable = self.encoder.unreadable
             why = "attributes that no record can hold"

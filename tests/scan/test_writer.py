@@ -12,9 +12,10 @@ from mt_megatron.scan import queues
 from mt_megatron.scan.names import TOO_MANY, Names
 from mt_megatron.scan.queues import Queues
 from mt_megatron.scan.recorder import Recorder
+from mt_megatron.scan.records import SPAN
 from mt_megatron.scan.ring import SegmentRing
 from mt_megatron.scan.run_files import segment_paths
-from mt_megatron.scan.segments import Group, read_rank, read_segments, segment_meta
+from mt_megatron.scan.segments import Group, dropped_events, read_rank, read_segments, segment_meta
 from mt_megatron.seams import events
 from tests.scan.recordings import record, rows, step
 from tests.scan.test_segments import spans
@@ -107,14 +108,21 @@ def test_a_broken_segment_of_an_earlier_run_is_in_nobodys_way(tmp_path: Path) ->
     assert [path.name for path in segment_paths(folder)] == ["000000.scan", "000001.scan"]
 
 
-def test_memory_is_bounded_when_nobody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "_MOST_QUEUED", 10)
+def test_memory_is_bounded_in_bytes_when_nobody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "MOST_BYTES", 6000)
     waiting = Queues()
-    for number in range(11):
+    for number in range(20):
         waiting.events.append((number, 0, "begin", "layer", {}))
-        waiting.notes.append({})
+        waiting.counters.append((number, 1.0, 0, 0))
+    waiting.spans += [bytes(SPAN.itemsize * 50)]
     waiting.bound()
-    assert (waiting.events, waiting.notes, waiting.dropped) == ([], [], 11)
+    assert (len(waiting.events), len(waiting.spans), waiting.dropped) == (20, 1, {}), "all of it fits"
+    waiting.events.append((20, 0, "begin", "layer", {}))
+    waiting.notes.append({})
+    waiting.spans += [bytes(SPAN.itemsize * 50)]
+    waiting.bound()
+    assert (waiting.events, waiting.notes, waiting.spans, len(waiting.counters)) == ([], [], [], 20)
+    assert waiting.dropped == {"events": 21, "notes": 1, "spans": 100}
     waiting.events.append((0, 0, "begin", "layer", {}))
     waiting.bound()
     assert len(waiting.events) == 1
@@ -123,7 +131,7 @@ def test_memory_is_bounded_when_nobody_writes(monkeypatch: pytest.MonkeyPatch) -
 def test_a_disk_that_hangs_costs_events_and_not_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(queues, "_MOST_QUEUED", 100)
+    monkeypatch.setattr(queues, "MOST_BYTES", 30_000)
     hanging, entered = threading.Event(), threading.Event()
     write = SegmentRing.write
 
@@ -145,7 +153,8 @@ def test_a_disk_that_hangs_costs_events_and_not_the_step(
 
     trace = record(tmp_path, act)
     (note,) = [note for note in trace.notes if note["what"] == "dropped"]
-    assert note["events"] >= 300
+    assert note["events"] == sum(note["of"].values()) and note["of"]["events"] >= 300
+    assert dropped_events([*trace.notes, *trace.notes]) == note["events"], "it is the number so far"
     assert "tracing has dropped" in caplog.text
 
 
