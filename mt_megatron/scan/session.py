@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -35,9 +36,13 @@ from mt_megatron.scan.recorder import Recorder
 from mt_megatron.scan.run_files import run_files, write_run
 from mt_megatron.scan.segments import sessions
 from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
+from mt_megatron.seams import collectives
 from mt_megatron.seams.layout import RankLayout
 
 logger = logging.getLogger("mt_megatron")
+
+# Of this process, begun and not closed. Who traces within another's block goes on with its numbers.
+_traced: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
@@ -95,9 +100,14 @@ class Session:
                 "boot": boot_id(),
                 "session": self._next_session(),
                 "board": secrets.token_hex(8),
+                "alone": not _traced,
             }
         )
         problem: str | None = None
+        # Some may have listened for figures of their own, or longer than others at the last one's end.
+        if all(each["alone"] for each in everyone):
+            collectives.restart_numbers()
+        _traced.add(self)
         try:
             self._begin(everyone)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
@@ -132,6 +142,7 @@ class Session:
             except Exception as error:  # noqa: BLE001 - the others are to be closed as well
                 logger.warning("scan: %s: %s", type(error).__name__, error)
         self.recorder = self._pings = self._attendant = self._watcher = None
+        _traced.discard(self)
 
     def _next_session(self) -> int:
         try:

@@ -4,8 +4,8 @@
         dist.all_reduce(tensor, group=group)
 
 What it takes is computed only while somebody listens (``seams.events``). Numbers are counted per name and
-membership of a group, and per directed edge for transfers; as all members make the same calls in the
-same order, equal numbers are one operation. Nothing is sent to find them.
+membership of a group, and per directed edge for transfers, from ``restart_numbers`` on; as all members make
+the same calls in the same order, equal numbers are one operation. Nothing is sent to find them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Group:
         """Number of the collective that begins now."""
         return next(self._numbers)
 
+    def restart(self) -> None:
+        """Begin again at 0."""
+        self._numbers = itertools.count()
+
 
 _groups: dict[tuple[str, tuple[int, ...]], Group] = {}
 # Process groups by identity, as they do not live for ever: the weak reference tells a new one that was
@@ -64,6 +68,17 @@ def group_of(name: str, group: Any = None) -> Group:
     made = _groups.setdefault((name, ranks), Group(name, ranks))
     _seen[name, id(group)] = (weakref.ref(group), made)
     return made
+
+
+def restart_numbers() -> None:
+    """Number everything from 0 again: where several ranks begin to listen at the same point of the program.
+
+    Each may have counted for listeners of its own before, or counted on where others did not.
+    """
+    for group in tuple(_groups.values()):
+        group.restart()
+    _sent.clear()
+    _received.clear()
 
 
 def known_groups() -> list[Group]:
