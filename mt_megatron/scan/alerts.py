@@ -11,13 +11,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
+from .ended import Ended
 from .findings import Finding
 from .prometheus import Endpoint, Metrics
 from .webhook import Webhook
-from .wording import cost, headline, next_step
+from .wording import cost, headline, next_step, rank_list
 
 _PREFIX = "mt_megatron_scan_"
 LEAST_CONFIDENCE = 0.5
@@ -25,6 +27,13 @@ LEAST_CONFIDENCE = 0.5
 
 REPEAT_AFTER_S = 3600.0
 """The same culprit is told again after this time at the earliest."""
+
+OVER_AFTER_STEPS = 10
+"""A finding whose last step lies further back is over, and its figures end."""
+
+
+# Prometheus wants the unit in the name; of a share it is "ratio".
+_OF_A_FINDING = ("finding_lost_ratio", "finding_confidence_ratio")
 
 
 def _say(line: str) -> None:
@@ -53,6 +62,7 @@ class Alerts:
         self._say = say
         self._least, self._repeat_after = least_confidence, repeat_after_s
         self._told: dict[tuple[object, ...], float] = {}
+        self._ended: set[tuple[int, int]] = set()
         self.metrics = _declared()
         self.endpoint = None if prometheus_port is None else Endpoint(self.metrics, prometheus_port)
         try:
@@ -71,13 +81,7 @@ class Alerts:
     def finding(self, finding: Finding, *, named_at_step: int, time_unix: float | None = None) -> bool:
         """Tell of ``finding`` unless it is too unsure or was told not long ago. True: it was told."""
         at = time.time() if time_unix is None else time_unix
-        labels = {
-            "cause": finding.cause,
-            "ranks": ",".join(map(str, finding.ranks)),
-            "host": finding.host or "",
-        }
-        self.metrics.set(_PREFIX + "finding_lost_fraction", finding.lost_fraction, **labels)
-        self.metrics.set(_PREFIX + "finding_confidence", finding.confidence, **labels)
+        self._show(finding)
         # A culprit of unknown cause is nobody to wake somebody for; a hang is, however it came about.
         if finding.confidence < self._least and finding.cause != "hang":
             return False
@@ -97,11 +101,55 @@ class Alerts:
             "text": text,
             "finding": finding.to_dict(),
         }
-        self._say(f"scan: {text}")
+        self._tell(record)
+        return True
+
+    def standing(self, findings: Iterable[Finding], *, step: int) -> None:
+        """What the last judgement, up to ``step``, says of all steps in view: the gauges of everything else
+        end, and of what was over long before. A hang has no end but the next step."""
+        there = [
+            each for each in findings if each.cause == "hang" or each.last_step >= step - OVER_AFTER_STEPS
+        ]
+        lost, confidence = _OF_A_FINDING
+        self.metrics.replace(_PREFIX + lost, [(_labels(each), each.lost_fraction) for each in there])
+        self.metrics.replace(_PREFIX + confidence, [(_labels(each), each.confidence) for each in there])
+
+    def recording_ended(self, ended: Mapping[int, Ended], hosts: Mapping[int, str]) -> bool:
+        """Tell once which ranks' tracing failed; those that closed theirs in good order are no news.
+        True: there was something new."""
+        failed = {rank: each for rank, each in sorted(ended.items()) if each.how == "failed"}
+        self.metrics.set(_PREFIX + "ranks_not_recording", float(len(failed)))
+        new = {rank: each for rank, each in failed.items() if (rank, each.session) not in self._ended}
+        if not new:
+            return False
+        self._ended |= {(rank, each.session) for rank, each in new.items()}
+        self.metrics.add(_PREFIX + "alerts_total", cause="recording_ended")
+        # Ranks of one full disk end within a second of each other, for the same reason.
+        alike: dict[tuple[str, int], list[int]] = {}
+        for rank, each in new.items():
+            alike.setdefault((each.why, each.iteration), []).append(rank)
+        for ranks in alike.values():
+            first = new[ranks[0]]
+            where = sorted({hosts[rank] for rank in ranks if hosts.get(rank)})
+            text = (
+                f"{'Rank' if len(ranks) == 1 else 'Ranks'} {rank_list(ranks)}"
+                f"{f' ({_few(where)})' if where else ''} no longer recorded: {first.words()}. "
+                "Training goes on; what happens there from then on is not seen."
+            )
+            about = {"ranks": ranks, **asdict(first)}
+            self._tell({"time_unix": time.time(), "run": self._run, "text": text, "recording_ended": about})
+        return True
+
+    def _show(self, finding: Finding) -> None:
+        lost, confidence = _OF_A_FINDING
+        self.metrics.set(_PREFIX + lost, finding.lost_fraction, **_labels(finding))
+        self.metrics.set(_PREFIX + confidence, finding.confidence, **_labels(finding))
+
+    def _tell(self, record: Mapping[str, object]) -> None:
+        self._say(f"scan: {record['text']}")
         self._append(record)
         if self.webhook is not None:
             self.webhook.post(record)
-        return True
 
     def progress(self, *, step: int, step_seconds: float, ranks_seen: int) -> None:
         """Figures of the last step that all ranks have finished, for Prometheus."""
@@ -116,7 +164,7 @@ class Alerts:
         if self.endpoint is not None:
             self.endpoint.close()
 
-    def _append(self, record: dict[str, object]) -> None:
+    def _append(self, record: Mapping[str, object]) -> None:
         if self._file is None:
             return
         try:
@@ -130,14 +178,27 @@ class Alerts:
             self._file = None
 
 
+def _labels(finding: Finding) -> dict[str, str]:
+    return {
+        "cause": finding.cause,
+        "ranks": ",".join(map(str, finding.ranks)),
+        "host": finding.host or "",
+    }
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
 def _declared() -> Metrics:
     metrics = Metrics()
     for name, kind, about in (
         ("step", "gauge", "Last step that all ranks seen have finished"),
         ("step_seconds", "gauge", "Seconds of that step"),
         ("ranks_seen", "gauge", "Ranks whose trace is readable"),
-        ("finding_lost_fraction", "gauge", "Share of the time that a culprit costs, when last named"),
-        ("finding_confidence", "gauge", "Confidence in a culprit, 0 to 1, when last named"),
+        ("ranks_not_recording", "gauge", "Ranks whose tracing failed while training goes on"),
+        (_OF_A_FINDING[0], "gauge", "Share of the time that a culprit costs, while it does"),
+        (_OF_A_FINDING[1], "gauge", "Confidence in a culprit, 0 to 1, while it is one"),
         ("alerts_total", "counter", "Alerts sent, by cause"),
     ):
         metrics.declare(_PREFIX + name, kind, about)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
@@ -39,13 +40,20 @@ class Metrics:
             key = _labels(labels)
             self._values[name][key] = self._values[name].get(key, 0.0) + value
 
+    def replace(self, name: str, figures: Iterable[tuple[Mapping[str, object], float]]) -> None:
+        """All figures of this name at once: what is no longer true is no longer shown."""
+        with self._lock:
+            self._values[name] = {_labels(labels): value for labels, value in figures}
+
     def text(self) -> str:
         """The text format, version 0.0.4."""
         lines: list[str] = []
         with self._lock:
             for name, (kind, about) in self._about.items():
                 lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-                lines += [f"{name}{_shown(key)} {value!r}" for key, value in self._values[name].items()]
+                lines += [
+                    f"{name}{_shown(key)} {_number(value)}" for key, value in self._values[name].items()
+                ]
         return "\n".join(lines) + "\n"
 
 
@@ -97,6 +105,12 @@ def _labels(labels: Mapping[str, object]) -> Labels:
 def _shown(labels: Iterable[tuple[str, str]]) -> str:
     shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
     return f"{{{shown}}}" if shown else ""
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return repr(value) if math.isfinite(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def _escaped(value: str) -> str:

@@ -12,11 +12,12 @@ import numpy as np
 
 from mt_megatron.errors import ScanError
 
+from .ended import Ended, read_ended
 from .export import findings_on_record
 from .findings import Finding
 from .records import KIND, OPEN
 from .run_files import RunFiles, existing_run, read_run, segment_paths
-from .segments import RankTrace, read_segments
+from .segments import RankTrace, dropped_events, read_segments
 
 _LAST_STEPS = 20
 
@@ -41,6 +42,9 @@ class RankStatus:
     inside: str
     """What it has been in for more than a second when it wrote last: ``dp all_reduce 41``; else empty."""
 
+    ended: Ended | None = None
+    """How its recording ended; None while it goes on, and of a rank that was killed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
@@ -50,11 +54,19 @@ class RunStatus:
     simulated: bool
     ranks: tuple[RankStatus, ...]
     findings: tuple[Finding, ...]
+    absent: tuple[int, ...] = ()
+    """Ranks of the run that have no file that can be read."""
+
+    @property
+    def not_recording(self) -> tuple[int, ...]:
+        """Ranks whose tracing failed."""
+        return tuple(rank.rank for rank in self.ranks if rank.ended and rank.ended.how == "failed")
 
     @property
     def step(self) -> int:
-        """The last step that every rank has ended."""
-        return min((rank.step for rank in self.ranks), default=-1)
+        """The last step that every rank has ended, of those that record."""
+        steps = [rank.step for rank in self.ranks if rank.rank not in self.not_recording]
+        return min(steps or [rank.step for rank in self.ranks], default=-1)
 
     @property
     def step_seconds(self) -> float:
@@ -75,6 +87,7 @@ def run_status(run: Path | str) -> RunStatus:
         simulated=bool(facts.get("simulated", False)),
         ranks=tuple(ranks),
         findings=tuple(findings_on_record(files)),
+        absent=tuple(sorted(set(range(int(facts.get("world_size", 0)))) - {each.rank for each in ranks})),
     )
 
 
@@ -92,7 +105,6 @@ def _rank(files: RunFiles, rank: int) -> RankStatus | None:
     ended = spans[(spans["kind"] == KIND["step"]) & (spans["end"] != OPEN)]
     last = ended[np.argsort(ended["end"])][-_LAST_STEPS:]
     levels = [note.get("level") for note in read.notes if note.get("what") == "level"]
-    dropped = [int(note.get("events") or 0) for note in read.notes if note.get("what") == "dropped"]
     return RankStatus(
         rank=rank,
         host=str(read.meta.get("host", "")),
@@ -100,8 +112,9 @@ def _rank(files: RunFiles, rank: int) -> RankStatus | None:
         step_seconds=float(np.median(last["end"] - last["begin"])) / 1e9 if len(last) else float("nan"),
         silent_seconds=max(0.0, time.time() - modified),
         level=str(levels[-1] if levels else read.meta.get("level", "")),
-        dropped=sum(dropped),
+        dropped=dropped_events(read.notes),
         inside=_inside(read),
+        ended=read_ended(files.rank_folder(rank), int(read.meta.get("session", 0))),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .clock import Clocks
+from .ended import Ended, read_ended
 from .hangs import Key, RankEnd, rank_end
 from .records import COUNTER, KIND, OPEN, PING, SPAN
 from .run_files import segment_paths
@@ -28,7 +29,10 @@ from .segments import (
     without_ended,
 )
 
-_MOST_HELD = 1 << 20
+MOST_BYTES = 64 << 20
+"""Records of one rank that are held, unless its reader says otherwise."""
+
+_QUIET_S = 1.0
 
 
 class RankTail:
@@ -40,6 +44,15 @@ class RankTail:
         self.session = -1
         self.fresh = time.monotonic()
         """When something new was last seen, by this process's clock."""
+
+        self.ended: Ended | None = None
+        """How its recording ended, as soon as that is known."""
+
+        self.most_bytes = MOST_BYTES
+        """Records that are held at most; of what nobody takes the oldest steps are given up."""
+
+        self.given_up = 0
+        """Records that were."""
 
         self._folder = folder
         self._offsets: dict[Path, int] = {}
@@ -56,6 +69,8 @@ class RankTail:
         self._notes: list[dict[str, Any]] = []
         self._reached: dict[Key, int] = {}
         self._last_seen = 0
+        self._given_up_until = 0
+        self.ended = None
 
     def poll(self) -> None:
         """Read what was appended. A newer session than the one followed so far replaces it."""
@@ -72,6 +87,11 @@ class RankTail:
             except FileNotFoundError:
                 continue
         self._keep(new)
+        # One small file, and only of those that write nothing: they may never write again.
+        if self.ended is None and self.session >= 0 and time.monotonic() - self.fresh > _QUIET_S:
+            self.ended = read_ended(self._folder, self.session)
+            if self.ended is not None:
+                self._notes = [*self._notes, self.ended.note()]
 
     def _take(self, path: Path, kind: int, payload: Any, new: dict[int, list[Any]]) -> bool:
         if kind == NOTE and payload.get("what") == "meta":
@@ -105,16 +125,33 @@ class RankTail:
             for key, number in entered.reached.items():
                 self._reached[key] = max(self._reached.get(key, -1), number)
             self._last_seen = max(self._last_seen, entered.last_seen)
+            rows = rows[(rows["iteration"] > self._given_up_until) | (rows["iteration"] == 0)]
             self._spans = without_ended(np.concatenate([self._spans, rows]))
-            if len(self._spans) > _MOST_HELD:
-                # A program without steps, which nobody takes: what has not ended still says who hangs.
-                old, kept = np.split(self._spans, [len(self._spans) - _MOST_HELD // 2])
-                self._spans = np.concatenate([old[old["end"] == OPEN], kept])
+            self._bound()
         if new[COUNTER_VALUES]:
-            self._counters = np.concatenate([self._counters, *new[COUNTER_VALUES]])[-_MOST_HELD:]
+            most = max(1, self.most_bytes // (4 * COUNTER.itemsize))
+            self._counters = np.concatenate([self._counters, *new[COUNTER_VALUES]])[-most:]
             self._last_seen = max(self._last_seen, int(self._counters["time"].max()))
         if new[PINGS]:
-            self.pings = np.concatenate([self.pings, *new[PINGS]])
+            most = max(1, self.most_bytes // (8 * PING.itemsize))
+            self.pings = np.concatenate([self.pings, *new[PINGS]])[-most:]
+
+    def _bound(self) -> None:
+        """Give up the oldest half of what nobody takes: another rank's steps do not come, or there are no
+        steps."""
+        most = max(1, self.most_bytes // SPAN.itemsize)
+        if len(self._spans) <= most:
+            return
+        # Whole steps, also what is still to come of them: half a one would look like one with less to do.
+        # What has not ended still says who hangs.
+        cut = len(self._spans) - most // 2
+        border = int(self._spans["iteration"][:cut].max())
+        keep = (self._spans["iteration"] > border) | (self._spans["end"] == OPEN)
+        if border == 0:
+            keep[cut:] = True
+        self._given_up_until = border
+        self.given_up += int((~keep).sum())
+        self._spans = self._spans[keep]
 
     @property
     def step(self) -> int:

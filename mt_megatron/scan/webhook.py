@@ -14,6 +14,7 @@ from typing import Any
 from mt_megatron.errors import ConfigError
 
 _WAITING = 64
+_WAITING_BYTES = 4 << 20
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -53,15 +54,26 @@ class Webhook:
         self._timeout, self._attempts, self._pause = timeout, attempts, pause
         self._open = urllib.request.build_opener(_NoRedirect).open
         self._queue: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._waiting_bytes = 0
+        self._counting = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mt-megatron-webhook", daemon=True)
         self._thread.start()
 
     def post(self, body: Mapping[str, Any]) -> None:
-        """Queue ``body``; returns at once."""
+        """Queue ``body``; returns at once. 64 wait at most, and 4 MiB."""
+        data = json.dumps(body).encode()
+        with self._counting:
+            fits = self._waiting_bytes + len(data) <= _WAITING_BYTES
+            self._waiting_bytes += len(data) * fits
+        if not fits:
+            self._lose(f"{len(data)} bytes, and more than {_WAITING_BYTES} would wait")
+            return
         try:
-            self._queue.put_nowait(json.dumps(body).encode())
+            self._queue.put_nowait(data)
         except queue.Full:
+            with self._counting:
+                self._waiting_bytes -= len(data)
             self._lose(f"{_WAITING} alerts wait already")
 
     def close(self, timeout: float = 5.0) -> None:
@@ -76,6 +88,8 @@ class Webhook:
     def _run(self) -> None:
         while (body := self._queue.get()) is not None:
             self._deliver(body)
+            with self._counting:
+                self._waiting_bytes -= len(body)
 
     def _deliver(self, body: bytes) -> None:
         problem = ""
@@ -101,4 +115,8 @@ class Webhook:
 
     def _lose(self, problem: str) -> None:
         self.lost += 1
-        self._say(f"scan: an alert did not reach the webhook at {self.host}: {problem}")
+        self._say(
+            f"scan: an alert did not reach the webhook at {self.host}: {problem} ({self.lost} lost so far)"
+            if self.lost > 1
+            else f"scan: an alert did not reach the webhook at {self.host}: {problem}"
+        )

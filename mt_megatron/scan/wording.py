@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from .findings import Cause, Finding
 from .trace import Place
@@ -106,17 +106,24 @@ def _hang(finding: Finding, who: str) -> str:
     operation = finding.details.get("collective") or finding.details.get("op")
     number = finding.details.get("seq")
     if operation is None:
-        return f"{who} keeps the others waiting"
+        return f"{who} {'keep' if len(finding.ranks) > 1 else 'keeps'} the others waiting"
     which = f" number {number}" if number is not None else ""
     group = f" of the {finding.group} group" if finding.group else ""
     edge: list[int] = list(finding.details.get("ranks") or ())
     if str(operation).startswith(("send", "recv")) and len(edge) == 2:
         group = f" from rank {edge[0]} to rank {edge[1]}"
-    one = len(finding.ranks) == 1
+    one = len(finding.ranks) <= 1
+    blind = finding.details.get("no_records")
+    if blind and not finding.ranks:
+        return f"{who} stands still: {operation}{which}{group} does not end; no records of {_few(blind)}"
     if finding.confidence < 0.9:
         # All have entered it: none of them is to blame more than the others.
         return f"{who} {'stands' if one else 'stand'} still: {operation}{which}{group} does not end"
     return f"{who} {'keeps' if one else 'keep'} the others waiting: {operation}{which}{group} does not end"
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
 
 
 def cost(finding: Finding, seconds: float | None = None) -> str:
