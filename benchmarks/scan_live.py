@@ -10,49 +10,25 @@ The first finding that names a cause decides; the diagnosis never hears of the t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import random
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scan_live_job import LAYOUTS, ROOT, Job, Layout, job, write_data
-from scan_live_limits import Limits, limits
-from scan_live_network import Hosts, hosts
+from scan_live_faults import RANKS, Planned, background_load, plan
+from scan_live_job import LAYOUTS, Job, Layout, job, write_data
+from scan_live_limits import limits
+from scan_live_network import hosts
 
-sys.path.insert(0, str(ROOT))
-
-from mt_megatron.scan.attendant import drill_path  # noqa: E402
-from mt_megatron.scan.faults import parse_fault  # noqa: E402
-from mt_megatron.scan.run_files import run_files, write_private  # noqa: E402
-
-RANKS = 4
 SECONDS, STEPS = 15.0, 10
 _QUIET_STEPS, _QUIET_SECONDS = 12, 8.0
 _WAIT = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """One fault."""
-
-    name: str
-    ranks: tuple[int, ...]
-    causes: tuple[str, ...]
-    """What it may be called."""
-
-    begin: Callable[[], Any]
-    """A context manager: the fault is on inside it."""
 
 
 @dataclass(kw_only=True)
@@ -78,106 +54,19 @@ class Trial:
 
     in_time: bool = False
 
+    began_unix: float = 0.0
+    ended_unix: float = 0.0
+    last_step: int = 0
+    """The last step reported when the fault was over."""
 
-def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int) -> list[Planned]:
-    """Faults of this layout, one of each kind, in random order on random ranks."""
-    pick = random.Random(seed)
-    rank = lambda: pick.randrange(RANKS)  # noqa: E731
-    pids = running.pids()
-    planned = []
-
-    def add(name: str, ranks: tuple[int, ...], causes: tuple[str, ...], begin: Callable[[], Any]) -> None:
-        planned.append(Planned(name=name, ranks=ranks, causes=causes, begin=begin))
-
-    a = rank()
-    add("stopped again and again", (a,), ("host_pause",), lambda: _stops(pids[a], 0.6, 1.5))
-    b = rank()
-    add("stopped", (b,), ("hang", "host_pause"), lambda: _stopped(pids[b]))
-    c = rank()
-    add("processor quota", (c,), ("host_contention",), lambda: groups.quota(c, 0.12))
-    d = rank()
-    add("competing load", (d,), ("host_contention",), lambda: groups.competitors(d, 4))
-    e = rank()
-    add("repeated work", (e,), ("slow_compute",), lambda: _drill(running, f"slow_rank:rank={e},factor=3"))
-    if layout.links:
-        f = pick.choice(layout.links)
-        add("delayed sockets", f, ("slow_link",), lambda: network.delayed(*f, layout.delay))
-        g = pick.choice(layout.links)
-        add("narrow cable", g, ("slow_link",), lambda: network.narrow(*g, layout.megabits))
-    if layout.reads:
-        h = pick.choice(layout.reads)
-        add("throttled reads", (h,), ("slow_data",), lambda: groups.slow_reads(h, 10))
-    if layout.saves:
-        i = rank()
-        add("throttled writes", (i,), ("slow_checkpoint",), lambda: groups.slow_writes(i, 1_000_000))
-    pick.shuffle(planned)
-    return planned
+    quiet_seconds: float = 0.0
+    """How long no fault was on before it."""
 
 
-@contextlib.contextmanager
-def _stops(pid: int, seconds: float, every: float) -> Iterator[None]:
-    ended = threading.Event()
-
-    def run() -> None:
-        while not ended.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
-            ended.wait(every - seconds)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def _stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def _drill(running: Job, fault: str) -> Iterator[None]:
-    # What ``mt-megatron scan inject`` writes, without its start-up time in the trial.
-    path = drill_path(run_files(running.folder))
-    wanted = {"until_unix": time.time() + 60, "faults": [parse_fault(fault).to_dict()]}
-    write_private(path, json.dumps(wanted))
-    try:
-        yield
-    finally:
-        path.unlink()
-
-
-@contextlib.contextmanager
-def background_load(share: float) -> Iterator[None]:
-    """A process that is busy for random stretches, ``share`` of the time."""
-    program = (
-        "import random, sys, time\n"
-        "share = float(sys.argv[1])\n"
-        "while True:\n"
-        "    busy = random.expovariate(1 / 0.2)\n"
-        "    end = time.monotonic() + busy\n"
-        "    while time.monotonic() < end: sum(i * i for i in range(10_000))\n"
-        "    time.sleep(busy * (1 - share) / share)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-S", "-E", "-c", program, str(share)])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for_quiet(running: Job, least_steps: int, before: set[int]) -> int:
+def wait_for_quiet(running: Job, least_steps: int, before: set[int]) -> tuple[int, float]:
     """Until there were so many steps more and no finding for a while; or a minute has passed. Returns how
-    many findings there were that do not concern ranks ``before``, those of the last fault."""
+    many findings there were that do not concern ranks ``before``, those of the last fault, and how many
+    seconds it was."""
     alarms = 0
     first, began = running.step(), time.monotonic()
     _, offset = running.findings(0)
@@ -187,11 +76,14 @@ def wait_for_quiet(running: Job, least_steps: int, before: set[int]) -> int:
         found, offset = running.findings(offset)
         if found:
             heard = time.monotonic()
-            alarms += sum(not before & set(each["ranks"]) for each in found)
+            wrong = [each for each in found if not before & set(each["ranks"])]
+            alarms += len(wrong)
+            for each in wrong:
+                _alarm(each)
         if running.step() - first >= least_steps and time.monotonic() - heard >= _QUIET_SECONDS:
             break
         time.sleep(0.2)
-    return alarms
+    return alarms, time.monotonic() - began
 
 
 def trial(layout: Layout, running: Job, fault: Planned) -> Trial:
@@ -208,6 +100,7 @@ def trial(layout: Layout, running: Job, fault: Planned) -> Trial:
             news, offset = running.findings(offset)
             for finding in news:
                 _judge(found, finding, running, began_unix)
+    found.began_unix, found.ended_unix, found.last_step = began_unix, time.time(), running.step()
     return found
 
 
@@ -216,6 +109,7 @@ def _judge(found: Trial, finding: dict[str, Any], running: Job, began: float) ->
         return
     if finding["last_step"] < found.step:
         found.alarms_before += 1  # of steps before the fault: wrong, but no name for it
+        _alarm(finding)
         return
     ranks = tuple(sorted(finding["ranks"]))
     right = finding["cause"] in found.causes and ranks == tuple(sorted(found.ranks))
@@ -232,6 +126,15 @@ def _judge(found: Trial, finding: dict[str, Any], running: Job, began: float) ->
     found.in_time = right and found.seconds <= SECONDS and found.steps <= STEPS
 
 
+def _alarm(finding: dict[str, Any]) -> None:
+    print(
+        f"{time.strftime('%H:%M:%S')} an alarm without a fault: {finding['cause']} {finding['ranks']} steps "
+        f"{finding['first_step']}-{finding['last_step']} ({finding['confidence']:.2f}): "
+        f"{'; '.join(finding['evidence'])[:300]}",
+        flush=True,
+    )
+
+
 def run_layout(layout: Layout, seed: int, scratch: Path, options: argparse.Namespace) -> list[Trial]:
     """One training run and its trials."""
     folder = (options.keep or scratch) / f"{layout.name}-{seed}"
@@ -244,12 +147,16 @@ def run_layout(layout: Layout, seed: int, scratch: Path, options: argparse.Names
         _wait_for_first_steps(running)
         groups.release(running.watcher())
         for fault in plan(layout, running, network, groups, seed)[: options.per_run]:
-            alarms = wait_for_quiet(running, _QUIET_STEPS, set(trials[-1].ranks) if trials else set())
+            before = set(trials[-1].ranks) if trials else set()
+            alarms, quiet = wait_for_quiet(running, _QUIET_STEPS, before)
             if "reads" in fault.name:
                 _forget(scratch / "data.bin")
             one = trial(layout, running, fault)
             one.alarms_before += alarms
+            one.quiet_seconds = round(quiet, 1)
             trials.append(one)
+            with open(folder / "trials.jsonl", "a") as file:
+                file.write(json.dumps(asdict(one)) + "\n")
             late = "later" if one.right_later else "WRONG"
             mark = "right" if one.right else ("not named" if one.named_cause is None else late)
             print(
@@ -280,13 +187,17 @@ def summary(trials: list[Trial]) -> dict[str, Any]:
     by_fault: dict[str, list[Trial]] = defaultdict(list)
     for one in trials:
         by_fault[one.fault].append(one)
+    quiet = sum(one.quiet_seconds for one in trials)
+    alarms = sum(one.alarms_before for one in trials)
     times = sorted(one.seconds for one in trials if one.right and one.seconds is not None)
     return {
         "trials": len(trials),
         "right": sum(one.right for one in trials),
         "right_in_time": sum(one.in_time for one in trials),
         "wrong": sum(one.named_cause is not None and not one.right for one in trials),
-        "alarms_without_fault": sum(one.alarms_before for one in trials),
+        "alarms_without_fault": alarms,
+        "minutes_without_fault": round(quiet / 60, 1),
+        "alarms_per_hour_without_fault": round(3600 * alarms / quiet, 1) if quiet else None,
         "unnamed": sum(one.named_cause is None for one in trials),
         "median_seconds": times[len(times) // 2] if times else None,
         "longest_seconds": times[-1] if times else None,
@@ -309,9 +220,11 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--per-run", type=int, default=9, help="most faults in one training run (9)")
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--load", type=float, default=0.3, help="share of time a background load is on (0.3)")
+    parser.add_argument(
+        "--load", type=float, default=0.5, help="share of a core that a niced load wants (0.5)"
+    )
     parser.add_argument("--megabytes", type=int, default=512, help="size of the training data (512)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no training run after so long")
+    parser.add_argument("--minutes", type=float, default=35.0, help="begin no training run after so long")
     parser.add_argument(
         "--shares", type=int, default=1024, help="of the processors for each rank (1024: as any process)"
     )
@@ -337,11 +250,15 @@ def main() -> int:
     figures = summary(trials)
     print(json.dumps(figures, indent=1))
     if options.record is not None:
-        _record(options.record, figures, trials)
+        load = (
+            f"their watcher (nice 10) and a process of nice 5 that wants {options.load:g} of a core"
+            f"; load averages at the end {', '.join(f'{each:.1f}' for each in os.getloadavg())}"
+        )
+        _record(options.record, figures, trials, load)
     return 0
 
 
-def _record(folder: Path, figures: dict[str, Any], trials: list[Trial]) -> None:
+def _record(folder: Path, figures: dict[str, Any], trials: list[Trial], load: str) -> None:
     from recording import machine, record, table
 
     rows = [
@@ -351,6 +268,10 @@ def _record(folder: Path, figures: dict[str, Any], trials: list[Trial]) -> None:
     rows.append(["all", *(str(figures[key]) for key in ("trials", "right", "right_in_time")), ""])
     whole = {"machine": machine(), **figures, "each": [asdict(one) for one in trials]}
     tables = table(["fault", "trials", "right", f"within {STEPS} steps and {SECONDS:g} s", "named"], rows)
+    tables += (
+        f"\n\n{figures['alarms_without_fault']} alarms in {figures['minutes_without_fault']} minutes of "
+        f"training without a fault. Beside the ranks: {load}."
+    )
     for path in record(folder, "scan-live", "Live faults, real ones, four Gloo ranks", whole, tables):
         print(path)
 

@@ -20,7 +20,7 @@ from scan_live_limits import Limits
 from scan_live_network import Hosts
 
 ROOT = Path(__file__).resolve().parents[1]
-_VOCABULARY = 4096
+_VOCABULARY = 512
 _MODEL = f"""
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2
     --vocab-size {_VOCABULARY} --seq-length 64 --position-embedding-type rope

@@ -7,7 +7,7 @@ never its own. Offline (``diagnose``) and while training (``watch``) this is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from .exchange_store import ExchangeStore
 from .exchanges import RankExchanges
 from .findings import Finding
 from .hangs import RankEnd, find_hang, rank_end
+from .left_out import leaving_out
 from .links import slow_links
 from .one_matter import merged, one_per_rank, with_true_cost
 from .segments import RankTrace
 from .sides import rank_exchanges
 from .slow_rings import slow_rings
 from .slow_units import slow_units
-from .starved import without_starved
+from .starved import beyond_waits, without_starved
 from .step_features import RankSteps, rank_steps
 from .step_table import StepTable, step_table
 from .trace import Place, Trace, clock_error, open_trace
@@ -93,9 +94,15 @@ class Diagnoser:
         ]
         self._exchanges.forget(before_step)
 
-    def findings(self, *, first_step: int | None = None, last_step: int | None = None) -> tuple[Finding, ...]:
-        """What stands out in the steps fed so far."""
-        table = self.table(first_step, last_step)
+    def findings(
+        self,
+        *,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        without: Sequence[tuple[int, int]] = (),
+    ) -> tuple[Finding, ...]:
+        """What stands out in the steps fed so far, ``without`` some stretches (first and last step)."""
+        table = self.table(first_step, last_step, without)
         if not table.iteration.size or not np.isfinite(table.step_ns):
             return ()
         ranks = slow_ranks(table)
@@ -103,22 +110,34 @@ class Diagnoser:
         late = one_per_rank([*ranks, *short_of_quota(table), *stood])
         late = merged([*late, *slow_stages(table, late)])
         waits = [*slow_data(table), *slow_checkpoints(table)]
-        found = merged([*late, *waits, *self._links(table, late)])
+        found = merged([*late, *waits, *self._links(table, late, without)])
         return _ordered(with_true_cost(found, table))
 
-    def table(self, first_step: int | None = None, last_step: int | None = None) -> StepTable:
+    def table(
+        self,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        without: Sequence[tuple[int, int]] = (),
+    ) -> StepTable:
         """The steps fed so far."""
         return step_table(
-            self._parts, self._places, first_step=first_step, last_step=last_step, looks=self._looks
+            self._parts,
+            self._places,
+            first_step=first_step,
+            last_step=last_step,
+            looks=self._looks,
+            without=without,
         )
 
-    def _links(self, table: StepTable, late: list[Finding]) -> list[Finding]:
-        units = self._exchanges.units()
+    def _links(
+        self, table: StepTable, late: list[Finding], without: Sequence[tuple[int, int]]
+    ) -> list[Finding]:
+        units = leaving_out(self._exchanges.units(), without)
         slow = slow_units(units, table.iteration, table.step_ns, looks=self._looks)
         labels = self._exchanges.labels.names()
         known = {id(each.unit) for each in slow}
         slow += slow_rings(units, known, table.iteration, table.step_ns, labels, table.places)
-        slow = without_starved(slow, units, table, late)
+        slow = beyond_waits(without_starved(slow, units, table, late), table)
         return slow_links(slow, units, table, labels)
 
 

@@ -17,6 +17,12 @@ HOST_SHARE = 0.35
 main thread or of all of them, so that they rarely fit exactly."""
 
 PAUSE_SHARE = 0.5
+
+USED_SHARE = 0.35
+"""Of the time that own work on the host's processors lost, what these must have been used longer for: the same
+work is slow there only if it takes more of their time."""
+
+FEWEST_PAST = 3
 STEAL = 0.05
 
 
@@ -41,12 +47,14 @@ def why_slow(
     Each fact counts as far as it exceeds the peers' in the same steps, or the rank's own in other steps.
     """
     lost = max(lost_ns, 1.0)
+    peers = _comparable(table, row, peers, chosen)
 
     def extra(name: str) -> float:
         return _extra(table.columns[name], row, peers, chosen)
 
+    used = _positive(extra("process_cpu_ns"))
     # Who computes more also queues more on a busy machine: that much is not its host's doing.
-    queued = _positive(extra("process_cpu_ns")) * _waits_per_work(table, row, peers, chosen)
+    queued = used * _waits_per_work(table, row, peers, chosen)
     waiting, throttled = extra("run_queue_wait_ns") - queued, extra("throttled_ns")
     pause, collecting = extra("pause"), extra("gc_pause_ns")
     steal = extra("steal_fraction")
@@ -57,9 +65,11 @@ def why_slow(
         "throttled": round(_positive(throttled) / lost, 3),
         "pause": round(_positive(pause) / lost, 3),
         "gc": round(_positive(collecting) / lost, 3),
+        "processor": round(used / lost, 3),
     }
     stood = max(_positive(pause), _positive(collecting))
-    if host >= HOST_SHARE * lost and host >= 0.5 * stood:
+    on_host = _computes_on_host(table, row, chosen)
+    if host >= HOST_SHARE * lost and host >= 0.5 * stood and not (on_host and used > host):
         said = f"its threads waited {host / 1e6:.1f} ms a step more for a processor"
         if _positive(throttled) > 0.5 * host:
             said = f"its quota of processor time stopped it for {throttled / 1e6:.1f} ms a step"
@@ -69,7 +79,7 @@ def why_slow(
             evidence=(f"{said}, of {lost / 1e6:.1f} ms lost",),
             shares=shares,
         )
-    if stood >= PAUSE_SHARE * lost:
+    if stood >= PAUSE_SHARE * lost and not (on_host and used > stood):
         what = "garbage collection" if _positive(collecting) > 0.7 * stood else "its process"
         return Why(
             cause="host_pause",
@@ -84,16 +94,58 @@ def why_slow(
             evidence=(f"the hypervisor took {100 * steal:.0f} % more of its processors' time",),
             shares=shares,
         )
+    if on_host and used < USED_SHARE * lost:
+        return _not_running(used, host, lost, shares)
     evidence = ["its host shows no waits for a processor and no stops that explain it"]
     trust = 1.0
     if not known:
         evidence = ["waits for a processor were not recorded: a busy host cannot be told from a slow one"]
         trust = 0.9
-    elif host >= 0.6 * HOST_SHARE * lost:
+    elif host >= 0.6 * HOST_SHARE * lost and not on_host:
         trust = 0.8
         evidence = [f"waits for a processor explain only {100 * host / lost:.0f} % of it"]
+    if on_host:
+        evidence.append(f"it used {used / 1e6:.1f} ms a step more of its processors' time")
     evidence += _device(table, row, peers, chosen)
     return Why(cause="slow_compute", trust=trust, evidence=tuple(evidence), shares=shares)
+
+
+def _not_running(used: float, host: float, lost: float, shares: dict[str, float]) -> Why:
+    """Own work on the host that took longer without using more of a processor: it was kept from one."""
+    said = (
+        f"it used only {used / 1e6:.1f} ms a step more of its processors' time, of {lost / 1e6:.1f} ms lost"
+    )
+    if host >= USED_SHARE * lost or (host > 2.0 * used and host >= 0.5 * USED_SHARE * lost):
+        return Why(
+            cause="host_contention",
+            trust=0.8,
+            evidence=(said, f"its threads waited {host / 1e6:.1f} ms a step more for one"),
+            shares=shares,
+        )
+    return Why(
+        cause="slow_compute",
+        trust=0.45,
+        evidence=(said, "what kept it from running was not seen"),
+        shares=shares,
+    )
+
+
+def _computes_on_host(table: StepTable, row: int, chosen: NDArray[np.bool_]) -> bool:
+    """Whether its own work is done by the host's processors, and how much of them it uses is known."""
+    on_host = table.columns["on_host"][row, chosen]
+    known = np.isfinite(table.columns["process_cpu_ns"][row, chosen]).any()
+    return bool(known and np.isfinite(on_host).any() and np.nanmin(on_host) > 0)
+
+
+def _comparable(table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_]) -> Sequence[int]:
+    """Of ``peers`` those of the same pipeline stage: another one's head uses what time it likes. All of
+    them where the rank's own past cannot say what is usual."""
+    stage = table.places[table.ranks[row]].pp
+    same = [peer for peer in peers if peer == row or table.places[table.ranks[peer]].pp == stage]
+    if any(peer != row for peer in same):
+        return same
+    past = np.isfinite(table.columns["compute"][row, ~chosen]).sum()
+    return same if past >= FEWEST_PAST else peers
 
 
 def _device(table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_]) -> list[str]:
@@ -113,7 +165,11 @@ def _extra(values: Floats, row: int, peers: Sequence[int], chosen: NDArray[np.bo
     beside = excess_over_peers(values, row, peers, chosen)
     inside, outside = values[row, chosen], values[row, ~chosen]
     inside, outside = inside[np.isfinite(inside)], outside[np.isfinite(outside)]
-    past = float(inside.mean() - np.median(outside)) if len(inside) and len(outside) >= 3 else float("nan")
+    past = (
+        float(inside.mean() - np.median(outside))
+        if len(inside) and len(outside) >= FEWEST_PAST
+        else float("nan")
+    )
     found = [each for each in (beside, past) if np.isfinite(each)]
     if found:
         return max(found)
@@ -121,11 +177,10 @@ def _extra(values: Floats, row: int, peers: Sequence[int], chosen: NDArray[np.bo
 
 
 def _waits_per_work(table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_]) -> float:
-    """How long the peers waited for a processor per time that they had one."""
+    """How long the peers waited for a processor per time that they had one; without peers itself before."""
     others = [peer for peer in peers if peer != row]
-    waited, used = (
-        table.columns[name][others][:, chosen] for name in ("run_queue_wait_ns", "process_cpu_ns")
-    )
+    rows, steps = (others, chosen) if others else ([row], ~chosen)
+    waited, used = (table.columns[name][rows][:, steps] for name in ("run_queue_wait_ns", "process_cpu_ns"))
     if not np.isfinite(waited).any() or not np.nansum(used) > 0:
         return 0.0
     return float(np.nanmean(waited) / np.nanmean(used))

@@ -31,6 +31,9 @@ EMPTY = 1.0
 CHECKPOINT_RATIO = 1.4
 SINGLE_CHECKPOINT_RATIO = 1.8
 
+FEWEST_SAVES = 4
+"""Checkpoints of a stage without peers that say how long they usually take beside the other stages'."""
+
 
 def slow_data(table: StepTable) -> list[Finding]:
     """Ranks whose wait for batches exceeds that of their peers, constantly or again and again."""
@@ -131,8 +134,11 @@ def _unless_all(table: StepTable, found: list[Finding], loading: int) -> list[Fi
 
 
 def slow_checkpoints(table: StepTable) -> list[Finding]:
-    """Ranks whose checkpoints take longer than their peers' of the same step."""
+    """Ranks whose checkpoints take longer than their peers' of the same step, and more so than they are
+    larger."""
     checkpoint = np.where(table.columns["checkpoint"] > 0, table.columns["checkpoint"], np.nan)
+    written = table.columns["checkpoint_bytes"]
+    written = np.log(np.where(written > 0, written, np.nan))
     found = []
     for rows in table.roles:
         peers, ratio, single = rows, CHECKPOINT_RATIO, SINGLE_CHECKPOINT_RATIO
@@ -142,7 +148,10 @@ def slow_checkpoints(table: StepTable) -> list[Finding]:
         if len(peers) < 2:
             continue
         logs = np.log(checkpoint[peers])
-        beside = beside_peers(logs, logs)
+        more = beside_peers(written[peers])
+        beside = beside_peers(logs, logs) - np.maximum(np.nan_to_num(more), 0.0)
+        if len(rows) < 2:
+            beside = _beyond_usual(beside)
         steady = [each - np.nanmedian(each) for each in beside if np.isfinite(each).any()]
         noise = max(spread(np.concatenate(steady)) if steady else 0.0, 0.05)
         for row in rows:
@@ -155,6 +164,15 @@ def slow_checkpoints(table: StepTable) -> list[Finding]:
             if len(slow) < 0.6 * len(after):
                 continue
             found.append(_checkpoint(table, int(row), peers, slow, values))
+    return found
+
+
+def _beyond_usual(beside: Floats) -> Floats:
+    """``beside`` [ranks, steps] less what is usual for each rank, where enough checkpoints say so: stages
+    differ in more than in bytes, such as in who publishes the whole."""
+    saves = np.isfinite(beside).sum(axis=1) >= FEWEST_SAVES
+    usual = np.array([np.nanmedian(row) if known else 0.0 for row, known in zip(beside, saves, strict=True)])
+    found: Floats = beside - np.maximum(usual, 0.0)[:, None]
     return found
 
 

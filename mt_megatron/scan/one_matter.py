@@ -48,7 +48,13 @@ def _joined(parts: Sequence[Finding]) -> Finding:
         last_step=last,
         lost_fraction=min(lost / (last - first + 1), max(each.lost_fraction for each in parts)),
         evidence=tuple(evidence)[: len(surest.evidence) + 3],
+        # A fault that came back is as old as its last return.
+        details={**surest.details, "since": max(_since(each) for each in parts)},
     )
+
+
+def _since(finding: Finding) -> int:
+    return int(finding.details.get("since", finding.first_step))
 
 
 def with_true_cost(found: Iterable[Finding], table: StepTable) -> list[Finding]:

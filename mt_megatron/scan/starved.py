@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .findings import Finding
+from .robust import Floats
 from .slow_units import SlowUnit, Unit
 from .step_table import StepTable
 
 MOST = 0.5
 """A host that hinders slows most of what its rank takes part in."""
+
+FEWEST_BEFORE = 4
+"""Steps outside a stretch that say what was usual."""
 
 PLAINLY = 3.0
 """Transfers that lose so many times what the rank's own work loses have another reason."""
@@ -32,6 +39,53 @@ def without_starved(
             most = PLAINLY * finding.lost_fraction * table.step_ns
             kept = [each for each in kept if each not in mine or each.lost_ns > most]
     return kept
+
+
+EXPLAINED = 0.5
+"""Of what a slow unit loses: where its members' waits for a processor grew by as much, the wire is not to
+blame. A transfer ends when its receiver runs and goes on when its sender does."""
+
+
+def beyond_waits(slow: Sequence[SlowUnit], table: StepTable) -> list[SlowUnit]:
+    """``slow`` without those in whose steps the members had to wait that much longer for a processor.
+
+    What each rank knows of itself decides: run queue, quota, stops. A unit that was compared with others is
+    judged by what its members waited more than the other ranks in the same steps, one that was
+    compared with its past by what they waited more than before.
+    """
+    held = _held(table)
+    return [each for each in slow if _explained(each, table, held) < EXPLAINED * each.lost_ns]
+
+
+def _held(table: StepTable) -> Floats:
+    """ns of each rank and step [ranks, steps] in which threads of it were kept from running; the ways to be
+    kept overlap, the longest counts."""
+    names = ("run_queue_wait_ns", "throttled_ns", "pause")
+    return np.max([np.nan_to_num(table.columns[name]) for name in names], axis=0)
+
+
+def _explained(each: SlowUnit, table: StepTable, held: Floats) -> float:
+    inside = (table.iteration >= each.first_step) & (table.iteration <= each.last_step)
+    rows = [table.ranks.index(rank) for rank in each.unit.ranks if rank in table.ranks]
+    if not inside.any():
+        return 0.0
+    others = np.setdiff1d(np.arange(len(table.ranks)), rows)
+    total = 0.0
+    for row in rows:
+        usual = _usual(held, row, others, inside, each.by_past)
+        total += max(float(held[row, inside].mean()) - usual, 0.0)
+    return total
+
+
+def _usual(
+    held: Floats, row: int, others: NDArray[np.intp], inside: NDArray[np.bool_], by_past: bool
+) -> float:
+    before = held[row, ~inside]
+    if by_past and len(before) >= FEWEST_BEFORE:
+        return float(np.median(before))
+    if len(others):
+        return float(np.median(held[others][:, inside]))
+    return float(np.median(before)) if len(before) >= FEWEST_BEFORE else 0.0
 
 
 def _others(unit: Unit, rank: int) -> frozenset[int]:

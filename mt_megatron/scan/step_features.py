@@ -40,6 +40,8 @@ COLUMNS = (
     "communication",
     "data",
     "checkpoint",
+    "checkpoint_bytes",
+    "on_host",
     "pause",
     "longest_pause",
     "work",
@@ -65,7 +67,8 @@ class RankSteps:
     where those are not recorded). ``other``: the rest of the step. ``layer``: the
     median layer's own forward. ``pause``: time in which the process demonstrably stood still, from
     step to step; ``longest_pause`` the longest single one. ``work``: tokens of its micro-batches
-    where they were said; ``expert_work``: what its experts got.
+    where they were said; ``expert_work``: what its experts got. ``checkpoint_bytes``: what it wrote.
+    ``on_host``: 1 where the rank says that it computes on the host's processors, else 0.
     Counters as they grew during the step, or their mean."""
 
 
@@ -114,6 +117,11 @@ def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
         rows = chosen & inside
         length = (stops[rows] - starts[rows]) - network.within(starts[rows], stops[rows])
         columns[name] = np.bincount(places[rows], weights=length, minlength=len(begin))
+    rows = checkpoint & inside & (spans["bytes"] > 0)
+    columns["checkpoint_bytes"] = np.bincount(
+        places[rows], weights=spans["bytes"][rows], minlength=len(begin)
+    ).astype(np.float64)
+    columns["on_host"] = np.full(len(begin), float(trace.meta.get("device_type") == "cpu"))
     worked = np.zeros(len(begin))
     for name in ("forward", "backward", "optimizer"):
         rows = inside & on_main & (kind == KIND[name])

@@ -60,8 +60,10 @@ def step_table(
     first_step: int | None = None,
     last_step: int | None = None,
     looks: int = 1,
+    without: Iterable[tuple[int, int]] = (),
 ) -> StepTable:
-    """One table of all ``parts`` (several of one rank are joined), restricted to the steps asked for."""
+    """One table of all ``parts`` (several of one rank are joined), restricted to the steps asked for and
+    ``without`` some stretches of them (first and last step)."""
     by_rank: dict[int, list[RankSteps]] = {}
     for part in parts:
         by_rank.setdefault(part.rank, []).append(part)
@@ -73,6 +75,8 @@ def step_table(
         grid = grid[grid <= last_step]
     if len(grid) > FEWEST_STEPS and first_step is None:
         grid = grid[1:]
+    for first, last in without:
+        grid = grid[(grid < first) | (grid > last)]
     ranks = tuple(sorted(by_rank))
     columns = {name: np.full((len(ranks), len(grid)), np.nan) for name in COLUMNS}
     for row, rank in enumerate(ranks):

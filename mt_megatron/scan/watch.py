@@ -30,6 +30,7 @@ from .hangs import find_hang
 from .run_files import RunFiles, read_run, run_files
 from .step_features import RankSteps
 from .tails import RankTail
+from .telling import AT_ONCE, Telling
 from .trace import Place, places_of
 from .watcher_process import WEBHOOK_VARIABLE
 
@@ -41,16 +42,6 @@ WARM_UP = 2
 
 LOOKS = 50
 """The last steps are judged again and again; the bar is as for this many independent looks."""
-
-WORTH_AN_ALERT = 0.7
-"""A report may say what is probable; who is interrupted wants to hear what is so."""
-
-AT_ONCE = 0.9
-"""A finding less sure than this is told when the next look confirms it."""
-
-WORSE = 3.0
-WORTH_TELLING = 0.05
-"""What was told is told again when it costs so many times as much, and so much of the step at least."""
 
 CLOCKS_EVERY_S = 60.0
 
@@ -82,9 +73,8 @@ class Watch:
         self._diagnoser: Diagnoser | None = None
         self._done: int | None = None
         self._first: int | None = None
-        self._candidates: set[tuple[object, ...]] = set()
         self._hung: tuple[object, ...] | None = None
-        self._told: dict[tuple[object, ...], tuple[int, float]] = {}
+        self._telling = Telling()
 
     def look(self, *, final: bool = False) -> list[Finding]:
         """Take in what is new and judge it; what is found for the first time is told and returned."""
@@ -107,10 +97,10 @@ class Watch:
         hung = None if hang is None else (hang.ranks, hang.details.get("seq"))
         # Where nobody is missing it may be that the end is not written yet: the next look tells.
         if hang is not None and (hang.confidence >= AT_ONCE or hung == self._hung):
-            told += self._tell([hang], sure=True)
+            told += self._tell(self._telling.hang(hang))
         self._hung = hung
         if self._take_steps(tails, final=final):
-            told += self._tell(self._judge(), sure=final)
+            told += self._tell(self._judge(final=final))
         return told
 
     def _is_lost(self, tail: RankTail, tails: dict[int, RankTail]) -> bool:
@@ -178,15 +168,16 @@ class Watch:
         self._diagnoser.forget(last - WINDOW)
         return True
 
-    def _judge(self) -> list[Finding]:
+    def _judge(self, *, final: bool) -> list[Finding]:
         assert self._diagnoser is not None and self._done is not None
         first = max((self._first or 0) + WARM_UP, self._done - WINDOW)
-        table = self._diagnoser.table(first, self._done)
+        without = self._telling.over(self._done)
+        table = self._diagnoser.table(first, self._done, without)
         if self._alerts is not None and table.iteration.size:
             seconds = float(np.nanmedian(table.columns["step"][:, -1])) / 1e9
             self._alerts.progress(step=self._done, step_seconds=seconds, ranks_seen=len(table.ranks))
-        found = self._diagnoser.findings(first_step=first, last_step=self._done)
-        return [each for each in found if each.confidence >= WORTH_AN_ALERT and each.cause != "unknown"]
+        found = self._diagnoser.findings(first_step=first, last_step=self._done, without=without)
+        return self._telling.news(found, step=self._done, sure=final)
 
     def _hang(self, tails: dict[int, RankTail]) -> Finding | None:
         if not any(tail.waits for tail in tails.values()):
@@ -199,28 +190,10 @@ class Watch:
         # Where a rank without a trace is, nobody knows.
         return None if found is not None and self._lost & set(found.ranks) else found
 
-    def _tell(self, found: list[Finding], *, sure: bool) -> list[Finding]:
-        told: list[Finding] = []
-        seen: set[tuple[object, ...]] = set()
-        for each in found:
-            key: tuple[object, ...] = (
-                each.cause,
-                each.ranks,
-                each.details.get("seq") if each.cause == "hang" else None,
-            )
-            seen.add(key)
-            last, lost = self._told.get(key, (-1, 0.0))
-            if each.first_step <= last and each.lost_fraction < max(WORSE * lost, WORTH_TELLING):
-                # The same, still there. One that begins after its end, or costs far more, is another.
-                self._told[key] = (max(last, each.last_step), lost)
-                continue
-            if sure or each.confidence >= AT_ONCE or key in self._candidates:
-                self._told[key] = (each.last_step, each.lost_fraction)
-                self._write(each)
-                told.append(each)
-        if not sure:
-            self._candidates = seen
-        return told
+    def _tell(self, news: list[Finding]) -> list[Finding]:
+        for each in news:
+            self._write(each)
+        return news
 
     def _write(self, finding: Finding) -> None:
         step = self._done if self._done is not None else finding.last_step

@@ -59,6 +59,7 @@ class WatcherProcess:
         self._variables = alerting.variables()
         self._start_after = start_after
         self._closed = threading.Event()
+        self._stir = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scan-watcher", daemon=True)
         self.process: subprocess.Popen[bytes] | None = None
         """Once it runs."""
@@ -70,6 +71,7 @@ class WatcherProcess:
     def close(self) -> None:
         """End it, with what it still had to say, within a few seconds."""
         self._closed.set()
+        self._stir.set()
         if self._thread.is_alive():
             self._thread.join(2 * _SECONDS_TO_END)
 
@@ -98,23 +100,26 @@ class WatcherProcess:
             return
         relay = threading.Thread(target=self._relay, args=(self.process,), daemon=True)
         relay.start()
-        while not self._closed.wait(0.5):
-            code = self.process.poll()
-            if code is not None:
-                logger.warning(
-                    "scan: the process that watches this run ended with code %d; training goes on, "
-                    "`mt-megatron scan report` still diagnoses it",
-                    code,
-                )
-                return
-        self._end(self.process)
-        relay.join(1.0)
+        # Asleep until it is told to end, or the watcher's last word was heard: no polling beside training.
+        self._stir.wait()
+        if self._closed.is_set():
+            self._end(self.process)
+            relay.join(1.0)
+            return
+        logger.warning(
+            "scan: the process that watches this run ended with code %d; training goes on, "
+            "`mt-megatron scan report` still diagnoses it",
+            self.process.wait(),
+        )
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
-        with process.stderr as lines:
-            for line in lines:
-                self._say(line.decode(errors="replace").rstrip())
+        try:
+            with process.stderr as lines:
+                for line in lines:
+                    self._say(line.decode(errors="replace").rstrip())
+        finally:
+            self._stir.set()
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()

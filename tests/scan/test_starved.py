@@ -1,0 +1,150 @@
+"""Who was not running is told from who waited for the wire, and slow work from work that was kept waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mt_megatron.scan.diagnose_own_work import slow_ranks
+from mt_megatron.scan.diagnose_stages import slow_stages
+from mt_megatron.scan.diagnose_waits import slow_checkpoints
+from mt_megatron.scan.exchanges import Rows, Samples
+from mt_megatron.scan.left_out import leaving_out
+from mt_megatron.scan.raised_levels import Raised
+from mt_megatron.scan.slow_units import SlowUnit, Unit
+from mt_megatron.scan.starved import beyond_waits
+from mt_megatron.scan.step_table import StepTable
+
+from .diagnosis_tables import MS, table
+
+
+def edge(steps: int = 40) -> Unit:
+    rows = Rows(
+        iteration=np.arange(1, steps + 1),
+        label=np.zeros(steps, dtype=np.int64),
+        count=np.ones(steps, dtype=np.int64),
+        time=np.full(steps, 5 * MS),
+    )
+    samples = Samples(
+        iteration=np.arange(1, steps + 1),
+        label=np.zeros(steps, dtype=np.int64),
+        arrival=np.zeros((steps, 2), dtype=np.float32),
+        exit=np.zeros((steps, 2), dtype=np.float32),
+    )
+    return Unit(
+        name="pp", ranks=(0, 1), is_edge=True, crosses=True, rows=rows, samples=samples, clock_error=0.0
+    )
+
+
+def slow(*, by_past: bool, lost: float = 30 * MS, first: int = 21) -> SlowUnit:
+    raised = Raised(start=first - 1, stop=40, level=1.0, certainty=20.0, needed=6.0)
+    return SlowUnit(
+        unit=edge(),
+        raised=raised,
+        first_step=first,
+        last_step=40,
+        lost_ns=lost,
+        extra_ns=lost,
+        healthy_ns=5 * MS,
+        by_past=by_past,
+    )
+
+
+def waits(rank: int, *, column: str = "run_queue_wait_ns", size: float = 25 * MS) -> StepTable:
+    run = table(dp=4)
+    run.columns[column][rank, 20:] = size
+    return run
+
+
+def test_a_transfer_to_who_was_not_running_is_no_slow_link() -> None:
+    for by_past in (True, False):
+        for column in ("run_queue_wait_ns", "throttled_ns", "pause"):
+            for member in (0, 1):
+                assert beyond_waits([slow(by_past=by_past)], waits(member, column=column)) == []
+
+
+def test_a_slow_link_beside_waits_that_do_not_explain_it_stays() -> None:
+    for by_past in (True, False):
+        link = slow(by_past=by_past)
+        assert beyond_waits([link], table(dp=4)) == [link]
+        assert beyond_waits([link], waits(3)) == [link], "another rank waited"
+        assert beyond_waits([link], waits(0, size=5 * MS)) == [link], "far too short"
+
+
+def test_what_everybody_always_waits_explains_nothing() -> None:
+    busy = table(dp=4)
+    busy.columns["run_queue_wait_ns"] += 100 * MS
+    for by_past in (True, False):
+        link = slow(by_past=by_past)
+        assert beyond_waits([link], busy) == [link]
+    busy.columns["run_queue_wait_ns"][:, 20:] += 25 * MS
+    beside_others, than_before = slow(by_past=False), slow(by_past=True)
+    assert beyond_waits([beside_others], busy) == [beside_others]
+    assert beyond_waits([than_before], busy) == []
+
+
+def on_host(run: StepTable) -> StepTable:
+    run.columns["on_host"][:] = 1.0
+    run.columns["process_cpu_ns"] = 0.9 * run.columns["compute"].copy()
+    return run
+
+
+def causes(run: StepTable) -> list[tuple[str, tuple[int, ...]]]:
+    found = [*slow_ranks(run), *slow_stages(run, [])]
+    return sorted({(each.cause, each.ranks) for each in found if each.confidence >= 0.5})
+
+
+def test_slow_work_on_a_host_uses_more_of_its_processors() -> None:
+    run = on_host(table(dp=4))
+    run.columns["compute"][2] *= 1.5
+    assert causes(run) == [], "it took longer and nothing says why"
+    run.columns["run_queue_wait_ns"][2] = 20 * MS
+    assert causes(run) == [("host_contention", (2,))]
+    run.columns["process_cpu_ns"][2] *= 1.45
+    assert causes(run) == [("slow_compute", (2,))]
+
+
+def test_on_a_device_the_hosts_processors_need_not_be_used_longer() -> None:
+    run = on_host(table(dp=4))
+    run.columns["on_host"][:] = 0.0
+    run.columns["compute"][2] *= 1.5
+    assert causes(run) == [("slow_compute", (2,))]
+
+
+def test_another_stage_that_uses_more_says_nothing_of_why() -> None:
+    run = on_host(table(dp=1, pp=3))
+    run.columns["process_cpu_ns"][2] *= 3.0
+    run.columns["compute"][2, 20:] *= 2.0
+    run.columns["run_queue_wait_ns"][2, 20:] = 80 * MS
+    assert causes(run) == [("host_contention", (2,))]
+
+
+def test_a_larger_checkpoint_is_no_slow_disk() -> None:
+    for pp, dp in ((1, 4), (4, 1)):
+        run = table(dp=dp, pp=pp)
+        run.columns["checkpoint"][:, 3::4] = 100 * MS
+        run.columns["checkpoint_bytes"][:, 3::4] = 1e6
+        run.columns["checkpoint"][1, 3::4] *= 5
+        run.columns["checkpoint_bytes"][1, 3::4] *= 5
+        assert slow_checkpoints(run) == []
+        run.columns["checkpoint"][1, 31::4] *= 6
+        (found,) = slow_checkpoints(run)
+        assert found.ranks == (1,) and found.first_step == 32
+
+
+def test_a_stage_that_publishes_the_whole_is_usual_until_it_takes_longer() -> None:
+    run = table(dp=1, pp=4)
+    run.columns["checkpoint"][:, 3::4] = 100 * MS
+    run.columns["checkpoint"][0, 3::4] = 300 * MS
+    assert slow_checkpoints(run) == []
+    run.columns["checkpoint"][0, 39] = 3000 * MS
+    (found,) = slow_checkpoints(run)
+    assert found.ranks == (0,) and found.first_step == found.last_step == 40
+
+
+def test_steps_that_are_left_out_are_in_no_unit() -> None:
+    (unit,) = leaving_out([edge()], [(5, 10), (30, 50)])
+    assert unit.samples is not None
+    for iteration in (unit.rows.iteration, unit.samples.iteration):
+        assert iteration.tolist() == [*range(1, 5), *range(11, 30)]
+    assert len(unit.rows.time) == 23 and unit.samples.exit.shape == (23, 2)
+    assert leaving_out([edge()], [(1, 40)]) == []
