@@ -72,7 +72,7 @@ def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int
         add("throttled reads", (h,), ("slow_data",), lambda: groups.slow_reads(h, 10))
     if layout.saves:
         i = rank()
-        add("throttled writes", (i,), ("slow_checkpoint",), lambda: groups.slow_writes(i, 1_000_000))
+        add("throttled writes", (i,), ("slow_checkpoint",), lambda: groups.slow_writes(i, 400_000))
     pick.shuffle(planned)
     return planned
 

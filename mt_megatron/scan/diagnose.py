@@ -30,7 +30,7 @@ from .segments import RankTrace
 from .sides import rank_exchanges
 from .slow_rings import slow_rings
 from .slow_units import slow_units
-from .starved import beyond_waits, without_starved
+from .starved import beyond_own_waits, beyond_waits, without_starved
 from .step_features import RankSteps, rank_steps
 from .step_table import StepTable, step_table
 from .trace import Place, Trace, clock_error, open_trace
@@ -109,7 +109,7 @@ class Diagnoser:
         stood = pauses(table)
         late = one_per_rank([*ranks, *short_of_quota(table), *stood])
         late = merged([*late, *slow_stages(table, late)])
-        waits = [*slow_data(table), *slow_checkpoints(table)]
+        waits = beyond_own_waits([*slow_data(table), *slow_checkpoints(table)], table)
         found = merged([*late, *waits, *self._links(table, late, without)])
         return _ordered(with_true_cost(found, table))
 

@@ -19,8 +19,8 @@ main thread or of all of them, so that they rarely fit exactly."""
 PAUSE_SHARE = 0.5
 
 USED_SHARE = 0.35
-"""Of the time that own work on the host's processors lost, what these must have been used longer for: the same
-work is slow there only if it takes more of their time."""
+"""Of the time that own work on the host's processors lost, what these must have been used longer for: the
+same work is slow there only if it takes more of their time."""
 
 FEWEST_PAST = 3
 STEAL = 0.05

@@ -41,6 +41,8 @@ def without_starved(
     return kept
 
 
+_WAITED_FOR = {"slow_data": "data", "slow_checkpoint": "checkpoint"}
+
 EXPLAINED = 0.5
 """Of what a slow unit loses: where its members' waits for a processor grew by as much, the wire is not to
 blame. A transfer ends when its receiver runs and goes on when its sender does."""
@@ -55,6 +57,33 @@ def beyond_waits(slow: Sequence[SlowUnit], table: StepTable) -> list[SlowUnit]:
     """
     held = _held(table)
     return [each for each in slow if _explained(each, table, held) < EXPLAINED * each.lost_ns]
+
+
+def beyond_own_waits(found: Sequence[Finding], table: StepTable) -> list[Finding]:
+    """``found`` without waits for data and slow checkpoints of ranks that were kept from running for as much
+    longer in the same steps: who gets no processor reads and writes slowly too."""
+    held = _held(table)
+    kept = []
+    for each in found:
+        column = _WAITED_FOR.get(each.cause)
+        rows = [table.ranks.index(rank) for rank in each.ranks if rank in table.ranks]
+        if column is None or len(rows) != 1:
+            kept.append(each)
+            continue
+        took = np.nan_to_num(table.columns[column])
+        inside = (table.iteration >= each.first_step) & (table.iteration <= each.last_step)
+        inside &= took[rows[0]] > 0
+        others = np.setdiff1d(np.arange(len(table.ranks)), rows)
+        longer, kept_from = (_longer(values, rows[0], others, inside) for values in (took, held))
+        if kept_from < EXPLAINED * longer:
+            kept.append(each)
+    return kept
+
+
+def _longer(values: Floats, row: int, others: NDArray[np.intp], inside: NDArray[np.bool_]) -> float:
+    if not inside.any():
+        return 0.0
+    return float(values[row, inside].mean()) - _usual(values, row, others, inside, by_past=True)
 
 
 def _held(table: StepTable) -> Floats:

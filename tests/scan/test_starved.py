@@ -6,12 +6,12 @@ import numpy as np
 
 from mt_megatron.scan.diagnose_own_work import slow_ranks
 from mt_megatron.scan.diagnose_stages import slow_stages
-from mt_megatron.scan.diagnose_waits import slow_checkpoints
+from mt_megatron.scan.diagnose_waits import slow_checkpoints, slow_data
 from mt_megatron.scan.exchanges import Rows, Samples
 from mt_megatron.scan.left_out import leaving_out
 from mt_megatron.scan.raised_levels import Raised
 from mt_megatron.scan.slow_units import SlowUnit, Unit
-from mt_megatron.scan.starved import beyond_waits
+from mt_megatron.scan.starved import beyond_own_waits, beyond_waits
 from mt_megatron.scan.step_table import StepTable
 
 from .diagnosis_tables import MS, table
@@ -80,6 +80,19 @@ def test_what_everybody_always_waits_explains_nothing() -> None:
     beside_others, than_before = slow(by_past=False), slow(by_past=True)
     assert beyond_waits([beside_others], busy) == [beside_others]
     assert beyond_waits([than_before], busy) == []
+
+
+def test_who_gets_no_processor_reads_and_writes_slowly_too() -> None:
+    for column, find in (("data", slow_data), ("checkpoint", slow_checkpoints)):
+        run = table(dp=4)
+        run.columns[column][:, 3::4] = 5 * MS
+        run.columns[column][2, 23::4] = 400 * MS
+        (found,) = find(run)
+        assert beyond_own_waits([found], run) == [found]
+        run.columns["run_queue_wait_ns"] += 300 * MS
+        assert beyond_own_waits([found], run) == [found], "everybody's usual wait"
+        run.columns["throttled_ns"][2, 23::4] = 600 * MS
+        assert beyond_own_waits([found], run) == []
 
 
 def on_host(run: StepTable) -> StepTable:
