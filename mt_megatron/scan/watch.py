@@ -24,7 +24,7 @@ from mt_megatron.errors import MtMegatronError, ScanError
 
 from .alerts import Alerts
 from .clock import Clocks, fit_clocks
-from .diagnose import Diagnoser, read_part
+from .diagnose import SURE, Diagnoser, read_part
 from .findings import Finding
 from .hangs import find_hang
 from .run_files import RunFiles, read_run, run_files
@@ -50,6 +50,10 @@ LOST_AFTER_S = 180.0
 can be so far ahead of one that hangs. On NFS a new file may be seen a minute late."""
 
 LOST_STEPS = 3
+
+HELD_BYTES = 1 << 30
+LEAST_HELD_BYTES = 2 << 20
+"""What the records in hand of all ranks together may take, and of each at least."""
 
 
 class Watch:
@@ -83,11 +87,13 @@ class Watch:
                 self._tails[rank] = RankTail(self._files.rank_folder(rank), rank)
         for rank, tail in self._tails.items():
             if rank not in self._lost:
+                tail.most_bytes = max(LEAST_HELD_BYTES, HELD_BYTES // len(self._tails))
                 tail.poll()
         session = max((tail.session for tail in self._tails.values()), default=-1)
         if session > self._session:
             self._reset(session)
         tails = {rank: tail for rank, tail in self._tails.items() if tail.session == self._session}
+        self._hear_endings(tails)
         self._lose([rank for rank, tail in tails.items() if self._is_lost(tail, tails)])
         tails = {rank: tail for rank, tail in tails.items() if rank not in self._lost}
         if not tails or not self._know_places(tails):
@@ -102,6 +108,15 @@ class Watch:
         if self._take_steps(tails, final=final):
             told += self._tell(self._judge(final=final))
         return told
+
+    def _hear_endings(self, tails: dict[int, RankTail]) -> None:
+        ended = {rank: tail.ended for rank, tail in tails.items() if tail.ended is not None}
+        if ended and self._alerts is not None:
+            self._alerts.recording_ended(
+                ended, {rank: str(tails[rank].meta.get("host", "")) for rank in ended}
+            )
+        # Nothing more will come of them: nobody waits for their steps.
+        self._lost.update(rank for rank, each in ended.items() if each.how == "failed")
 
     def _is_lost(self, tail: RankTail, tails: dict[int, RankTail]) -> bool:
         if tail.rank in self._lost or time.monotonic() - tail.fresh < LOST_AFTER_S:
@@ -177,6 +192,8 @@ class Watch:
             seconds = float(np.nanmedian(table.columns["step"][:, -1])) / 1e9
             self._alerts.progress(step=self._done, step_seconds=seconds, ranks_seen=len(table.ranks))
         found = self._diagnoser.findings(first_step=first, last_step=self._done, without=without)
+        if self._alerts is not None:
+            self._alerts.standing([each for each in found if each.confidence >= SURE], step=self._done)
         return self._telling.news(found, step=self._done, sure=final)
 
     def _hang(self, tails: dict[int, RankTail]) -> Finding | None:
