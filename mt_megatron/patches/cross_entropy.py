@@ -106,7 +106,8 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
     vocab_size = getattr(self, "unpadded_vocab_size", None)
     if not isinstance(logits, _Head):
         _leave_padding_out(logits, vocab_size)
-        return original(self, labels, logits)
+        with _unfused(self.config):
+            return original(self, labels, logits)
     from ..layers.cross_entropy import linear_cross_entropy
 
     gradient = announced()

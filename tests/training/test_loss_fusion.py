@@ -31,3 +31,11 @@ def test_another_loss_than_announced_is_noticed_and_made_up_for(trained):
     assert (fused["fused"], fused["again"]) == (9, 9)
     assert fused["norms"] == pytest.approx(plain["norms"], rel=1e-5)
     assert fused["norms"][0] == pytest.approx(2 * trained["tied"]["norms"][0], rel=1e-5)
+
+
+def test_logits_that_a_hook_wants_to_see_do_not_lead_to_upstreams_loss(trained):
+    hooked, plain = trained["hooked, fused"], trained["tied"]
+    assert hooked["fused"] == 0
+    assert hooked["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    # Upstream's fused loss rounds the gradient to bf16, whatever the model's dtype.
+    assert hooked["norms"] == pytest.approx(plain["norms"], rel=1e-5)
