@@ -19,7 +19,7 @@ from mt_megatron.training import checkpoint_files as files
 from mt_megatron.training.checkpoint import damage, load_checkpoint, load_weights
 from mt_megatron.training.checkpoint_save import Save, Saver, SaveReport
 from mt_megatron.training.checkpoint_versions import versions
-from mt_megatron.training.config import CheckpointConfig
+from mt_megatron.training.config_process import CheckpointConfig
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
 from mt_megatron.training.progress import Progress

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mt_megatron.training import config
+from mt_megatron.training.config import TrainingConfig, layout_chunks
+from mt_megatron.training.config_model import CoreOptions
 from mt_megatron.training.config_types import SECTIONS, options
 
 
-def assemble(values: Mapping[str, Any], notes: tuple[str, ...] = ()) -> config.TrainingConfig:
+def assemble(values: Mapping[str, Any], notes: tuple[str, ...] = ()) -> TrainingConfig:
     """A configuration from typed values by option name; every other option takes its default.
 
     Filled in when absent, as Megatron-LM 0.9 and TransformerConfig do: ``num_query_groups``,
@@ -24,7 +25,7 @@ def assemble(values: Mapping[str, Any], notes: tuple[str, ...] = ()) -> config.T
     sections: dict[str, Any] = {}
     for section, owner in SECTIONS.items():
         members = [option for option in options().values() if option.section == section]
-        core = config.CoreOptions({each.name: complete[each.name] for each in members if each.core})
+        core = CoreOptions({each.name: complete[each.name] for each in members if each.core})
         if owner is None:
             sections[section] = core
             continue
@@ -32,7 +33,7 @@ def assemble(values: Mapping[str, Any], notes: tuple[str, ...] = ()) -> config.T
         if any(field.name == "core" for field in dataclasses.fields(owner)):
             own["core"] = core
         sections[section] = owner(**own)
-    return config.TrainingConfig(**sections, notes=notes)
+    return TrainingConfig(**sections, notes=notes)
 
 
 def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
         per_chunk = values["num_layers_per_virtual_pipeline_stage"]
         layout, stages = values["pipeline_model_parallel_layout"], values["pipeline_model_parallel_size"]
         if layout not in (None, "balanced"):
-            chunks = config.layout_chunks(layout, stages) or 1
+            chunks = layout_chunks(layout, stages) or 1
         found["overlap_p2p_comm"] = chunks > 1 or per_chunk is not None
     if values["moe_grouped_gemm"] is None:
         # Extended tensor parallelism splits single experts, which only SequentialMLP has.

@@ -16,7 +16,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_fields import FIELDS, LOAD_BALANCING, AddedField
-from mt_megatron.training import config
 from mt_megatron.training.config_core import (
     DDP,
     OPTIMIZER,
@@ -26,18 +25,21 @@ from mt_megatron.training.config_core import (
     docstring_after,
 )
 from mt_megatron.training.config_lists import layer_counts, layer_kinds
+from mt_megatron.training.config_model import ModelConfig, ParallelConfig
+from mt_megatron.training.config_process import CheckpointConfig, LaunchConfig, LoggingConfig
 from mt_megatron.training.config_scan import ScanConfig
+from mt_megatron.training.config_train import DataConfig, TrainConfig
 
 SECTIONS: Mapping[str, type | None] = {
-    "model": config.ModelConfig,
-    "parallel": config.ParallelConfig,
-    "train": config.TrainConfig,
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "train": TrainConfig,
     "optimizer": None,
     "ddp": None,
-    "data": config.DataConfig,
-    "checkpoint": config.CheckpointConfig,
-    "logging": config.LoggingConfig,
-    "launch": config.LaunchConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "launch": LaunchConfig,
     "scan": ScanConfig,
 }
 """Section -> our dataclass, in printing order. None: the section holds Megatron-Core's fields alone."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from mt_megatron.models.activation_options import Recompute
 from mt_megatron.seams.stage_layers import end_counts
-from mt_megatron.training.config import CoreOptions, TrainingConfig
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_model import CoreOptions
 from mt_megatron.training.pipeline_layout import BALANCED
 from mt_megatron.training.validate_model import model_problems
 from mt_megatron.training.validate_nodes import node_problems

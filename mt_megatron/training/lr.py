@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.config import TrainConfig, TrainingConfig
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_train import TrainConfig
 from mt_megatron.training.rampup import batch_sizes
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.config import TrainConfig
+from mt_megatron.training.config_train import TrainConfig
 from mt_megatron.training.divergence import ADVICE, DivergenceError, Judgement
 from mt_megatron.training.progress import Progress
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mt_megatron.errors import DataError
-from mt_megatron.training.config import DataConfig
+from mt_megatron.training.config_train import DataConfig
 from mt_megatron.training.data.datasets import build_datasets, order_fingerprint
 from mt_megatron.training.data.tokenizer import NullTokenizer
 from tests.launch import run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import DataError
-from mt_megatron.training.config import DataConfig
+from mt_megatron.training.config_train import DataConfig
 from mt_megatron.training.data.tokenizer import (
     END_OF_DOCUMENT,
     NullTokenizer,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mt_megatron.errors import ConfigError, DataError
 from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import DataConfig, TrainingConfig
+from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_train import DataConfig
 from mt_megatron.training.data.preprocess import preprocess
 from mt_megatron.training.data.sidecar import data_problems, tokenizer_problem
 from mt_megatron.training.data.tokenizer import (

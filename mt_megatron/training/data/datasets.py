@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mt_megatron.errors import DataError
-from mt_megatron.training.config import DataConfig
+from mt_megatron.training.config_train import DataConfig
 from mt_megatron.training.data.tokenizer import TokenizerLike
 
 _ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mt_megatron.errors import DataError
-from mt_megatron.training.config import DataConfig
+from mt_megatron.training.config_train import DataConfig
 from mt_megatron.training.data.byte_tokenizer import ByteLevelTokenizer
 from mt_megatron.training.data.sentencepiece_tokenizer import SentencePieceTokenizer
 
