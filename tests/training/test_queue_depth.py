@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
 import torch
@@ -33,3 +35,36 @@ def test_what_workers_have_ready_is_counted_while_the_loader_lives() -> None:
     del iterator
     assert micro_batches_ready() is None
     assert list(without_workers)[0].tolist() == [0, 1]
+
+
+class _Iterator:
+    """Stands for that of a loader without workers."""
+
+
+def test_a_loader_may_begin_while_another_thread_counts() -> None:
+    failed: list[BaseException] = []
+    counts = [0]
+    over = threading.Event()
+
+    def count() -> None:
+        try:
+            while not over.is_set():
+                micro_batches_ready()
+                counts[0] += 1
+        except RuntimeError as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    counting = threading.Thread(target=count)
+    counting.start()
+    try:
+        while counts[0] < 20_000 and not failed:
+            kept = [_Iterator() for _ in range(50)]
+            for each in kept:
+                watched(each)  # type: ignore[arg-type]
+    finally:
+        over.set()
+        counting.join()
+        sys.setswitchinterval(interval)
+    assert failed == []

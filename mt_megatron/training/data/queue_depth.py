@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+# Replaced and never changed: another thread may be counting while a loader is added.
+_iterators: tuple[weakref.ref[Any], ...] = ()
 
 
 def watched(iterator: Iterator[Any]) -> Iterator[Any]:
     """Count what ``iterator`` of a ``DataLoader`` has ready for as long as it is used."""
-    _iterators.add(iterator)
+    global _iterators
+    _iterators = (*(each for each in _iterators if each() is not None), weakref.ref(iterator))
     return iterator
 
 
@@ -21,8 +23,8 @@ def micro_batches_ready() -> int | None:
     Any thread. Reads the size of torch's own queue (``_data_queue``, the same in torch 2.7 and 2.13).
     """
     sizes = []
-    for iterator in tuple(_iterators):
-        queue = getattr(iterator, "_data_queue", None)
+    for reference in _iterators:
+        queue = getattr(reference(), "_data_queue", None)
         if queue is not None:
             sizes.append(int(queue.qsize()))
     return sum(sizes) if sizes else None
