@@ -220,7 +220,10 @@ def network() -> dict[str, Any]:
                 "Gloo listens on one interface: the cpu backend pins it to loopback on a single node; on "
                 "several nodes it takes GLOO_SOCKET_IFNAME, or else the host name's address"
             ),
-            "mt_megatron itself opens no listener",
+            (
+                "mt_megatron answers clock pings while it trains: on loopback on a single node; on several "
+                "nodes one rank of each does where others reach it, behind a random token (--scan off: none)"
+            ),
         ],
     }
 

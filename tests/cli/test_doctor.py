@@ -70,6 +70,7 @@ def test_report_holds_what_a_bug_report_needs(report: dict[str, Any]) -> None:
 
 def test_report_warns_of_what_listens_on_all_addresses(report: dict[str, Any]) -> None:
     assert any("listens on all addresses" in line for line in report["network"]["listeners"])
+    assert any("clock pings" in line and "--scan off" in line for line in report["network"]["listeners"])
 
 
 def test_what_is_said_of_the_rendezvous_store_is_true() -> None:
