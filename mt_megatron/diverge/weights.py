@@ -13,8 +13,6 @@ from mt_megatron.training.model import Trainable
 from .pieces import Piece
 from .record import whole_name
 
-_TIED = "share_embeddings_and_output_weights"
-
 Value = Callable[[Any], tuple[Tensor, Tensor | None]]
 """From a parameter to what is wanted of it, and which elements of that are this rank's to tell."""
 

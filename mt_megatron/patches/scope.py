@@ -20,11 +20,6 @@ def redirect(extra: Scope) -> None:
     _scope = Scope(PREFIXES) | extra
 
 
-def in_scope(module_name: str | None) -> bool:
-    """Whether a module of this name is in scope, as far as the name alone can tell."""
-    return module_name is not None and _scope.names(module_name)
-
-
 def caller_in_scope(depth: int = 2) -> bool:
     """Whether the code ``depth`` Python frames above this function belongs to the scope."""
     return _scope.covers(sys._getframe(depth).f_globals)

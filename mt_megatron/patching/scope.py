@@ -7,7 +7,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..errors import PatchError
@@ -90,10 +89,6 @@ class Scope:
             return self._known.setdefault(key, self._decide(*key))
         except TypeError:  # unhashable, so no module's
             return False
-
-    def covers_module(self, module: ModuleType) -> bool:
-        """``covers`` for a module object."""
-        return self.covers(vars(module))
 
     def _decide(self, name: Any, file: Any) -> bool:
         if not isinstance(name, str) or name.partition(".")[0] in NEVER:

@@ -176,8 +176,5 @@ _LATER = (
     _anyway("moe-permute-fusion", "tokens are permuted by one gather and one weighted sum"),
 )
 
-LATER = frozenset(alias.name for alias in _LATER)
-"""Those of Megatron-LM 0.12, for what is added here; its other names are the fields' own."""
-
 ALIASES: Mapping[str, Alias] = {alias.name: alias for alias in (*_ALIASES, *_LATER)}
 """By name, without the leading dashes."""

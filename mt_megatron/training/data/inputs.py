@@ -14,7 +14,6 @@ from mt_megatron.training.data.corpus import folder_files
 from mt_megatron.training.data.streams import zstandard_module
 
 Format = Literal["jsonl", "text", "parquet"]
-FORMATS: tuple[Format, ...] = ("jsonl", "text", "parquet")
 
 _COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _SUFFIXES: dict[str, Format] = {
