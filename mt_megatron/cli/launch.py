@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     again = args.form in ("slurm", "k8s", "ray") and (job.max_restarts > 0 or not args.no_requeue)
     config = check_job(job, restarts=again)
     if args.form in ("slurm", "k8s", "ray"):
-        print(_rendered(args, job), end="")
+        print(_rendered(args, job, excluded), end="")
         return 0
     if args.form == "command":
         for line in _commands(args, job, hosts):
@@ -160,7 +161,7 @@ def _without(args: argparse.Namespace, hosts: list[Host], excluded: list[Host]) 
 def _has_a_place(args: argparse.Namespace, everyone: list[Host], left: list[Host]) -> bool:
     """Whether this machine is one of ``left``; a given --node-rank becomes its place among them."""
     place = _rank(args, everyone)
-    if place is None or place >= len(everyone) or everyone[place] not in left:
+    if place is None or everyone[place] not in left:
         return False
     args.node_rank = left.index(everyone[place])
     return True
@@ -233,7 +234,7 @@ def _devices_here(options: list[str]) -> int:
     return count
 
 
-def _rendered(args: argparse.Namespace, job: LaunchJob) -> str:
+def _rendered(args: argparse.Namespace, job: LaunchJob, excluded: list[Host]) -> str:
     if args.form == "slurm":
         return slurm_script(
             job,
@@ -245,9 +246,7 @@ def _rendered(args: argparse.Namespace, job: LaunchJob) -> str:
                 devices=args.vendor != "none",
                 save_before=args.save_before,
                 requeue=not args.no_requeue,
-                exclude=tuple(host.name for host in read_excluded(args.exclude_hosts))
-                if args.exclude_hosts is not None
-                else (),
+                exclude=tuple(host.name for host in excluded),
             ),
         )
     if args.form == "ray":
@@ -361,7 +360,10 @@ def _list_of_excluded(config: TrainingConfig) -> Path | None:
 
 
 def _content(listed: Path | None) -> bytes:
-    return listed.read_bytes() if listed is not None and listed.exists() else b""
+    # None yet, or somebody else's: the run itself says what it could not list.
+    with contextlib.suppress(OSError):
+        return b"" if listed is None else listed.read_bytes()
+    return b""
 
 
 def _say(text: str) -> None:

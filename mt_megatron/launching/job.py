@@ -81,6 +81,11 @@ def check_job(job: LaunchJob, *, restarts: bool) -> TrainingConfig:
             "save is not set for a job that may be started again; expected a directory that all machines "
             "share, or every start begins anew. Set --save."
         )
+    if job.max_restarts > 0 and config.scan.scan_on_straggler != "continue":
+        found.append(
+            f"scan_on_straggler is {config.scan.scan_on_straggler} and --max-restarts is {job.max_restarts}: "
+            "torchrun would start again on the same machines; expected no restart. Set --max-restarts 0."
+        )
     if found:
         raise ConfigError(
             f"this job of {job.nodes} x {job.processes_per_node} processes cannot train:\n"

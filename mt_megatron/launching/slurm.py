@@ -59,7 +59,10 @@ def _check(slurm: SlurmOptions) -> None:
         if value is not None and not _WORD.fullmatch(value):
             found.append(f"{option} is {value!r}; expected letters, digits and . _ - + : @ % / alone.")
     if not all(_WORD.fullmatch(name) and "," not in name for name in slurm.exclude):
-        found.append(f"--exclude-hosts lists {', '.join(slurm.exclude)}; expected names as Slurm knows them.")
+        found.append(
+            f"--exclude-hosts lists {', '.join(slurm.exclude)}; expected names as Slurm knows them, of "
+            "letters, digits and . _ - + : @ % / alone. Correct the list."
+        )
     if slurm.cpus_per_node is not None and slurm.cpus_per_node < 1:
         found.append(f"--cpus-per-node is {slurm.cpus_per_node}; expected at least 1.")
     if not 1 <= slurm.save_before <= 65535:

@@ -100,3 +100,23 @@ def test_a_stragglers_end_has_a_code_of_its_own(
     monkeypatch.setattr("mt_megatron.launching.supervise.supervise", supervise)
     options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
     assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == code
+
+
+def test_a_list_that_cannot_be_read_does_not_keep_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "scan" / "excluded-hosts").mkdir(parents=True)
+    monkeypatch.setattr("mt_megatron.launching.supervise.supervise", lambda command, environment: 3)
+    options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == 3
+
+
+@pytest.mark.parametrize(("given", "code"), [([], 2), (["--max-restarts", "0"], 0)])
+def test_no_restart_undoes_the_exclusion(
+    given: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler's script restarts three times if nothing else is said."""
+    leaving = [*TRAIN, "--save", "/shared/run", "--scan-on-straggler", "checkpoint-and-exit"]
+    command = ["launch", "--print", "slurm", "--nodes", "2", "--gpus-per-node", "4", *given]
+    assert main([*command, "--", *leaving]) == code
+    assert ("--max-restarts is 3" in capsys.readouterr().err) == (code == 2)
