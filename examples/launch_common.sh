@@ -214,7 +214,8 @@ Every rank is traced, in RUN_DIR/scan, and a slow one is named while training; a
 mt-megatron scan report RUN_DIR. With --scan off nothing of it runs.
 SIGTERM and SIGUSR1 end a run after its step, with a checkpoint and exit code 0.
 --dry-run prints the commands and the environment and changes nothing.
-Exit codes: 0 trained, 1 a problem was found, 2 wrong use.
+Exit codes: 0 trained, 1 a problem was found, 2 wrong use, 79 ended because of a slow rank
+(--scan-on-straggler).
 EOF
 }
 

@@ -35,7 +35,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli pretrain --model llama3_tiny \\\n"
         "    --train-data-path data/train --valid-data-path data/valid \\\n"
         "    --tokenizer-model data/tokenizer.json --train-iters 100 --global-batch-size 8 \\\n"
-        "    --lr 2e-3 --save runs/tiny",
+        "    --lr 2e-3 --save runs/tiny\n\n"
+        "exit codes: 0 trained, or ended as asked; 1 a problem was found; 2 wrong use; 75 a rank is stuck\n"
+        "or gone; 79 a straggler was confirmed (--scan-on-straggler)",
     )
     parser.add_argument("--list-options", action=_ListOptions, nargs=0, help="print every option and stop")
     parser.set_defaults(func=run, config_arguments=True)

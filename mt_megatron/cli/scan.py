@@ -7,8 +7,15 @@ the subcommands themselves do.
 from __future__ import annotations
 
 import argparse
+import errno
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+
+from mt_megatron.errors import ScanError
+
+_Run = Callable[[argparse.Namespace], int]
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 WORDS = (
     "report",
@@ -32,11 +39,30 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "scan",
         help="traces of runs: what every rank did, on one clock, and who held the others up",
-        description="Look at the trace of a run, or change what a run records while it trains. RUN is the "
+        description="Look at the trace of a run, or change what a run records while it trains. RUN is the\n"
         "folder of a run's outputs, or its 'scan' folder.",
         epilog=f"example:\n  mt-megatron scan level RUN full\n\n{_CODES}",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for word in WORDS:
-        import_module(f"mt_megatron.cli.scan_{word}").add_parser(actions)
+        action: argparse.ArgumentParser = import_module(f"mt_megatron.cli.scan_{word}").add_parser(actions)
+        action.set_defaults(func=_about_places(action.get_default("func")))
     return parser
+
+
+def _about_places(run: _Run) -> _Run:
+    """``run``; where it cannot read or write is said in a line, without a traceback."""
+
+    def told(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except OSError as error:
+            # Others are of pipes and connections, or nobody's mistake.
+            if error.filename is None and error.errno not in _FULL:
+                raise
+            raise ScanError(
+                f"{error.filename or 'the file being written'}: {error.strerror}; expected a place that can "
+                "be read and written and has room. Give another, or change its permissions"
+            ) from error
+
+    return told

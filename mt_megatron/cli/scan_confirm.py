@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.scan.confirm import Request, check_request
     from mt_megatron.scan.run_files import existing_run, read_run, write_private
 
-    if args.timeout <= 0:
+    if not args.timeout > 0:
         raise ConfigError(f"--timeout is {args.timeout:g}; expected more than 0 seconds")
     files = existing_run(args.run)
     request = Request(

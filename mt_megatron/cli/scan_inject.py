@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 from mt_megatron.errors import ConfigError
 
 _HEARD_WITHIN = 10.0
-_EXTRA_SECONDS = 2.0
+_UNDONE_WITHIN = 5.0
+_LOOK_SECONDS = 0.2
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -63,37 +65,45 @@ def run(args: argparse.Namespace) -> int:
     wanted = {"until_unix": until, "faults": [fault.to_dict() for fault in faults]}
     expected = {rank for fault in faults for rank in fault.ranks}
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    heard: set[int] = set()
+    on: dict[int, bool] = {}
     began = time.monotonic()
     try:
         write_private(path, json.dumps(wanted))
         while time.time() < until:
-            seen = _tell(log, seen, heard)
-            if not heard and time.monotonic() - began > _HEARD_WITHIN:
+            seen = _tell(log, seen, on)
+            if not on and time.monotonic() - began > _HEARD_WITHIN:
                 break
-            time.sleep(min(0.2, max(0.0, until - time.time())))
+            time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.time())))
     except KeyboardInterrupt:
         pass
     finally:
         path.unlink(missing_ok=True)
         for number, handler in before.items():
             signal.signal(number, handler)
-    if not heard:
+    if not on:
         print(
-            f"mt-megatron scan inject: no rank took it up within {_HEARD_WITHIN:g} s; is the job running, "
-            "with its trace on?",
+            f"mt-megatron scan inject: no rank took it up within {time.monotonic() - began:.0f} s; is the "
+            "job running, with its trace on?",
             file=sys.stderr,
         )
         return 1
-    time.sleep(_EXTRA_SECONDS / 2)
-    _tell(log, seen, heard)
-    missing = sorted(expected - heard)
-    if missing:
-        print(f"not heard of: rank {', '.join(map(str, missing))}", file=sys.stderr)
+    limit = time.monotonic() + _UNDONE_WITHIN
+    seen = _tell(log, seen, on)
+    while any(on.values()) and time.monotonic() < limit:
+        time.sleep(_LOOK_SECONDS)
+        seen = _tell(log, seen, on)
+    for which, ranks in (
+        ("never heard of", sorted(expected - set(on))),
+        # A rank that is in a long step, or whose job has ended and took the faults with it.
+        ("no word yet that it is undone", sorted(rank for rank, still in on.items() if still)),
+    ):
+        if ranks:
+            print(f"{which}: rank {', '.join(map(str, ranks))}", file=sys.stderr)
     return 0
 
 
-def _tell(log: Path, seen: int, heard: set[int]) -> int:
+def _tell(log: Path, seen: int, on: dict[int, bool]) -> int:
+    """Show what was logged after the first ``seen`` bytes, note it in ``on``; returns the bytes seen now."""
     if not log.exists():
         return seen
     with open(log, "rb") as file:
@@ -101,9 +111,10 @@ def _tell(log: Path, seen: int, heard: set[int]) -> int:
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
     for line in whole.splitlines():
-        said = json.loads(line)
-        heard.add(int(said["rank"]))
-        print(f"rank {said['rank']}: {'; '.join(said['on']) or 'as before'}", flush=True)
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line of a full disk
+            said = json.loads(line)
+            on[int(said["rank"])] = bool(said["on"])
+            print(f"rank {said['rank']}: {'; '.join(said['on']) or 'as before'}", flush=True)
     return seen + len(whole)
 
 

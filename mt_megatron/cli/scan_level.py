@@ -17,8 +17,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "level",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}. 'base' holds steps, micro-batches and communication, "
-        "'full' also layers and their submodules, 'kernel' also every kernel, 'off' nothing.",
+        description=f"{text[0].upper()}{text[1:]}. 'base' holds steps, micro-batches and\n"
+        "communication, 'full' also layers and their submodules, 'kernel' also every kernel,\n"
+        "'off' nothing.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run's outputs")

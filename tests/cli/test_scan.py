@@ -1,0 +1,82 @@
+"""``mt-megatron scan``: what is wrong with a place or a number is said in a line, and before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.cli import scan_inject
+from mt_megatron.cli.main import main
+from mt_megatron.scan.attendant import drill_log_path
+from mt_megatron.scan.run_files import run_files, write_run
+
+
+def test_a_place_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "file"
+    file.write_text("")
+    simulate = ["--layout", "dp=2", "--steps", "6", "--microbatches", "1"]
+    assert main(["scan", "simulate", str(file / "run"), *simulate]) == 1
+    assert main(["scan", "simulate", str(run), *simulate]) == 0
+    assert main(["scan", "report", str(run), "--output", str(file / "report")]) == 1
+    assert main(["scan", "trace", str(run), "--output", str(file / "trace.json.gz")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(f"{file}" in line and "expected a place" in line for line in lines)
+
+
+def test_an_error_that_is_of_no_place_stays_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*given: object) -> int:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    def full(*given: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    write_run(run_files(tmp_path), {"world_size": 1})
+    monkeypatch.setattr("mt_megatron.scan.control.change_control", lost)
+    with pytest.raises(ConnectionResetError):
+        main(["scan", "level", str(tmp_path), "full"])
+    monkeypatch.setattr("mt_megatron.scan.control.change_control", full)
+    assert main(["scan", "level", str(tmp_path), "full"]) == 1
+    assert "No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["selftest", "--json", "RUN/none/figures.json"],
+        ["selftest", "--folder", "RUN/none"],
+        ["confirm", "RUN", "--ranks", "0", "--timeout", "nan"],
+        ["inject", "RUN", "jitter:rank=0", "--seconds", "nan"],
+        ["status", "RUN", "--every", "nan"],
+    ],
+)
+def test_nothing_is_begun_with_a_wrong_option(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(run_files(tmp_path), {"world_size": 4})
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["scan", *(word.replace("RUN", str(tmp_path)) for word in words)]) == 2
+    assert "expected" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_line_of_a_drills_log_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = drill_log_path(run_files(tmp_path))
+    log.parent.mkdir()
+    begun = {"rank": 1, "on": ["jitter:rank=1,ms=5"]}
+    log.write_text('{"rank": 0, "o\n[]\n' + json.dumps(begun) + "\n" + '{"rank"')
+    on: dict[int, bool] = {}
+    seen = scan_inject._tell(log, 0, on)
+    assert on == {1: True} and capsys.readouterr().out == "rank 1: jitter:rank=1,ms=5\n"
+    with log.open("r+") as file:
+        file.seek(seen)
+        file.write('{"rank": 1, "on": []}\n')
+    scan_inject._tell(log, seen, on)
+    assert on == {1: False} and capsys.readouterr().out == "rank 1: as before\n"
