@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure; rank 0 reports. The same exit code on every rank."""
     if not args.folder.is_dir():
         raise ConfigError(f"--folder is {args.folder}; expected a folder that exists here")
-    if args.json is not None and not args.json.parent.is_dir():
+    if args.json is not None and not args.json.resolve().parent.is_dir():
         raise ConfigError(f"--json is {args.json}; expected a file in a folder that exists")
     from mt_megatron.backends import registry
     from mt_megatron.backends.collectives import (

@@ -98,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         job = with_events(job, args.events_per_step)
     if args.truth is not None and args.truth.resolve().is_relative_to(args.out.resolve()):
         raise ConfigError(f"--truth {args.truth} lies within {args.out}; choose a file elsewhere")
+    if args.truth is not None and not args.truth.resolve().parent.is_dir():
+        raise ConfigError(f"--truth is {args.truth}; expected a file in a folder that exists")
 
     def said(step: int) -> None:
         if sys.stderr.isatty():

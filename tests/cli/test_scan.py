@@ -9,6 +9,8 @@ import pytest
 
 from mt_megatron.cli import scan_inject
 from mt_megatron.cli.main import main
+from mt_megatron.cli.scan_trace import parse_ranks
+from mt_megatron.errors import ConfigError
 from mt_megatron.scan.attendant import drill_log_path
 from mt_megatron.scan.run_files import run_files, write_run
 
@@ -50,6 +52,7 @@ def test_an_error_that_is_of_no_place_stays_what_it_is(
     [
         ["selftest", "--json", "RUN/none/figures.json"],
         ["selftest", "--folder", "RUN/none"],
+        ["simulate", "RUN/made", "--truth", "RUN/none/truth.json"],
         ["confirm", "RUN", "--ranks", "0", "--timeout", "nan"],
         ["inject", "RUN", "jitter:rank=0", "--seconds", "nan"],
         ["status", "RUN", "--every", "nan"],
@@ -80,3 +83,18 @@ def test_a_damaged_line_of_a_drills_log_is_left_out(
         file.write('{"rank": 1, "on": []}\n')
     scan_inject._tell(log, seen, on)
     assert on == {1: False} and capsys.readouterr().out == "rank 1: as before\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0-3,8", [0, 1, 2, 3, 8]), (" 7 ", [7]), ("2-2", [2]), ("10-99999999999", [10, 11])],
+)
+def test_ranks_are_a_list_however_far_it_goes(text: str, expected: list[int]) -> None:
+    spans = parse_ranks(text)
+    assert [rank for rank in range(12) if any(rank in span for span in spans)] == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "1-", "3-1,8", "1,,2", "\u00b2"])
+def test_what_is_no_list_of_ranks_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="Expected a list such as"):
+        parse_ranks(text)
