@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "status",
         help=text,
         description="Show the last step and its time, ranks that have written nothing for a while and\n"
-        "what they are in, dropped events, and what the watcher has found. Reads files only: the run\n"
-        "does not notice.",
+        "what they are in, ranks whose recording ended and why, dropped events, and what the watcher has\n"
+        "found. Reads files only: the run does not notice.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run's outputs")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def text(status: RunStatus) -> str:
     """For people: the whole in a line, then ranks that are worth one, then the findings."""
-    from mt_megatron.scan.wording import cost, headline
+    from mt_megatron.scan.wording import cost, headline, rank_list
 
     seconds = status.step_seconds
     simulated = " (simulated)" if status.simulated else ""
@@ -76,17 +76,30 @@ def text(status: RunStatus) -> str:
     levels = sorted({rank.level for rank in status.ranks if rank.level})
     if levels:
         lines[0] += f", level {'/'.join(levels)}"
-    silent = [rank for rank in status.ranks if rank.silent_seconds > _SILENT_S]
-    noted = [rank for rank in status.ranks if rank.inside or rank.dropped or rank in silent]
-    if silent and len(silent) == len(status.ranks):
+    failed = set(status.not_recording)
+    silent = [rank for rank in status.ranks if rank.silent_seconds > _SILENT_S and rank.ended is None]
+    if status.absent:
+        lines.append(f"  no file of rank(s) {rank_list(status.absent)} that can be read")
+    if status.ranks and all(rank.ended is not None for rank in status.ranks) and not failed:
+        lines.append("  all ranks have closed their traces: the run has ended")
+    elif silent and len(silent) == len(status.ranks):
         quiet = min(rank.silent_seconds for rank in silent)
         lines.append(f"  no rank has written anything for {quiet:.0f} s: the run has ended, or stands still")
-        noted = [rank for rank in noted if rank.inside or rank.dropped]
+        silent = []
+    noted = [
+        rank
+        for rank in status.ranks
+        if rank.rank in failed or rank in silent or rank.dropped or (rank.inside and rank.ended is None)
+    ]
+    # Who records nothing is seen nowhere else: first.
+    noted.sort(key=lambda rank: (rank.rank not in failed, rank.rank))
     for rank in noted[:_MOST_ROWS]:
         parts = [f"step {rank.step}"]
+        if rank.ended is not None and rank.rank in failed:
+            parts = [f"no longer recorded, {rank.ended.words()}"]
         if rank in silent:
             parts.append(f"silent for {rank.silent_seconds:.0f} s")
-        if rank.inside:
+        if rank.inside and rank.ended is None:
             parts.append(f"in {rank.inside}")
         if rank.dropped:
             parts.append(f"{rank.dropped} events dropped")

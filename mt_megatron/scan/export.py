@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 from mt_megatron.errors import ScanError
 
-from .findings import Finding
+from .findings import Cause, Finding
 from .run_files import RunFiles, read_run
 from .trace import Trace
 from .wording import place_text
@@ -71,8 +71,12 @@ def findings_on_record(files: RunFiles) -> list[Finding]:
                     continue
                 row["ranks"] = tuple(row.get("ranks", ()))
                 row["evidence"] = tuple(row.get("evidence", ()))
+                if row["cause"] not in get_args(Cause):
+                    continue  # of another version, and nobody here has words for it
+                for name in ("lost_fraction", "confidence"):
+                    row[name] = float(row[name])
                 finding = Finding(**{name: value for name, value in row.items() if name in known})
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, KeyError, AttributeError):
                 continue
             latest[finding.cause, finding.ranks, finding.group] = finding
     return list(latest.values())

@@ -15,6 +15,7 @@ from mt_megatron.errors import ScanError
 
 from .breakdown import Look, Meetings, breakdown, look
 from .diagnose import Diagnosis, diagnose
+from .ended import ended_of
 from .excerpt import excerpt, ranks_to_show, steps_to_show, title_for, told
 from .findings import Finding
 from .records import KIND, OPEN
@@ -22,9 +23,9 @@ from .report_data import ClockFacts, Excerpt, ReportData, StepTimes
 from .report_html import page
 from .report_markdown import markdown
 from .run_files import make_private_folder, write_private
-from .segments import RankTrace
+from .segments import RankTrace, dropped_events
 from .trace import Trace, open_trace
-from .wording import culprits_first
+from .wording import culprits_first, rank_list
 
 _MOST_SPANS = 2_000_000
 """Of all ranks together that the breakdown keeps at a time; it looks at fewer steps of larger runs."""
@@ -97,6 +98,7 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
         excerpts=tuple(survey.excerpts(findings)),
         breakdown=breakdown(list(survey.looks.values()), survey.meetings),
         clocks=_clocks(trace),
+        ended=survey.ended,
         stacks=_stacks(survey.stacks, findings),
         notes=_notes(trace, diagnosis, survey),
     )
@@ -112,6 +114,8 @@ class _Ranks:
         self.names: dict[int, RankTrace] = {}
         """Strings and groups of the ranks in the timelines, without their records."""
         self.stacks: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
+        """When and why the tracing of which ranks failed."""
         self.notes: list[str] = []
         self._bounds: dict[int, tuple[int, int]] = {}
         self._first, self._last = first_step, last_step
@@ -140,6 +144,13 @@ class _Ranks:
                 self.names[rank] = replace(read, spans=read.spans[:0])
             self._read_notes(rank, read, dropped)
         self.times = self._lengths()
+        alike: dict[str, list[int]] = {}
+        for rank, words in self.ended.items():
+            alike.setdefault(words, []).append(rank)
+        self.notes += [
+            f"of rank{'s' * (len(ranks) > 1)} {rank_list(ranks)} nothing is known from then on: {words}"
+            for words, ranks in alike.items()
+        ]
         if dropped:
             worst = max(dropped, key=lambda each: dropped[each])
             self.notes.append(
@@ -210,20 +221,22 @@ class _Ranks:
         return StepTimes(steps=tuple(steps), seconds=tuple(lengths))
 
     def _read_notes(self, rank: int, read: RankTrace, dropped: dict[int, int]) -> None:
+        if count := dropped_events(read.notes):
+            dropped[rank] = count
+        ended = ended_of(read.notes)
+        if ended is not None and ended.how == "failed":
+            self.ended[rank] = ended.words()
         for note in read.notes:
-            if note.get("what") == "dropped":
-                dropped[rank] = dropped.get(rank, 0) + int(note.get("events", 0) or 0)
-            elif note.get("what") == "stack" and (rank in self.stacks or len(self.stacks) < _MOST_STACKS):
+            if note.get("what") == "stack" and (rank in self.stacks or len(self.stacks) < _MOST_STACKS):
                 self.stacks[rank] = _stack_text(note)
-        for sentence in read.damaged[:1]:
-            self.notes.append(f"rank {rank}: {sentence}")
 
 
 def _stacks(stacks: Mapping[int, str], findings: Sequence[Finding]) -> dict[int, str]:
     """Of a hang, those of the culprits first. Without one, nobody stands."""
-    culprits = {rank for finding in findings if finding.cause == "hang" for rank in finding.ranks}
+    hangs = [finding for finding in findings if finding.cause == "hang"]
+    culprits = {rank for finding in hangs for rank in finding.ranks}
     ordered = sorted(stacks, key=lambda rank: (rank not in culprits, rank))
-    return {rank: stacks[rank] for rank in ordered} if culprits else {}
+    return {rank: stacks[rank] for rank in ordered} if hangs else {}
 
 
 def _stack_text(note: Mapping[str, Any]) -> str:

@@ -107,6 +107,9 @@ class ReportData:
     missing: frozenset[int] = frozenset()
     """Ranks of the run that left no readable trace."""
 
+    ended: dict[int, str] = field(default_factory=dict)
+    """Ranks whose tracing failed: when and why. What they did since is unknown."""
+
     stacks: dict[int, str] = field(default_factory=dict)
     """Of a hang: what each rank was doing when nothing moved."""
 

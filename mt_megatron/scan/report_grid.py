@@ -43,12 +43,8 @@ def grid(data: ReportData) -> str:
         centres[place.rank] = (x + size / 2, y + height / 2)
         cause = verdicts.get(place.rank)
         kind, letter = CAUSE_MARK[cause] if cause else ("", "")
-        state = kind or ("absent" if place.rank in data.missing else "")
-        words = (
-            CAUSE_LABEL[cause]
-            if cause
-            else ("left no trace" if place.rank in data.missing else "nothing found")
-        )
+        state = kind or ("absent" if place.rank in data.missing or place.rank in data.ended else "")
+        words = CAUSE_LABEL[cause] if cause else _unblamed(data, place.rank)
         parts.append(
             f'<rect class="cell {state}" data-rank="{place.rank}" x="{x}" y="{y}" width="{size}" '
             f'height="{height}" data-t="{escape(_about(place, words))}"/>'
@@ -78,14 +74,21 @@ def legend(data: ReportData) -> str:
         kind, letter = CAUSE_MARK[cause]
         entries.append((kind, letter, CAUSE_LABEL[cause]))
     entries.append(("", "", "nothing found"))
-    if data.missing:
-        entries.append(("absent", "", "left no trace"))
+    if data.missing or data.ended:
+        names = ["left no trace"] * bool(data.missing) + ["no longer recorded"] * bool(data.ended)
+        entries.append(("absent", "", ", or ".join(names)))
     shown = [
         f'<span><svg viewBox="0 0 16 14"><rect class="cell {kind}" width="16" height="14"/>'
         f'<text class="on {kind}" x="8" y="11.5" text-anchor="middle">{letter}</text></svg>{text}</span>'
         for kind, letter, text in entries
     ]
     return f'<div class="legend">{"".join(shown)}</div>'
+
+
+def _unblamed(data: ReportData, rank: int) -> str:
+    if rank in data.missing:
+        return "left no trace"
+    return data.ended.get(rank, "nothing found")
 
 
 def _about(place: Place, words: str) -> str:

@@ -16,6 +16,7 @@ from .wording import (
     clock_words,
     cost,
     headline,
+    limits,
     next_step,
     place_text,
     sentence,
@@ -170,7 +171,7 @@ def _clocks(data: ReportData) -> str:
 def _limits(data: ReportData) -> str:
     if not data.notes:
         return ""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in data.notes)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in limits(data.notes))
     return f"<h2>What limits this report</h2><ul>{notes}</ul>"
 
 

@@ -8,7 +8,7 @@ from .findings import Finding
 from .report_charts import PART_NAME, breakdown_rows
 from .report_data import CATEGORIES, ReportData
 from .report_style import CAUSE_MARK
-from .wording import CAUSE_LABEL, clock_words, cost, headline, next_step, sentence, time_text
+from .wording import CAUSE_LABEL, clock_words, cost, headline, limits, next_step, sentence, time_text
 
 _MOST_GRID = 32
 
@@ -32,7 +32,7 @@ def markdown(data: ReportData) -> str:
     lines += _breakdown(data)
     lines += _clocks(data)
     if data.notes:
-        lines += ["## What limits this report", "", *(f"- {note}" for note in data.notes), ""]
+        lines += ["## What limits this report", "", *(f"- {note}" for note in limits(data.notes)), ""]
     return "\n".join(lines)
 
 
@@ -76,11 +76,12 @@ def _grid(data: ReportData) -> list[str]:
             if place is None:
                 cells.append("")
                 continue
-            cause, rank_missing = verdicts.get(place.rank), place.rank in data.missing
+            cause = verdicts.get(place.rank)
+            gone = "no trace" if place.rank in data.missing else "ended" if place.rank in data.ended else ""
             if cause:
                 cells.append(f"**{place.rank} {CAUSE_MARK[cause][1]}**")
             else:
-                cells.append(f"{place.rank} (no trace)" if rank_missing else str(place.rank))
+                cells.append(f"{place.rank} ({gone})" if gone else str(place.rank))
         lines.append(f"| stage {pp}, tp {tp} | {' | '.join(cells)} |")
     used = dict.fromkeys(verdicts.values())
     if used:

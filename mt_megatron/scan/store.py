@@ -29,7 +29,7 @@ from .step_features import rank_steps
 from .trace import Trace
 
 TABLES = ("spans", "counters", "ranks", "steps", "findings")
-_VERSION = 1
+_VERSION = 2
 _STAMP = "store.json"
 _OPTIONS = {"compression": "zstd", "compression_level": 1}
 _STEP_COLUMNS = (
@@ -196,8 +196,8 @@ def _steps(trace: Trace, rank: int, arrow: ModuleType) -> Any:
         values = steps.columns[name]
         label = "seconds" if name == "step" else f"{name}_seconds"
         columns[label] = arrow.array(values / 1e9, mask=np.isnan(values))
-    work = steps.columns["work"]
-    columns["work"] = arrow.array(work, mask=np.isnan(work))
+    for name in ("work", "expert_work"):
+        columns[name] = arrow.array(steps.columns[name], mask=np.isnan(steps.columns[name]))
     return arrow.table({name: arrow.array(each) for name, each in columns.items()})
 
 

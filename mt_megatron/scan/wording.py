@@ -57,6 +57,7 @@ _NEXT_STEP: dict[Cause, str] = {
 }
 
 
+_MOST_NOTES = 20
 _READ_STACKS = "Read where the rank stands in its stack; what it waits for there holds up everybody."
 
 
@@ -188,6 +189,12 @@ def next_step(finding: Finding) -> str:
     if finding.cause == "hang" and any((finding.details.get("stacks") or {}).values()):
         return finding.advice or _READ_STACKS
     return finding.advice or _NEXT_STEP[finding.cause]
+
+
+def limits(notes: Sequence[str]) -> list[str]:
+    """The first of many ``notes``, and how many more there are."""
+    more = len(notes) - _MOST_NOTES
+    return [*notes[:_MOST_NOTES], *([f"{more} more like these: see report.json"] if more > 0 else [])]
 
 
 def culprits_first(findings: Iterable[Finding]) -> list[Finding]:

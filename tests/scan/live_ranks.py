@@ -11,11 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.scan import session
 from mt_megatron.scan.confirm import Request, measure
 from mt_megatron.scan.measures import Measures
 from mt_megatron.scan.selftest import selftest
+from mt_megatron.scan.session import Session
 from mt_megatron.scan.skew import skew_routers
 from mt_megatron.scan.stalls import evidence
+from mt_megatron.seams import collectives, events
+from mt_megatron.seams.layout import RankLayout
 from tests.layers.router_ranks import config_of, layout
 
 
@@ -56,6 +60,46 @@ def measured() -> dict[str, Any]:
         found["selftest"] = made.to_dict()
         found["evidence"] = _stuck(rank)
         found["tokens"] = _routed()
+        found["numbers"] = _numbered(backend, measures, rank, world)
+    return found
+
+
+def _numbered(backend: Any, measures: Measures, rank: int, world: int) -> list[list[int]]:
+    """Numbers of this rank's collectives in two sessions and, the control, in a third that begins while
+    rank 0 has another one open. Before and between them single ranks listen."""
+    seen: list[int] = []
+
+    def hear(phase: Any, name: Any, attrs: Any) -> None:
+        if phase == "begin" and name == "collective" and attrs["group"] == "world":
+            seen.append(attrs["seq"])
+
+    def reduce(count: int) -> None:
+        one = torch.zeros(1)
+        for _ in range(count):
+            with collectives.announced("all_reduce", "world", None, one):
+                dist.all_reduce(one)
+
+    found = []
+    with tempfile.TemporaryDirectory() as own:
+        folder = measures.broadcast(own)
+        for number in range(3):
+            alone = events.subscribe(hear) if rank == number % 2 else None
+            reduce(2 + number)
+            if alone is not None:
+                alone()
+            traced = Session(folder, rank=rank, layout=RankLayout(world_size=world), backend=backend)
+            if number == 2 and rank == 0:
+                other = Session(own, rank=0, layout=RankLayout(world_size=1), backend=backend)
+                session._traced.add(other)
+            traced.start()
+            seen.clear()
+            stop = events.subscribe(hear)
+            reduce(3)
+            stop()
+            traced.close()
+            found.append(list(seen))
+            dist.barrier()
+        session._traced.clear()
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -108,7 +110,7 @@ def test_nobody_is_woken_for_a_guess_but_for_a_hang(tmp_path: Path) -> None:
     with Alerts(tmp_path, say=lambda _: None) as alerts:
         assert not alerts.finding(replace(SLOW, cause="unknown", confidence=0.3), named_at_step=1)
         assert alerts.finding(replace(SLOW, cause="hang", confidence=0.3), named_at_step=1)
-        assert 'confidence{cause="unknown"' in alerts.metrics.text()
+        assert 'confidence_ratio{cause="unknown"' in alerts.metrics.text()
 
 
 def test_a_server_in_trouble_is_asked_again_and_one_that_refuses_is_not() -> None:
@@ -169,7 +171,59 @@ def test_prometheus_text_is_served_on_loopback_only(tmp_path: Path) -> None:
             Alerts(tmp_path, prometheus_port=alerts.endpoint.port)
     assert "mt_megatron_scan_step 45.0\n" in text
     assert 'mt_megatron_scan_alerts_total{cause="slow_compute"} 1.0\n' in text
-    assert 'finding_lost_fraction{cause="slow_compute",ranks="5",host="node-1"} 0.123\n' in text
+    assert 'finding_lost_ratio{cause="slow_compute",ranks="5",host="node-1"} 0.123\n' in text
+
+
+def test_the_figures_of_a_finding_end_with_it(tmp_path: Path) -> None:
+    other = replace(SLOW, cause="slow_data", ranks=(2,))
+    with Alerts(tmp_path, say=lambda _: None) as alerts:
+        alerts.finding(SLOW, named_at_step=45)
+        alerts.finding(other, named_at_step=45)
+        assert shown(alerts) == {"slow_compute", "slow_data"}
+        alerts.standing([SLOW, replace(other, last_step=50)], step=54)
+        assert shown(alerts) == {"slow_compute", "slow_data"}
+        # Both are still in the steps looked at; one was over 11 steps ago.
+        alerts.standing([SLOW, replace(other, last_step=55)], step=55)
+        assert shown(alerts) == {"slow_data"}
+        alerts.standing([], step=56)
+        assert shown(alerts) == set()
+        assert alerts.metrics.text().count("mt_megatron_scan_alerts_total{") == 2, "counters only count up"
+
+
+def shown(alerts: Alerts) -> set[str]:
+    lines = [line for line in alerts.metrics.text().splitlines() if "finding_" in line and line[0] != "#"]
+    causes = {re.search('cause="([a-z_]+)"', line)[1] for line in lines}  # type: ignore[index]
+    assert len(lines) == 2 * len(causes), "share and confidence of each"
+    return causes
+
+
+def test_names_and_figures_are_as_prometheus_wants_them(tmp_path: Path) -> None:
+    """https://prometheus.io/docs/practices/naming: base units, ``_total`` for what counts and no other."""
+    with Alerts(tmp_path, say=lambda _: None) as alerts:
+        alerts.progress(step=3, step_seconds=float("nan"), ranks_seen=4)
+        text = alerts.metrics.text()
+    kinds = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
+    assert kinds and all(re.fullmatch("mt_megatron_scan_[a-z_]+", name) for name in kinds)
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
+    assert not [name for name in kinds if re.search("(_ms|_us|_percent|_fraction|_minutes)$", name)]
+    assert "mt_megatron_scan_step_seconds NaN\n" in text
+
+
+def test_what_waits_for_the_webhook_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scan.webhook._WAITING_BYTES", 1000)
+    said: list[str] = []
+    with receiver() as there:
+        hook = Webhook(there.url, say=said.append, pause=0.01)
+        hook.post({"n": "x" * 2000})
+        assert hook.lost == 1 and "more than 1000 would wait" in said[0]
+        for number in range(20):
+            hook.post({"n": number, "text": "x" * 500})
+            assert there.got.acquire(timeout=10)
+            until = time.monotonic() + 10
+            while hook.delivered <= number and time.monotonic() < until:
+                time.sleep(0.001)
+        hook.close()
+    assert (hook.delivered, hook.lost) == (20, 1), "what is delivered makes room"
 
 
 def test_labels_are_escaped() -> None:

@@ -115,3 +115,11 @@ def test_skewed_routers_send_more_tokens_to_the_rank_and_recover() -> None:
         before, during, after = found["tokens"]
         assert during[2] == max(during) > before[2] and sum(during) == sum(before)
         assert after == before
+
+
+def test_every_session_numbers_collectives_alike_on_all_ranks() -> None:
+    """Ranks that listened for themselves before, and one that listened on in between, are no exception."""
+    first, second, third = zip(*(found["numbers"] for found in measured()), strict=True)
+    assert first == second == ([0, 1, 2], [0, 1, 2], [0, 1, 2])
+    # The control: a rank that has another session open keeps its numbers, and then nobody begins anew.
+    assert len({tuple(numbers) for numbers in third}) > 1

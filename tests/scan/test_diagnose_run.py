@@ -181,11 +181,20 @@ def test_a_rank_whose_trace_ends_is_waited_for_no_longer(
     assert sum(len(tail._spans) for tail in watch._tails.values()) < held / 4
 
 
-def test_what_nobody_takes_is_bounded(slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mt_megatron.scan.tails._MOST_HELD", 100)
+def test_what_nobody_takes_is_bounded_in_bytes(slow: Path) -> None:
+    whole = RankTail(run_files(slow).rank_folder(0), 0)
+    whole.poll()
+    assert whole.given_up == 0 and whole.steps_done.tolist() == list(range(1, 25)), "the control"
     tail = RankTail(run_files(slow).rank_folder(0), 0)
+    tail.most_bytes = 100 * SPAN.itemsize
     tail.poll()
-    assert (len(tail.trace.spans), tail.step) == (50, 24) and len(tail.trace.counters) <= 100
+    kept = tail.trace.spans
+    assert 0 < len(kept) <= 50 and tail.step == 24 and len(tail.trace.counters) <= 100
+    assert tail.given_up == len(whole.trace.spans) - len(kept)
+    for step in tail.steps_done:
+        # Half a step would look like one with less to do.
+        same = whole.trace.spans["iteration"] == step
+        assert (kept["iteration"] == step).sum() == same.sum()
 
 
 def test_the_watcher_tells_a_hang_once(slow: Path, tmp_path: Path) -> None:

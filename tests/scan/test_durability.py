@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mt_megatron.scan.ended import read_ended
 from mt_megatron.scan.records import KIND, OPEN
 from mt_megatron.scan.segments import read_rank, segment_paths
 from tests.launch import ROOT
@@ -53,6 +54,8 @@ def killed_after(folder: Path, seconds: float, ranks: int = 2) -> list[float]:
         assert child.stdout is not None
         child.stdout.close()
         trace = read_rank(folder / "scan" / f"rank-{rank:05d}")
+        assert trace.damaged == () or "no whole block" in trace.damaged[0]
+        assert read_ended(folder / "scan" / f"rank-{rank:05d}", 0) is None, "it could say nothing"
         ended = trace.spans[trace.spans["end"] != OPEN]
         check_whole(ended[ended["kind"] == KIND["collective"]])
         last = int(ended["end"].max()) if len(ended) else began
@@ -135,3 +138,5 @@ def check_stopped(done: subprocess.CompletedProcess[str], folder: Path, why: str
     assert len(trace.spans) > 100
     check_whole(trace.spans[trace.spans["kind"] == KIND["collective"]])
     assert segment_paths(rank)
+    said = read_ended(rank, 0)
+    assert said is not None and (said.how, said.iteration > 20) == ("failed", True) and why in said.why

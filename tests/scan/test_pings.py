@@ -102,9 +102,62 @@ def test_without_the_token_nobody_is_answered() -> None:
         assert len(ask("127.0.0.1", server.port, TOKEN, peer=0, count=3)) == 3
 
 
-def test_a_silent_visitor_does_not_keep_the_others_waiting_for_long() -> None:
-    with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=5):
-        assert len(ask("127.0.0.1", server.port, TOKEN, peer=0, count=3)) == 3
+def test_strangers_keep_nobody_waiting_however_many_and_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Were they waited for one after the other, or for as long as they like, nobody would be answered here.
+    monkeypatch.setattr("mt_megatron.scan.ping_wire._PATIENCE", 600.0)
+    with serving() as server, contextlib.ExitStack() as visits:
+        for number in range(100):
+            stranger = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+            visits.enter_context(stranger)
+            if number % 3:
+                with contextlib.suppress(OSError):  # the first of many have gone already
+                    stranger.sendall(TOKEN[: number % TOKEN_BYTES])
+        assert len(ask("127.0.0.1", server.port, TOKEN, peer=0, count=20)) == 20
+
+
+def test_a_stranger_has_half_a_second_in_all_not_for_each_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bytes_taken() -> int:
+        with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
+            for number in range(TOKEN_BYTES - 1):
+                stranger.settimeout(0.1)
+                try:
+                    if stranger.recv(1) == b"":
+                        return number
+                except TimeoutError:
+                    pass
+                except ConnectionError:
+                    return number
+                with contextlib.suppress(OSError):
+                    stranger.sendall(b"x")
+        return TOKEN_BYTES
+
+    assert bytes_taken() < TOKEN_BYTES - 1
+    monkeypatch.setattr("mt_megatron.scan.ping_wire._PATIENCE", 600.0)
+    assert bytes_taken() == TOKEN_BYTES, "the control: it is the time that ends the visit"
+
+
+def test_a_wrong_token_ends_the_visit_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scan.ping_wire._PATIENCE", 600.0)
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=60) as stranger:
+        stranger.sendall(bytes(TOKEN_BYTES))
+        assert stranger.recv(1) == b""
+
+
+def test_several_who_know_the_token_are_all_answered() -> None:
+    with serving() as server:
+        found: list[np.ndarray] = []
+        asking = [
+            threading.Thread(
+                target=lambda: found.append(ask("127.0.0.1", server.port, TOKEN, peer=0, count=30))
+            )
+            for _ in range(5)
+        ]
+        for each in asking:
+            each.start()
+        for each in asking:
+            each.join()
+    assert [len(each) for each in found] == [30] * 5
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scan-ping")]
 
 
 def test_a_server_that_closes_leaves_what_was_answered() -> None:

@@ -342,7 +342,29 @@ def test_status_before_the_first_step_is_json(tmp_path: Path, capsys: pytest.Cap
     assert found["ranks"][0]["step_seconds"] is None and found["step"] == -1
 
 
-@pytest.mark.parametrize("text", ["x", "1-", "-3", "1,,2", ""])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '"text"',
+        '{"cause": "slow_compute"}',
+        json.dumps({**finding().to_dict(), "cause": "of a later version"}),
+        json.dumps({"cause": "slow_compute", "ranks": 5, "lost_fraction": "much"}),
+    ],
+)
+def test_lines_that_are_no_findings_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=3))
+    run_files(tmp_path).findings.write_text(line + "\n")
+    assert main(["scan", "status", str(tmp_path)]) == 0
+    assert "nothing found so far" in capsys.readouterr().out
+    run_files(tmp_path).findings.write_text(line + "\n" + json.dumps(finding().to_dict()) + "\n")
+    assert main(["scan", "status", str(tmp_path)]) == 1, "the control"
+
+
+@pytest.mark.parametrize("text", ["x", "1-", "-3", "1,,2", "", "3-1", "0-99999999999"])
 def test_rank_options_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=2))
     assert main(["scan", "trace", str(tmp_path), f"--ranks={text}"]) == 2
