@@ -40,6 +40,14 @@ def test_doctor_knows_the_declared_dependencies() -> None:
     assert {f"{name}{specifier}" for name, specifier in REQUIRED.items()} == set(PROJECT["dependencies"])
 
 
+def test_an_installation_by_hand_names_them_all() -> None:
+    """Where torch must stay the image's own, pip is told each of them."""
+    lines = (ROOT / "docs" / "12-musa.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("pip install") and "pydantic" in line]
+    named = {word.strip('"').partition(">")[0] for word in line.split()[2:]}
+    assert {name for name in REQUIRED if name not in ("torch", "megatron-core")} <= named
+
+
 def test_entry_points_lead_somewhere() -> None:
     module, _, name = PROJECT["scripts"]["mt-megatron"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
