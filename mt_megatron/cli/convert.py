@@ -30,7 +30,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron convert --from-megatron runs/mine --to-hf models/mine --dtype bf16\n"
         "  mt-megatron convert --from-hf models/llama-3-8b --to-torch checkpoints/for-0.9 \\\n"
         "    --tensor-model-parallel-size 8 --transformer-impl transformer_engine\n"
-        "  mt-megatron convert --from-hf models/llama-3-8b --to-config llama-3-8b.yaml\n\n"
+        "  mt-megatron convert --from-hf models/llama-3-8b --to-config llama-3-8b.yaml\n"
+        "  mt-megatron convert --from-megatron runs/old --to-megatron runs/new --with-optimizer\n\n"
         "exit codes: 0 converted, 1 the weights cannot be converted, 2 wrong use",
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -58,7 +59,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--with-optimizer",
         action="store_true",
-        help="an error when the source holds an optimizer's state, which is never converted",
+        help="between Megatron checkpoints: the optimizer's state as well, so that the run can be resumed",
     )
     add(
         "--hf-files", type=Path, metavar="DIR", help="folder with tokenizer files and config.json for --to-hf"

@@ -1,6 +1,6 @@
 """A distributed checkpoint (``torch_dist``) read tensor by tensor, without process groups and at any layout.
 
-Tensors are named as in an unsharded model of local layers. Those of an optimizer are left alone.
+Tensors are named as in an unsharded model of local layers, those of an optimizer after them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from mt_megatron.convert.archives import locate
+from mt_megatron.convert.dist_flattened import Flattened
 from mt_megatron.convert.dist_metadata import Chunk, StoredTensor, read_metadata
 from mt_megatron.convert.mapped import MappedFile
-from mt_megatron.convert.megatron_names import names_of
+from mt_megatron.convert.megatron_names import names_of, split_state_key
 from mt_megatron.convert.published import Kept
+from mt_megatron.convert.state_names import kind_of, state_name
 from mt_megatron.convert.table import listed
 from mt_megatron.errors import CheckpointError
 
@@ -37,9 +39,17 @@ class _Whole:
     chunks: tuple[Chunk, ...]
     """Those that hold some of it."""
 
+    flattened: Flattened | None = None
+    """How it was cut by a distributed optimizer, if it was."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        whole = self.stored.shape if self.flattened is None else self.flattened.shape
+        return whole[len(self.index) :]
+
 
 class DistFolder:
-    """The weights of a distributed checkpoint by name. Threads may share it."""
+    """The tensors of a distributed checkpoint by name. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the metadata only. Raises ``CheckpointError``."""
@@ -51,9 +61,16 @@ class DistFolder:
         self._wholes: dict[str, _Whole] = {}
         for key in sorted(self.keys):
             self._add(key, self.contents.tensors[key])
+        states = {key: split_state_key(key) for key in sorted(self.contents.tensors)}
+        for key, state in states.items():
+            if state is not None:
+                self._add(key, self.contents.tensors[key], *state)
+        kept = {name: Kept(dtype=each.stored.dtype, shape=each.shape) for name, each in self._wholes.items()}
         self.tensors: Mapping[str, Kept] = {
-            name: Kept(dtype=each.stored.dtype, shape=each.stored.shape[len(each.index) :])
-            for name, each in self._wholes.items()
+            name: each for name, each in kept.items() if kind_of(name) is None
+        }
+        self.state: Mapping[str, Kept] = {
+            name: each for name, each in kept.items() if kind_of(name) is not None
         }
         files = {chunk.file for each in self._wholes.values() for chunk in each.chunks}
         absent = sorted(file for file in files if not (folder / file).is_file())
@@ -63,13 +80,27 @@ class DistFolder:
     @property
     def has_optimizer(self) -> bool:
         """Whether there is state of an optimizer as well."""
-        return any(key.startswith(_NOT_WEIGHTS[:2]) for key in self.contents.tensors)
+        keys = (*self.contents.tensors, *self.contents.objects)
+        return any(key.startswith(_NOT_WEIGHTS[:2]) for key in keys)
+
+    @property
+    def flat_optimizer(self) -> str | None:
+        """Why an optimizer's state has no tensors by parameter; None when it has."""
+        if self.state or not self.has_optimizer:
+            return None
+        return (
+            "its distributed optimizer's state lies in flat buffers without the parameters' places in them "
+            "(fully_sharded_bucket_space or dp_zero_gather_scatter); Megatron-LM saves it by parameter with "
+            "--ckpt-fully-parallel-save"
+        )
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor ``name``, or its ``rows`` (first, behind the last) alone: a view of its file where one
         chunk holds all of it, else put together. Raises ``CheckpointError`` for a hole."""
         whole = self._wholes[name]
-        shape = whole.stored.shape[len(whole.index) :]
+        shape = whole.shape
+        if whole.flattened is not None:
+            return self._put_together(name, whole, whole.flattened)[slice(*(rows or (None, None)))]
         first, last = rows or (0, shape[0] if shape else 0)
         wanted = (last - first, *shape[1:]) if shape else ()
         result, filled = None, 0
@@ -91,11 +122,9 @@ class DistFolder:
             )
             result[region] = piece
             filled += piece.numel()
-        if result is None or filled != result.numel():
-            raise CheckpointError(
-                f"{self.folder} holds {filled} of the {last - first} x {wanted[1:]} numbers of {name}: it is "
-                "not complete. Give another checkpoint"
-            )
+        if result is None:
+            result = torch.empty(wanted, dtype=whole.stored.dtype)
+        self._require_filled(name, filled, result)
         return result
 
     def release(self, name: str) -> None:
@@ -103,19 +132,43 @@ class DistFolder:
         for chunk in self._wholes[name].chunks:
             self._map(chunk.file).release(chunk.offset, chunk.length)
 
-    def _add(self, key: str, stored: StoredTensor) -> None:
-        lead, names = names_of(key, stored.shape)
+    def _put_together(self, name: str, whole: _Whole, flattened: Flattened) -> Tensor:
+        tensor, filled = flattened.put_together(
+            whole.chunks, whole.stored.dtype, lambda chunk: self._chunk(chunk, whole.stored.dtype)
+        )
+        self._require_filled(name, filled, tensor)
+        return tensor
+
+    def _require_filled(self, name: str, filled: int, tensor: Tensor) -> None:
+        if filled != tensor.numel():
+            raise CheckpointError(
+                f"{self.folder} holds {filled} of the {tensor.numel()} numbers of {name}: it is not "
+                "complete. Give another checkpoint"
+            )
+
+    def _add(
+        self, stored_key: str, stored: StoredTensor, kind: str | None = None, key: str | None = None
+    ) -> None:
+        key = key or stored_key
+        shape = self.contents.reformulated.get(stored_key, stored.shape)
+        lead, names = names_of(key, shape)
+        flattened = None
+        if shape is not stored.shape:
+            flattened = Flattened(shape=shape, pieces=stored.shape[:-1], lead=lead)
         chunks: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
         for chunk in stored.chunks:
             spans = zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)
             for index in itertools.product(*(range(o, o + n) for o, n in spans)):
                 chunks[index].append(chunk)
-        for index, name in names:
+        for index, weight in names:
+            name = state_name(kind, weight)
             if name in self._wholes:
                 raise CheckpointError(f"{self.folder} holds {name} twice, once as {key}; give another one")
             if index not in chunks:
                 raise CheckpointError(f"{self.folder} lacks {name}, which {key} should hold; it is damaged")
-            self._wholes[name] = _Whole(stored=stored, index=index, chunks=tuple(chunks[index]))
+            self._wholes[name] = _Whole(
+                stored=stored, index=index, chunks=tuple(chunks[index]), flattened=flattened
+            )
 
     def _piece(self, whole: _Whole, chunk: Chunk) -> tuple[Tensor, tuple[int, ...]]:
         """The part of ``chunk`` that is of ``whole``, and its offsets in it."""

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from mt_megatron.convert.checksums import combined
+from mt_megatron.convert.dist_flattened import flat_place, flat_shape
 from mt_megatron.convert.dist_metadata import METADATA
 from mt_megatron.convert.layout import Piece, blocks, pieces_of
 from mt_megatron.convert.megatron_names import KeyStyle
 from mt_megatron.convert.output import FileTask, Summed
 from mt_megatron.convert.sources import Rows, Source
+from mt_megatron.convert.state_names import kind_of
 from mt_megatron.convert.tensors import extra_state_of, split_axis
 from mt_megatron.training.checkpoint_items import frame_of, memory_of
 
@@ -38,13 +40,17 @@ class _Item:
     """Its place on the axes before the tensor's own."""
 
     dtype: torch.dtype
+    flat: bool = False
+    """Whether it is stored in one dimension, as a distributed optimizer stores its tensors."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        return (*self.lead, *self.piece.offsets)
+        return flat_place(self.lead, self.piece)[0] if self.flat else (*self.lead, *self.piece.offsets)
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        if self.flat:
+            return flat_place(self.lead, self.piece)[1]
         return (*(1 for _ in self.lead), *self.piece.sizes)
 
     @property
@@ -64,18 +70,26 @@ class DistWriter:
         *,
         tensor: int,
         groups: Sequence[Sequence[str]],
+        distributed: bool = False,
     ) -> None:
         """``shapes`` are of whole tensors with padding; ``groups`` are the names of tensors that share
-        a file, in the order of the files."""
+        a file, in the order of the files; ``distributed`` is the form of an optimizer's tensors."""
         self._source = source
         self._items: dict[str, list[_Item]] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
+        self._flattened: dict[str, tuple[int, ...]] = {}
         for name, row in rows.items():
             place = style.place(name)
-            self._sizes[place.key] = (*place.axes, *shapes[name])
+            whole = (*place.axes, *shapes[name])
+            pieces = pieces_of(name, row, shapes[name], split_axis(name), tensor)
+            # What has one dimension is flat already.
+            flat = distributed and kind_of(name) is not None and len(whole) > 1
+            self._sizes[place.key] = flat_shape(place.axes, shapes[name], pieces[0]) if flat else whole
+            if flat:
+                self._flattened[place.key] = whole
             self._items[name] = [
-                _Item(key=place.key, piece=piece, lead=place.index, dtype=source.dtype(name))
-                for piece in pieces_of(name, row, shapes[name], split_axis(name), tensor)
+                _Item(key=place.key, piece=piece, lead=place.index, dtype=source.dtype(name), flat=flat)
+                for piece in pieces
             ]
         self._groups = [list(group) for group in groups]
         self._states = _extra_states(rows, style)
@@ -131,7 +145,9 @@ class DistWriter:
         )
         # Megatron-Core's own addition, which it asks for when it loads an optimizer's flattened states.
         document.mcore_data = {  # type: ignore[attr-defined]
-            key: {} for key, entry in entries.items() if isinstance(entry, planner.TensorStorageMetadata)
+            key: {"nd_reformulated_orig_global_shape": self._flattened[key]} if key in self._flattened else {}
+            for key, entry in entries.items()
+            if isinstance(entry, planner.TensorStorageMetadata)
         }
         backend = {
             "sharded_backend": "torch_dist",

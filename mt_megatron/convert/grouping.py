@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+from mt_megatron.convert.state_names import weight_name
 from mt_megatron.seams.stage_layers import end_counts, stage_layers
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.pipeline_layout import resolved_layout
@@ -34,6 +35,7 @@ def virtual_stages(config: TrainingConfig) -> list[list[int]]:
 
 def virtual_stage_of(name: str, stages: list[list[int]]) -> int:
     """The virtual stage that holds the tensor ``name``."""
+    name = weight_name(name)
     layer = _LAYER.match(name)
     if layer is not None:
         return next(index for index, layers in enumerate(stages) if int(layer[1]) in layers)

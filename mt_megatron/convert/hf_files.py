@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.convert.published import CONFIG, read_json
+from mt_megatron.convert.published import CONFIG
 from mt_megatron.errors import CheckpointError
 
 CARRIED = "huggingface"
@@ -83,8 +83,3 @@ def generation_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> 
         return files[GENERATION]
     settings = {name: config[name] for name in _TOKENS if config.get(name) is not None}
     return (json.dumps({"_from_model_config": True, **settings}, indent=2) + "\n").encode()
-
-
-def earlier_config(folder: Path) -> dict[str, Any] | None:
-    """The ``config.json`` in ``folder``, if there is one."""
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None

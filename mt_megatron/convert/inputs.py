@@ -13,9 +13,11 @@ from mt_megatron.convert.dist_metadata import METADATA
 from mt_megatron.convert.dist_reader import DistFolder
 from mt_megatron.convert.hf_config import options_of
 from mt_megatron.convert.hf_files import carried_files, side_files, tokenizer_files
+from mt_megatron.convert.optimizer_state import Optimizer
 from mt_megatron.convert.published import CONFIG, PublishedFolder
+from mt_megatron.convert.run_state import RunState
 from mt_megatron.convert.sources import WholeTensors
-from mt_megatron.convert.torch_args import options_from_arguments, read_common
+from mt_megatron.convert.torch_args import COMMON, options_from_arguments, read_common
 from mt_megatron.convert.torch_reader import TorchFolder, is_torch_folder
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training.checkpoint_files import LATEST, MANIFEST, folder_name, read_manifest
@@ -39,6 +41,12 @@ class Input:
     """Of a Megatron checkpoint."""
 
     has_optimizer: bool = False
+    optimizer: Optimizer | None = None
+    """State by parameter; None without one, or where it cannot be told apart."""
+
+    flat_optimizer: str | None = None
+    """Why it cannot."""
+
     notes: tuple[str, ...] = ()
     """What the log should say."""
 
@@ -70,6 +78,8 @@ def open_megatron(path: Path) -> Input:
             checkpoint=checkpoint,
             iteration=checkpoint.iteration,
             has_optimizer=checkpoint.has_optimizer,
+            optimizer=_optimizer_by_rank(checkpoint),
+            flat_optimizer=checkpoint.flat_optimizer,
             notes=checkpoint.notes,
         )
     raise CheckpointError(
@@ -82,12 +92,14 @@ def _distributed(folder: Path) -> Input:
     checkpoint = DistFolder(folder)
     found: dict[str, Any] = {"path": folder, "checkpoint": checkpoint}
     found["has_optimizer"] = checkpoint.has_optimizer
+    found["flat_optimizer"] = checkpoint.flat_optimizer
     found["side_files"] = carried_files(folder)
     if (folder / MANIFEST).is_file():
         document = read_manifest(folder)
         config = document.get("config", {})
         options = _model_options(config)
-        found["iteration"] = int(document.get("progress", {}).get("iteration", 0))
+        progress = document.get("progress", {})
+        found["iteration"] = int(progress.get("iteration", 0))
         tokenizer = config.get("data", {}).get("tokenizer_model")
         if not found["side_files"] and tokenizer and Path(tokenizer).exists():
             found["side_files"] = tokenizer_files(Path(tokenizer))
@@ -95,7 +107,43 @@ def _distributed(folder: Path) -> Input:
         common = read_common(folder)
         options = options_from_arguments(common.get("args"))
         found["iteration"] = int(common.get("iteration") or 0)
+        document, progress = {}, _progress(common.get("args"), found["iteration"])
+    if checkpoint.state:
+        found["optimizer"] = Optimizer(
+            checkpoint=checkpoint,
+            run_state=lambda: _common_run_state(folder),
+            progress=progress,
+            data_order=document.get("data_order"),
+        )
     return Input(options=options, **found)
+
+
+def _optimizer_by_rank(checkpoint: TorchFolder) -> Optimizer | None:
+    if not checkpoint.state:
+        return None
+    return Optimizer(
+        checkpoint=checkpoint,
+        run_state=checkpoint.run_state,
+        progress=_progress(checkpoint.arguments, checkpoint.iteration),
+    )
+
+
+def _common_run_state(folder: Path) -> RunState:
+    common = read_common(folder)
+    if "optimizer" not in common:
+        raise CheckpointError(
+            f"{folder} has an optimizer's tensors and {COMMON} has no optimizer; give a complete copy of it"
+        )
+    return RunState.of(common["optimizer"], common.get("opt_param_scheduler"), str(folder / COMMON))
+
+
+def _progress(args: Any, iteration: int) -> dict[str, Any]:
+    return {
+        "iteration": iteration,
+        "consumed_samples": int(getattr(args, "consumed_train_samples", 0) or 0),
+        "consumed_tokens": 0,
+        "skipped_iterations": 0,
+    }
 
 
 def _model_options(config: Mapping[str, Any]) -> dict[str, Any]:

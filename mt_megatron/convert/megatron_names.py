@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mt_megatron.convert.state_names import kind_of, weight_name
 from mt_megatron.models.tables.fused import fused_name, local_name
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _STACKED = "decoder.layers."
 _EXPERTS = ".mlp.experts.experts."
 
@@ -48,8 +50,16 @@ class KeyStyle:
     transformer_engine: bool = False
     """The keys of Transformer Engine's layers; else those of Megatron-Core's local ones."""
 
+    expert_optimizer: bool = False
+    """Experts are spread over processes and have an optimizer of their own."""
+
     def place(self, name: str) -> Place:
-        """Where the tensor ``name`` (as local layers name it) goes."""
+        """Where the tensor ``name`` (as local layers name it), or an optimizer's of that name, goes."""
+        kind = kind_of(name)
+        if kind is not None:
+            found = self.place(weight_name(name))
+            which = f"chained_{int(bool(_EXPERT.fullmatch(name)))}." if self.expert_optimizer else ""
+            return replace(found, key=f"{which}optimizer.state.{kind}.{found.key}")
         axes: list[int] = []
         index: list[int] = []
         layer = _LAYER.fullmatch(name)
@@ -93,6 +103,13 @@ def names_of(key: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[tuple[in
             name = name.replace(_EXPERTS, f".mlp.experts.local_experts.{index[-1]}.")
         found.append((index, local_name(name)))
     return stacked + mixture, found
+
+
+def split_state_key(key: str) -> tuple[str, str] | None:
+    """The kind of an optimizer's tensor and the key of the model's tensor it belongs to; None for the key
+    of something else."""
+    matched = _STATE.fullmatch(key)
+    return None if matched is None else (matched[1], matched[2])
 
 
 def has_uniform_layers(keys: Iterable[str]) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,12 +18,14 @@ from mt_megatron.convert.grouping import groups, virtual_stages
 from mt_megatron.convert.hf_config import config_json
 from mt_megatron.convert.inputs import Input
 from mt_megatron.convert.megatron_names import KeyStyle
+from mt_megatron.convert.optimizer_state import Carried
 from mt_megatron.convert.output import FileTask, OutputFolder
 from mt_megatron.convert.published import CONFIG
 from mt_megatron.convert.request import MAX_SHARD, Request
+from mt_megatron.convert.run_state import common_entry
 from mt_megatron.convert.safetensors_writer import SafetensorsWriter
 from mt_megatron.convert.settings import Model
-from mt_megatron.convert.sources import MegatronSource, PublishedSource
+from mt_megatron.convert.sources import Source
 from mt_megatron.convert.tensors import shape_of
 from mt_megatron.convert.torch_args import COMMON, arguments_of
 from mt_megatron.convert.torch_writer import TorchWriter
@@ -32,9 +35,7 @@ from mt_megatron.training.checkpoint_files import write_manifest
 from mt_megatron.training.config import TrainingConfig
 
 
-def published_files(
-    request: Request, given: Input, model: Model, source: PublishedSource | MegatronSource
-) -> list[FileTask]:
+def published_files(request: Request, given: Input, model: Model, source: Source) -> list[FileTask]:
     """The files of a published folder: weights and their index, ``config.json``, what comes with it."""
     config = model.config.model
     shapes = {name: _published_shapes(name, model) for name in model.rows}
@@ -45,9 +46,7 @@ def published_files(
         max_shard_size=request.max_shard_size or MAX_SHARD["huggingface"],
         fp8=request.fp8,
     )
-    files = dict(given.side_files)
-    if request.side_files is not None:
-        files |= hf_files.side_files(request.side_files)
+    files = side_files_of(request, given)
     like = json.loads(files.pop(CONFIG)) if CONFIG in files else None
     document = config_json(
         config, dtype=_name_of_dtype(model, source), like=like, fp8_block=BLOCK if request.fp8 else None
@@ -59,6 +58,12 @@ def published_files(
         **{name: text.encode() for name, text in writer.index().items()},
     }
     return writer.tasks() + _small(texts)
+
+
+def side_files_of(request: Request, given: Input) -> dict[str, bytes]:
+    """What a published folder has beside weights, by name: the source's files, then those asked for."""
+    asked = {} if request.side_files is None else hf_files.side_files(request.side_files)
+    return {**given.side_files, **asked}
 
 
 def _published_shapes(name: str, model: Model) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +78,7 @@ def _published_shapes(name: str, model: Model) -> tuple[tuple[int, ...], ...]:
     return tuple((count, *rest) for count in counts)
 
 
-def _name_of_dtype(model: Model, source: PublishedSource | MegatronSource) -> str:
+def _name_of_dtype(model: Model, source: Source) -> str:
     """The dtype that most numbers have."""
     counts: dict[torch.dtype, int] = {}
     for name in model.rows:
@@ -95,9 +100,11 @@ def distributed_files(
     given: Input,
     config: TrainingConfig,
     model: Model,
-    source: PublishedSource | MegatronSource,
+    source: Source,
+    carried: Carried | None,
 ) -> list[FileTask]:
-    """The files of a distributed checkpoint, but for our manifest."""
+    """The files of a distributed checkpoint, but for our manifest. The optimizer's tensors of ``carried`` are
+    among those of ``model``."""
     shapes = _padded_shapes(model)
     sizes = {name: torch.Size(shape).numel() * source.dtype(name).itemsize for name, shape in shapes.items()}
     options, pattern = config.model, moe_layer_pattern(config.model)
@@ -112,17 +119,34 @@ def distributed_files(
             latent=options.multi_latent_attention,
             uniform=has_uniform_layers(options),
             transformer_engine=options.transformer_impl == "transformer_engine",
+            expert_optimizer=carried is not None and carried.expert_optimizer,
         ),
         tensor=config.parallel.tensor_model_parallel_size,
         groups=groups(config, sizes, request.max_shard_size or MAX_SHARD["torch_dist"]),
+        distributed=carried is not None and carried.distributed,
     )
+    further: dict[str, Any] = {}
+    if carried is not None:
+        further["optimizer"] = common_entry(
+            carried.run,
+            master=carried.master,
+            distributed=carried.distributed,
+            expert_optimizer=carried.expert_optimizer,
+        )
+        further["opt_param_scheduler"] = dict(carried.run.scheduler)
     common = io.BytesIO()
     torch.save(
         {
-            "args": arguments_of(config, model.sizes.padded_vocab_size, iteration_of(given)),
+            "args": arguments_of(
+                config,
+                model.sizes.padded_vocab_size,
+                iteration_of(given),
+                progress=None if carried is None else carried.progress,
+            ),
             "checkpoint_version": 3.0,
             "iteration": iteration_of(given),
             "num_floating_point_operations_so_far": 0,
+            **further,
         },
         common,
     )
@@ -132,20 +156,22 @@ def distributed_files(
     )
 
 
-def write_our_manifest(output: OutputFolder, given: Input, config: TrainingConfig, model: Model) -> None:
+def write_our_manifest(
+    output: OutputFolder, given: Input, config: TrainingConfig, model: Model, carried: Carried | None
+) -> None:
     """The manifest and the marker of our own checkpoints, by which a run takes it for a whole one."""
     parallel = config.parallel
+    start = {"consumed_samples": 0, "consumed_tokens": 0, "skipped_iterations": 0}
     write_manifest(
         output.folder,
         {
             "format": 2,
-            "weights_only": True,
+            "weights_only": carried is None,
             "progress": {
+                **(start if carried is None else carried.progress),
                 "iteration": iteration_of(given),
-                "consumed_samples": 0,
-                "consumed_tokens": 0,
-                "skipped_iterations": 0,
             },
+            **({} if carried is None else {"data_order": carried.data_order}),
             "layout": {
                 "tp": parallel.tensor_model_parallel_size,
                 "pp": parallel.pipeline_model_parallel_size,
@@ -167,8 +193,9 @@ def files_by_rank(
     given: Input,
     config: TrainingConfig,
     model: Model,
-    source: PublishedSource | MegatronSource,
+    source: Source,
     scratch: Path,
+    carried: Carried | None,
 ) -> list[FileTask]:
     """The files of a checkpoint in the ``torch`` form; ``scratch`` takes what is removed again."""
     counts = [len(layers) for layers in virtual_stages(config)]
@@ -177,9 +204,10 @@ def files_by_rank(
         model.sizes.padded_vocab_size,
         iteration_of(given),
         None if len(set(counts)) == 1 else counts,
+        progress=None if carried is None else carried.progress,
     )
     whole = dataclasses.replace(model, config=config)
-    return TorchWriter(source, whole, _padded_shapes(model), arguments, scratch).tasks()
+    return TorchWriter(source, whole, _padded_shapes(model), arguments, scratch, carried).tasks()
 
 
 def _small(files: dict[str, bytes]) -> list[FileTask]:

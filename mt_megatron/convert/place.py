@@ -112,17 +112,6 @@ def fill(wanted: Sequence[Part], read: Callable[[Part], Tensor]) -> None:
             part.tensor.copy_(read(part))
 
 
-def whole_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """The unsharded state of a model that this process holds all of: a copy of every parameter and
-    persistent buffer, by the names that conversion tables use, whichever kind its experts are."""
-    state: dict[str, Tensor] = {}
-    for part in parts(chunks):
-        if part.name not in state:
-            state[part.name] = torch.empty(part.shape, dtype=part.tensor.dtype, device=part.tensor.device)
-        state[part.name][part.region] = part.tensor
-    return state
-
-
 def _region(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
 

@@ -73,11 +73,6 @@ class PublishedFolder:
         """The safetensors files, sorted."""
         return sorted({path for path, _ in self._places.values()})
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether some weights are block-scaled FP8."""
-        return any(stored.dtype == _FP8 for _, stored in self._places.values())
-
     def read(self, name: str) -> Tensor:
         """The tensor ``name``: a view of its file, or what it is multiplied with its scales."""
         path, stored = self._places[name]

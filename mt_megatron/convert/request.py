@@ -52,7 +52,7 @@ class Request:
     """Whether layers of multi-token prediction are converted as well."""
 
     weights_only: bool = True
-    """Whether an optimizer's state in the source is left behind; else it is an error."""
+    """Whether an optimizer's state in the source is left behind; else it is converted as well."""
 
     side_files: Path | None = None
     """A folder with tokenizer, generation settings and ``config.json`` for a published result."""

@@ -12,18 +12,21 @@ from typing import Any
 import torch
 
 import mt_megatron
+from mt_megatron.convert.hf_files import has_tokenizer
 from mt_megatron.convert.inputs import Input, open_megatron, open_published
+from mt_megatron.convert.optimizer_state import Carried, carry
 from mt_megatron.convert.output import OutputFolder
 from mt_megatron.convert.outputs import (
     distributed_files,
     files_by_rank,
     iteration_of,
     published_files,
+    side_files_of,
     write_our_manifest,
 )
 from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
-from mt_megatron.convert.sources import MegatronSource, PublishedSource, not_of_model
+from mt_megatron.convert.sources import MegatronSource, PublishedSource, Source, not_of_model
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.checkpoint_files import LATEST, folder_name, write_durably
 from mt_megatron.training.config import TrainingConfig
@@ -38,30 +41,43 @@ def convert(request: Request, progress: Progress) -> Outcome:
     given = _open(request, target)
     for note in given.notes:
         progress.say(note)
-    if given.has_optimizer and not request.weights_only:
-        raise CheckpointError(
-            f"{given.path} holds an optimizer's state, which belongs to its layout and is not converted; "
-            "leave --with-optimizer out to take the weights alone, or continue the run from it as it is"
-        )
-    if given.has_optimizer:
-        progress.say("the optimizer's state is left behind: the result holds weights only")
+    if not request.weights_only:
+        _require_optimizer(request, given)
+    elif given.has_optimizer:
+        how = given.flat_optimizer or "--with-optimizer converts it as well"
+        progress.say(f"the optimizer's state is left behind, the result holds weights only ({how})")
     config = configuration(given.options, request.arguments)
     if not request.prediction:
         config = _without_prediction(config, progress)
     model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
-    source = _source(request, given, model, target, progress)
+    source: Source = _source(request, given, model, target, progress)
+    carried: Carried | None = None
+    if not request.weights_only:
+        assert given.optimizer is not None and isinstance(source, MegatronSource)
+        distributed = config.parallel.use_distributed_optimizer
+        if distributed and request.form == "torch":
+            raise ConfigError(
+                "rank files hold a distributed optimizer's state in flat buffers, which are not written; "
+                "leave --use-distributed-optimizer out"
+            )
+        carried, model, source = carry(given.optimizer, config, model, source, distributed=distributed)
     folder = _final(request, given)
     with OutputFolder(folder, _contents(request, given, config), progress.say) as output:
         if request.form == "huggingface":
+            if not has_tokenizer(side_files_of(request, given)):
+                progress.say(
+                    "the result has no tokenizer, since the source carries none: --hf-files names a folder "
+                    "that has one"
+                )
             tasks = published_files(request, given, model, source)
         elif request.form == "torch_dist":
-            tasks = distributed_files(request, given, config, model, source)
+            tasks = distributed_files(request, given, config, model, source, carried)
         else:
-            tasks = files_by_rank(given, config, model, source, output.folder)
+            tasks = files_by_rank(given, config, model, source, output.folder, carried)
         progress.expect(sum(task.size for task in tasks))
         output.write(tasks, request.workers, progress.advance)
         if request.form == "torch_dist":
-            write_our_manifest(output, given, config, model)
+            write_our_manifest(output, given, config, model, carried)
         output.publish()
     if request.form != "huggingface":
         write_durably(request.destination / LATEST, f"{iteration_of(given)}\n")
@@ -108,12 +124,29 @@ def _source(
         published.check(model.config.model, ignored)
         return published
     assert given.checkpoint is not None
-    checkpoint = MegatronSource(checkpoint=given.checkpoint, **common)
+    keeps = request.form != "huggingface"
+    checkpoint = MegatronSource(checkpoint=given.checkpoint, keeps_padding=keeps, **common)
     behind = set()
     if not request.prediction:
         behind = {name for name in given.checkpoint.tensors if name.startswith("mtp.")}
     checkpoint.check(model.config.model, behind)
     return checkpoint
+
+
+def _require_optimizer(request: Request, given: Input) -> None:
+    if request.form == "huggingface":
+        raise ConfigError(
+            "a published folder has no optimizer's state; expected --to-megatron or --to-torch with "
+            "--with-optimizer"
+        )
+    if request.dtype is not None:
+        raise ConfigError("an optimizer's state goes with the weights as they are; leave --dtype out")
+    if given.optimizer is None:
+        why = given.flat_optimizer or "it holds none"
+        raise CheckpointError(
+            f"{given.path} has no optimizer's state that can be converted: {why}. Leave --with-optimizer out "
+            "to take the weights alone"
+        )
 
 
 def _final(request: Request, given: Input) -> Path:

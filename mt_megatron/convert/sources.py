@@ -112,6 +112,9 @@ class MegatronSource:
     rows: Rows
     sizes: Sizes
     target: torch.dtype | None
+    keeps_padding: bool = False
+    """Whether ``parts`` have the rows that pad the vocabulary, as many as there are and fit: a run goes on
+    with what it has there."""
 
     def check(self, model: Any, ignored: Collection[str] = ()) -> None:
         """Raise ``CheckpointError`` as ``PublishedSource.check`` does. The vocabulary may be padded."""
@@ -135,13 +138,16 @@ class MegatronSource:
         if row.packing == "stacked" and not row.rotary:
             return self.parts(name)
         [whole] = self.parts(name)
+        if row.vocabulary:
+            whole = whole[: self.sizes.vocab_size]
         return [part.to(dtype) for part in unpack(row, whole, self.sizes)]
 
     def parts(self, name: str) -> list[Tensor]:
         row, kept, dtype = self.rows[name], self.checkpoint.tensors[name], self.dtype(name)
         ranges: list[tuple[int, int] | None] = [None]
         if row.vocabulary:
-            ranges = [(0, self.sizes.vocab_size)]
+            most = self.sizes.padded_vocab_size if self.keeps_padding else self.sizes.vocab_size
+            ranges = [(0, min(kept.shape[0], most))]
         elif row.packing == "stacked" and not row.rotary:
             each = kept.shape[0] // len(row.sources)
             ranges = [(index * each, (index + 1) * each) for index in range(len(row.sources))]

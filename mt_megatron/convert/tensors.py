@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mt_megatron.convert.state_names import kind_of, weight_name
 from mt_megatron.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -73,13 +74,13 @@ def split_axis(name: str) -> int | None:
 
 def extra_state_of(name: str) -> str | None:
     """The name of the (empty) extra state that Megatron's linears keep beside a weight, if it is one."""
-    matched = _WITH_STATE.fullmatch(name)
+    matched = _WITH_STATE.fullmatch(name) if kind_of(name) is None else None
     return None if matched is None else f"{matched[1]}._extra_state"
 
 
 def _kind(name: str) -> tuple[int | None, Callable[[Any], Shape]]:
     for pattern, axis, shape in _PATTERNS:
-        if pattern.fullmatch(name):
+        if pattern.fullmatch(weight_name(name)):
             return axis, shape
     raise CheckpointError(f"{name} is no tensor of a model that is converted here; Megatron has no such name")
 

@@ -141,11 +141,16 @@ def options_from_arguments(args: argparse.Namespace | None) -> dict[str, Any]:
 
 
 def arguments_of(
-    config: TrainingConfig, padded_vocab_size: int, iteration: int, layers: list[int] | None = None
+    config: TrainingConfig,
+    padded_vocab_size: int,
+    iteration: int,
+    layers: list[int] | None = None,
+    progress: Mapping[str, Any] | None = None,
 ) -> argparse.Namespace:
-    """Megatron-LM's ``args`` for ``config``, as far as loading a checkpoint of weights asks for them.
+    """Megatron-LM's ``args`` for ``config``, as far as loading a checkpoint asks for them.
 
-    ``layers`` are the layers of every virtual stage where they are not as many everywhere.
+    ``layers`` are the layers of every virtual stage where they are not as many everywhere. ``progress`` is of
+    a run that goes on, with its optimizer; None: the checkpoint holds weights.
     """
     model, parallel = config.model, config.parallel
     values = {name: getattr(model, name) for name in _SAME if name not in ("bf16", "fp16")}
@@ -172,12 +177,12 @@ def arguments_of(
         "pipeline_model_parallel_layout": layers,
         "transformer_impl": _impl(model.transformer_impl),
         "iteration": iteration,
-        "consumed_train_samples": 0,
+        "consumed_train_samples": 0 if progress is None else int(progress.get("consumed_samples", 0)),
         "skipped_train_samples": 0,
         "consumed_valid_samples": 0,
-        "no_save_optim": True,
+        "no_save_optim": progress is None,
         "no_save_rng": True,
-        "use_distributed_optimizer": False,
+        "use_distributed_optimizer": progress is not None and parallel.use_distributed_optimizer,
     }
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return argparse.Namespace(**plain)

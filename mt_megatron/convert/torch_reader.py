@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 from mt_megatron.convert.published import Kept
+from mt_megatron.convert.run_state import RunState
+from mt_megatron.convert.state_names import kind_of, state_name
 from mt_megatron.convert.tensors import split_axis
 from mt_megatron.convert.torch_args import load_trusted
 from mt_megatron.convert.torch_names import ChunkNames
+from mt_megatron.convert.torch_optimizer import has_state_by_parameter, state_by_parameter
 from mt_megatron.errors import CheckpointError
 from mt_megatron.seams.stage_layers import stage_layers
 
 STATE = "model_optim_rng.pt"
+_FLAT = "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -38,7 +42,7 @@ class _Parts:
 
 
 class TorchFolder:
-    """The weights of such a checkpoint by name; the files are mapped, not read. Threads may share it."""
+    """The tensors of such a checkpoint by name; the files are mapped, not read. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ``CheckpointError`` when ranks are missing or contradict each other."""
@@ -65,18 +69,39 @@ class TorchFolder:
             for name in ("tensor", "pipeline", "expert")
         }
         ranks = _by_rank(folder, found, self._sizes)
-        self.has_optimizer = "optimizer" in first or any(
-            (path.parent / "distrib_optim.pt").exists() for path in ranks.values()
-        )
+        flat = sorted(path.parent / _FLAT for path in ranks.values() if (path.parent / _FLAT).exists())
+        self.has_optimizer = "optimizer" in first or bool(flat)
+        self.flat_optimizer: str | None = None
+        if self.has_optimizer and (flat or not has_state_by_parameter(first.get("optimizer", {}))):
+            self.flat_optimizer = (
+                f"its distributed optimizer's state lies in flat buffers ({_FLAT}) without the parameters' "
+                "places in them; Megatron-LM saves it by parameter with --use-dist-ckpt "
+                "--ckpt-fully-parallel-save, or without --use-distributed-optimizer"
+            )
+        self._first = {name: first.get(name) for name in ("optimizer", "opt_param_scheduler")}
+        self._where = str(found[min(found)])
         self.notes: tuple[str, ...] = ()
         self._parts: dict[str, _Parts] = {}
         stages = stage_layers(_layers_of(args))
         for rank, path in sorted(ranks.items()):
-            self._add(rank, first if path == found[min(found)] else _state(path), stages)
-        self.tensors: Mapping[str, Kept] = {
+            state = first if path == found[min(found)] else _state(path)
+            self._add(rank, state, stages)
+            if self.has_optimizer and self.flat_optimizer is None:
+                self._add_optimizer(rank, state, stages, str(path))
+        kept = {
             name: Kept(dtype=parts.by_rank[0].dtype, shape=self._shape(name, parts))
             for name, parts in sorted(self._parts.items())
         }
+        self.tensors: Mapping[str, Kept] = {
+            name: each for name, each in kept.items() if kind_of(name) is None
+        }
+        self.state: Mapping[str, Kept] = {
+            name: each for name, each in kept.items() if kind_of(name) is not None
+        }
+
+    def run_state(self) -> RunState:
+        """What the optimizer holds beside tensors, as the first rank has it. Raises ``CheckpointError``."""
+        return RunState.of(self._first["optimizer"], self._first["opt_param_scheduler"], self._where)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor ``name``, or some of its rows, put together from all tensor-parallel ranks.
@@ -121,26 +146,50 @@ class TorchFolder:
         return self._gated and "linear_fc1." in name
 
     def _add(self, rank: tuple[int, int, int], state: Mapping[str, Any], stages: list[list[int]]) -> None:
+        for index, chunk in enumerate(_chunks(state)):
+            self._add_chunk(rank, index, chunk, stages)
+
+    def _add_optimizer(
+        self, rank: tuple[int, int, int], state: Mapping[str, Any], stages: list[list[int]], where: str
+    ) -> None:
+        chunks = _chunks(state)
+        if "optimizer" not in state or not has_state_by_parameter(state["optimizer"]):
+            raise CheckpointError(
+                f"{where} has no optimizer's state by parameter and {self._where} has; give a complete copy"
+            )
+        found = state_by_parameter(state["optimizer"], chunks, spread=self._sizes["expert"] > 1, where=where)
+        for kind, tensors in found.items():
+            for index in range(len(chunks)):
+                chunk = {name: tensor for (of, name), tensor in tensors.items() if of == index}
+                self._add_chunk(rank, index, chunk, stages, kind)
+
+    def _add_chunk(
+        self,
+        rank: tuple[int, int, int],
+        index: int,
+        chunk: Mapping[str, Any],
+        stages: list[list[int]],
+        kind: str | None = None,
+    ) -> None:
         tensor_rank, stage, expert_rank = rank
         experts = int(getattr(self.arguments, "num_experts", None) or 0) // self._sizes["expert"]
-        chunks = [state["model"]] if "model" in state else _chunks(state)
         tied = not getattr(self.arguments, "untie_embeddings_and_output_weights", False)
-        for index, chunk in enumerate(chunks):
-            names = ChunkNames(
-                layers=stages[index * self._sizes["pipeline"] + stage],
-                experts=experts,
-                first_expert=expert_rank * experts,
-                hidden_size=int(self.arguments.hidden_size),
-            )
-            for name, value in chunk.items():
-                if name.endswith("_extra_state") or not isinstance(value, Tensor):
-                    continue
-                if name == "output_layer.weight" and tied:
-                    continue
-                if name.startswith("embedding.") and stage > 0:
-                    continue  # The copy that multi-token prediction has on the last stage.
-                for whole, part in names.whole(name, value):
-                    self._parts.setdefault(whole, _Parts()).by_rank.setdefault(tensor_rank, part)
+        names = ChunkNames(
+            layers=stages[index * self._sizes["pipeline"] + stage],
+            experts=experts,
+            first_expert=expert_rank * experts,
+            hidden_size=int(self.arguments.hidden_size),
+        )
+        for name, value in chunk.items():
+            if name.endswith("_extra_state") or not isinstance(value, Tensor):
+                continue
+            if name == "output_layer.weight" and tied:
+                continue
+            if name.startswith("embedding.") and stage > 0:
+                continue  # The copy that multi-token prediction has on the last stage.
+            for whole, part in names.whole(name, value):
+                parts = self._parts.setdefault(state_name(kind, whole), _Parts())
+                parts.by_rank.setdefault(tensor_rank, part)
 
 
 def _state(path: Path) -> Mapping[str, Any]:
@@ -157,7 +206,8 @@ def _state(path: Path) -> Mapping[str, Any]:
 
 
 def _chunks(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    chunks: list[Mapping[str, Any]] = []
+    """The states of a rank's model chunks."""
+    chunks: list[Mapping[str, Any]] = [state["model"]] if "model" in state else []
     while f"model{len(chunks)}" in state:
         chunks.append(state[f"model{len(chunks)}"])
     return chunks

@@ -10,7 +10,7 @@ import argparse
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ from torch import Tensor
 
 from mt_megatron.convert.grouping import expert_of, virtual_stage_of, virtual_stages
 from mt_megatron.convert.layout import Piece, pieces_of, take
+from mt_megatron.convert.module_order import module_order
+from mt_megatron.convert.optimizer_state import Carried
 from mt_megatron.convert.output import FileTask
 from mt_megatron.convert.settings import Model
 from mt_megatron.convert.sources import Source
+from mt_megatron.convert.state_names import kind_of, state_name
 from mt_megatron.convert.tensors import extra_state_of, split_axis
 from mt_megatron.convert.torch_names import ChunkNames
+from mt_megatron.convert.torch_optimizer import optimizer_document
 from mt_megatron.convert.torch_reader import STATE
 from mt_megatron.layers.transformer_fields import moe_layer_pattern
 
@@ -50,6 +54,9 @@ class _Held:
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    local: str
+    """As a module of its own would name it."""
+
     expert: int | None = None
     """Where it lies transposed among this rank's experts; None: it is a tensor by itself."""
 
@@ -64,8 +71,10 @@ class TorchWriter:
         shapes: Mapping[str, tuple[int, ...]],
         arguments: argparse.Namespace,
         scratch: Path,
+        carried: Carried | None = None,
     ) -> None:
         """``shapes`` are of whole tensors with padding; files that are removed again lie in ``scratch``."""
+        self._carried = carried
         self._source = source
         self._model = model
         self._shapes = shapes
@@ -75,6 +84,7 @@ class TorchWriter:
         self._sizes = config.parallel
         self._stages = virtual_stages(config)
         self._experts = (config.model.num_moe_experts or 0) // self._sizes.expert_model_parallel_size
+        self._untied = config.model.untie_embeddings_and_output_weights
         self._moe = moe_layer_pattern(config.model)
         self._fused = arguments.transformer_impl == "transformer_engine"
         self._together = bool(config.model.moe_grouped_gemm and not self._fused)
@@ -95,9 +105,24 @@ class TorchWriter:
             folder += f"_{rank.stage:03d}"
         if self._sizes.expert_model_parallel_size > 1:
             folder += f"_{rank.expert:03d}"
-        held = [each for chunk in self._chunks(rank) for each in chunk]
+        held = [each for chunks in self._by_kind(rank).values() for chunk in chunks for each in chunk]
         size = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in held)
         return FileTask(name=f"{folder}/{STATE}", size=size, save=partial(self._save, rank))
+
+    def _by_kind(self, rank: _Rank) -> dict[str | None, list[list[_Held]]]:
+        """What each chunk of the rank holds: of the model (None) and of each kind of the optimizer's."""
+        chunks = self._chunks(rank)
+        found: dict[str | None, list[list[_Held]]] = {None: chunks}
+        for kind in () if self._carried is None else self._carried.kinds:
+            found[kind] = [
+                [
+                    replace(each, whole=name, dtype=self._source.dtype(name))
+                    for each in chunk
+                    if (name := state_name(kind, each.whole)) in self._model.rows
+                ]
+                for chunk in chunks
+            ]
+        return found
 
     def _chunks(self, rank: _Rank) -> list[list[_Held]]:
         pipeline = self._sizes.pipeline_model_parallel_size
@@ -118,6 +143,8 @@ class TorchWriter:
         )
         held = []
         for name, row in model.rows.items():
+            if kind_of(name) is not None:
+                continue
             expert = expert_of(name)
             if expert is not None and not first <= expert < first + self._experts:
                 continue
@@ -146,9 +173,11 @@ class TorchWriter:
                         shape=shape,
                         dtype=self._source.dtype(name),
                         expert=None if grouped is None else int(grouped[2]),
+                        local=local,
                     )
                 )
-        return held
+        # An optimizer counts parameters in this order.
+        return sorted(held, key=lambda each: module_order(each.local, is_first_stage=stage == 0))
 
     def _local(self, name: str, names: ChunkNames, here: bool, stage: int) -> list[str]:
         """Under which names the chunk holds the tensor ``name``: none, its own, or that of a copy."""
@@ -174,37 +203,51 @@ class TorchWriter:
         return found
 
     def _save(self, rank: _Rank, write: Callable[[Any], int]) -> None:
-        chunks = self._chunks(rank)
+        by_kind = self._by_kind(rank)
         with tempfile.TemporaryDirectory(prefix=".state.", dir=self._scratch) as folder:
-            memory = _Memory(Path(folder), [each for chunk in chunks for each in chunk])
+            every = [each for chunks in by_kind.values() for chunk in chunks for each in chunk]
+            memory = _Memory(Path(folder), every)
+            filled = {
+                kind: [self._filled(chunk, memory) for chunk in chunks] for kind, chunks in by_kind.items()
+            }
             states: list[dict[str, Tensor | None]] = []
-            for chunk in chunks:
-                state: dict[str, Tensor] = {}
-                for held in chunk:
-                    if held.expert is None:
-                        state[held.name] = memory.tensor(held.dtype, held.shape)
-                        self._fill(state[held.name], held)
-                        continue
-                    if held.name not in state:
-                        shape = (self._experts, held.shape[1], held.shape[0])
-                        state[held.name] = memory.tensor(held.dtype, shape)
-                    self._fill(state[held.name][held.expert].t(), held)
-                shown: dict[str, Tensor | None] = {
-                    name: self._as_upstream(name, each) for name, each in state.items()
-                }
+            for chunk in filled[None]:
                 # Linears ask for it when they are loaded strictly; local ones have nothing there.
-                extra = (extra_state_of(name) for name in state)
-                shown |= {name: None for name in extra if name is not None}
-                states.append(shown)
+                extra = (extra_state_of(name) for name in chunk)
+                states.append({**chunk, **{name: None for name in extra if name is not None}})
             document: dict[str, Any] = {
                 "args": self._arguments,
                 "checkpoint_version": 3.0,
                 "iteration": self._arguments.iteration,
                 "num_floating_point_operations_so_far": 0,
             }
+            if self._carried is not None:
+                document["optimizer"] = optimizer_document(
+                    self._carried.run,
+                    filled[None],
+                    {kind: chunks for kind, chunks in filled.items() if kind is not None},
+                    spread=self._carried.expert_optimizer,
+                    master=self._carried.master,
+                )
+                document["opt_param_scheduler"] = dict(self._carried.run.scheduler)
             for index, each in enumerate(states):
                 document["model" if len(states) == 1 else f"model{index}"] = each
             torch.save(document, _Writer(write))  # type: ignore[arg-type]
+
+    def _filled(self, chunk: Sequence[_Held], memory: _Memory) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for held in chunk:
+            if held.expert is None:
+                state[held.name] = memory.tensor(held.dtype, held.shape)
+                self._fill(state[held.name], held)
+                continue
+            if held.name not in state:
+                shape = (self._experts, held.shape[1], held.shape[0])
+                state[held.name] = memory.tensor(held.dtype, shape)
+            self._fill(state[held.name][held.expert].t(), held)
+        if _OUTPUT in state and _EMBEDDING in state and not self._untied:
+            state[_EMBEDDING] = state[_OUTPUT]  # One parameter of both modules.
+        return {name: self._as_upstream(name, each) for name, each in state.items()}
 
     def _fill(self, tensor: Tensor, held: _Held) -> None:
         parts, row = self._source.parts(held.whole), 0

@@ -8,7 +8,7 @@ Megatron.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -258,9 +258,3 @@ def moe_layer_pattern(config: Any) -> tuple[int, ...]:
     if config.num_moe_experts is None:
         return (0,) * int(config.num_layers)
     return moe_pattern(config.moe_layer_freq, int(config.num_layers))
-
-
-def expert_hidden_size(values: Mapping[str, Any]) -> int | None:
-    """Width of one expert from plain values: ``moe_ffn_hidden_size``, else ``ffn_hidden_size``."""
-    size = values.get("moe_ffn_hidden_size")
-    return values.get("ffn_hidden_size") if size is None else size

@@ -21,12 +21,14 @@ def draw(family: str, rng: random.Random) -> Drawn:
     Megatron divides them, and whose vocabulary never does."""
     unit = rng.choice([4, 12])
     groups = 8 if unit == 4 and rng.random() < 0.3 else unit
+    heads = groups * rng.choice([1, 2])
     layers = rng.randint(4, 6)
     shape: Drawn = {
         "vocab_size": 128 * rng.randint(0, 1) + 2 * rng.randint(10, 60) + 1,
-        "hidden_size": 2 * unit * rng.randint(12 // unit, 24 // unit),
+        # Some models want whole heads in it, whatever their own width is.
+        "hidden_size": heads * rng.randint(-(-24 // heads), 48 // heads),
         "num_hidden_layers": layers,
-        "num_attention_heads": groups * rng.choice([1, 2]),
+        "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "intermediate_size": unit * rng.randint(16 // unit, 48 // unit),
         "max_position_embeddings": 64,

@@ -19,7 +19,7 @@ from mt_megatron.convert.hf_config import differences, options_of
 from mt_megatron.training.arguments import load_config
 from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
-from tests.convert.quiet import converted
+from tests.convert.quiet import Quiet, converted
 from tests.launch import ROOT
 
 SIDE_FILES = {
@@ -85,10 +85,12 @@ def test_what_stands_beside_the_weights_comes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 3
     # A checkpoint of rank files has no place for them: they can be named.
     converted(source, tmp_path / "ranks", "torch")
-    converted(tmp_path / "ranks", tmp_path / "bare", "huggingface")
+    bare, named = Quiet(), Quiet()
+    converted(tmp_path / "ranks", tmp_path / "bare", "huggingface", progress=bare)
     assert not (tmp_path / "bare" / "tokenizer.json").exists()
-    converted(tmp_path / "ranks", tmp_path / "named", "huggingface", side_files=source)
-    assert (tmp_path / "named" / "tokenizer.json").exists()
+    assert any("has no tokenizer" in line for line in bare.lines)
+    converted(tmp_path / "ranks", tmp_path / "named", "huggingface", side_files=source, progress=named)
+    assert (tmp_path / "named" / "tokenizer.json").exists() and named.lines == []
 
 
 def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

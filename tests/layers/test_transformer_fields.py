@@ -8,7 +8,7 @@ import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_checks import check_fields, field_problems
-from mt_megatron.layers.transformer_fields import FIELDS, dataclass_fields, expert_hidden_size, moe_pattern
+from mt_megatron.layers.transformer_fields import FIELDS, dataclass_fields, moe_pattern
 
 MIXTURE: dict[str, Any] = {
     "num_layers": 4,
@@ -90,11 +90,6 @@ def test_pattern(freq: Any, layers: int, expected: tuple[int, ...]) -> None:
 def test_patterns_that_mean_nothing_are_refused(freq: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         moe_pattern(freq, 2)
-
-
-def test_width_of_an_expert() -> None:
-    assert expert_hidden_size({"moe_ffn_hidden_size": None, "ffn_hidden_size": 8}) == 8
-    assert expert_hidden_size({"moe_ffn_hidden_size": 3, "ffn_hidden_size": 8}) == 3
 
 
 GOOD: tuple[dict[str, Any], ...] = (
