@@ -3,13 +3,12 @@
     python benchmarks/scan_cost.py --only events
     python benchmarks/scan_cost.py [--ranks 2] [--pairs 400] [--record results/]
 
-One training, by our own trainer, is traced and not traced in turn, in one set of processes: a visit starts
-(or does not start) everything that ``--scan`` starts in a rank, runs until the background thread has its
-rhythm, and times blocks of steps. A round visits off, off again, base and full in random order; a block is
-paired with the block of the same place in the round's first visit to off. The second visit to off is the
-control: where its difference lies outside +-0.3 %, the machine is too restless and the result is
-inconclusive. The process that watches the files runs beside rank 0 on a machine of its own cores and is
-left out.
+One training, by our own trainer, is traced in some blocks of its steps, in one set of processes: between two
+untraced blocks comes one at level base, one at level full, or one that is not traced either, in random order.
+A pair is such a block and the mean of the two around it, so that what drifts over seconds cancels. The pairs
+without tracing are the control: where they differ by more than 0.3 %, the machine is too restless and the
+result is inconclusive. Between blocks the tracing is held still (``scan_cost_held.py``). The process that
+watches the files has a core of its own in a real job; it is left out.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ TARGETS = {"base": (0.5, 0.8), "full": (3.0, None)}
 """Percent: the estimate at most, and the upper end of its interval at most."""
 
 RESAMPLES = 10_000
+TRIMMED = 0.25
+"""Share of the pairs that is left out on either side."""
 
 
 def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dict[str, Any]:
-    """The workers' blocks: seconds per arm, shape (rounds, blocks of a visit)."""
+    """What the workers measured: ``blocks`` of each rank (see ``scan_cost_worker.blocks``) and ``about``."""
     from mt_megatron.backends.rendezvous import loopback_store
 
     store, port = loopback_store()
@@ -68,33 +69,35 @@ def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dic
         del store
         if any(codes):
             raise SystemExit(f"workers ended with {codes}")
-        found: dict[str, Any] = json.loads(Path(scratch, "blocks.json").read_text())
-    return found
+        of_ranks = [json.loads(Path(scratch, f"blocks-{rank}.json").read_text()) for rank in range(ranks)]
+    return {"blocks": [each["blocks"] for each in of_ranks], "about": of_ranks[0]["about"]}
 
 
-def difference(blocks: dict[str, list[list[float]]], arm: str, seed: int = 0) -> dict[str, float]:
-    """Percent by which ``arm`` is slower than ``off``: interquartile mean over the pairs of blocks, with a
-    95 % bootstrap interval over rounds (blocks of one visit are not independent)."""
-    off, on = np.array(blocks["off"]), np.array(blocks[arm])
-    slower = 100.0 * (on / off - 1.0)
+def difference(blocks: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """Percent by which the middle one of three ``blocks`` [pairs, 3] is larger than the mean of the others.
+
+    Trimmed mean over the pairs, with a 95 % bootstrap interval.
+    """
+    slower = 100.0 * (blocks[:, 1] / blocks[:, [0, 2]].mean(axis=1) - 1.0)
     rng = np.random.default_rng(seed)
     drawn = rng.integers(0, len(slower), size=(RESAMPLES, len(slower)))
-    resampled = np.array([_interquartile_mean(slower[rounds].ravel()) for rounds in drawn])
-    low, high = np.percentile(resampled, [2.5, 97.5])
+    low, high = np.percentile(_trimmed_mean(slower[drawn]), [2.5, 97.5])
     return {
-        "percent": _interquartile_mean(slower.ravel()),
+        "percent": float(_trimmed_mean(slower)),
         "low": float(low),
         "high": float(high),
         "mean": float(slower.mean()),
         "median": float(np.median(slower)),
-        "pairs": slower.size,
+        "deviation": float(slower.std(ddof=1)),
+        "pairs": len(slower),
     }
 
 
-def _interquartile_mean(values: np.ndarray) -> float:
-    ordered = np.sort(values)
-    cut = len(ordered) // 4
-    return float(ordered[cut : len(ordered) - cut].mean())
+def _trimmed_mean(values: np.ndarray) -> np.ndarray:
+    """Of the last axis, without the lowest and highest ``TRIMMED``."""
+    cut = int(TRIMMED * values.shape[-1])
+    ordered = np.sort(values, axis=-1)
+    return np.asarray(ordered[..., cut : values.shape[-1] - cut].mean(axis=-1))
 
 
 def verdicts(found: dict[str, dict[str, float]]) -> dict[str, str]:
@@ -112,15 +115,60 @@ def verdicts(found: dict[str, dict[str, float]]) -> dict[str, str]:
     return said
 
 
+def judged(ran: dict[str, Any]) -> dict[str, Any]:
+    """The figures of what ``train`` returned."""
+    # [ranks, pairs, before and own and after, wall and processor and background]
+    arrays = {arm: np.array([blocks[arm] for blocks in ran["blocks"]]) for arm in ran["blocks"][0]}
+    found = {arm: difference(each[0, ..., 0]) for arm, each in arrays.items()}
+    own = {arm: 1e3 * float(each[:, :, 1, 2].sum() / each[:, :, 1, 0].sum()) for arm, each in arrays.items()}
+    return {
+        **ran["about"],
+        "differences": found,
+        "processor_time": {arm: difference(each[..., 1].mean(axis=0)) for arm, each in arrays.items()},
+        "background_ms_per_s": own,
+        "verdicts": verdicts(found),
+        "seconds": {arm: each[0, ..., 0].round(6).tolist() for arm, each in arrays.items()},
+    }
+
+
+def training_table(figures: dict[str, Any]) -> str:
+    """``judged`` as Markdown."""
+    found, used = figures["differences"], figures["processor_time"]
+    rows = [
+        (
+            arm,
+            f"{found[arm]['percent']:+.2f}",
+            f"{found[arm]['low']:+.2f} to {found[arm]['high']:+.2f}",
+            f"{found[arm]['median']:+.2f}, {found[arm]['mean']:+.2f}",
+            f"{used[arm]['percent']:+.2f} ({used[arm]['low']:+.2f} to {used[arm]['high']:+.2f})",
+            f"{figures['background_ms_per_s'][arm]:.2f}",
+            f"{figures['events_per_step'].get(arm, 0):.0f}",
+            figures["verdicts"].get(arm, "control"),
+        )
+        for arm in found
+    ]
+    header = (
+        *("level", "slower, %", "95 %", "median, mean", "processor time, %"),
+        *("background, ms/s of a rank", "events/step", "verdict"),
+    )
+    where = ", each on a core of its own" if figures["pinned"] else ""
+    about = (
+        f"{figures['ranks']} process(es) of {figures['threads']} thread(s){where}; "
+        f"{found['base']['pairs']} pairs; blocks of {figures['steps_per_block']} step(s); "
+        f"a step takes {1e3 * figures['step_seconds']:.0f} ms."
+    )
+    return f"{table(header, rows)}\n\n{about}"
+
+
 def main() -> int:
     """Measure, print, record; 0 when everything was met or only the events were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("events", "training"))
     parser.add_argument("--ranks", type=int, default=2, help="processes, one tensor parallel group")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
+    parser.add_argument("--pin", action="store_true", help="each process on a core of its own")
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--blocks", type=int, default=4, help="timed blocks of a visit")
-    parser.add_argument("--block-seconds", type=float, default=0.3)
+    parser.add_argument("--block-seconds", type=float, default=0.25, help="in whole steps, one at least")
     parser.add_argument("--timeout", type=float, default=3600.0)
     parser.add_argument("--record", type=Path, help="folder for a dated record")
     args = parser.parse_args()
@@ -131,44 +179,16 @@ def main() -> int:
         figures["nanoseconds_per_event"] = costs
         rows = [(name, f"{each['cheapest']:.0f}", f"{each['median']:.0f}") for name, each in costs.items()]
         parts.append(table(("ns per event", "cheapest burst", "median burst"), rows))
-        print(parts[-1])
+        print(parts[-1], flush=True)
     met = True
     if args.only != "events":
-        rounds = -(-args.pairs // args.blocks)
-        arguments = [f"--rounds={rounds}", f"--blocks={args.blocks}", f"--block-seconds={args.block_seconds}"]
+        arguments = [f"--rounds={args.pairs}", f"--block-seconds={args.block_seconds}"]
+        arguments += ["--pin"] if args.pin else []
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
-        ran = train(args.ranks, threads, arguments, args.timeout)
-        arms = ("off again", "base", "full")
-        found = {arm: difference(ran["seconds"], arm) for arm in arms}
-        used = {arm: difference(ran["processor_seconds"], arm) for arm in arms}
-        said = verdicts(found)
-        figures |= {
-            "training": {**ran["about"], "differences": found, "processor_time": used, "verdicts": said}
-        }
-        rows = [
-            (
-                arm,
-                f"{found[arm]['percent']:+.2f}",
-                f"{found[arm]['low']:+.2f} to {found[arm]['high']:+.2f}",
-                f"{found[arm]['mean']:+.2f}",
-                f"{used[arm]['percent']:+.2f} ({used[arm]['low']:+.2f} to {used[arm]['high']:+.2f})",
-                f"{ran['about']['events_per_second'].get(arm, 0):.0f}",
-                said.get(arm, "control"),
-            )
-            for arm in arms
-        ]
-        header = (
-            *("level", "slower, %", "95 %", "plain mean, %"),
-            *("processor time of rank 0, %", "events/s of a rank", "verdict"),
-        )
-        parts.append(table(header, rows))
-        about = ran["about"]
-        parts.append(
-            f"{args.ranks} process(es), {found['base']['pairs']} pairs of blocks of "
-            f"{about['steps_per_block']} steps; a step takes {1e3 * about['step_seconds']:.0f} ms."
-        )
-        print("\n".join(parts[-2:]))
-        met = all(each == "met" for each in said.values())
+        figures["training"] = judged(train(args.ranks, threads, arguments, args.timeout))
+        parts.append(training_table(figures["training"]))
+        print(parts[-1])
+        met = all(each == "met" for each in figures["training"]["verdicts"].values())
     if args.record:
         title = "What tracing costs"
         for path in record(args.record, "scan-cost", title, figures, "\n\n".join(parts)):

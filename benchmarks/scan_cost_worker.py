@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import shutil
+import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from scan_cost_held import HeldSession, pin
 from throughput_sides import Case, Ours, token_ids
 
-ARMS = ("off", "off again", "base", "full")
-_RHYTHM_SECONDS = 0.5
-_FLUSH_SECONDS = 0.4
+from mt_megatron.scan.levels import Level
+
+LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
+ARMS = tuple(LEVEL_OF)
+_WARM_UP_ROUNDS = 4
 
 SHAPE = Case(
     name="L4 h256 V4096",
@@ -38,106 +39,117 @@ SHAPE = Case(
 
 
 class Training:
-    """Steps of one training, some of them traced."""
+    """Steps of one training."""
 
-    def __init__(self, scratch: Path, ranks: int) -> None:
+    def __init__(self, ranks: int) -> None:
         import mt_megatron
 
         warnings.filterwarnings("ignore")
         mt_megatron.patch("cpu")
         spread = ("--tensor-model-parallel-size", str(ranks)) if ranks > 1 else ()
         self.ours = Ours(SHAPE, token_ids(SHAPE), spread)
-        self.scratch = scratch
         self.iteration = 0
 
-    def steps(self, count: int) -> None:
-        """Take ``count`` steps."""
+    def timed(self, count: int) -> tuple[float, float]:
+        """Seconds of ``count`` steps, which begin together on all ranks: by the wall, and of processors."""
         from mt_megatron.seams import events
 
+        together()
+        began, used = time.perf_counter(), time.process_time()
         for _ in range(count):
             self.iteration += 1
             with events.span("step", iteration=self.iteration):
                 self.ours.step()
-
-    def timed(self, count: int) -> tuple[float, float]:
-        """Seconds of ``count`` steps, which begin together on all ranks: by the wall, and of processors."""
-        if dist.is_initialized():
-            dist.barrier()
-        began, used = time.perf_counter(), time.process_time()
-        self.steps(count)
         return time.perf_counter() - began, time.process_time() - used
 
-    def traced(self, level: str) -> Iterator[Any]:
-        """A session at ``level``; ends when it is asked for the next."""
-        from mt_megatron.scan.session import Session
-        from mt_megatron.seams import events
 
-        if level == "off":
-            assert not events.listening(), "somebody listens although nothing is traced"
-            yield None
-            return
-        session = Session(
-            self.scratch / "run",
-            rank=self.ours.job.rank,
-            layout=self.ours.job.layout,
-            backend=self.ours.job.backend,
-            level=level,  # type: ignore[arg-type]
-            modules=self.ours.trainable.chunks,
-        )
-        session.start()
-        yield session
-        recorder = session.recorder
-        session.close()
-        assert recorder is not None and recorder.failed is None, "the recorder failed"
-        assert not events.listening(), "the recorder still listens"
+def blocks(
+    training: Training, session: HeldSession, rounds: int, steps: int, seconds: float
+) -> dict[str, list[Any]]:
+    """Untraced and other blocks in turn; the others of a round in random order, the same on all ranks.
+
+    Returns per arm lists of [seconds, processor seconds, background's processor seconds, first iteration]
+    of the block, and the same of the untraced ones before and after it.
+    """
+    rng = np.random.default_rng(0)
+    found: dict[str, list[Any]] = {arm: [] for arm in ARMS}
+    traced = 0
+
+    def block(level: Level) -> list[float]:
+        nonlocal traced
+        together()
+        if level != "off":
+            # By what it should have taken: so the ranks agree.
+            session.release(level, round(1e9 * traced * seconds))
+            traced += 1
+        background, first = session.background_ns(), training.iteration + 1
+        wall, used = training.timed(steps)
+        background = session.background_ns() - background
+        if level != "off":
+            session.hold()
+        return [wall, used, background / 1e9, first]
+
+    before = block("off")
+    for number in range(-_WARM_UP_ROUNDS, rounds):
+        for arm in rng.permutation(ARMS).tolist():
+            own = block(LEVEL_OF[arm])
+            after = block("off")
+            if number >= 0:
+                found[arm].append([before, own, after])
+            before = after
+    return found
 
 
 def main() -> None:
-    """Take the rounds; rank 0 writes what they took."""
+    """Take the rounds; each rank writes what they took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--block-seconds", type=float, required=True)
+    parser.add_argument("--pin", action="store_true")
     args = parser.parse_args()
-    import os
-
-    training = Training(args.scratch, int(os.environ["WORLD_SIZE"]))
-    training.steps(5)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.pin:
+        pin(rank)
+    training = Training(ranks)
+    training.timed(5)
     step = _agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(8)))
-    per_block = max(1, round(args.block_seconds / step))
-    rng = np.random.default_rng(0)
-    seconds: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-    processors: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-    heard: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for _ in range(args.rounds):
-        for arm in rng.permutation(ARMS).tolist():
-            # Where in the background thread's period the blocks begin is left to chance.
-            settling = _RHYTHM_SECONDS + rng.uniform(0, _FLUSH_SECONDS)
-            visit = training.traced(arm.partition(" ")[0])
-            session = next(visit)
-            training.steps(2 if session is None else max(2, math.ceil(settling / step)))
-            before = 0 if session is None else session.recorder.heard
-            took = [training.timed(per_block) for _ in range(args.blocks)]
-            if session is not None:
-                heard[arm].append((session.recorder.heard - before) / sum(each[0] for each in took))
-            next(visit, None)
-            seconds[arm].append([each[0] for each in took])
-            processors[arm].append([each[1] for each in took])
-            shutil.rmtree(args.scratch / "run", ignore_errors=True)
-    if training.ours.job.rank == 0:
-        about = {
-            "shape": SHAPE.name,
-            "tokens_per_step": SHAPE.tokens,
-            "ranks": training.ours.job.layout.world_size,
-            "threads": torch.get_num_threads(),
-            "step_seconds": step,
-            "steps_per_block": per_block,
-            "events_per_second": {arm: statistics.mean(found) for arm, found in heard.items() if found},
-        }
-        text = json.dumps({"seconds": seconds, "processor_seconds": processors, "about": about})
-        (args.scratch / "blocks.json").write_text(text)
+    steps = max(1, round(args.block_seconds / step))
+    session = HeldSession(args.scratch / "run", training.ours)
+    found = blocks(training, session, args.rounds, steps, steps * step)
+    session.close()
+    about = {
+        "shape": SHAPE.name,
+        "tokens_per_step": SHAPE.tokens,
+        "ranks": ranks,
+        "pinned": args.pin,
+        "threads": torch.get_num_threads(),
+        "step_seconds": step,
+        "steps_per_block": steps,
+        "events_per_step": {
+            arm: events_per_step(args.scratch / "run", rank, [own[3] for _, own, _ in found[arm]])
+            for arm in ("base", "full")
+        },
+    }
+    (args.scratch / f"blocks-{rank}.json").write_text(json.dumps({"blocks": found, "about": about}))
     training.ours.close()
+
+
+def events_per_step(run: Path, rank: int, steps: list[int]) -> float:
+    """Begins and ends recorded in one of ``steps``, mean."""
+    from mt_megatron.scan.records import KIND
+    from mt_megatron.scan.run_files import run_files
+    from mt_megatron.scan.segments import read_rank
+
+    spans = read_rank(run_files(run).rank_folder(rank)).spans
+    spans = spans[spans["kind"] != KIND["pause"]]
+    return 2 * int(np.isin(spans["iteration"], steps).sum()) / len(steps)
+
+
+def together() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _agreed(seconds: float) -> float:

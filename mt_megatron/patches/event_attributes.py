@@ -6,6 +6,7 @@ A function here is called only while somebody listens and returns None where not
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +29,10 @@ def tensor_parallel(op: str) -> Describe:
     """Of the functions of ``mappings`` that take the tensor first and know their group."""
 
     def describe(input_: Any, *args: Any, **kwargs: Any) -> Attributes | None:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = _state().get_tensor_model_parallel_group()
         if group.size() == 1:
             return None
-        return collectives.described(op, "tp", group, collectives.size_of(input_))
+        return collectives.described(op, "tp", group, input_.nbytes)
 
     return describe
 
@@ -42,15 +41,19 @@ def expert_parallel(op: str, name: str) -> Describe:
     """The same of the groups ``ep`` and ``tp-ep``."""
 
     def describe(input_: Any, *args: Any, **kwargs: Any) -> Attributes | None:
-        from megatron.core import parallel_state
-
-        both = parallel_state.get_tensor_and_expert_parallel_group
-        group = (both if name == "tp-ep" else parallel_state.get_expert_model_parallel_group)()
+        state = _state()
+        both = state.get_tensor_and_expert_parallel_group
+        group = (both if name == "tp-ep" else state.get_expert_model_parallel_group)()
         if group.size() == 1:
             return None
-        return collectives.described(op, name, group, collectives.size_of(input_))
+        return collectives.described(op, name, group, input_.nbytes)
 
     return describe
+
+
+def _state() -> Any:
+    # A statement that imports would take longer than all else here.
+    return sys.modules["megatron.core.parallel_state"]
 
 
 def all_to_all(ctx: Any, group: Any, input: Any, *splits: Any) -> Attributes | None:

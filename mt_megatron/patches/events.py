@@ -24,7 +24,7 @@ def _around(name: EventName, describe: Describe) -> Callable[..., Any]:
         attrs = describe(*args, **kwargs)
         if attrs is None:
             return original(*args, **kwargs)
-        with events.span(name, **attrs):
+        with events.described(name, attrs):
             return original(*args, **kwargs)
 
     return body
@@ -34,7 +34,7 @@ def _communicate(original: Callable[..., Any], **kwargs: Any) -> Any:
     attrs = attributes.transfers(**kwargs) if events.listening() else None
     if attrs is None:
         return original(**kwargs)
-    with events.span("p2p", **attrs):
+    with events.described("p2p", attrs):
         received = original(**kwargs)
     if "asynchronous" not in attrs or not received[2]:
         return received

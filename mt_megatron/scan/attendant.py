@@ -1,7 +1,8 @@
 """What a rank does beside recording: notes of stalls, faults it is asked for, measurements.
 
-Two threads of little work look for stalls and read a few small files. Whatever fails in them is said once
-and ends them; training goes on.
+The recorder's background thread looks for stalls and for small files that have changed, since every thread
+that wakes holds the training up a little; what is to be done about them is done in a thread of its own.
+Whatever fails is said once and ends that; training goes on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mt_megatron.scan.stalls import StallWatch
 logger = logging.getLogger("mt_megatron")
 
 PERIOD_SECONDS = 0.5
+_SELDOM_SECONDS = 10.0
 
 
 def drill_path(files: RunFiles) -> Path:
@@ -52,7 +54,8 @@ def measurements_path(files: RunFiles) -> Path:
 
 
 class Attendant:
-    """One per rank. The training thread calls ``wants_*`` before a step and ``after_step`` after it."""
+    """One per rank. The training thread asks ``wants_*`` after a step; a background thread that wakes anyway
+    should call ``look`` (``Recorder.on_flush``), else this one wakes twice a second itself."""
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class Attendant:
         """``hosts`` of all ranks; ``progress`` and ``note`` as ``StallWatch`` wants them; ``backend`` a
         ``mt_megatron.backends.base.Backend``."""
         self._files = files
+        self._drills, self._requests = drill_path(files), request_path(files)
         self._rank = rank
         self._world_size = len(hosts)
         self._backend = backend
@@ -81,6 +85,9 @@ class Attendant:
         self._asked: Request | None = None
         self._last_drill = ""
         self._last_request = ""
+        self._looks = 0
+        self._seen: dict[Path, object] = {}
+        self._woken = threading.Event()
         self._read_findings = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -88,20 +95,35 @@ class Attendant:
 
     def start(self) -> None:
         """Attend from now on. What was asked for before the start is not done."""
-        self._last_request = _text(request_path(self._files))
-        self._last_drill = _text(drill_path(self._files))
+        self._last_request = _text(self._requests)
+        self._last_drill = _text(self._drills)
         with contextlib.suppress(OSError):
             self._read_findings = self._files.findings.stat().st_size
-        self._stalls.start()
         self._thread.start()
 
     def close(self) -> None:
         """Undo every fault and end the threads."""
         self._stopped.set()
+        self._woken.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD_SECONDS + 10.0)
         self._injector.close()
-        self._stalls.close()
+
+    def look(self) -> None:
+        """Whether the rank gets on, and whether something is asked for; quick."""
+        self._looks += 1
+        self._stalls.look()
+        for path in self._watched():
+            stamp = _stamp(path)
+            if self._seen.get(path) != stamp:
+                self._seen[path] = stamp
+                self._woken.set()
+
+    def _watched(self) -> tuple[Path, ...]:
+        if self._rank != 0:
+            return (self._drills,)
+        asked = (self._drills, self._requests)
+        return asked if self._policy is None else (*asked, self._files.findings)
 
     @property
     def wants_measurement(self) -> bool:
@@ -159,7 +181,18 @@ class Attendant:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(PERIOD_SECONDS):
+            while True:
+                looks = self._looks
+                # The end of a drill is written in no file that changes.
+                often = self._injector.faults or not looks
+                if (
+                    not self._woken.wait(PERIOD_SECONDS if often else _SELDOM_SECONDS)
+                    and self._looks == looks
+                ):
+                    self._stalls.look()
+                self._woken.clear()
+                if self._stopped.is_set():
+                    return
                 self._drill()
                 if self._rank == 0:
                     self._look_for_request()
@@ -172,7 +205,7 @@ class Attendant:
             self._injector.close()
 
     def _drill(self) -> None:
-        text = _text(drill_path(self._files))
+        text = _text(self._drills)
         wanted: tuple[Fault, ...] = ()
         if text and text != self._last_drill:
             try:
@@ -183,7 +216,7 @@ class Attendant:
                     self._last_drill = text
             except (ValueError, KeyError, TypeError, ConfigError) as error:
                 self._last_drill = text
-                logger.warning("%s cannot be done: %s", drill_path(self._files), error)
+                logger.warning("%s cannot be done: %s", self._drills, error)
         before = self._injector.faults
         self._injector.set(wanted)
         if self._injector.faults != before:
@@ -191,7 +224,7 @@ class Attendant:
             _append(drill_log_path(self._files), {"time_unix": time.time(), "rank": self._rank, "on": on})
 
     def _look_for_request(self) -> None:
-        text = _text(request_path(self._files))
+        text = _text(self._requests)
         if not text or text == self._last_request:
             return
         self._last_request = text
@@ -199,7 +232,7 @@ class Attendant:
             request = request_from(text, self._world_size)
             check_request(request, self._world_size)
         except ConfigError as error:
-            logger.warning("%s cannot be measured: %s", request_path(self._files), error)
+            logger.warning("%s cannot be measured: %s", self._requests, error)
             return
         with self._lock:
             self._asked = request
@@ -218,6 +251,14 @@ class Attendant:
         for line in whole.splitlines():
             with contextlib.suppress(ValueError), self._lock:
                 self._policy.heard(json.loads(line))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _text(path: Path) -> str:

@@ -73,6 +73,8 @@ class HostFacts:
     def release(self) -> None:
         """Close what the background thread reads from."""
         self._run_queue.close()
+        self._throttling.close()
+        self._steal.close()
 
     def gc_pauses(self) -> list[tuple[str, int, int, int]]:
         """Long collections since the last call: ``gc``, begin, end (ns), thread."""
@@ -105,14 +107,12 @@ class HostFacts:
             ("voluntary_switches", usage.ru_nvcsw),
             ("involuntary_switches", usage.ru_nivcsw),
             ("gc_pause_ns", self._collector.total_ns),
+            ("throttled_ns", self._throttling.throttled_ns()),
         ]
         now = time.monotonic()
         if now >= self._steal_at:
             self._steal_at = now + _STEAL_SECONDS
-            found += [
-                ("steal_fraction", self._steal.fraction()),
-                ("throttled_ns", self._throttling.throttled_ns()),
-            ]
+            found.append(("steal_fraction", self._steal.fraction()))
         found += [(name, self._called(name, read)) for name, read in tuple(self._samples.items())]
         return [(name, float(value)) for name, value in found if value is not None]
 

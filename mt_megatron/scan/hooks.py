@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
 
@@ -89,7 +90,7 @@ class ModuleHooks:
         """Hook what ``watched`` names; nothing when it is hooked already."""
         if self._handles or self.failed is not None:
             return
-        self._stop_hearing = events.subscribe(self._hear)
+        self._stop_hearing = events.subscribe(self._hear, {"backward"})
         for chunk in self._chunks:
             for path, module, number in watched(chunk):
                 # A layer's way forward has an event of its own.
@@ -110,6 +111,7 @@ class ModuleHooks:
     def _around(self, path: str, number: int, *, forward: bool) -> tuple[Any, Any]:
         attrs = {"module": path, "direction": "forward", "number": number}
         whole: list[bool] = []
+        begun: list[AbstractContextManager[None]] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             try:
@@ -121,11 +123,14 @@ class ModuleHooks:
             except Exception as error:  # noqa: BLE001 - what is raised here, the step would raise
                 self._fail(error)
             if forward:
-                events.begin("module", **attrs)
+                # A copy: each event has a dict of its own.
+                span = events.described("module", {**attrs})
+                begun.append(span)
+                span.__enter__()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if forward:
-                events.end("module")
+            if forward and begun:
+                begun.pop().__exit__(None, None, None)
             try:
                 if whole.pop():
                     node = _node(output if isinstance(output, (tuple, list)) else (output,))
@@ -155,7 +160,7 @@ class ModuleHooks:
         return points
 
     def _hear(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
-        if phase == "end" and name == "backward":
+        if phase == "end":
             self._open.clear()
 
     def _fail(self, error: BaseException) -> None:
@@ -168,31 +173,33 @@ class _Open:
     """Modules whose backward has begun, the innermost last; autograd runs one at a time."""
 
     def __init__(self) -> None:
-        self._paths: list[str] = []
+        self._open: list[tuple[str, AbstractContextManager[None]]] = []
         self._thread = 0
 
     def begin(self, path: str, number: int) -> None:
+        opened = self._open
         # What is no part of the one before has it behind.
-        while self._paths and not path.startswith(self._paths[-1] + "."):
-            self._paths.pop()
-            events.end("module")
-        self._paths.append(path)
+        while opened and not path.startswith(opened[-1][0] + "."):
+            opened.pop()[1].__exit__(None, None, None)
+        span = events.described("module", {"module": path, "direction": "backward", "number": number})
+        opened.append((path, span))
         self._thread = get_ident()
-        events.begin("module", module=path, direction="backward", number=number)
+        span.__enter__()
 
     def end(self, path: str) -> None:
-        if path in self._paths:
-            while self._paths:
-                events.end("module")
-                if self._paths.pop() == path:
-                    break
+        opened = self._open
+        for index in range(len(opened) - 1, -1, -1):
+            if opened[index][0] == path:
+                while len(opened) > index:
+                    opened.pop()[1].__exit__(None, None, None)
+                return
 
     def clear(self) -> None:
         """Backward is over. An end belongs into the thread of its begin, or nowhere."""
-        while self._paths:
-            self._paths.pop()
+        while self._open:
+            _, span = self._open.pop()
             if self._thread == get_ident():
-                events.end("module")
+                span.__exit__(None, None, None)
 
 
 def _node(values: Iterable[Any]) -> Any:

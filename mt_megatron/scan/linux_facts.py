@@ -13,6 +13,9 @@ from pathlib import Path
 
 _TASKS = "/proc/self/task"
 _FOLLOWED = 8
+_WORTH = 0.005
+"""Of what the busiest thread ran: who ran less is not followed."""
+
 _CHOOSE_SECONDS = 15.0
 
 
@@ -74,10 +77,11 @@ class RunQueue:
                 with contextlib.suppress(OSError, ValueError, IndexError):
                     words = Path(self._tasks, task, "schedstat").read_bytes().split()
                     found[task] = int(words[0]), int(words[1])
-        busy = sorted(found, key=lambda task: found[task][0] - self._ran.get(task, 0), reverse=True)[
-            :_FOLLOWED
-        ]
-        self._ran = {task: ran for task, (ran, _) in found.items()}
+        ran = {task: now - self._ran.get(task, 0) for task, (now, _) in found.items()}
+        least = _WORTH * max(ran.values(), default=0)
+        busiest = sorted(ran, key=ran.__getitem__, reverse=True)[:_FOLLOWED]
+        busy = [task for task in busiest if ran[task] >= least]
+        self._ran = {task: now for task, (now, _) in found.items()}
         for task in self._files.keys() - set(busy):
             self._total += max(0, found[task][1] - self._waited[task]) if task in found else 0
             self._forget(task)
@@ -96,16 +100,15 @@ class StealTime:
     """Share of this machine's processor time that its hypervisor gave to others."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
-        self._stat = stat
+        self._stat = _Kept(stat)
         self._before: tuple[int, int] | None = None
 
     def fraction(self) -> float | None:
         """0 to 1 since the last call; None at the first."""
+        text = self._stat.read(512)
         try:
-            with open(self._stat, "rb") as file:
-                words = file.readline().split()
-            times = [int(word) for word in words[1:9]]
-        except (OSError, ValueError):
+            times = [int(word) for word in (text or b"").partition(b"\n")[0].split()[1:9]]
+        except ValueError:
             return None
         if len(times) < 8:
             return None
@@ -115,39 +118,53 @@ class StealTime:
             return None
         return (now[0] - before[0]) / (now[1] - before[1])
 
+    def close(self) -> None:
+        """Close the file."""
+        self._stat.close()
+
 
 class CgroupThrottling:
     """Time for which the quota of this process's control group stopped it (version 1 and 2)."""
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> None:
         self._root = root
-        self._own = own
-        self._stat: Path | None = None
-        self._before = 0
+        self._own = _Kept(own)
+        self._groups: bytes | None = None
+        self._stat: _Kept | None = None
+        self._before: int | None = None
         self._total = 0
 
     def throttled_ns(self) -> int | None:
         """Nanoseconds since the first call, also over a move to another group; None without a group."""
-        stat = self._find()
-        if stat is None:
-            return None
+        groups = self._own.read()
+        if groups != self._groups or self._stat is None:
+            self._groups = groups
+            self._move(None if groups is None else self._find(groups.decode(errors="replace")))
+        text = None if self._stat is None else self._stat.read()
         try:
-            now = _throttled(stat.read_text())
-        except (OSError, ValueError):
+            now = None if text is None else _throttled(text.decode())
+        except ValueError:
             return None
         if now is None:
             return None
-        if stat == self._stat:
+        if self._before is not None:
             self._total += max(0, now - self._before)
-        self._stat, self._before = stat, now
+        self._before = now
         return self._total
 
-    def _find(self) -> Path | None:
-        try:
-            lines = self._own.read_text().splitlines()
-        except OSError:
-            return None
-        for line in sorted(lines, reverse=True):
+    def close(self) -> None:
+        """Close the files."""
+        self._own.close()
+        self._move(None)
+
+    def _move(self, stat: Path | None) -> None:
+        if self._stat is not None:
+            self._stat.close()
+        self._stat = None if stat is None else _Kept(stat)
+        self._before = None
+
+    def _find(self, groups: str) -> Path | None:
+        for line in sorted(groups.splitlines(), reverse=True):
             _, controllers, path = line.split(":", 2)
             below = path.lstrip("/")
             places = [self._root / below] if controllers == "" else []
@@ -157,6 +174,30 @@ class CgroupThrottling:
                 if (place / "cpu.stat").exists():
                     return place / "cpu.stat"
         return None
+
+
+class _Kept:
+    """A file that stays open and is read again and again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def read(self, most: int = 4096) -> bytes | None:
+        """Its first bytes now; None when it cannot be read."""
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.pread(self._file, most, 0)
+        except OSError:
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """Close it; the next ``read`` opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _throttled(text: str) -> int | None:

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from mt_megatron.scan.encode import FORGET, STEP_ENDED, Event
+from mt_megatron.scan.encode import FORGET, STEP_ENDED
 from mt_megatron.scan.levels import LEVELS, Level, Window, level_at, level_of
 from mt_megatron.scan.queues import Queues
 from mt_megatron.seams import events
@@ -20,6 +20,12 @@ from mt_megatron.seams import events
 logger = logging.getLogger("mt_megatron")
 
 LevelCallback = Callable[[Level, Level], None]
+
+_BOUNDARIES: frozenset[events.EventName] = frozenset({"step", "optimizer"})
+"""Events after which the level may change: they are heard one by one, all others only queued."""
+
+_AT_FULL: frozenset[events.EventName] = frozenset(get_args(events.EventName)) - _BOUNDARIES
+_AT_BASE = _AT_FULL - {"layer"}
 
 
 class Listening:
@@ -69,7 +75,7 @@ class Listening:
         with self._changing:
             self._unsubscribe()
             if self.level != "off":
-                self._stop_hearing = events.subscribe(self._farewell)
+                self._stop_hearing = events.subscribe(self._farewell, _BOUNDARIES)
 
     def silence(self) -> None:
         """Hear nothing from now on and tell nobody."""
@@ -99,7 +105,7 @@ class Listening:
         steps: one that stopped counting for some of them would give other numbers to the same operations.
         """
         if self._running and self.level == "off" and self._stop_hearing is None:
-            self._stop_hearing = events.subscribe(self._steps)
+            self._stop_hearing = events.subscribe(self._steps, _BOUNDARIES)
 
     def _at_step(self, iteration: int) -> None:
         self.iteration = iteration
@@ -114,7 +120,7 @@ class Listening:
             old, self.level = self.level, level
             self._unsubscribe()
             if level != "off":
-                self._stop_hearing = events.subscribe(self._listener(level))
+                self._stop_hearing = self._hear(level)
             elif self._running:
                 # The ends of what is open now will not be heard.
                 self._queues.events.append((time.perf_counter_ns(), 0, FORGET, "", {}))
@@ -127,34 +133,29 @@ class Listening:
         if stop is not None:
             stop()
 
-    def _listener(self, level: Level) -> events.Listener:
-        """Everything it needs is its own, and it is one frame: it runs thousands of times a second."""
-        append, boundary = self._queues.events.append, self._boundary
-        now, ident = time.perf_counter_ns, threading.get_ident
+    def _hear(self, level: Level) -> Callable[[], None]:
+        """Queue what ``level`` records; returns what ends that."""
+        full = LEVELS.index(level) >= LEVELS.index("full")
+        stop_recording = events.record(self._queues.events.append, _AT_FULL if full else _AT_BASE)
+        stop_listening = events.subscribe(self._between, _BOUNDARIES)
 
-        def full(phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
-            append((now(), ident(), phase, name, attrs))
-            if name == "step" or name == "optimizer":
-                boundary(phase, name, attrs)
+        def stop() -> None:
+            stop_recording()
+            stop_listening()
 
-        def base(phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
-            if name == "layer":
-                return
-            append((now(), ident(), phase, name, attrs))
-            if name == "step" or name == "optimizer":
-                boundary(phase, name, attrs)
+        return stop
 
-        return base if LEVELS.index(level) < LEVELS.index("full") else full
+    def _between(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
+        """The listener while something is recorded."""
+        self._queues.events.append((time.perf_counter_ns(), threading.get_ident(), phase, name, attrs))
+        self._boundary(phase, name, attrs)
 
     def _steps(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
         """The listener while nothing is recorded."""
-        if name == "step" or name == "optimizer":
-            self._boundary(phase, name, attrs)
-            if phase == "begin" and name == "step" and self.level != "off":
-                # The listener that has taken over did not hear of this begin.
-                self._queues.events.append(
-                    (time.perf_counter_ns(), threading.get_ident(), phase, name, attrs)
-                )
+        self._boundary(phase, name, attrs)
+        if phase == "begin" and name == "step" and self.level != "off":
+            # The listener that has taken over did not hear of this begin.
+            self._queues.events.append((time.perf_counter_ns(), threading.get_ident(), phase, name, attrs))
 
     def _boundary(self, phase: str, name: str, attrs: Mapping[str, Any]) -> None:
         """A step begins, or in a program without step events the outermost optimizer has ended."""
@@ -167,7 +168,7 @@ class Listening:
                 self._optimizers = max(0, self._optimizers + (1 if phase == "begin" else -1))
                 if phase == "end" and self._optimizers == 0:
                     if self.level != "off":
-                        moment: Event = (
+                        moment: events.Moment = (
                             time.perf_counter_ns(),
                             threading.get_ident(),
                             STEP_ENDED,

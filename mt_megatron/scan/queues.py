@@ -31,7 +31,7 @@ class Queues:
         """Sent, received, answered, returned, peer."""
         self.notes: list[Mapping[str, Any]] = []
         self.taken = 0
-        """Events that were taken so far."""
+        """Of ``events``, how many were taken so far."""
         self.dropped: dict[str, int] = {}
         """Entries that were given up, by queue; of spans the records."""
 

@@ -5,7 +5,7 @@
     ...                      # train
     recorder.close()
 
-What a training thread does per event is to append one tuple to a list. It makes no collective, no system
+What a training thread does per event is to append one object to a list. It makes no collective, no system
 call, no lock. Whatever fails in here is said once and switches the tracing off; training goes on.
 """
 
@@ -74,6 +74,7 @@ class Recorder:
         self._listening = Listening(self._queues, level, window, changed=self._changed, failed=self._fail)
         self._step_callbacks: list[Callable[[int], None]] = []
         self._level_callbacks: list[LevelCallback] = []
+        self._flush_callbacks: list[Callable[[], None]] = []
         self._control = ControlWatch(self.files.control, self._controlled)
         self._samples: dict[str, Callable[[], float | None]] = {}
         self._facts: HostFacts | None = None
@@ -93,7 +94,8 @@ class Recorder:
 
     @property
     def heard(self) -> int:
-        """How many events were heard so far: it changes whenever the rank gets on."""
+        """How much was heard so far, a span counting once and all else for its begin and its end: it changes
+        whenever the rank gets on."""
         return self._queues.taken + len(self._queues.events)
 
     def start(self) -> None:
@@ -117,6 +119,7 @@ class Recorder:
                 self._facts,
                 control=self._control.look,
                 step_ended=self._step_ended,
+                flushed=self._flushed,
                 failed=self._fail,
             )
             self._writer.flush()
@@ -194,6 +197,11 @@ class Recorder:
         Also at ``start`` (from ``off``) and at ``close`` (to ``off``)."""
         self._level_callbacks.append(callback)
 
+    def on_flush(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` in the background thread about every ``writer.FLUSH_SECONDS``, while it
+        records; what it does holds up the writing."""
+        self._flush_callbacks.append(callback)
+
     def on_control(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
         """Call ``callback(content)`` in the background thread when the control file has changed."""
         self._control.callbacks.append(callback)
@@ -215,6 +223,10 @@ class Recorder:
         self.note(what="level", level=new, before=old, iteration=self.iteration)
         for callback in tuple(self._level_callbacks):
             self._call(self._level_callbacks, callback, old, new)
+
+    def _flushed(self) -> None:
+        for callback in tuple(self._flush_callbacks):
+            self._call(self._flush_callbacks, callback)
 
     def _step_ended(self, iteration: int) -> None:
         for callback in tuple(self._step_callbacks):

@@ -190,6 +190,7 @@ class Session:
             say=self._say,
         )
         self._closing.append(self._attendant.close)
+        recorder.on_flush(self._attendant.look)
         self._attendant.start()
         if self._layout.world_size > 1:
             self._pings = ClockPings(

@@ -1,6 +1,6 @@
 """Evidence of a hang from inside the rank: Python stacks and pending collectives, once nothing moves.
 
-A thread looks twice a second whether the rank got on. When it did not for five seconds it leaves a note
+About twice a second it is looked whether the rank got on. When it did not for five seconds it leaves a note
 of what ``"stack"`` in the trace; the run goes on undisturbed. A rank that is stopped as a whole leaves none:
 that it is silent is what the others' traces show.
 """
@@ -25,7 +25,7 @@ _NOTES_PER_STALL = 4
 
 
 class StallWatch:
-    """Watches this process. ``close`` ends the thread."""
+    """Watches this process, in somebody else's thread: each one that wakes holds the training up a little."""
 
     def __init__(
         self,
@@ -38,45 +38,39 @@ class StallWatch:
         """``progress()`` changes whenever the rank gets on (a count of events); ``note`` takes what is found:
         ``what`` ("stack"), ``silent_seconds``, ``stacks`` (thread name -> frames, innermost last),
         ``waiting`` (op, group, number, ranks, sizes of collectives that have not ended) and ``entered``
-        (group -> number of the last collective begun). Both are called from the thread."""
+        (group -> number of the last collective begun). Both are called by ``look``, which should come
+        about every ``period`` seconds."""
         self._progress = progress
         self._note = note
         self._after = after
         self._period = period
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scan-stalls", daemon=True)
+        self._failed = False
+        self._last = progress()
+        self._since = self._before = time.monotonic()
+        self._said = 0
 
-    def start(self) -> None:
-        """Look from now on."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Look no longer."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(self._period + 2.0)
-
-    def _run(self) -> None:
+    def look(self) -> None:
+        """Whether the rank got on since the last look; what fails is said once and ends it."""
+        if self._failed:
+            return
         try:
-            self._watch()
+            self._look()
         except Exception as error:  # noqa: BLE001 - tracing never ends training
+            self._failed = True
             logger.warning("this rank no longer looks for stalls: %s: %s", type(error).__name__, error)
 
-    def _watch(self) -> None:
-        last, since = self._progress(), time.monotonic()
-        before, said = since, 0
-        while not self._stopped.wait(self._period):
-            now, seen = time.monotonic(), self._progress()
-            if now - before > 5 * self._period:
-                # The whole process stood still (stopped, suspended): that is no stall of its own making.
-                since += now - before
-            before = now
-            if seen != last:
-                last, since, said = seen, now, 0
-            elif said < _NOTES_PER_STALL and now - since > self._after * 2**said:
-                # Again after twice the time: whether it still stands at the same place is evidence too.
-                said += 1
-                self._note(evidence(now - since))
+    def _look(self) -> None:
+        now, seen = time.monotonic(), self._progress()
+        if now - self._before > 5 * self._period:
+            # The whole process stood still (stopped, suspended): that is no stall of its own making.
+            self._since += now - self._before
+        self._before = now
+        if seen != self._last:
+            self._last, self._since, self._said = seen, now, 0
+        elif self._said < _NOTES_PER_STALL and now - self._since > self._after * 2**self._said:
+            # Again after twice the time: whether it still stands at the same place is evidence too.
+            self._said += 1
+            self._note(evidence(now - self._since))
 
 
 def evidence(silent_seconds: float) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The background thread of a recorder: takes what was queued, encodes it, appends it to the segments.
 
-It also measures how punctually it wakes: a process that was stopped or starved wakes late.
+It also measures how punctually it wakes: a process that was stopped or starved wakes late. All ranks wake
+at the same moments of the wall clock: what each of them loses to it, they lose together, while one after
+another they would hold each other up every time.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
-from mt_megatron.scan.encode import SpanEncoder, thread_names
+from mt_megatron.scan.encode import Event, SpanEncoder, thread_names
 from mt_megatron.scan.facts import HostFacts
 from mt_megatron.scan.names import Names
 from mt_megatron.scan.queues import Queues, take
@@ -22,11 +24,13 @@ from mt_megatron.scan.ring import SegmentRing, time_pair
 logger = logging.getLogger("mt_megatron")
 
 BEAT_SECONDS = 0.2
-FLUSH_SECONDS = 0.4
+FLUSH_SECONDS = 0.6
 """What a killed process loses at most, and a little more for the encoding itself."""
 
-_CONTROL_SECONDS = 1.0
-_TIME_PAIR_SECONDS = 60.0
+_BEAT_NS = round(BEAT_SECONDS * 1e9)
+_FLUSH_BEATS = round(FLUSH_SECONDS / BEAT_SECONDS)
+_CONTROL_BEATS = 2 * _FLUSH_BEATS
+_TIME_PAIR_BEATS = 100 * _FLUSH_BEATS
 # The training thread wants the interpreter's lock after every call into torch. Whoever computes in Python
 # beside it gives the lock back after this many events, for this long (a sleep of 0 would take it again).
 _EVENTS_AT_ONCE = 256
@@ -52,10 +56,11 @@ class Writer(threading.Thread):
         *,
         control: Callable[[], None],
         step_ended: Callable[[int], None],
+        flushed: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """``control`` looks about once a second whether something else is wanted; ``step_ended`` hears of
-        each step once its spans are written."""
+        each step once its spans are written; ``flushed`` is called about every ``FLUSH_SECONDS``."""
         super().__init__(name="scan-writer", daemon=True)
         self.encoder = SpanEncoder(names)
         self._queues = queues
@@ -64,6 +69,7 @@ class Writer(threading.Thread):
         self._facts = facts
         self._control = control
         self._step_ended = step_ended
+        self._flushed = flushed
         self._failed = failed
         self._stopped = False
         self._latest_ns = 0
@@ -88,33 +94,38 @@ class Writer(threading.Thread):
             self._facts.release()
 
     def _run(self) -> None:
-        now = time.perf_counter_ns
-        flush_at = now()
-        control_at = pair_at = now() + int(_CONTROL_SECONDS * 1e9)
-        planned = now() + int(BEAT_SECONDS * 1e9)
+        beats = 0
         while not self._stopped:
-            time.sleep(max(0.0, (planned - now()) / 1e9))
-            woke = now()
-            self._beat(planned, woke)
-            if woke >= flush_at:
-                flush_at = woke + int((FLUSH_SECONDS - BEAT_SECONDS / 2) * 1e9)
+            self._beat(*self.rest())
+            beats += 1
+            # Everything at the same beats: with what was used last long gone from the caches, a wake-up costs
+            # more than what is done in it.
+            if beats % _FLUSH_BEATS == 0:
                 self.flush()
-            if woke >= control_at:
-                control_at = woke + int(_CONTROL_SECONDS * 1e9)
+                self._flushed()
+            if beats % _CONTROL_BEATS == 0:
                 self._control()
-            if woke >= pair_at:
-                pair_at = woke + int(_TIME_PAIR_SECONDS * 1e9)
+            if beats % _TIME_PAIR_BEATS == 0:
                 self._queues.notes.append({"what": "time", **time_pair()})
-            planned = now() + int(BEAT_SECONDS * 1e9)
         self.flush(last=True)
+
+    def rest(self) -> tuple[int, int]:
+        """Sleep until the next beat; returns when it should have ended and when it did (ns)."""
+        ahead = _BEAT_NS - time.time_ns() % _BEAT_NS
+        if ahead < _BEAT_NS // 2:
+            # This one is late, or the wall clock was put right.
+            ahead += _BEAT_NS
+        planned = time.perf_counter_ns() + ahead
+        time.sleep(ahead / 1e9)
+        return planned, time.perf_counter_ns()
 
     def _beat(self, planned: int, woke: int) -> None:
         self._latest_ns = max(self._latest_ns, woke - planned)
         pause = self._facts.pause(planned, woke)
         if pause is not None:
             # It began before the thread was to wake, and after whatever else was heard last.
-            heard = (event[0] for event in reversed(self._queues.events[-_RECENT:]) if event[0] < planned)
-            began = max(planned - int(BEAT_SECONDS * 1e9), next(heard, planned))
+            recent = (_moment_of(event) for event in reversed(self._queues.events[-_RECENT:]))
+            began = max(planned - _BEAT_NS, next((each for each in recent if each < planned), planned))
             self.encoder.pause(pause, began, woke, threading.get_ident())
 
     def flush(self, *, last: bool = False) -> None:
@@ -127,10 +138,11 @@ class Writer(threading.Thread):
         events = take(queues.events)
         queues.taken += len(events)
         at_once = max(_EVENTS_AT_ONCE, len(events) // _MOST_RESTS)
-        for start in range(0, len(events), at_once):
-            encoder.feed(events[start : start + at_once])
-            if not last:
+        # Also of none: what began earlier may have ended.
+        for start in range(0, max(len(events), 1), at_once):
+            if start and not last:
                 time.sleep(_REST_SECONDS)
+            encoder.feed(events[start : start + at_once])
         encoder.open_spans(time.perf_counter_ns(), **({"at_least": 0} if last else {}))
         spans, encoder.out = encoder.out, bytearray()
         for array in arrays:
@@ -179,3 +191,8 @@ class Writer(threading.Thread):
                 {"what": "dropped", "time": time.perf_counter_ns(), "events": self._unreadable, "why": why}
             )
         return found
+
+
+def _moment_of(event: Event) -> int:
+    """When it was heard (ns); of a span that has ended, its end."""
+    return event[0] if isinstance(event, tuple) else event.ended or event.begun

@@ -90,13 +90,7 @@ def described(op: str, name: str, group: Any, size: int) -> dict[str, Any]:
     """Attributes of a ``collective`` of ``size`` bytes that begins now; counts it. Only while somebody
     listens."""
     members = group_of(name, group)
-    return {
-        "op": op,
-        "group": name,
-        "ranks": members.ranks,
-        "seq": members.number(),
-        "bytes": size,
-    }
+    return {"op": op, "group": name, "ranks": members.ranks, "seq": members.number(), "bytes": size}
 
 
 def announced(op: str, name: str, group: Any, *given: Tensor) -> AbstractContextManager[None]:
@@ -106,7 +100,7 @@ def announced(op: str, name: str, group: Any, *given: Tensor) -> AbstractContext
     """
     if not events.listening() or _alone(group):
         return _IDLE
-    return events.span("collective", **described(op, name, group, size_of(*given)))
+    return events.described("collective", described(op, name, group, size_of(*given)))
 
 
 def part(attrs: dict[str, Any] | None, which: Part) -> AbstractContextManager[None]:
@@ -114,7 +108,7 @@ def part(attrs: dict[str, Any] | None, which: Part) -> AbstractContextManager[No
     are its ``described``, or None where nobody listened when it started."""
     if attrs is None or not events.listening():
         return _IDLE
-    return events.span("collective", **attrs, asynchronous=which)
+    return events.described("collective", {**attrs, "asynchronous": which})
 
 
 def sent(peer: int, size: int) -> Transfer:
@@ -129,7 +123,11 @@ def received(peer: int, size: int) -> Transfer:
 
 def size_of(*tensors: Tensor | None) -> int:
     """Bytes of ``tensors``; None counts nothing."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    size = 0
+    for tensor in tensors:
+        if tensor is not None:
+            size += tensor.nbytes
+    return size
 
 
 def _alone(group: Any) -> bool:

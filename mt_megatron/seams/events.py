@@ -9,6 +9,9 @@ It runs inside the step, in whatever thread the point is reached (autograd has t
 own), and what it raises, the step raises. One that subscribes in the middle of a step may see an
 end whose begin it missed; one that hears of an operation that failed may miss its end.
 
+Whoever only keeps what happened takes ``record`` instead: a span then costs it one ``append`` and two
+readings of the clock, in no function of its own.
+
 Attributes of ``begin``; those of ``end`` are what was learnt meanwhile, and it may have none:
 
 ==============  ==========================================================================================
@@ -35,7 +38,8 @@ the ``microbatch`` ends, and -1 stands for one that is not known.
 ``embedding``, ``world`` ...) and ``ranks`` its members' global ranks in the group's order, for one name
 and membership always the same tuple: ``id(ranks)`` is a key for the group.
 ``seq`` numbers the collectives of such a group from 0 on, from the first that this process heard
-somebody listen to; equal on all members when they listen from the same point.
+somebody listen to, or from ``collectives.restart_numbers``; equal on all members when they listen from the
+same point.
 ``bytes`` is what this rank gives into the collective or transfer (for a gather its own part).
 ``asynchronous`` is ``start`` where the operation goes on in the background after the end, and
 ``wait`` where it is waited for, with the same ``seq``; without it the operation is over at the end.
@@ -47,11 +51,13 @@ side's global rank, the number of the transfer on that directed edge, bytes (-1 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from threading import Lock
+from threading import Lock, get_ident
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 EventName = Literal[
     "layer",
@@ -72,79 +78,223 @@ EventName = Literal[
 Phase = Literal["begin", "end"]
 Listener = Callable[[Phase, EventName, Mapping[str, Any]], None]
 
-# Replaced, never changed in place: emitting reads it once and needs no lock.
-_listeners: tuple[Listener, ...] = ()
+Moment = tuple[int, int, str, str, Mapping[str, Any]]
+"""Time (``time.perf_counter_ns``), thread, ``begin`` or ``end``, name, attributes."""
+
+_now = time.perf_counter_ns
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Span:
+    """One event from begin to end, as ``span`` makes it; times by ``time.perf_counter_ns``."""
+
+    __slots__ = ("attrs", "begun", "ended", "name", "thread")
+
+    attrs: Mapping[str, Any]
+    begun: int
+    ended: int
+    """0 until it has ended."""
+
+    name: EventName
+    thread: int
+
+    # No ``__init__``: its call would cost as much as all four assignments.
+
+
+class _Told(Span):
+    """Listeners hear of it, nobody records it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        for listener in _hearing[self.name]:
+            listener("begin", self.name, self.attrs)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for listener in _hearing[self.name]:
+            listener("end", self.name, _NOTHING)
+
+
+class _Recorded(Span):
+    """It is recorded, no listener hears of it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.ended = 0
+        self.thread = get_ident()
+        self.begun = _now()
+        _recording[self.name](self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.ended = _now()
+
+
+class _Both(_Recorded):
+    """It is recorded first: what a listener does then happens within it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        for listener in _hearing[self.name]:
+            listener("begin", self.name, self.attrs)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.ended = _now()
+        for listener in _hearing[self.name]:
+            listener("end", self.name, _NOTHING)
+
+
+class _ByName(dict[str, Any]):
+    """What stands for a name; one that has not been asked for before is worked out then."""
+
+    def __init__(self, of: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, name: str) -> Any:
+        found = self[name] = self._of(name)
+        return found
+
+
+class _Subscribed(NamedTuple):
+    call: Callable[..., None]
+    names: frozenset[str] | None
+    """None: all."""
+
+    records: bool
+
+
+# Replaced, never changed in place: emitting reads each once and needs no lock.
+_subscribed: tuple[_Subscribed, ...] = ()
+_nowhere: Callable[..., None] = deque[Any](maxlen=0).append
+_hearing = _ByName(lambda name: ())
+_recording = _ByName(lambda name: _nowhere)
+_kinds = _ByName(lambda name: None)
 _subscribing = Lock()
+_IDLE: AbstractContextManager[None] = nullcontext()
 
 
 def listening() -> bool:
     """Whether anybody listens. Ask before computing an attribute that costs something."""
-    return bool(_listeners)
+    return bool(_subscribed)
 
 
 def begin(name: EventName, **attrs: Any) -> None:
     """Say that ``name`` begins. ``attrs`` describe it: ``number=``, ``bytes=``, ``microbatch=`` ..."""
     # Here and below no function calls the listeners for all: it would cost as much as some of them.
-    if _listeners:
-        for listener in _listeners:
+    if _subscribed:
+        append = _recording[name]
+        if append is not _nowhere:
+            append((_now(), get_ident(), "begin", name, attrs))
+        for listener in _hearing[name]:
             listener("begin", name, attrs)
 
 
 def end(name: EventName, **attrs: Any) -> None:
     """Say that the innermost ``name`` of this thread ends. ``attrs`` are what was learnt meanwhile."""
-    if _listeners:
-        for listener in _listeners:
+    if _subscribed:
+        append = _recording[name]
+        if append is not _nowhere:
+            append((_now(), get_ident(), "end", name, attrs))
+        for listener in _hearing[name]:
             listener("end", name, attrs)
 
 
 def span(name: EventName, **attrs: Any) -> AbstractContextManager[None]:
     """``begin`` on entry and ``end`` on exit, also when the body raises."""
-    return _Span(name, attrs) if _listeners else _IDLE
+    if not _subscribed:
+        return _IDLE
+    kind = _kinds[name]
+    if kind is None:
+        return _IDLE
+    made = kind()
+    made.name = name
+    made.attrs = attrs
+    return made  # type: ignore[no-any-return]
 
 
-def subscribe(listener: Listener) -> Callable[[], None]:
-    """Call ``listener(phase, name, attrs)`` at every point until the returned function is called."""
-    global _listeners
+def described(name: EventName, attrs: dict[str, Any]) -> AbstractContextManager[None]:
+    """The same with attributes in a dict, which belongs to the event from here on."""
+    if not _subscribed:
+        return _IDLE
+    kind = _kinds[name]
+    if kind is None:
+        return _IDLE
+    made = kind()
+    made.name = name
+    made.attrs = attrs
+    return made  # type: ignore[no-any-return]
+
+
+def subscribe(listener: Listener, names: Collection[EventName] | None = None) -> Callable[[], None]:
+    """Call ``listener(phase, name, attrs)`` at every point, or at those of ``names``, until the returned
+    function is called."""
+    return _add(_Subscribed(listener, None if names is None else frozenset(names), False))
+
+
+def record(append: Callable[[Span | Moment], None], names: Collection[EventName]) -> Callable[[], None]:
+    """Give ``append`` all that is called one of ``names``, until the returned function is called: a
+    ``Span`` when it begins (it is told its end later), a ``Moment`` for each ``begin`` and ``end``.
+
+    ``append`` should be that of a list or a deque, and must not raise.
+    """
+    return _add(_Subscribed(append, frozenset(names), True))
+
+
+def _add(one: _Subscribed) -> Callable[[], None]:
     with _subscribing:
-        _listeners = (*_listeners, listener)
-    active = [listener]
+        _arrange((*_subscribed, one))
+    active = [one]
 
-    def unsubscribe() -> None:
-        global _listeners
+    def remove() -> None:
         with _subscribing:
             if active:
                 active.clear()
-                index = next(i for i, other in enumerate(_listeners) if other is listener)
-                _listeners = _listeners[:index] + _listeners[index + 1 :]
+                index = next(i for i, other in enumerate(_subscribed) if other is one)
+                _arrange(_subscribed[:index] + _subscribed[index + 1 :])
 
-    return unsubscribe
-
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+    return remove
 
 
-class _Span:
-    __slots__ = ("_attrs", "_name")
+def _arrange(subscribed: tuple[_Subscribed, ...]) -> None:
+    global _subscribed, _hearing, _recording, _kinds
 
-    def __init__(self, name: EventName, attrs: Mapping[str, Any]) -> None:
-        self._name: EventName = name
-        self._attrs = attrs
+    def of(name: str, records: bool) -> tuple[Callable[..., None], ...]:
+        return tuple(
+            each.call
+            for each in subscribed
+            if each.records == records and (each.names is None or name in each.names)
+        )
 
-    def __enter__(self) -> None:
-        for listener in _listeners:
-            listener("begin", self._name, self._attrs)
+    def kind(name: str) -> type[Span] | None:
+        if not of(name, True):
+            return _Told if of(name, False) else None
+        return _Both if of(name, False) else _Recorded
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for listener in _listeners:
-            listener("end", self._name, _NOTHING)
+    _hearing = _ByName(lambda name: of(name, False))
+    _recording = _ByName(lambda name: _one(of(name, True)))
+    _kinds = _ByName(kind)
+    _subscribed = subscribed
 
 
-_IDLE: AbstractContextManager[None] = nullcontext()
+def _one(calls: tuple[Callable[..., None], ...]) -> Callable[..., None]:
+    """A single function that does what all of them do: there is hardly ever more than one."""
+    if len(calls) < 2:
+        return calls[0] if calls else _nowhere
+
+    def every(item: Any) -> None:
+        for call in calls:
+            call(item)
+
+    return every
 
 
 def _renew_lock() -> None:

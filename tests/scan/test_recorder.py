@@ -387,10 +387,10 @@ def test_hearing_changes_whenever_the_rank_gets_on(tmp_path: Path) -> None:
     def act(recorder: Recorder) -> None:
         before = recorder.heard
         step(1)
-        assert recorder.heard == before + 10
+        assert recorder.heard == before + 7
         deadline = time.monotonic() + 60
         while recorder._queues.events and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert recorder.heard == before + 10
+        assert recorder.heard == before + 7
 
     record(tmp_path, act)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,24 @@ class Notes(list[Mapping[str, Any]]):
             time.sleep(0.01)
 
 
+@contextmanager
+def looked_after(watched: StallWatch, period: float = 0.05) -> Iterator[None]:
+    """What the recorder's background thread does."""
+    stopped = threading.Event()
+
+    def look() -> None:
+        while not stopped.wait(period):
+            watched.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
 def watch(progress: Callable[[], object], notes: Notes) -> StallWatch:
     return StallWatch(progress, notes.append, after=0.2, period=0.05)
 
@@ -44,10 +63,8 @@ def test_a_stall_leaves_the_stacks_and_is_told_seldom() -> None:
     thread = threading.Thread(target=stands_here, name="trainer")
     thread.start()
     standing.wait(10)
-    watched = watch(lambda: 7, notes)
-    watched.start()
-    notes.until(2)
-    watched.close()
+    with looked_after(watch(lambda: 7, notes)):
+        notes.until(2)
     released.set()
     thread.join()
     first, second = notes[0], notes[1]
@@ -59,10 +76,8 @@ def test_a_stall_leaves_the_stacks_and_is_told_seldom() -> None:
 
 def test_a_rank_that_gets_on_says_nothing() -> None:
     notes, count = Notes(), iter(range(1_000_000))
-    watched = watch(lambda: next(count), notes)
-    watched.start()
-    time.sleep(0.6)
-    watched.close()
+    with looked_after(watch(lambda: next(count), notes)):
+        time.sleep(0.6)
     assert not notes
 
 
@@ -71,13 +86,10 @@ def test_what_fails_in_it_is_said_once_and_ends_it(caplog: pytest.LogCaptureFixt
         raise OSError("the disk is full")
 
     with caplog.at_level(logging.WARNING, logger="mt_megatron"):
-        watched = StallWatch(lambda: 7, broken, after=0.1, period=0.02)
-        watched.start()
-        deadline = time.monotonic() + 30
-        while watched._thread.is_alive():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        watched.close()
+        watched = StallWatch(lambda: 7, broken, after=0.0)
+        for _ in range(3):
+            time.sleep(0.001)
+            watched.look()
     assert [record.getMessage() for record in caplog.records] == [
         "this rank no longer looks for stalls: OSError: the disk is full"
     ]
@@ -88,9 +100,10 @@ def test_a_process_that_was_stopped_as_a_whole_is_no_stall(tmp_path: Path) -> No
         "import time\n"
         "from mt_megatron.scan.stalls import StallWatch\n"
         "watched = StallWatch(lambda: 7, lambda note: print('note', flush=True), after=1.5, period=0.05)\n"
-        "watched.start()\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
+        "while True:\n"
+        "    time.sleep(0.05)\n"
+        "    watched.look()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program],

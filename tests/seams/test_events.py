@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -99,3 +101,86 @@ def test_a_child_that_is_forked_while_somebody_subscribes_is_not_stuck():
                 # Whatever was raised, one process goes on with the tests.
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_listener_may_ask_for_some_names_only():
+    some, everything = [], []
+    stops = [
+        events.subscribe(lambda phase, name, attrs: some.append((phase, name)), {"step"}),
+        events.subscribe(lambda phase, name, attrs: everything.append((phase, name))),
+    ]
+    with events.span("step"), events.span("layer"):
+        events.begin("data")
+    for stop in stops:
+        stop()
+    assert some == [("begin", "step"), ("end", "step")]
+    assert [name for _, name in everything] == ["step", "layer", "data", "layer", "step"]
+
+
+@pytest.fixture
+def recorded():
+    kept = []
+    stop = events.record(kept.append, {"collective", "layer"})
+    yield kept
+    stop()
+    assert not events.listening()
+
+
+def test_what_is_recorded_is_a_span_that_learns_its_end(recorded):
+    before = time.perf_counter_ns()
+    with events.span("collective", bytes=8):
+        (span,) = recorded
+        assert before <= span.begun <= time.perf_counter_ns() and not span.ended
+        with events.described("layer", {"number": 1}), events.span("step"):
+            pass
+    assert [(each.name, each.attrs) for each in recorded] == [
+        ("collective", {"bytes": 8}),
+        ("layer", {"number": 1}),
+    ]
+    outer, inner = recorded
+    assert outer.begun <= inner.begun <= inner.ended <= outer.ended <= time.perf_counter_ns()
+    assert outer.thread == threading.get_ident()
+
+
+def test_begins_and_ends_are_recorded_one_by_one(recorded):
+    events.begin("layer", number=2)
+    events.end("layer", output=1)
+    events.begin("data")
+    assert [each[1:] for each in recorded] == [
+        (threading.get_ident(), "begin", "layer", {"number": 2}),
+        (threading.get_ident(), "end", "layer", {"output": 1}),
+    ]
+    assert recorded[0][0] <= recorded[1][0]
+
+
+def test_a_span_is_recorded_around_what_its_listeners_do(recorded, seen):
+    def slow(phase, name, attrs):
+        assert (recorded[-1].ended == 0) == (phase == "begin")
+
+    stop = events.subscribe(slow, {"layer"})
+    with pytest.raises(KeyError), events.span("layer"):
+        raise KeyError
+    stop()
+    assert [each[:2] for each in seen] == [("begin", "layer"), ("end", "layer")]
+    assert recorded[0].ended
+
+
+def test_who_stops_recording_in_the_middle_still_learns_the_end():
+    kept = []
+    stop = events.record(kept.append, {"layer"})
+    made = events.span("layer")
+    with events.span("layer"):
+        stop()
+    with made:
+        pass
+    assert len(kept) == 1 and kept[0].ended
+
+
+def test_two_may_record():
+    first, second = [], []
+    stops = [events.record(each.append, {"layer"}) for each in (first, second)]
+    with events.span("layer"):
+        pass
+    for stop in stops:
+        stop()
+    assert len(first) == 1 and first == second
