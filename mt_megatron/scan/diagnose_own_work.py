@@ -98,7 +98,7 @@ def _alike(table: StepTable, worst: Finding) -> set[int]:
 def _suspects(table: StepTable, rows: NDArray[np.int64]) -> list[_Suspect]:
     """Those found first are not compared with any more, so that several at once do not hide each other."""
     own = _log(table.columns["compute"][rows])
-    work = [_log(table.columns[name][rows]) for name in WORK]
+    work = [_log(_at_least_one(table.columns[name][rows])) for name in WORK]
     peers = own.copy()
     suspects: list[_Suspect] = []
     tests = int(np.isfinite(table.columns["compute"]).sum()) * table.looks
@@ -143,6 +143,13 @@ def _one_round(
 def _same(one: _Suspect, other: _Suspect) -> bool:
     overlap = min(one.raised.stop, other.raised.stop) - max(one.raised.start, other.raised.start)
     return one.row == other.row and (one.by_work is None) == (other.by_work is None) and overlap > 0
+
+
+def _at_least_one(work: Floats) -> Floats:
+    """``work`` [ranks, steps]: who said how much it had in other steps and says none has next to nothing."""
+    says = np.nansum(work, axis=1) > 0
+    found: Floats = np.where((work == 0) & says[:, None], 1.0, work)
+    return found
 
 
 def _log(values: Floats) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .findings import Finding
 from .raised_levels import merged_spikes, raised_levels
+from .robust import CLIP, Floats, spread
 from .step_table import StepTable, beside_peers
 
 LEAST_SHARE = 0.015
@@ -16,6 +17,14 @@ LEAST_SHARE = 0.015
 
 SHOWS = 0.5
 """Of the time stopped, what own work must be longer by: a process that only waited loses nothing."""
+
+LEAST_TOGETHER = 0.004
+"""Of the step, the same where own work follows it step by step."""
+
+FEWEST_TOGETHER = 8
+SLOPES = (0.5, 1.5)
+STEEP = 5.0
+"""How own work has to follow: by about as much, and so many standard errors of the slope."""
 
 CONFIDENCE = 0.9
 
@@ -30,33 +39,66 @@ def short_of_quota(table: StepTable) -> list[Finding]:
     tests = int(np.isfinite(throttled).sum()) * table.looks
     found = []
     for row in range(len(table.ranks)):
-        if share[row].max() < LEAST_SHARE:
-            continue
-        raised = raised_levels(share[row], least=LEAST_SHARE, tolerated=0.003, floor=0.005, tests=tests)
-        if raised:
-            start, stop = raised[0].start, raised[-1].stop
-        else:
-            others = np.delete(share, row, axis=0)
-            spikes = merged_spikes(share[row], others, least=2 * LEAST_SHARE, mean=LEAST_SHARE, fewest=4)
-            if spikes is None:
+        stretch = _stretch(share, row, tests) if share[row].max() >= LEAST_SHARE else None
+        if stretch is not None:
+            stopped = float(beside[row, slice(*stretch)].mean())
+            longer = _longer(table, row, *stretch)
+            if stopped < LEAST_SHARE * table.step_ns or longer < SHOWS * stopped:
+                stretch = None
+        if stretch is None:
+            stretch = _moves_with(table, row, np.nan_to_num(beside[row]))
+            if stretch is None:
                 continue
-            start, stop = spikes[0], spikes[1]
-        stopped = float(beside[row, start:stop].mean())
-        longer = _longer(table, row, start, stop)
-        if stopped < LEAST_SHARE * table.step_ns or longer < SHOWS * stopped:
-            continue
-        found.append(_finding(table, row, start, stop, stopped, min(longer, stopped)))
+            stopped = longer = float(beside[row, slice(*stretch)].mean())
+        found.append(_finding(table, row, *stretch, stopped, min(longer, stopped)))
     return found
+
+
+def _stretch(share: Floats, row: int, tests: int) -> tuple[int, int] | None:
+    """Where the quota stops the rank steadily, or again and again."""
+    raised = raised_levels(share[row], least=LEAST_SHARE, tolerated=0.003, floor=0.005, tests=tests)
+    if raised:
+        return raised[0].start, raised[-1].stop
+    others = np.delete(share, row, axis=0)
+    spikes = merged_spikes(share[row], others, least=2 * LEAST_SHARE, mean=LEAST_SHARE, fewest=4)
+    return None if spikes is None else (spikes[0], spikes[1])
+
+
+def _moves_with(table: StepTable, row: int, throttled: Floats) -> tuple[int, int] | None:
+    """Where stops are too short to stand out from noise, but own work is longer step by step by just what
+    the quota stopped: two counts that no chance makes equal. The first and the last of these steps."""
+    hit = np.flatnonzero(throttled > 0.1 * max(throttled.max(), 1.0))
+    if len(hit) < FEWEST_TOGETHER:
+        return None
+    start, stop = int(hit[0]), int(hit[-1]) + 1
+    if throttled[start:stop].mean() < LEAST_TOGETHER * table.step_ns:
+        return None
+    own = _beside(table, row)
+    there = np.isfinite(own)
+    if there.sum() < 2 * FEWEST_TOGETHER:
+        return None
+    x, y = throttled[there] - throttled[there].mean(), own[there] - np.median(own[there])
+    # One wild step must not make the line.
+    y = np.clip(y, -CLIP * spread(y), CLIP * spread(y))
+    square = float((x**2).sum())
+    slope = float((x * y).sum()) / max(square, 1e-9)
+    error = float(np.sqrt(((y - y.mean() - slope * x) ** 2).sum() / (there.sum() - 2) / max(square, 1e-9)))
+    return (start, stop) if SLOPES[0] <= slope <= SLOPES[1] and slope >= STEEP * error else None
+
+
+def _beside(table: StepTable, row: int) -> Floats:
+    """Own work [steps] less that of its peers, if it has any."""
+    compute = table.columns["compute"]
+    peers = next(rows for rows in table.roles if row in rows)
+    if len(peers) < 2:
+        return compute[row]
+    return beside_peers(compute[peers])[int(np.flatnonzero(peers == row)[0])]
 
 
 def _longer(table: StepTable, row: int, start: int, stop: int) -> float:
     """ns a step by which its own work is longer there: than its peers', if it has any."""
-    compute = table.columns["compute"]
+    difference = _beside(table, row)
     peers = next(rows for rows in table.roles if row in rows)
-    if len(peers) > 1:
-        difference = beside_peers(compute[peers])[int(np.flatnonzero(peers == row)[0])]
-    else:
-        difference = compute[row]
     inside = difference[start:stop]
     outside = np.concatenate((difference[:start], difference[stop:]))
     outside = outside[np.isfinite(outside)]

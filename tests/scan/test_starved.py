@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mt_megatron.scan.diagnose_own_work import slow_ranks
+from mt_megatron.scan.diagnose_quota import short_of_quota
 from mt_megatron.scan.diagnose_stages import slow_stages
 from mt_megatron.scan.diagnose_waits import slow_checkpoints, slow_data
 from mt_megatron.scan.exchanges import Rows, Samples
@@ -161,3 +162,14 @@ def test_steps_that_are_left_out_are_in_no_unit() -> None:
         assert iteration.tolist() == [*range(1, 5), *range(11, 30)]
     assert len(unit.rows.time) == 23 and unit.samples.exit.shape == (23, 2)
     assert leaving_out([edge()], [(1, 40)]) == []
+
+
+def test_short_stops_by_a_quota_are_told_where_own_work_follows_them() -> None:
+    rng = np.random.default_rng(3)
+    for follows in (True, False):
+        run = table(dp=4, steps=60, deviation=0.01)
+        stopped = MS * rng.uniform(0.0, 5.0, 60)
+        run.columns["throttled_ns"][1] = stopped
+        run.columns["compute"][1] += stopped if follows else rng.permutation(stopped)
+        found = short_of_quota(run)
+        assert [(each.cause, each.ranks) for each in found] == [("host_contention", (1,))] * follows
