@@ -95,7 +95,12 @@ def optimizer_document(
     master: bool,
 ) -> Any:
     """The entry ``optimizer`` of a rank's file for the parameters of ``chunks``; ``state`` has as many chunks
-    of each kind, with the same names. The groups come as upstream meets them."""
+    of each kind, with the same names.
+
+    What has weight decay comes first, as with ``patches/param_groups.py``. Upstream alone begins with what it
+    meets first, which differs on later pipeline stages of local layers: there it refuses groups of other
+    sizes. A stage without experts has an optimizer for them (``patches/expert_optimizer.py``).
+    """
     parameters = dict(_parameters(chunks))
     optimizers = []
     for experts in (False, True) if spread else (None,):
@@ -111,9 +116,8 @@ def optimizer_document(
                 f"the source's optimizer has no parameter group for {missing}: Megatron-Core's has. Leave "
                 "--with-optimizer out to take the weights alone"
             )
-        if not members:
-            continue  # A stage without experts.
-        optimizers.append(_one(run, members, settings, state, master=master))
+        ordered = {each: members.get(each, []) for each in settings if each in members or experts}
+        optimizers.append(_one(run, ordered, settings, state, master=master))
     return optimizers[0] if len(optimizers) == 1 else optimizers
 
 
@@ -128,6 +132,8 @@ def _one(
     groups, tensors, masters, number = [], {}, [], 0
     for signature, places in members.items():
         groups.append({**settings[signature], "params": list(range(number, number + len(places)))})
+        if not places:
+            groups[-1]["step"] = run.step
         for chunk, name in places:
             tensors[number] = {
                 "step": torch.tensor(run.step, dtype=torch.float32),

@@ -13,11 +13,12 @@ EXPERTS = (
     "--moe-router-load-balancing-type none"
 )
 LATENT = (
-    "--family deepseek --multi-latent-attention --qk-layernorm --q-lora-rank 16 --kv-lora-rank 16 "
-    "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --num-moe-experts 4 --moe-router-topk 2 "
-    "--moe-ffn-hidden-size 16 --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 "
+    "--family deepseek --multi-latent-attention --qk-layernorm --num-query-groups 4 --q-lora-rank 16 "
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --num-moe-experts 4 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-layer-freq [0,1,1,1] "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --mtp-num-layers 1"
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --mtp-num-layers 1 "
+    "--moe-shared-expert-intermediate-size 16"
 )
 ODD = "--vocab-size 4333"
 TP2, PP2, EP2 = (f"--{name}-model-parallel-size 2" for name in ("tensor", "pipeline", "expert"))

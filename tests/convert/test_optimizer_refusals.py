@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mt_megatron.convert import dist_reader
+from mt_megatron.convert.dist_metadata import StoredObject, read_metadata
 from mt_megatron.convert.inputs import open_megatron
 from mt_megatron.convert.run_state import RunState, common_entry
 from mt_megatron.convert.state_names import kind_of, state_name
@@ -166,6 +168,19 @@ def test_a_file_of_flat_buffers_is_enough(weights: Path, tmp_path: Path) -> None
         convert(source, tmp_path / "dist")
     converted(source, tmp_path / "weights", "torch_dist", *VOCABULARY, progress=progress)
     assert any("left behind" in line and "flat buffers" in line for line in progress.lines)
+
+
+@pytest.mark.parametrize("kind", ["param_state", "gbuf_idx_0.dtype_x.bucket_idx_0.exp_avg"])
+def test_flat_buffers_of_a_distributed_checkpoint_are_refused(
+    weights: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted(weights, tmp_path / "dist", "torch_dist", *VOCABULARY)
+    contents = read_metadata(tmp_path / "dist" / "iter_0000001")
+    place = StoredObject(file="__0_0.distcp", offset=0, length=1)
+    contents.objects[f"optimizer.distributed.dp_group_idx_0.{kind}"] = place
+    monkeypatch.setattr(dist_reader, "read_metadata", lambda folder: contents)
+    with pytest.raises(CheckpointError, match="flat buffers .* --ckpt-fully-parallel-save"):
+        convert(tmp_path / "dist", tmp_path / "other")
 
 
 def test_what_has_no_place_for_it_is_refused(weights: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from mt_megatron.training.arguments import load_config
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build, family_of
 from mt_megatron.training.step import Shape, forward_backward, make_forward_step
+from tests.parity.exact import in_fp64
 
 BATCH = 2
 Drawn = dict[str, Any]
@@ -136,7 +137,8 @@ def _compare(
     narrow = _forward_backward(theirs, batch)
     # What is compared with is exact: in fp32 its own rounding reaches the bound for the odd shape.
     theirs = theirs.double()
-    exact = _forward_backward(theirs, batch)
+    with in_fp64():
+        exact = _forward_backward(theirs, batch)
     their_logits, their_loss = exact["logits"], exact["loss"]
 
     with joined(config, mt_megatron.backend()) as job:
