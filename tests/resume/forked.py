@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 STEP, POINT = b"s", b"p"
-_LIMIT_SECONDS = 120.0
+_LIMIT_SECONDS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
