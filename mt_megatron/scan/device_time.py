@@ -28,7 +28,7 @@ from mt_megatron.seams import events
 
 logger = logging.getLogger("mt_megatron")
 
-TIMED: Mapping[Level, frozenset[str]] = {
+TIMED: Mapping[Level, frozenset[events.EventName]] = {
     "off": frozenset(),
     "base": frozenset({"collective", "p2p", "forward", "backward", "optimizer"}),
     "full": frozenset({"collective", "p2p", "forward", "backward", "optimizer", "layer", "module"}),
@@ -37,7 +37,7 @@ TIMED: Mapping[Level, frozenset[str]] = {
 }
 """Events whose device time is taken, by level."""
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.1
 _ANCHOR_SECONDS = 1.0
 _OPEN_AFTER_NS = 500_000_000
 _MOST_HELD = 100_000
@@ -87,7 +87,7 @@ class DeviceTime:
         self._note = note
         self._clock = DeviceClock(backend)
         self._index = backend.current_device()
-        self._timed: frozenset[str] = frozenset()
+        self._timed: frozenset[events.EventName] = frozenset()
         self._local = threading.local()
         self._early_ns = 0
         self._stop_hearing: Callable[[], None] | None = None
@@ -105,11 +105,11 @@ class DeviceTime:
     def set_level(self, level: Level) -> None:
         """Time what ``level`` asks for; between two steps."""
         self._timed = TIMED[level] if self._thread is not None and self.failed is None else frozenset()
-        if self._timed and self._stop_hearing is None:
-            self._stop_hearing = events.subscribe(self._hear)
-        elif not self._timed and self._stop_hearing is not None:
+        if self._stop_hearing is not None:
             self._stop_hearing()
             self._stop_hearing = None
+        if self._timed:
+            self._stop_hearing = events.subscribe(self._hear, self._timed)
 
     def stop(self, patience: float = 2.0) -> None:
         """Time nothing more, and write what is held; what the device has not passed by then as open."""

@@ -62,7 +62,7 @@ class KernelWindows:
     def start(self) -> None:
         """Open a window."""
         if self._stop_hearing is None and self.failed is None:
-            self._stop_hearing = events.subscribe(self._hear)
+            self._stop_hearing = events.subscribe(self._hear, {"step"})
             self._guarded(self._open)
 
     def stop(self) -> None:
@@ -80,7 +80,7 @@ class KernelWindows:
         self._converting = []
 
     def _hear(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
-        if name == "step" and phase == "begin":
+        if phase == "begin":
             self._iteration = int(attrs.get("iteration", self._iteration + 1))
             self._steps.append((time.perf_counter_ns(), self._iteration))
             if self._profile is not None and self._first == 0:

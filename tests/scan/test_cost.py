@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> Any:
     import scan_cost
 
     yield scan_cost
-    for name in ("scan_cost", "scan_event_cost", "recording"):
+    for name in ("scan_cost", "scan_cost_held", "scan_event_cost", "recording"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -65,3 +67,37 @@ def test_the_verdict(cost: Any, control: float, base: float, high: float, said: 
     verdicts = cost.verdicts(found)
     assert verdicts["base"] == said
     assert verdicts["full"] == (said if said.startswith("inconclusive") else "met")
+
+
+def test_the_background_stands_still_while_it_is_held(cost: Any) -> None:
+    from scan_cost_held import TracedTime
+
+    clock = TracedTime()
+    beats: list[tuple[int, int]] = []
+    thread = threading.Thread(target=lambda: beats.extend(clock.rest() for _ in range(2)), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert not beats, "it is not open yet"
+    clock.open(at=50_000_000)
+    clock.close()
+    left = 200_000_000 - clock._at
+    time.sleep(0.3)
+    assert not beats, "a quarter of the time until the first beat has passed"
+    before = time.perf_counter_ns()
+    clock.open()
+    after = time.perf_counter_ns()
+    thread.join(60)
+    (planned, woke), (second, _) = beats
+    assert before + left <= planned <= after + left and planned <= woke
+    assert second > planned
+
+
+def test_a_beat_comes_at_the_time_that_the_ranks_agreed_on(cost: Any) -> None:
+    from scan_cost_held import TracedTime
+
+    clock = TracedTime()
+    before = time.perf_counter_ns()
+    clock.open(at=10_270_000_000)
+    after = time.perf_counter_ns()
+    planned, woke = clock.rest()
+    assert before + 130e6 <= planned <= after + 130e6 and planned <= woke
