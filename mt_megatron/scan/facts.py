@@ -53,7 +53,7 @@ class HostFacts:
         self._collector = GcPauses()
         self._stopped = threading.Event()
         self._ran = 0
-        self._waited = 0
+        self._waited: int | None = None
 
     def start(self) -> None:
         """Hear of garbage collections, read telemetry."""
@@ -86,6 +86,8 @@ class HostFacts:
         It stood still when the calling thread was late although the process did not run and the thread
         did not wait for a processor: in a stopped process both counts rest.
         """
+        if self._waited is None:
+            self._waited = self._run_queue.own_wait_ns() or 0
         now = time.process_time_ns()
         ran, self._ran = now - self._ran, now
         late = woke - planned
@@ -97,7 +99,8 @@ class HostFacts:
 
     def sample(self) -> list[tuple[str, float]]:
         """Names and values now."""
-        self._waited = self._run_queue.own_wait_ns() or 0
+        if self._waited is not None:
+            self._waited = self._run_queue.own_wait_ns() or 0
         usage = resource.getrusage(resource.RUSAGE_SELF)
         found: list[tuple[str, float | None]] = [
             ("process_cpu_ns", time.process_time_ns()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class RunQueue:
         self._total = 0
         self._choose_at = 0.0
         self._own: int | None = None
+        self._own_thread = 0
         self.known = os.path.exists(f"{tasks}/{os.getpid()}/schedstat") or tasks != _TASKS
         """Whether this system counts it."""
 
@@ -53,10 +55,14 @@ class RunQueue:
         return self._total
 
     def own_wait_ns(self) -> int | None:
-        """What the calling thread waited since it began; always the same thread must ask."""
-        if self._own is None and self.known:
+        """What the calling thread waited since it began."""
+        if self._own_thread != threading.get_ident() and self.known:
+            if self._own is not None:
+                os.close(self._own)
+                self._own = None
             with contextlib.suppress(OSError):
                 self._own = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                self._own_thread = threading.get_ident()
         found = None if self._own is None else _schedstat(self._own)
         return None if found is None else found[1]
 
@@ -67,6 +73,7 @@ class RunQueue:
         if self._own is not None:
             os.close(self._own)
             self._own = None
+            self._own_thread = 0
 
     def _choose(self) -> None:
         """Follow those that ran most since the last choice."""

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -167,10 +168,34 @@ def test_standing_still_is_told_from_being_busy(
     now = {"ran": 1_000, "waited": 2_000}
     monkeypatch.setattr(time, "process_time_ns", lambda: now["ran"])
     monkeypatch.setattr(facts._run_queue, "own_wait_ns", lambda: now["waited"])
-    facts.sample()
     facts.pause(0, 0)
+    facts.sample()
     now = {"ran": 1_000 + ran, "waited": 2_000 + waited}
     assert facts.pause(5, 5 + late) == found
+
+
+@pytest.mark.skipif(not RunQueue().known, reason="this kernel has no schedstat")
+def test_each_thread_learns_what_it_waited_itself() -> None:
+    queue, found = RunQueue(), []
+    queue.own_wait_ns()
+    with open("/proc/thread-self/schedstat") as file:
+        mine = int(file.read().split()[1])
+
+    def ask() -> None:
+        with open("/proc/thread-self/schedstat") as file:
+            before = int(file.read().split()[1])
+        asked = queue.own_wait_ns()
+        with open("/proc/thread-self/schedstat") as file:
+            found.append((before, asked, int(file.read().split()[1])))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    ((before, asked, after),) = found
+    assert before <= asked <= after
+    again = queue.own_wait_ns()
+    assert again is not None and again >= mine
+    queue.close()
 
 
 @pytest.mark.skipif(not RunQueue().known, reason="this kernel has no schedstat")
