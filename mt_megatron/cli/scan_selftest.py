@@ -25,6 +25,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, cpu, cuda or musa")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="D", help="try the disk here (.)")
+    parser.add_argument(
+        "--size", type=int, metavar="N", help="side of the matrices (384 on a host, 4096 on a device)"
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures to this file too")
     parser.set_defaults(func=run)
     return parser
@@ -36,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--folder is {args.folder}; expected a folder that exists here")
     if args.json is not None and not args.json.resolve().parent.is_dir():
         raise ConfigError(f"--json is {args.json}; expected a file in a folder that exists")
+    if args.size is not None and args.size < 1:
+        raise ConfigError(f"--size is {args.size}; expected at least 1")
     from mt_megatron.backends import registry
     from mt_megatron.backends.collectives import (
         let_group_threads_rest,
@@ -43,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         prepare_environment,
         single_node,
     )
+    from mt_megatron.scan.measures import Measures
     from mt_megatron.scan.selftest import selftest
 
     backend, _ = registry.select(args.backend)
@@ -50,14 +56,16 @@ def run(args: argparse.Namespace) -> int:
     rank = int(os.environ.get("RANK", "0"))
     backend.set_device(local_device(backend))
     if world_size == 1:
-        found = selftest(backend, rank=0, world_size=1, folder=args.folder)
+        measures = Measures(backend, size=args.size)
+        found = selftest(backend, rank=0, world_size=1, folder=args.folder, measures=measures)
     else:
         import torch.distributed as dist
 
         prepare_environment(backend, nodes=1 if single_node() else 2)
         dist.init_process_group(backend.collective)
         try:
-            found = selftest(backend, rank=rank, world_size=world_size, folder=args.folder)
+            measures = Measures(backend, size=args.size)
+            found = selftest(backend, rank=rank, world_size=world_size, folder=args.folder, measures=measures)
         finally:
             let_group_threads_rest()
             dist.destroy_process_group()

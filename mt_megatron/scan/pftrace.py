@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from .chrome import Arrow, arrows_of
+from .chrome import Arrow, arrow_number, arrows_of
 from .export import Exported, rank_title, whole_file
 from .protobuf import blob, double, fixed64, integer, text
 from .rank_stream import EVERYTHING, Piece, Selection, pieces
@@ -189,6 +189,5 @@ def _arguments(piece: Piece) -> Iterator[bytes]:
 
 
 def _flow(arrow: Arrow) -> bytes:
-    """Both ends of an arrow carry one number, made of what both know."""
-    source, target, number = arrow
-    return fixed64(_FLOWS, (source & 0xFFFF) << 48 | (target & 0xFFFF) << 32 | number)
+    """Both ends of an arrow carry one number."""
+    return fixed64(_FLOWS, arrow_number(arrow))

@@ -23,7 +23,7 @@ from mt_megatron.seams.layout import RankLayout
 from tests.layers.router_ranks import config_of, layout
 
 
-class _Slow(Measures):
+class Slow(Measures):
     """Rank 1 computes everything six times; between ranks 0 and 2 lies a wait."""
 
     def products(self, count: int) -> float:
@@ -49,7 +49,7 @@ def measured() -> dict[str, Any]:
         import mt_megatron
 
         backend, rank, world = mt_megatron.backend(), dist.get_rank(), dist.get_world_size()
-        measures = _Slow(backend, size=128)
+        measures = Slow(backend, size=128)
         for what, ranks in (("compute", (1,)), ("compute", (0,)), ("link", (0, 2)), ("link", (0, 1))):
             name = " ".join(map(str, (what, *ranks)))
             request = Request(identity=name, what=what, ranks=ranks)  # type: ignore[arg-type]
