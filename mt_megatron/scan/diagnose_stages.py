@@ -29,6 +29,9 @@ LEAST_BESIDE = log(1.07)
 LEAST_BESIDE_STAGES = log(1.12)
 """The same for whole stages: they are alike only roughly."""
 
+CERTAIN_BESIDE_STAGES = log(1.35)
+"""An embedding, or a layer more, may make as much of a difference: below this no cause is named."""
+
 _BASELINE_SHARE = 0.2
 
 Beside = Literal["past", "layers", "stages"]
@@ -144,7 +147,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
         trust = 0.7
     else:
         said = f"own work of stage {stage} takes {more} more than the median of the others but the last"
-        trust = 0.6
+        trust = 0.6 if raised.level >= CERTAIN_BESIDE_STAGES else 0.48
     hosts = {table.places[rank].host for rank in ranks}
     return Finding(
         cause=cause,

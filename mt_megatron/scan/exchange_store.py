@@ -82,7 +82,9 @@ class ExchangeStore:
         for (name, ranks, is_edge), parts in self._rows.items():
             if not parts:
                 continue
-            samples = None if is_edge else _joined_samples(self._samples.get((name, ranks), []))
+            rows = _joined_rows(parts)
+            kept = None if is_edge else _joined_samples(self._samples.get((name, ranks), []))
+            samples = [] if kept is None else _by_label(kept, rows)
             nodes = {self._places[rank].node for rank in ranks if rank in self._places}
             found.append(
                 Unit(
@@ -90,8 +92,9 @@ class ExchangeStore:
                     ranks=ranks,
                     is_edge=is_edge,
                     crosses=len(nodes) > 1,
-                    rows=_joined_rows(parts),
-                    samples=samples,
+                    rows=rows,
+                    samples=samples[0] if samples else None,
+                    others=tuple(samples[1:2]),
                     clock_error=self._clock_error(ranks),
                 )
             )
@@ -124,6 +127,13 @@ def _joined_rows(parts: list[Rows]) -> Rows:
         count=np.concatenate([part.count for part in parts]),
         time=np.concatenate([part.time for part in parts]),
     )
+
+
+def _by_label(samples: Samples, rows: Rows) -> list[Samples]:
+    """``samples`` of each label by itself, that first which takes most time in all."""
+    total = np.bincount(rows.label, weights=rows.time * rows.count)
+    labels = sorted(np.unique(samples.label).tolist(), key=lambda each: -float(total[each]))
+    return [samples.take(samples.label == each) for each in labels]
 
 
 def _joined_samples(parts: list[Samples]) -> Samples | None:

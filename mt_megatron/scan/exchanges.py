@@ -18,7 +18,7 @@ _STRIDE = 1 << 20
 """More than the operations of one group in one step."""
 
 SAMPLES_PER_STEP = 6
-"""Operations per step of a group of more than two of which every member's times are kept."""
+"""Operations per step and label of a group of more than two of which every member's times are kept."""
 
 Label = tuple[str, int]
 """What makes two operations comparable: the name, and the size in half octaves (-1: unknown)."""
@@ -90,6 +90,15 @@ class Samples:
 
     exit: NDArray[np.float32]
     """[samples, members]; NaN where a member did not wait."""
+
+    def take(self, rows: NDArray[np.bool_]) -> Samples:
+        """Those ``rows``."""
+        return Samples(
+            iteration=self.iteration[rows],
+            label=self.label[rows],
+            arrival=self.arrival[rows],
+            exit=self.exit[rows],
+        )
 
 
 @dataclass
@@ -167,7 +176,7 @@ def group_rows(
     rows = _rows(iteration[known], label[known], seen[known])
     kept = None
     if samples and len(begins):
-        chosen = _spread_out(iteration, label, seen, known)
+        chosen = _spread_out(iteration, label, seen, known, [name for name, _ in labels.names()])
         kept = Samples(
             iteration=iteration[chosen],
             label=label[chosen],
@@ -241,13 +250,25 @@ def _rows(iteration: NDArray[np.int64], label: NDArray[np.int64], seen: Floats) 
 
 
 def _spread_out(
-    iteration: NDArray[np.int64], label: NDArray[np.int64], seen: Floats, known: NDArray[np.bool_]
+    iteration: NDArray[np.int64],
+    label: NDArray[np.int64],
+    seen: Floats,
+    known: NDArray[np.bool_],
+    names: Sequence[str],
 ) -> NDArray[np.int64]:
-    """A few operations per step of the label that takes most time in all."""
+    """A few operations per step of the label that takes most time in all, and of the one of another name
+    that does: what does not show in the one may show in the other."""
     if not known.any():
         return np.empty(0, dtype=np.int64)
     total = np.bincount(label[known], weights=seen[known])
-    rows = np.flatnonzero(known & (label == int(np.argmax(total))))
+    first = int(np.argmax(total))
+    others = [each for each in np.flatnonzero(total).tolist() if names[each] != names[first]]
+    second = [max(others, key=lambda each: float(total[each]))] if others else []
+    parts = [_few_per_step(iteration, np.flatnonzero(known & (label == each))) for each in (first, *second)]
+    return np.sort(np.concatenate(parts))
+
+
+def _few_per_step(iteration: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     steps = iteration[rows]
     first = np.concatenate(([True], steps[1:] != steps[:-1]))
     starts = np.flatnonzero(first)

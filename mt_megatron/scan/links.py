@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .exchanges import Label, Samples
+from .exchanges import Label
 from .findings import Cause, Finding
-from .ring_patterns import fit_pairs, fit_ring
-from .slow_rings import crossing_hops, node_borders, node_of
+from .link_views import NODE_SHARE, Pair, View, borders_of, cost_of, crosses
+from .slow_rings import node_of
 from .slow_units import LEAST_LOSS, SlowUnit, Unit
 from .step_table import StepTable
 from .trace import Place
-
-NODE_SHARE = 0.7
-"""Of the units that cross a node's border, so many must be slow to blame its border."""
+from .where_slow import WhereSlow
 
 MOST_FITS = 24
-
-LEAST_SPREAD = 0.12
-"""Of what a ring loses by one slow hop, its members' exits differ by this at least."""
-
-Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +34,17 @@ def slow_links(
     # Of very many alike the costliest tell enough: each fit takes a tenth of a second.
     costly = sorted(slow, key=lambda each: -each.lost_ns)[:MOST_FITS]
     fitted = {id(each) for each in costly}
-    views = [_View(each, labels, table.places, fit=id(each) in fitted) for each in slow]
+    where = WhereSlow(judged, labels, table.places)
+    unsound = {id(each.unit) for each in slow}
+    views = []
+    for each in slow:
+        view = View(each, table.places)
+        if view.pair is None and id(each) in fitted:
+            view.fit(labels, where, unsound, borders_of(each.unit, judged, unsound, table))
+        views.append(view)
+    pairs_known = [view.pair for view in views if view.pair is not None]
+    for view in views:
+        view.inherits(pairs_known)
     blames: list[_Blame] = []
     while (node := _node(views, judged, table)) is not None:
         # Rings across that border whose pattern told nothing are explained as well.
@@ -60,18 +63,20 @@ def slow_links(
     pairs = _pairs(views)
     blames += pairs
     explained = {id(unit) for blame in pairs for unit in blame.units}
-    blames += _groups([each.slow for each in views if id(each.slow) not in explained], bool(blames))
+    rest = [each.slow for each in views if id(each.slow) not in explained and each.slow.pair is None]
+    unclear = {id(each.slow) for each in views if each.unclear}
+    blames += _groups(rest, judged, unclear, bool(blames))
     return [_finding(blame, table) for blame in blames]
 
 
-def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _Blame | None:
+def _node(views: Sequence[View], judged: Sequence[Unit], table: StepTable) -> _Blame | None:
     """The node whose border most slow units cross, if most that cross it are slow."""
     places = table.places
     nodes = sorted({node_of(places, rank) for unit in judged for rank in unit.ranks})
     if len(nodes) < 2 or not views:
         return None
     ratio = sorted(each.slow.ratio for each in views)[len(views) // 2]
-    found: list[tuple[tuple[int, float], str, list[_View]]] = []
+    found: list[tuple[tuple[int, float], str, list[View]]] = []
     for node in nodes:
         here = [each for each in views if node in each.nodes]
         different = {_identity(each.slow.unit) for each in here}
@@ -80,8 +85,8 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
         crossing = different | {
             _identity(unit)
             for unit in judged
-            if _crosses(unit, node, places)
-            and _cost(unit, table) * (1.0 - 1.0 / ratio) > 2 * LEAST_LOSS * table.step_ns
+            if crosses(unit, node, places)
+            and cost_of(unit, table) * (1.0 - 1.0 / ratio) > 2 * LEAST_LOSS * table.step_ns
         }
         if len(different) < (1 if told else 2) or len(different) < NODE_SHARE * len(crossing):
             continue
@@ -113,80 +118,8 @@ def _node(views: Sequence[_View], judged: Sequence[Unit], table: StepTable) -> _
     )
 
 
-class _View:
-    """A slow unit, and what the pattern of its exits says of where it is slow."""
-
-    def __init__(
-        self, slow: SlowUnit, labels: Sequence[Label], places: Mapping[int, Place], *, fit: bool
-    ) -> None:
-        self.slow = slow
-        self.pair: Pair | None = None
-        self.border: str | None = None
-        self.sentence = ""
-        self.trust = 1.0
-        ranks = slow.unit.ranks
-        if len(ranks) == 2:
-            self.pair = _pair(*ranks)
-        elif fit:
-            self._fit(labels, places)
-        concerned = ranks if self.pair is None else self.pair
-        crossed = {node_of(places, rank) for rank in concerned}
-        self.nodes = {self.border} if self.border is not None else crossed if len(crossed) > 1 else set()
-        """Nodes whose border may be the slow place."""
-
-    def _fit(self, labels: Sequence[Label], places: Mapping[int, Place]) -> None:
-        unit = self.slow.unit
-        if unit.samples is None or unit.clock_error > 0.3 * self.slow.extra_ns:
-            return
-        samples = _during(unit.samples, self.slow)
-        if not len(samples.iteration):
-            return
-        ranks = unit.ranks
-        op = labels[int(samples.label[0])][0]
-        if "all_to_all" in op:
-            found = fit_pairs(samples, self.slow.healthy_ns)
-            if found is not None:
-                self.pair, self.trust = _pair(ranks[found[0]], ranks[found[1]]), 0.9
-                self.sentence = f"only these two leave the {op} of {unit.name} late"
-            return
-        borders = node_borders(ranks, places)
-        share = self.slow.extra_ns / (self.slow.extra_ns + self.slow.healthy_ns)
-        fit = fit_ring(
-            samples,
-            labels,
-            self.slow.healthy_ns,
-            list(borders),
-            least_amplitude=LEAST_SPREAD * share,
-            crossing=crossing_hops(ranks, places),
-        )
-        if fit is None or not fit.accepted:
-            return
-        if fit.hops in borders:
-            self.border = borders[fit.hops]
-            return
-        sender = ranks[fit.hops[0]]
-        receiver = ranks[(fit.hops[0] + 1) % len(ranks)]
-        self.pair, self.trust = _pair(sender, receiver), 0.97
-        self.sentence = (
-            f"the times at which the members leave the {op} of {unit.name} fit a slow hop from rank {sender} "
-            f"to rank {receiver} ({100 * fit.explained:.0f} % of the pattern; the error of the next best hop "
-            f"is {1.0 / max(fit.against_second, 1e-3):.0f} times as large)"
-        )
-
-
-def _cost(unit: Unit, table: StepTable) -> float:
-    """ns per step that its operations take."""
-    inside = (unit.rows.iteration >= table.iteration[0]) & (unit.rows.iteration <= table.iteration[-1])
-    return float((unit.rows.time[inside] * unit.rows.count[inside]).sum()) / len(table.iteration)
-
-
 def _host(places: Mapping[int, Place], node: str) -> str:
     return node.partition("/")[2] or f"node {node.partition('/')[0]}"
-
-
-def _crosses(unit: Unit, node: str, places: Mapping[int, Place]) -> bool:
-    inside = [node_of(places, rank) == node for rank in unit.ranks]
-    return any(inside) and not all(inside)
 
 
 def _identity(unit: Unit) -> tuple[int, ...]:
@@ -194,7 +127,7 @@ def _identity(unit: Unit) -> tuple[int, ...]:
     return tuple(sorted(unit.ranks))
 
 
-def _one_pair(views: Sequence[_View]) -> bool:
+def _one_pair(views: Sequence[View]) -> bool:
     """Whether one pair of ranks is part of all of them, and the only one that is."""
     common = set(views[0].slow.unit.ranks)
     for each in views[1:]:
@@ -202,9 +135,9 @@ def _one_pair(views: Sequence[_View]) -> bool:
     return len(common) >= 2 and any(each.pair is not None for each in views)
 
 
-def _pairs(views: Sequence[_View]) -> list[_Blame]:
+def _pairs(views: Sequence[View]) -> list[_Blame]:
     """Links, each with everything slow that it is part of."""
-    blamed: dict[Pair, list[_View]] = {}
+    blamed: dict[Pair, list[View]] = {}
     # What is only two ranks is sure; larger groups may only inherit from it.
     for view in sorted(views, key=lambda each: len(each.slow.unit.ranks)):
         ranks = set(view.slow.unit.ranks)
@@ -233,32 +166,43 @@ def _pairs(views: Sequence[_View]) -> list[_Blame]:
     ]
 
 
-def _pair(one: int, other: int) -> Pair:
-    return (one, other) if one < other else (other, one)
-
-
-def _during(samples: Samples, each: SlowUnit) -> Samples:
-    chosen = (samples.iteration >= each.first_step) & (samples.iteration <= each.last_step)
-    return Samples(
-        iteration=samples.iteration[chosen],
-        label=samples.label[chosen],
-        arrival=samples.arrival[chosen],
-        exit=samples.exit[chosen],
-    )
-
-
-def _groups(rest: Sequence[SlowUnit], others_blamed: bool) -> list[_Blame]:
-    """Groups that nothing smaller explains; the widest inherit from what is inside them."""
+def _groups(
+    rest: Sequence[SlowUnit], judged: Sequence[Unit], unclear: Collection[int], others_blamed: bool
+) -> list[_Blame]:
+    """Groups that nothing smaller explains. What is inside another is its cause, unless all that is inside is
+    slow: then the larger group is the one thing that explains them. ``unclear``: ``id`` of those in which a
+    place may be slow that their exits do not tell: of these no cause is sure."""
     by_ranks: dict[tuple[int, ...], list[SlowUnit]] = {}
     for each in rest:
         by_ranks.setdefault(_identity(each.unit), []).append(each)
+    known = {_identity(unit): unit.name for unit in judged}
+    whole = [ranks for ranks in by_ranks if _made_of_slow(ranks, set(by_ranks), known)]
     found = []
     for ranks, units in by_ranks.items():
-        inside = any(set(other) < set(ranks) for other in by_ranks if other != ranks)
-        if inside or (others_blamed and units[0].unit.name == "world"):
+        inside = [other for other in by_ranks if set(other) < set(ranks)]
+        if (inside and ranks not in whole) or any(set(ranks) < set(other) for other in whole):
             continue
-        found.append(_Blame(cause="slow_group", ranks=ranks, host=None, units=tuple(units), trust=0.8))
+        if others_blamed and units[0].unit.name == "world":
+            continue
+        sure = ranks in whole or not all(id(each) in unclear for each in units)
+        trust = 0.8 if sure else 0.48
+        more = [each for other in inside for each in by_ranks[other]]
+        found.append(_Blame(cause="slow_group", ranks=ranks, host=None, units=(*units, *more), trust=trust))
     return found
+
+
+def _made_of_slow(
+    ranks: tuple[int, ...], slow: Collection[tuple[int, ...]], known: Mapping[tuple[int, ...], str]
+) -> bool:
+    """Whether several groups of one kind lie inside, make up all of it, and all are slow."""
+    kinds: dict[str, list[tuple[int, ...]]] = {}
+    for other, name in known.items():
+        if set(other) < set(ranks):
+            kinds.setdefault(name, []).append(other)
+    return any(
+        len(parts) > 1 and all(part in slow for part in parts) and set().union(*map(set, parts)) == set(ranks)
+        for parts in kinds.values()
+    )
 
 
 def _everywhere(slow: Sequence[SlowUnit]) -> list[_Blame]:
@@ -280,7 +224,8 @@ def _everywhere(slow: Sequence[SlowUnit]) -> list[_Blame]:
 
 
 def _finding(blame: _Blame, table: StepTable) -> Finding:
-    worst = max(blame.units, key=lambda each: each.lost_ns)
+    same = [each for each in blame.units if _identity(each.unit) == blame.ranks]
+    worst = max(same or blame.units, key=lambda each: each.lost_ns)
     first = min(each.first_step for each in blame.units)
     last = max(each.last_step for each in blame.units)
     sure = max(each.raised.confidence for each in blame.units)

@@ -35,12 +35,13 @@ _INSIDE = (0.2, 1.0)
 
 _PARTS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93)
 
-Way = Literal["rendezvous", "sending", "busy", "eager", "late"]
-WAYS: tuple[Way, ...] = ("rendezvous", "sending", "busy", "eager", "late")
+Way = Literal["rendezvous", "posted", "sending", "busy", "eager", "late"]
+WAYS: tuple[Way, ...] = ("rendezvous", "posted", "sending", "busy", "eager", "late")
 """``rendezvous``: a transfer begins when both are ready and ends for both at once. ``sending``: it begins
-when the sender is ready and holds it until it is over. ``busy``: the sender goes on, but the hop takes the
-next message only when it has delivered the last. ``eager``: the sender never waits, the receiver takes its
-time for each message. ``late``: messages overlap and only travel longer."""
+when the sender is ready and holds it until it is over; ``posted``: the same, but nothing is sent before the
+receiver has come. ``busy``: the sender goes on, but the hop takes the next message only when it has
+delivered the last. ``eager``: the sender never waits, the receiver takes its time for each message. ``late``:
+messages overlap and only travel longer, and nothing is sent before the receiver has come."""
 
 Hops = tuple[int, ...]
 """Positions of the senders of the slow hops in the ring."""
@@ -74,25 +75,28 @@ def rounds(op: str, members: int, *, sharded: bool = False) -> int:
 def ring_exits(arrival: Floats, hop: Floats | float, extra: Floats, number: int, way: Way) -> Floats:
     """Times of exit [..., members] of a ring of ``number`` rounds.
 
-    ``arrival`` [..., members]; ``hop``: ns of a healthy hop; ``extra`` [..., members]: what the hop *to* each
-    member takes more. Leading dimensions are broadcast.
+    ``arrival`` [..., members]; ``hop``: ns of a healthy hop, or of that *to* each member; ``extra`` [...,
+    members]: what the hop *to* each member takes more. Leading dimensions are broadcast.
     """
     at: Floats = arrival + 0.0 * (hop + extra)
-    free = np.full(at.shape, -np.inf)
+    hop = np.broadcast_to(np.asarray(hop, dtype=np.float64), at.shape)
+    whole, members = hop + extra, at.shape[-1]
+    after, before = np.arange(1, members + 1) % members, np.arange(-1, members - 1)
+    free = at.copy() if way in ("posted", "late") else np.full(at.shape, -np.inf)
     for _ in range(number):
-        before = np.roll(at, 1, axis=-1)
-        if way == "late":
-            at = np.maximum(at + hop, before + hop + extra)
-        elif way == "eager":
-            at = np.maximum(at, before) + hop + extra
+        come = at.take(before, axis=-1)
+        if way == "eager":
+            at = np.maximum(at, come) + whole
         elif way == "rendezvous":
-            received = np.maximum(at, before) + hop + extra
-            at = np.maximum(received, np.roll(received, -1, axis=-1))
+            received = np.maximum(at, come) + whole
+            at = np.maximum(received, received.take(after, axis=-1))
         else:
-            start = np.maximum(before, free)
-            free = start + hop + extra
-            sent = np.roll(free, -1, axis=-1) if way == "sending" else np.roll(start, -1, axis=-1) + hop
-            at = np.maximum(np.maximum(at + hop, free), sent)
+            start = np.maximum(come, free)
+            arrives = start + whole
+            # A message that only travels longer does not keep the next one.
+            free = start + hop if way == "late" else arrives
+            sent = arrives if way in ("posted", "sending") else start + hop
+            at = np.maximum(arrives, sent.take(after, axis=-1))
     return at
 
 

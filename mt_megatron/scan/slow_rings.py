@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .exchanges import Label, Samples
+from .hidden_links import hidden_links
 from .raised_levels import Raised
 from .ring_patterns import Hops, RingFit, fit_pairs, fit_ring
 from .slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 from .trace import Place
+from .where_slow import WhereSlow
 
 LEAST_AMPLITUDE = 0.12
 """Between the first and the last exit, in units of the whole operation."""
@@ -59,16 +61,18 @@ def slow_rings(
     labels: Sequence[Label],
     places: Mapping[int, Place],
 ) -> list[SlowUnit]:
-    """Rings in which one hop, or those across one node's border, are slow in both halves of the steps.
+    """Groups in which one link is slow unseen by their whole times, and rings in which one hop, or those
+    across one node's border, are slow in both halves of the steps.
 
     ``known``: ``id`` of the units that are known to be slow already.
     """
-    found = []
+    found = hidden_links(units, known, iteration, step_ns, WhereSlow(units, labels, places))
+    known = {*known, *(id(each.unit) for each in found)}
     for unit in units:
         if id(unit) in known or unit.samples is None or not _even(unit, places):
             continue
         inside = (unit.samples.iteration >= iteration[0]) & (unit.samples.iteration <= iteration[-1])
-        samples = _chosen(unit.samples, inside)
+        samples = unit.samples.take(inside)
         if len(samples.iteration) < 12:
             continue
         whole = float(np.nanmedian(np.nanmax(samples.exit, axis=1)))
@@ -76,7 +80,10 @@ def slow_rings(
         # What cannot cost enough need not be fitted.
         if whole * operations < LEAST_LOSS * step_ns or whole < 2 * LEAST_EXTRA_NS:
             continue
-        if "all_to_all" in labels[int(samples.label[0])][0]:
+        pair: tuple[int, int] | None = None
+        told = ""
+        op = labels[int(samples.label[0])][0]
+        if "all_to_all" in op:
             lost = _pair_loss(samples)
             if unit.clock_error > 0.3 * lost or lost < LEAST_EXTRA_NS:
                 continue
@@ -85,6 +92,12 @@ def slow_rings(
             if fit is None or unit.clock_error > 0.3 * fit.amplitude * whole:
                 continue
             lost = min(fit.lost_ns, 0.95 * whole)
+            if len(fit.hops) == 1:
+                pair = unit.ranks[fit.hops[0]], unit.ranks[(fit.hops[0] + 1) % len(unit.ranks)]
+                told = (
+                    f"the times at which the members leave the {op} of {unit.name} fit a slow hop from rank "
+                    f"{pair[0]} to rank {pair[1]} ({100 * fit.explained:.0f} % of the pattern)"
+                )
         if lost * operations < LEAST_LOSS * step_ns:
             continue
         found.append(
@@ -103,6 +116,9 @@ def slow_rings(
                 extra_ns=lost,
                 healthy_ns=whole - lost,
                 by_past=False,
+                pair=pair,
+                trust=0.97,
+                said=told,
             )
         )
     return found
@@ -120,7 +136,7 @@ def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence
     if whole is None or not _clear(whole):
         return None
     for half in (samples.iteration <= middle, samples.iteration > middle):
-        fit = fit_ring(_chosen(samples, half), labels, None, borders)
+        fit = fit_ring(samples.take(half), labels, None, borders)
         if fit is None or not _clear(fit) or not set(fit.hops) & set(whole.hops):
             return None
     return whole
@@ -132,7 +148,7 @@ def _pair_loss(samples: Samples) -> float:
     middle = int(np.median(samples.iteration))
     parts = [
         samples,
-        *(_chosen(samples, half) for half in (samples.iteration <= middle, samples.iteration > middle)),
+        *(samples.take(half) for half in (samples.iteration <= middle, samples.iteration > middle)),
     ]
     pairs, losses = set(), []
     for part in parts:
@@ -149,12 +165,3 @@ def _pair_loss(samples: Samples) -> float:
 
 def _clear(fit: RingFit) -> bool:
     return fit.accepted and fit.explained >= LEAST_EXPLAINED and fit.amplitude >= LEAST_AMPLITUDE
-
-
-def _chosen(samples: Samples, rows: NDArray[np.bool_]) -> Samples:
-    return Samples(
-        iteration=samples.iteration[rows],
-        label=samples.label[rows],
-        arrival=samples.arrival[rows],
-        exit=samples.exit[rows],
-    )

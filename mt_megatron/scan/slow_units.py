@@ -44,7 +44,11 @@ class Unit:
 
     rows: Rows
     samples: Samples | None
+    """Of the operation that takes most time."""
+
     clock_error: float
+    others: tuple[Samples, ...] = ()
+    """Of operations of another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,13 @@ class SlowUnit:
 
     everywhere: bool = False
     """Its peers became as slow at the same time."""
+
+    pair: tuple[int, int] | None = None
+    """The two ranks whose link is slow, where that is how it was found."""
+
+    trust: float = 1.0
+    said: str = ""
+    """What speaks for ``pair``."""
 
     @property
     def ratio(self) -> float:
@@ -102,6 +113,8 @@ def _of_class(
     units: Sequence[Unit], iteration: NDArray[np.int64], step_ns: float, tests: int
 ) -> list[SlowUnit]:
     labels = np.unique(np.concatenate([unit.rows.label for unit in units]))
+    # The two directions of one link are no measure for each other.
+    several = len({frozenset(unit.ranks) for unit in units}) > 1
     shape = (len(units), len(iteration))
     cost, normal, alone = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     operations = np.zeros(shape)
@@ -109,7 +122,7 @@ def _of_class(
     share = np.zeros((len(units), len(labels)))
     for column, label in enumerate(labels.tolist()):
         time, count = _matrix(units, label, iteration)
-        reference = _reference(time)
+        reference = _reference(time) if several else np.full(time.shape, np.nan)
         total = np.nan_to_num(time * count)
         paired = np.isfinite(reference) & np.isfinite(time)
         cost += np.where(paired, total, 0.0)
@@ -118,6 +131,9 @@ def _of_class(
         operations += np.nan_to_num(count)
         share[:, column] = total.sum(axis=1)
         typical[:, column] = _typical(reference, time)
+    with np.errstate(all="ignore"):
+        logs = np.log(np.where(cost > 0, cost, np.nan) / np.where(operations > 0, operations, np.nan))
+    risen = [_raised(series, True, tests) for series in logs]
     found: list[SlowUnit] = []
     for row, unit in enumerate(units):
         main = typical[row, int(np.argmax(share[row]))]
@@ -135,10 +151,9 @@ def _of_class(
         stretches = _raised(series, by_past, tests)
         everywhere = False
         if not stretches and not by_past:
-            # Like its peers, but were all of them quicker before?
-            with np.errstate(all="ignore"):
-                stretches = _raised(np.log(np.where(cost[row] > 0, cost[row], np.nan) / each), True, tests)
-            everywhere = bool(stretches)
+            # Like its peers, or nearly: but was it quicker before, and were all of them?
+            stretches = risen[row]
+            everywhere = 2 * sum(map(bool, risen)) > len(units)
         for raised in stretches:
             inside = slice(raised.start, raised.stop)
             slowed = float(np.nanmean(np.where(seen[inside] > 0, seen[inside], np.nan)))
@@ -157,7 +172,7 @@ def _of_class(
                     extra_ns=extra,
                     # Where all became slow the others do not say what is healthy.
                     healthy_ns=main * exp(-raised.level) if everywhere else main,
-                    by_past=by_past or everywhere,
+                    by_past=by_past or stretches is risen[row],
                     everywhere=everywhere,
                 )
             )
