@@ -55,9 +55,11 @@ def single(category: str, seed: int) -> Trial:
     """The trial of ``category`` (one of ``SINGLE``) with ``seed``."""
     generator = np.random.default_rng(np.random.SeedSequence([seed, *category.encode()]))
     needs, make = SINGLE[category]
-    job = _job(generator, **needs)
-    fault = make(job, generator)
-    return Trial(category=category, job=_with_steps(job, fault), faults=(fault,), seed=seed)
+    while True:
+        job = _job(generator, **needs)
+        fault = make(job, generator)
+        if quotas_bind(job, (fault,), seed):
+            return Trial(category=category, job=_with_steps(job, fault), faults=(fault,), seed=seed)
 
 
 def double(seed: int) -> Trial:
@@ -74,11 +76,24 @@ def double(seed: int) -> Trial:
         job = _job(generator, world=4)
         chosen = generator.choice(len(kinds), 2, replace=False)
         first, second = (kinds[index](job, generator) for index in chosen)
-        if not {*first.culprits(job.layout)} & {*second.culprits(job.layout)}:
-            break
-    onset = first.first
-    pair = first, replace(second, first=onset if generator.random() < 0.5 else second.first)
-    return Trial(category="two at once", job=job, faults=pair, seed=seed)
+        if {*first.culprits(job.layout)} & {*second.culprits(job.layout)}:
+            continue
+        pair = first, replace(second, first=first.first if generator.random() < 0.5 else second.first)
+        if quotas_bind(job, pair, seed):
+            return Trial(category="two at once", job=job, faults=pair, seed=seed)
+
+
+def quotas_bind(job: Job, faults: Sequence[Fault], seed: int) -> bool:
+    """Whether each quota among ``faults`` stops its rank at least once: one that is never reached changes
+    nothing in the whole run, and calling that run faulty would be a false label."""
+    limited = {fault.rank for fault in faults if fault.cause == "host_contention" and fault.mode == "quota"}
+    if not limited:
+        return True
+    engine = Engine(job, faults, seed)
+    stopped: dict[int, float] = {}
+    for _ in range(job.steps):
+        stopped = engine.step().throttled
+    return all(stopped.get(rank, 0.0) > 0 for rank in limited if rank is not None)
 
 
 def clean(seed: int, steps: int) -> Trial:
