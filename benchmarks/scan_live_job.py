@@ -45,7 +45,7 @@ class Layout:
 
     saves: bool = False
 
-    delay: float = 0.02
+    delay: float = 0.012
     """Seconds by which a slow link delays each packet: less where a step has hundreds of exchanges."""
 
     megabits: float = 4.0
@@ -66,6 +66,7 @@ LAYOUTS = {
             options="--pipeline-model-parallel-size 2 --global-batch-size 40",
             links=((0, 2), (1, 3)),
             reads=(),
+            megabits=2.5,
         ),
         Layout(
             name="dp2-tp2",
@@ -73,8 +74,8 @@ LAYOUTS = {
             "--allow-tensor-parallel-across-nodes",
             links=((0, 1), (2, 3)),
             reads=(),
-            delay=0.002,
-            megabits=40.0,
+            delay=0.001,
+            megabits=10.0,
         ),
         Layout(
             name="tp2-pp2",
@@ -82,8 +83,8 @@ LAYOUTS = {
             "--allow-tensor-parallel-across-nodes --global-batch-size 16",
             links=((0, 1), (2, 3), (0, 2), (1, 3)),
             reads=(),
-            delay=0.002,
-            megabits=40.0,
+            delay=0.001,
+            megabits=10.0,
         ),
         Layout(name="dp4", options="--global-batch-size 48", links=(), reads=(0, 1, 2, 3)),
         Layout(

@@ -68,7 +68,10 @@ class Limits:
 
     @contextlib.contextmanager
     def competitors(self, rank: int, count: int) -> Iterator[None]:
-        """So many busy processes share the rank's part of the processors."""
+        """So many busy processes share the rank's part of the processors, which becomes half as large: what
+        they take shall be the rank's, not that of the ranks on other hosts."""
+        shares = self._group("cpu", rank) / "cpu.shares"
+        shares.write_text(str(self._shares // 2))
         spinning = [
             subprocess.Popen(
                 [sys.executable, "-S", "-E", "-c", _SPIN],
@@ -82,6 +85,7 @@ class Limits:
             for process in spinning:
                 process.kill()
                 process.wait()
+            shares.write_text(str(self._shares))
 
     @contextlib.contextmanager
     def slow_reads(self, rank: int, per_second: int) -> Iterator[None]:

@@ -26,7 +26,7 @@ from mt_megatron.scan.diagnose import Diagnoser, read_part  # noqa: E402
 from mt_megatron.scan.findings import Finding  # noqa: E402
 from mt_megatron.scan.telling import Telling  # noqa: E402
 from mt_megatron.scan.trace import open_trace  # noqa: E402
-from mt_megatron.scan.watch import LOOKS, WARM_UP, WINDOW  # noqa: E402
+from mt_megatron.scan.watch import FEWEST_STEPS, LOOKS, WARM_UP, WINDOW  # noqa: E402
 
 LATE = 1.5
 SECONDS, STEPS = 15.0, 10
@@ -70,6 +70,8 @@ def replay(run: Path) -> list[Said]:
     whole = sorted(each for each, times in begins.items() if len(times) == len(trace.ranks))
     first = whole[0] + WARM_UP
     for step, following in zip(whole[:-1], whole[1:], strict=True):
+        if step - first < FEWEST_STEPS:
+            continue
         without = telling.over(step)
         found = diagnoser.findings(first_step=max(first, step - WINDOW), last_step=step, without=without)
         when = max(begins[following]) + LATE

@@ -23,6 +23,7 @@ from .exchange_store import ExchangeStore
 from .exchanges import RankExchanges
 from .findings import Finding
 from .hangs import RankEnd, find_hang, rank_end
+from .host_work import slow_on_host
 from .left_out import leaving_out
 from .links import slow_links
 from .one_matter import merged, one_per_rank, with_true_cost
@@ -105,9 +106,9 @@ class Diagnoser:
         table = self.table(first_step, last_step, without)
         if not table.iteration.size or not np.isfinite(table.step_ns):
             return ()
-        ranks = slow_ranks(table)
+        ranks = [*short_of_quota(table), *slow_on_host(table), *slow_ranks(table)]
         stood = pauses(table)
-        late = one_per_rank([*ranks, *short_of_quota(table), *stood])
+        late = one_per_rank([*ranks, *stood])
         late = merged([*late, *slow_stages(table, late)])
         waits = beyond_own_waits([*slow_data(table), *slow_checkpoints(table)], table)
         found = merged([*late, *waits, *self._links(table, late, without)])

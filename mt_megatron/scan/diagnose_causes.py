@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .findings import Cause
 from .robust import Floats
 from .step_table import StepTable, excess_over_peers
+from .usual_waits import usual_wait
 
 HOST_SHARE = 0.35
 """Of the lost time, what waits for a processor must explain to be the cause: the waits are of the process's
@@ -23,6 +24,9 @@ USED_SHARE = 0.35
 same work is slow there only if it takes more of their time."""
 
 FEWEST_PAST = 3
+
+BY_CHANCE = 0.55
+"""Trust in what a busy host does to one of its ranks now and then."""
 STEAL = 0.05
 
 
@@ -40,6 +44,22 @@ class Why:
 
 
 def why_slow(
+    table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_], lost_ns: float
+) -> Why:
+    """As ``_judged``; on a host whose ranks wait for processors all the time, what is lost must stand out
+    from these waits."""
+    found = _judged(table, row, peers, chosen, lost_ns)
+    at = table.iteration[chosen]
+    if not len(at) or not _computes_on_host(table, row, chosen):
+        return found
+    usual = usual_wait(table, int(at[0]), int(at[-1]))
+    if lost_ns >= usual or found.shares["throttled"] >= HOST_SHARE:
+        return found
+    said = f"ranks of this run usually wait {usual / 1e6:.0f} ms a step for processors: it may be chance"
+    return replace(found, trust=min(found.trust, BY_CHANCE), evidence=(*found.evidence, said))
+
+
+def _judged(
     table: StepTable, row: int, peers: Sequence[int], chosen: NDArray[np.bool_], lost_ns: float
 ) -> Why:
     """Judge ``lost_ns`` per step of the rank in ``row`` in the steps ``chosen`` by its host's facts.

@@ -26,6 +26,9 @@ SLOPES = (0.5, 1.5)
 STEEP = 5.0
 """How own work has to follow: by about as much, and so many standard errors of the slope."""
 
+SHORTEST = 3
+"""Steps: a counter that nothing else moves needs no more."""
+
 CONFIDENCE = 0.9
 
 
@@ -56,7 +59,9 @@ def short_of_quota(table: StepTable) -> list[Finding]:
 
 def _stretch(share: Floats, row: int, tests: int) -> tuple[int, int] | None:
     """Where the quota stops the rank steadily, or again and again."""
-    raised = raised_levels(share[row], least=LEAST_SHARE, tolerated=0.003, floor=0.005, tests=tests)
+    raised = raised_levels(
+        share[row], least=LEAST_SHARE, tolerated=0.003, floor=0.005, tests=tests, shortest=SHORTEST
+    )
     if raised:
         return raised[0].start, raised[-1].stop
     others = np.delete(share, row, axis=0)
@@ -96,16 +101,21 @@ def _beside(table: StepTable, row: int) -> Floats:
 
 
 def _longer(table: StepTable, row: int, start: int, stop: int) -> float:
-    """ns a step by which its own work is longer there: than its peers', if it has any."""
-    difference = _beside(table, row)
-    peers = next(rows for rows in table.roles if row in rows)
-    inside = difference[start:stop]
-    outside = np.concatenate((difference[:start], difference[stop:]))
+    """ns a step by which its own work is longer there, than its peers' if it has any; or the whole step,
+    where what the quota stopped was its part in a communication."""
+    alone = not any(row in rows and len(rows) > 1 for rows in table.roles)
+    found = [_grown(_beside(table, row), start, stop, needs_past=alone)]
+    found.append(_grown(table.columns["step"][row], start, stop, needs_past=True))
+    return max(found)
+
+
+def _grown(series: Floats, start: int, stop: int, *, needs_past: bool) -> float:
+    inside, outside = series[start:stop], np.concatenate((series[:start], series[stop:]))
     outside = outside[np.isfinite(outside)]
-    usual = float(np.median(outside)) if len(outside) >= 4 else 0.0
-    if len(peers) < 2 and len(outside) < 4:
+    if not np.isfinite(inside).any() or (needs_past and len(outside) < 4):
         return 0.0
-    return float(np.nanmean(inside)) - usual if np.isfinite(inside).any() else 0.0
+    usual = float(np.median(outside)) if len(outside) >= 4 else 0.0
+    return float(np.nanmean(inside)) - usual
 
 
 def _finding(table: StepTable, row: int, start: int, stop: int, stopped: float, lost: float) -> Finding:

@@ -157,14 +157,19 @@ def slow_checkpoints(table: StepTable) -> list[Finding]:
         for row in rows:
             values = beside[int(np.flatnonzero(peers == row)[0])]
             slow = np.flatnonzero(np.nan_to_num(values) >= max(np.log(ratio), min(4.0 * noise, np.log(1.8))))
+            slow = _lasting(slow, np.flatnonzero(np.isfinite(values)))
             if not len(slow) or (len(slow) == 1 and values[slow[0]] < max(np.log(single), 6.0 * noise)):
-                continue
-            every = np.flatnonzero(np.isfinite(values))
-            after = every[every >= slow[0]]
-            if len(slow) < 0.6 * len(after):
                 continue
             found.append(_checkpoint(table, int(row), peers, slow, values))
     return found
+
+
+def _lasting(slow: NDArray[np.int64], every: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the ``slow`` ones those from the first on from which most of ``every`` one is slow."""
+    for at in range(len(slow)):
+        if len(slow) - at >= 0.6 * np.sum(every >= slow[at]):
+            return slow[at:]
+    return slow[:0]
 
 
 def _beyond_usual(beside: Floats) -> Floats:
@@ -281,4 +286,5 @@ def _pause(table: StepTable, row: int, start: int, stop: int, fraction: float, c
         lost_fraction=float(min(max(fraction, 0.0), 1.0)),
         confidence=confidence,
         evidence=tuple(evidence),
+        details={"longest_ms": round(longest, 1)},
     )

@@ -15,6 +15,15 @@ FALSE_ALARMS = 1e-4
 """Expected number of false alarms of all tests of one analysis, were the clipped noise normal."""
 
 
+BEYOND_WANDER = 3.0
+"""A level stands out from slow changes that come and go, such as those of a busy machine, when it is so many
+of their standard deviations."""
+
+BLOCK, FEWEST_BLOCKS = 4, 5
+NOISE_OF_MEDIANS = 0.75
+"""The standard deviation of a block's median in units of one step's, with room for chance."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Raised:
     """One stretch: positions ``start`` to ``stop - 1``."""
@@ -77,12 +86,27 @@ def raised_levels(
             continue
         # Slow drifts hide from differences of neighbours: the stretch's own spread counts too.
         own = max(deviation, 0.7 * spread(inside))
+        if float(np.median(inside)) < BEYOND_WANDER * wander(series, start, stop):
+            continue
         sure = certainty(inside - tolerated, own)
         if sure >= needed:
             found.append(
                 Raised(start=start, stop=stop, level=float(np.median(inside)), certainty=sure, needed=needed)
             )
     return found
+
+
+def wander(series: Floats, start: int, stop: int) -> float:
+    """By how much ``series`` [steps] moves slowly outside ``start`` to ``stop - 1``: the spread of medians of
+    a few neighbouring steps, beyond what independent noise makes of it. 0 where little is known."""
+    medians, outside = [], np.concatenate((series[:start], series[stop:]))
+    for part in (series[:start], series[stop:]):
+        part = part[~np.isnan(part)]
+        medians += [float(np.median(part[at : at + BLOCK])) for at in range(0, len(part) - BLOCK + 1, BLOCK)]
+    if len(medians) < FEWEST_BLOCKS:
+        return 0.0
+    by_noise = NOISE_OF_MEDIANS * noise(outside)
+    return sqrt(max(spread(medians) ** 2 - by_noise**2, 0.0))
 
 
 def by_chance(raised: Raised, usual: Floats) -> float:

@@ -11,12 +11,13 @@ from .findings import Finding
 from .robust import Floats
 from .slow_units import SlowUnit, Unit
 from .step_table import StepTable
+from .usual_waits import FEWEST_BEFORE, usual_wait
 
 MOST = 0.5
 """A host that hinders slows most of what its rank takes part in."""
 
-FEWEST_BEFORE = 4
-"""Steps outside a stretch that say what was usual."""
+OF_USUAL_WAITS = 0.5
+"""Of what the ranks usually wait for a processor, what transfers must lose to be worth a name."""
 
 PLAINLY = 3.0
 """Transfers that lose so many times what the rank's own work loses have another reason."""
@@ -56,7 +57,12 @@ def beyond_waits(slow: Sequence[SlowUnit], table: StepTable) -> list[SlowUnit]:
     compared with its past by what they waited more than before.
     """
     held = _held(table)
-    return [each for each in slow if _explained(each, table, held) < EXPLAINED * each.lost_ns]
+    return [
+        each
+        for each in slow
+        if _explained(each, table, held) < EXPLAINED * each.lost_ns
+        and each.lost_ns >= OF_USUAL_WAITS * usual_wait(table, each.first_step, each.last_step)
+    ]
 
 
 def beyond_own_waits(found: Sequence[Finding], table: StepTable) -> list[Finding]:
@@ -74,16 +80,20 @@ def beyond_own_waits(found: Sequence[Finding], table: StepTable) -> list[Finding
         inside = (table.iteration >= each.first_step) & (table.iteration <= each.last_step)
         inside &= took[rows[0]] > 0
         others = np.setdiff1d(np.arange(len(table.ranks)), rows)
-        longer, kept_from = (_longer(values, rows[0], others, inside) for values in (took, held))
+        longer = _longer(took, rows[0], others, inside, by_past=True)
+        # More than before and more than the others meanwhile.
+        kept_from = min(_longer(held, rows[0], others, inside, by_past=past) for past in (True, False))
         if kept_from < EXPLAINED * longer:
             kept.append(each)
     return kept
 
 
-def _longer(values: Floats, row: int, others: NDArray[np.intp], inside: NDArray[np.bool_]) -> float:
+def _longer(
+    values: Floats, row: int, others: NDArray[np.intp], inside: NDArray[np.bool_], *, by_past: bool
+) -> float:
     if not inside.any():
         return 0.0
-    return float(values[row, inside].mean()) - _usual(values, row, others, inside, by_past=True)
+    return float(values[row, inside].mean()) - _usual(values, row, others, inside, by_past)
 
 
 def _held(table: StepTable) -> Floats:

@@ -14,6 +14,12 @@ from .findings import Finding
 WORTH_AN_ALERT = 0.6
 """A report may say what is probable; who is interrupted wants to hear what is so."""
 
+LEAST_LOST = 0.03
+"""Of the time: what costs less wakes nobody. (Checkpoints are rare and cost little on average.)"""
+
+LEAST_STOP_MS = 1000.0
+"""A single stop that was shorter is over and forgotten."""
+
 AT_ONCE = 0.9
 """A finding less sure than this is told when the next look confirms it."""
 
@@ -44,14 +50,14 @@ class Telling:
         self._told: dict[Key, _Told] = {}
         self._over: list[_Told] = []
         self._candidates: set[Key] = set()
-        self._hangs: set[Key] = set()
+        self._hung: int | None = None
 
     def hang(self, finding: Finding) -> list[Finding]:
-        """``finding`` if somebody has to hear of it now: of each operation that hangs once."""
-        key: Key = (finding.ranks, finding.details.get("seq"), finding.first_step)
-        if key in self._hangs:
+        """``finding`` if somebody has to hear of it now: one of each step, for when it goes on those that
+        waited look for a moment like the ones that are waited for."""
+        if self._hung is not None and finding.first_step <= self._hung + 1:
             return []
-        self._hangs.add(key)
+        self._hung = finding.first_step
         return [finding]
 
     def news(self, found: Iterable[Finding], *, step: int, sure: bool) -> list[Finding]:
@@ -63,6 +69,8 @@ class Telling:
         seen: set[Key] = set()
         for each in found:
             if each.cause == "unknown" or each.confidence < WORTH_AN_ALERT:
+                continue
+            if _trifle(each):
                 continue
             key: Key = (each.cause, each.ranks)
             since = int(each.details.get("since", each.first_step))
@@ -89,6 +97,13 @@ class Telling:
         usual."""
         ended = [each for each in self._told.values() if each.last < step - OVER]
         return [(each.first - 1, each.last + 1) for each in (*self._over, *ended)]
+
+
+def _trifle(finding: Finding) -> bool:
+    once = finding.cause == "host_pause" and finding.first_step == finding.last_step
+    if once and finding.details.get("longest_ms", LEAST_STOP_MS) < LEAST_STOP_MS:
+        return True
+    return finding.lost_fraction < LEAST_LOST and finding.cause != "slow_checkpoint"
 
 
 def _worse(known: _Told) -> float:

@@ -37,8 +37,11 @@ from .watcher_process import WEBHOOK_VARIABLE
 WINDOW = 80
 """Steps that are judged together."""
 
-WARM_UP = 2
-"""First steps of a session that are not judged."""
+WARM_UP = 8
+"""First steps of a session that are not judged: caches fill, connections find their pace."""
+
+FEWEST_STEPS = 8
+"""Of fewer steps nobody knows what is usual."""
 
 LOOKS = 50
 """The last steps are judged again and again; the bar is as for this many independent looks."""
@@ -194,6 +197,8 @@ class Watch:
         found = self._diagnoser.findings(first_step=first, last_step=self._done, without=without)
         if self._alerts is not None:
             self._alerts.standing([each for each in found if each.confidence >= SURE], step=self._done)
+        if self._done - first < FEWEST_STEPS and not final:
+            return []
         return self._telling.news(found, step=self._done, sure=final)
 
     def _hang(self, tails: dict[int, RankTail]) -> Finding | None:

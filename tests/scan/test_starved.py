@@ -9,6 +9,7 @@ from mt_megatron.scan.diagnose_quota import short_of_quota
 from mt_megatron.scan.diagnose_stages import slow_stages
 from mt_megatron.scan.diagnose_waits import slow_checkpoints, slow_data
 from mt_megatron.scan.exchanges import Rows, Samples
+from mt_megatron.scan.host_work import slow_on_host
 from mt_megatron.scan.left_out import leaving_out
 from mt_megatron.scan.raised_levels import Raised
 from mt_megatron.scan.slow_units import SlowUnit, Unit
@@ -71,14 +72,15 @@ def test_a_slow_link_beside_waits_that_do_not_explain_it_stays() -> None:
         assert beyond_waits([link], waits(0, size=5 * MS)) == [link], "far too short"
 
 
-def test_what_everybody_always_waits_explains_nothing() -> None:
+def test_what_everybody_always_waits_explains_nothing_but_asks_for_more() -> None:
     busy = table(dp=4)
-    busy.columns["run_queue_wait_ns"] += 100 * MS
+    busy.columns["run_queue_wait_ns"] += 40 * MS
     for by_past in (True, False):
-        link = slow(by_past=by_past)
+        link = slow(by_past=by_past, lost=60 * MS)
         assert beyond_waits([link], busy) == [link]
-    busy.columns["run_queue_wait_ns"][:, 20:] += 25 * MS
-    beside_others, than_before = slow(by_past=False), slow(by_past=True)
+        assert beyond_waits([slow(by_past=by_past, lost=15 * MS)], busy) == [], "may be chance"
+    busy.columns["run_queue_wait_ns"][:, 20:] += 50 * MS
+    beside_others, than_before = slow(by_past=False, lost=60 * MS), slow(by_past=True, lost=60 * MS)
     assert beyond_waits([beside_others], busy) == [beside_others]
     assert beyond_waits([than_before], busy) == []
 
@@ -92,7 +94,9 @@ def test_who_gets_no_processor_reads_and_writes_slowly_too() -> None:
         assert beyond_own_waits([found], run) == [found]
         run.columns["run_queue_wait_ns"] += 300 * MS
         assert beyond_own_waits([found], run) == [found], "everybody's usual wait"
-        run.columns["throttled_ns"][2, 23::4] = 600 * MS
+        run.columns["run_queue_wait_ns"][:, 23::4] += 400 * MS
+        assert beyond_own_waits([found], run) == [found], "the others waited as long"
+        run.columns["throttled_ns"][2, 23::4] = 1300 * MS
         assert beyond_own_waits([found], run) == []
 
 
@@ -115,6 +119,21 @@ def test_slow_work_on_a_host_uses_more_of_its_processors() -> None:
     assert causes(run) == [("host_contention", (2,))]
     run.columns["process_cpu_ns"][2] *= 1.45
     assert causes(run) == [("slow_compute", (2,))]
+
+
+def test_who_uses_a_little_more_and_waits_far_longer_is_contended() -> None:
+    run = on_host(table(dp=1, pp=4))
+    run.columns["compute"][1, 20:] *= 5.0
+    run.columns["process_cpu_ns"][1, 20:] *= 1.4
+    run.columns["run_queue_wait_ns"][1, 20:] = 350 * MS
+    assert slow_on_host(run) == [] and causes(run) == [("host_contention", (1,))]
+    work = on_host(table(dp=1, pp=4))
+    work.columns["compute"][1, 20:] *= 3.0
+    work.columns["process_cpu_ns"][1, 20:] *= 2.8
+    assert [(each.cause, each.ranks) for each in slow_on_host(work)] == [("slow_compute", (1,))]
+    beside = on_host(table(dp=1, pp=4))
+    beside.columns["process_cpu_ns"][1, 20:] *= 2.0
+    assert slow_on_host(beside) == [], "a thread that nobody waits for"
 
 
 def test_on_a_device_the_hosts_processors_need_not_be_used_longer() -> None:

@@ -71,8 +71,20 @@ def test_what_is_unknown_or_unsure_is_not_told() -> None:
     assert telling.news(doubtful, step=9, sure=True) == []
 
 
-def test_a_hang_is_told_once_for_each_operation() -> None:
+def test_a_hang_is_told_once_and_who_waited_in_it_is_no_other() -> None:
     telling = Telling()
     hang = finding("hang", 2, steps=(7, 7), seq=3)
     assert telling.hang(hang) == [hang] and telling.hang(hang) == []
-    assert telling.hang(replace(hang, first_step=9, details={"seq": 8})) != []
+    assert telling.hang(finding("hang", 1, steps=(7, 7), seq=2)) == []
+    later = replace(hang, first_step=9, details={"seq": 8})
+    assert telling.hang(later) == [later]
+
+
+def test_trifles_wake_nobody() -> None:
+    telling = Telling()
+    cheap = replace(finding("slow_link", 0, 1, steps=(5, 9), sure=0.95), lost_fraction=0.01)
+    collected = finding("host_pause", 1, steps=(9, 9), sure=0.95, longest_ms=250.0)
+    assert telling.news([cheap, collected], step=9, sure=True) == []
+    rare = replace(cheap, cause="slow_checkpoint", ranks=(1,))
+    long = replace(collected, details={"longest_ms": 1500.0})
+    assert telling.news([rare, long], step=9, sure=True) == [rare, long]

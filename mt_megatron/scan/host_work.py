@@ -1,0 +1,88 @@
+"""Ranks that compute on their host's processors: the same work is slow there when it uses more of their time.
+
+How long own work takes tells little on a busy host, where every rank waits for a processor now and then; how
+much processor time it used hardly depends on who else wants one.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .diagnose_causes import USED_SHARE
+from .diagnose_stages import above_past
+from .findings import Finding
+from .raised_levels import Raised, raised_levels
+from .robust import Floats
+from .step_table import StepTable, beside_peers
+
+LEAST = log(1.35)
+"""Caches and sibling threads are shared: less than this may be a neighbour's doing."""
+
+TOLERATED = log(1.08)
+FLOOR = 0.02
+
+
+def slow_on_host(table: StepTable) -> list[Finding]:
+    """Findings on ranks that use more processor time than their peers, or alone in a stage than before."""
+    used, compute = table.columns["process_cpu_ns"], table.columns["compute"]
+    with np.errstate(all="ignore"):
+        on_host = np.nanmin(table.columns["on_host"], axis=1) > 0
+    if not on_host.all() or not np.nansum(used) > 0:
+        return []
+    logs = np.log(np.where(used > 0, used, np.nan))
+    tests = int(np.isfinite(used).sum()) * table.looks
+    found = []
+    for rows in table.roles:
+        for row in rows:
+            for raised in _raised(logs, int(row), rows, tests):
+                lost = float(np.nanmean(used[row, raised.start : raised.stop])) * (1.0 - exp(-raised.level))
+                grown = _grown(compute[row], raised)
+                # More that is used beside own work, such as by a thread that encodes, costs the run nothing;
+                # and where own work grew by far more, something else is wrong than the work.
+                if grown is None or 0.5 * lost <= grown <= lost / USED_SHARE:
+                    found.append(_finding(table, int(row), raised, lost))
+    return found
+
+
+def _raised(logs: Floats, row: int, rows: NDArray[np.int64], tests: int) -> list[Raised]:
+    if len(rows) > 1:
+        beside = beside_peers(logs[rows])[int(np.flatnonzero(rows == row)[0])]
+        return raised_levels(beside, least=LEAST, tolerated=TOLERATED, floor=FLOOR, tests=tests)
+    everybody = beside_peers(logs)[row] if len(logs) > 1 else logs[row]
+    changed = above_past(everybody, least=LEAST, tests=tests, floor=FLOOR)
+    # Where the others came to use less it is not this one that came to use more.
+    return [each for each in changed if (_grown(logs[row], each) or 0.0) >= 0.5 * each.level]
+
+
+def _grown(series: Floats, raised: Raised) -> float | None:
+    """Its median in the stretch less that of the other steps; None where these are few."""
+    inside = series[raised.start : raised.stop]
+    outside = np.concatenate((series[: raised.start], series[raised.stop :]))
+    if np.isfinite(outside).sum() < 4 or not np.isfinite(inside).any():
+        return None
+    return float(np.nanmedian(inside) - np.nanmedian(outside))
+
+
+def _finding(table: StepTable, row: int, raised: Raised, lost: float) -> Finding:
+    rank = table.ranks[row]
+    first, last = table.steps(raised.start, raised.stop)
+    step = float(np.nanmean(table.columns["step"][:, raised.start : raised.stop]))
+    used = float(np.nanmean(table.columns["process_cpu_ns"][row, raised.start : raised.stop]))
+    return Finding(
+        cause="slow_compute",
+        lateness="late_arrival",
+        ranks=(rank,),
+        host=table.host(rank),
+        first_step=first,
+        last_step=last,
+        lost_fraction=min(lost / step, 1.0),
+        confidence=round(raised.confidence, 3),
+        evidence=(
+            f"rank {rank} used {used / 1e6:.0f} ms of its processors' time a step, "
+            f"{100 * (exp(raised.level) - 1):.0f} % more than usual ({raised.certainty:.0f} standard errors)",
+        ),
+        details={"slowdown": round(exp(raised.level) - 1, 4), "certainty": round(raised.certainty, 2)},
+    )
