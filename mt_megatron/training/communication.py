@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_megatron.seams import events
 
-_COUNTED = frozenset({"collective", "p2p"})
+_COUNTED: frozenset[events.EventName] = frozenset({"collective", "p2p"})
 
 
 class CommunicationClock:
@@ -25,7 +25,7 @@ class CommunicationClock:
         self._now = now
         self._local = threading.local()
         self._threads: list[_Thread] = []
-        self._stop = events.subscribe(self._hear)
+        self._stop = events.subscribe(self._hear, _COUNTED)
 
     def seconds(self) -> float:
         """Seconds so far, over all threads; one that is still inside an event counts when it leaves."""
@@ -36,8 +36,6 @@ class CommunicationClock:
         self._stop()
 
     def _hear(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
-        if name not in _COUNTED:
-            return
         thread: _Thread | None = getattr(self._local, "thread", None)
         if thread is None:
             thread = self._local.thread = _Thread()
