@@ -150,9 +150,9 @@ def distributed_files(
         },
         common,
     )
-    carried = {f"{hf_files.CARRIED}/{name}": content for name, content in given.side_files.items()}
+    beside = {f"{hf_files.CARRIED}/{name}": content for name, content in given.side_files.items()}
     return writer.tasks() + _small(
-        {**writer.metadata(), COMMON: common.getvalue(), "config.yaml": config.to_yaml().encode(), **carried}
+        {**writer.metadata(), COMMON: common.getvalue(), "config.yaml": config.to_yaml().encode(), **beside}
     )
 
 

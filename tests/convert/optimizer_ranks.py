@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +44,7 @@ def _one(
     chain: list[list[str]],
     after: str,
     by_rank: bool = False,
+    taken: bool = True,
     control: bool = False,
 ) -> dict[str, Any]:
     source = folder / "source"
@@ -62,7 +64,7 @@ def _one(
         "tensors": _differing(source, last),
     }
     if by_rank:
-        found |= _by_rank(folder, source, f"{flags} {before}")
+        found |= _by_rank(folder, source, f"{flags} {before}", taken)
     if control:
         with mock.patch.object(optimizer_state.WithState, "parts", _without_moments):
             _converted(source, folder / "control", chain)
@@ -104,7 +106,7 @@ def _differing(one: Path, other: Path) -> list[str]:
     return [name for name in names if not torch.equal(ours.read(name), theirs.read(name))]
 
 
-def _by_rank(folder: Path, source: Path, flags: str) -> dict[str, Any]:
+def _by_rank(folder: Path, source: Path, flags: str, taken: bool) -> dict[str, Any]:
     """Every rank's optimizer takes the files by rank that are written, and what it writes is read."""
     written, saved = folder / "written", folder / "as_saved"
     config = load_config(f"{MODEL} {TRAINING} --scan off {flags}".split())
@@ -143,7 +145,11 @@ def _by_rank(folder: Path, source: Path, flags: str) -> dict[str, Any]:
         theirs = load_trusted(_rank_folder(resolve_by_pointer(written / "0")) / "model_optim_rng.pt")
         for each in _tensors(trainable.optimizer.state_dict()):
             each.fill_(7)
-        trainable.optimizer.load_state_dict(theirs["optimizer"])
+        if taken:
+            trainable.optimizer.load_state_dict(theirs["optimizer"])
+        else:
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                trainable.optimizer.load_state_dict(theirs["optimizer"])
         after = list(_tensors(trainable.optimizer.state_dict()))
         found["taken"] = len(before) == len(after) > 20 and all(
             torch.equal(a, b) for a, b in zip(before, after, strict=True)

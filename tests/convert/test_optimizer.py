@@ -42,11 +42,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 IN_SOAK: dict[str, dict[str, Any]] = {
     "mixtral_by_rank": {
-        "model": f"{EXPERTS} --moe-grouped-gemm --bf16",
+        "model": f"{EXPERTS} --no-moe-grouped-gemm --bf16",
         "before": EP2,
         "chain": [["torch", *TP2.split(), *EP2.split()], ["torch_dist", *EP2.split()]],
         "after": EP2,
         "by_rank": True,
+    },
+    "mixtral_grouped": {
+        "model": f"{EXPERTS} --moe-grouped-gemm --bf16",
+        "before": EP2,
+        "chain": [["torch", *EP2.split(), "--moe-grouped-gemm"], ["torch_dist", *EP2.split()]],
+        "after": EP2,
+        "by_rank": True,
+        # Rank files hold such experts as upstream does, which only weights are understood in.
+        "taken": False,
     },
     "deepseek_by_rank": {
         "model": LATENT,
@@ -133,4 +142,5 @@ def test_moments_that_are_lost_are_noticed(results: Any) -> None:
 def test_files_by_rank_are_megatrons_own(results: Any, name: str) -> None:
     found = results(name)
     assert found["order"], "parameters are counted in another order than the model's"
-    assert found["taken"] and found["read"] == []
+    assert found["read"] == []
+    assert found["taken"] is (CASES | IN_SOAK)[name].get("taken", True)

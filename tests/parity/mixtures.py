@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from tests.parity.exact import in_fp64
 from tests.parity.mixture_shapes import MTP_WEIGHT, Drawn, flags, published_model
 from tests.parity.random_shapes import BATCH, _largest, _largest_gradient, sample
 
+EXPERTS = ".mlp.experts."
 LAYOUTS = {
     "one": "",
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -39,8 +41,11 @@ def beside_hugging_face(
     shapes: list[Drawn], layout: str, grouped: bool, mistake: str | None = None
 ) -> list[dict[str, float]]:
     """For every shape the largest differences from Hugging Face in fp64, relative to the largest element: of
-    the logits, the loss, and of the gradient of every parameter; and ``rounding``, how far Hugging Face's
-    own gradients in fp32 are from it by the same measure. ``mistake`` plants one, for a test of this test."""
+    the logits, the loss, and of the gradients of all but experts (``gradient``) and of ``experts``.
+
+    What fp32 costs Hugging Face itself: ``rounding`` of all gradients, by the same measure, and ``routing``,
+    how far the distance of two router logits may be off. ``mistake`` plants one, for a test of this test.
+    """
     mt_megatron.patch("cpu")
     dist.init_process_group("gloo")
     return [_compare(drawn, layout, grouped, mistake) for drawn in shapes]
@@ -109,12 +114,14 @@ def _compare(drawn: Drawn, layout: str, grouped: bool, mistake: str | None) -> d
         whole = published(theirs, further)
         weights = to_megatron(whole, table, sizes)
         bias = {name: tensor for name, tensor in whole.items() if name.endswith("e_score_correction_bias")}
-        _hugging_face(theirs, further, batches)
+        with _router_logits(theirs, further) as narrow_logits:
+            _hugging_face(theirs, further, batches)
         narrow = to_megatron(_published_gradients(theirs, further, bias), table, sizes)
         with in_fp64():
             for module in filter(None, (theirs, further)):
                 module.double().zero_grad()
-            their_logits, their_loss = _hugging_face(theirs, further, batches)
+            with _router_logits(theirs, further) as exact_logits:
+                their_logits, their_loss = _hugging_face(theirs, further, batches)
             expected = to_megatron(_published_gradients(theirs, further, bias), table, sizes)
         if mistake == "swapped_experts":
             one, other = (
@@ -135,14 +142,43 @@ def _compare(drawn: Drawn, layout: str, grouped: bool, mistake: str | None) -> d
         if reports:
             loss = (reports[0]["loss"] / reports[0]["tokens"]).item()
             found["loss"] = abs(loss / their_loss[mine] - 1)
-        found["gradient"] = _largest_gradient(trainable, expected)
+        found["gradient"] = _largest_gradient(trainable, expected, lambda name: EXPERTS not in name)
+        found["experts"] = _largest_gradient(trainable, expected, lambda name: EXPERTS in name)
         found["rounding"] = max(_largest(narrow[name], exact) for name, exact in expected.items())
+        found["routing"] = 2 * max(
+            float((ours - exact).abs().max()) for ours, exact in zip(narrow_logits, exact_logits, strict=True)
+        )
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, found)
         return {
             name: max(each[name] for each in every if name in each)
-            for name in ("logits", "loss", "gradient", "rounding")
+            for name in ("logits", "loss", "gradient", "experts", "rounding", "routing")
         }
+
+
+@contextmanager
+def _router_logits(*models: Any) -> Iterator[list[Tensor]]:
+    """The logits of every router in ``models`` (or None) at each call, in the order of the calls."""
+    found: list[Tensor] = []
+
+    def note(router: Any, arguments: tuple[Tensor, ...], _: Any) -> None:
+        hidden = arguments[0].detach()
+        found.append(functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight.detach()))
+
+    routers = [
+        module
+        for model in models
+        if model
+        for name, module in model.named_modules()
+        if name.endswith(".gate")
+    ]
+    handles = [router.register_forward_hook(note) for router in routers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert found, "the routers have another name"
 
 
 def _data_parallel_rank() -> int:

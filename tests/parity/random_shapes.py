@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -192,15 +193,18 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def _largest_gradient(trainable: Any, expected: dict[str, torch.Tensor]) -> float:
-    """Over all parameters of all ranks; every element of ``expected`` must be on some rank."""
+def _largest_gradient(
+    trainable: Any, expected: dict[str, torch.Tensor], among: Callable[[str], bool] = lambda name: True
+) -> float:
+    """Over all parameters of all ranks with names ``among``; every element of ``expected`` must be on some
+    rank."""
     worst, covered = 0.0, {name: torch.zeros_like(value) for name, value in expected.items()}
     chunks = trainable.bare_chunks()
     gradients = {id(p): p.main_grad for chunk in chunks for p in chunk.parameters()}
     for part in parts(chunks):
         whole = expected[part.name]
         covered[part.name][part.region] = 1
-        if not isinstance(part.source, torch.nn.Parameter):
+        if not isinstance(part.source, torch.nn.Parameter) or not among(part.name):
             continue  # Buffers have no gradient.
         # The same view of the gradient as ``tensor`` is of the parameter.
         ours = gradients[id(part.source)].as_strided(

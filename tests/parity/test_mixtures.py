@@ -1,10 +1,12 @@
 """Published weights of random mixtures of experts give Hugging Face's logits, loss and gradients.
 
-What is compared with is Hugging Face's implementation in fp64 throughout: in fp32 its own rounding, up to
-some 1e-5 of a gradient's largest element, would be in every difference. Logits and loss are within 1e-5.
-So is the gradient of every parameter, or within one and a half times of what Hugging Face's own fp32
-gradients reach for the same weights and tokens: no order of the sums in fp32 does much better than another,
-and some shapes lose more digits than others.
+What is compared with is Hugging Face's implementation in fp64 throughout: in fp32 its own rounding would be
+in every difference. Logits and loss are within 1e-5. So are gradients, relative to their largest element, or
+within one and a half times of what Hugging Face's own gradients in fp32 are off for the same weights and
+tokens. The gradient of an expert is proportional to the weights of its tokens, and a small weight is the
+exponential of a distance between two router logits: what Hugging Face's own logits in fp32 may be off by is
+the relative error of such a weight, whoever computes it. An expert that has nothing but a few such tokens
+gets that as well.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ LAYOUTS = ("one", "tp2", "ep2", "pp2")
 
 def _within(found: dict[str, float]) -> bool:
     gradient = max(BOUND, 1.5 * found["rounding"])
-    return found["logits"] <= BOUND and found["loss"] <= BOUND and found["gradient"] <= gradient
+    return (
+        max(found["logits"], found["loss"]) <= BOUND
+        and found["gradient"] <= gradient
+        and found["experts"] <= max(gradient, found["routing"])
+    )
 
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
