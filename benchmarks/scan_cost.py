@@ -157,6 +157,12 @@ def training_table(figures: dict[str, Any]) -> str:
         f"{found['base']['pairs']} pairs; blocks of {figures['steps_per_block']} step(s); "
         f"a step takes {1e3 * figures['step_seconds']:.0f} ms."
     )
+    if figures["unrest_percent"]:
+        free, pinned = figures["unrest_percent"]["free"], figures["unrest_percent"]["pinned"]
+        about += (
+            f" Chosen beforehand on untraced steps, which differ from their neighbours by {free:.1f} % with "
+            f"the processes on any core and by {pinned:.1f} % with each on its own."
+        )
     return f"{table(header, rows)}\n\n{about}"
 
 
@@ -166,7 +172,12 @@ def main() -> int:
     parser.add_argument("--only", choices=("events", "training"))
     parser.add_argument("--ranks", type=int, default=2, help="processes, one tensor parallel group")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
-    parser.add_argument("--pin", action="store_true", help="each process on a core of its own")
+    parser.add_argument(
+        "--pin",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="each process on a core of its own; auto: where untraced steps then differ less",
+    )
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--block-seconds", type=float, default=0.25, help="in whole steps, one at least")
     parser.add_argument("--timeout", type=float, default=3600.0)
@@ -182,8 +193,7 @@ def main() -> int:
         print(parts[-1], flush=True)
     met = True
     if args.only != "events":
-        arguments = [f"--rounds={args.pairs}", f"--block-seconds={args.block_seconds}"]
-        arguments += ["--pin"] if args.pin else []
+        arguments = [f"--rounds={args.pairs}", f"--block-seconds={args.block_seconds}", f"--pin={args.pin}"]
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
         figures["training"] = judged(train(args.ranks, threads, arguments, args.timeout))
         parts.append(training_table(figures["training"]))

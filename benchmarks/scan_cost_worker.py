@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from scan_cost_held import HeldSession, pin
+from scan_cost_held import Cores, HeldSession
 from throughput_sides import Case, Ours, token_ids
 
 from mt_megatron.scan.levels import Level
@@ -22,6 +22,7 @@ from mt_megatron.scan.levels import Level
 LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
 ARMS = tuple(LEVEL_OF)
 _WARM_UP_ROUNDS = 4
+_PILOT_VISITS, _PILOT_STEPS = 3, 20
 
 SHAPE = Case(
     name="L4 h256 V4096",
@@ -100,19 +101,34 @@ def blocks(
     return found
 
 
+def pilot(training: Training, rank: int) -> dict[str, float]:
+    """By how many percent an untraced step differs from the mean of its neighbours, robustly: with the
+    processes on any core, and each on one of its own. Collective; the same on all ranks."""
+    cores = Cores()
+    apart: dict[str, list[float]] = {"free": [], "pinned": []}
+    for _ in range(_PILOT_VISITS):
+        for where, found in apart.items():
+            cores.pin(rank if where == "pinned" else None)
+            took = np.array([training.timed(1)[0] for _ in range(_PILOT_STEPS)])[1:]
+            found += (100 * (took[1:-1] / ((took[:-2] + took[2:]) / 2) - 1)).tolist()
+    cores.pin(None)
+    return {where: _agreed(1.4826 * float(np.median(np.abs(found)))) for where, found in apart.items()}
+
+
 def main() -> None:
     """Take the rounds; each rank writes what they took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--block-seconds", type=float, required=True)
-    parser.add_argument("--pin", action="store_true")
+    parser.add_argument("--pin", choices=("auto", "yes", "no"), required=True)
     args = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if args.pin:
-        pin(rank)
     training = Training(ranks)
     training.timed(5)
+    unrest = pilot(training, rank) if args.pin == "auto" else {}
+    pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
+    Cores().pin(rank if pinned else None)
     step = _agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(8)))
     steps = max(1, round(args.block_seconds / step))
     session = HeldSession(args.scratch / "run", training.ours)
@@ -122,7 +138,8 @@ def main() -> None:
         "shape": SHAPE.name,
         "tokens_per_step": SHAPE.tokens,
         "ranks": ranks,
-        "pinned": args.pin,
+        "pinned": pinned,
+        "unrest_percent": unrest,
         "threads": torch.get_num_threads(),
         "step_seconds": step,
         "steps_per_block": steps,

@@ -80,7 +80,7 @@ class SpanEncoder:
         ended = self._ended
         unended = self._unended
         for each in events:
-            if type(each) is tuple:
+            if isinstance(each, tuple):
                 self._moment(*each)
                 continue
             name, attrs, begun = each.name, each.attrs, each.begun
@@ -125,7 +125,7 @@ class SpanEncoder:
 
     def pause(self, name: str, begin: int, end: int, ident: int) -> None:
         """Pack a span of kind ``pause``."""
-        begun = (begin, "pause", {}, self.iteration, -1, -1)
+        begun: _Begun = (begin, "pause", {}, self.iteration, -1, -1)
         self._write(begun, end, {}, ident, self._names.string(name), KIND["pause"])
 
     def number(self, ident: int) -> int:
@@ -198,7 +198,7 @@ class SpanEncoder:
                     one = {**attrs, "peer": peer, "seq": seq, "bytes": size}
                     self._write(begun, end, one, ident, self._names.string(op), KIND["p2p"])
                 return
-            said = attrs.get(_NAMED_BY.get(name))
+            said = attrs.get(_NAMED_BY.get(name, ""))
             key = (name, said, attrs.get("direction") if name == "module" else None)
             text, kind = self._known.get(key) or self._know(key)
             self._write(begun, end, attrs, ident, text, kind)

@@ -92,6 +92,35 @@ def test_starts_and_waits_that_overlap(tmp_path: Path) -> None:
     ]
 
 
+def test_what_follows_a_micro_batch_is_no_part_of_it(tmp_path: Path) -> None:
+    def act(recorder: Recorder) -> None:
+        with events.span("microbatch", direction="forward", microbatch=2, chunk=0):
+            with events.span("collective", op="all_reduce", seq=0):
+                pass
+            events.begin("collective", op="all_reduce", seq=1)
+            events.end("collective")
+        with events.span("collective", op="all_reduce", seq=2):
+            pass
+        events.begin("collective", op="all_reduce", seq=3)
+        events.end("collective")
+
+    found = rows(record(tmp_path, act), "seq", "microbatch")
+    assert [row[2:] for row in found if row[0] == "collective"] == [(0, 2), (1, 2), (2, -1), (3, -1)]
+
+
+def test_spans_that_never_end_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scan.encode._MOST_UNENDED", 5)
+
+    def act(recorder: Recorder) -> None:
+        for number in range(20):
+            events.span("collective", op="all_reduce", seq=number).__enter__()
+        step(1)
+
+    trace = record(tmp_path, act)
+    assert [row[2] for row in rows(trace, "seq", "end") if row[3] == OPEN] == [*range(15, 20)]
+    assert ("step", "step") in rows(trace)
+
+
 def test_what_the_end_has_learnt_counts(tmp_path: Path) -> None:
     def act(recorder: Recorder) -> None:
         events.begin("data")
