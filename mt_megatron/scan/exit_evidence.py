@@ -110,23 +110,31 @@ class _Fit:
     slowness: float
     later: Floats
     candidate: Candidate
+    nothing: float
+    """What no place at all leaves unexplained."""
 
 
-def best_place(deviation: Deviation, candidates: Sequence[Candidate]) -> Explanation | None:
-    """The candidate that leaves least unexplained; None without any."""
-    seen = deviation.whitened(deviation.later)
-    nothing = float(seen @ seen)
-    fits = [_fitted(deviation, seen, each) for each in candidates]
+View = tuple[Deviation, Sequence[Candidate]]
+"""What is seen and what may explain it, as one idea of the network has it."""
+
+
+def best_place(views: Sequence[View]) -> Explanation | None:
+    """The candidate of any of the ``views`` that leaves least unexplained; None without any."""
+    fits: list[_Fit] = []
+    for deviation, candidates in views:
+        seen = deviation.whitened(deviation.later)
+        fits += [_fitted(deviation, seen, each) for each in candidates]
+    if not fits:
+        return None
     # Below one standard error per member no two places differ.
-    floor = float(len(seen))
+    floor = float(len(fits[0].later))
     best: _Fit | None = None
     for level in sorted({each.candidate.unlikely for each in fits}):
         here = min((each for each in fits if each.candidate.unlikely == level), key=lambda each: each.rest)
         if best is None or here.rest + floor < CLEARLY_BETTER * (best.rest + floor):
             best = here
-    if best is None:
-        return None
-    chosen = best.candidate
+    assert best is not None
+    chosen, nothing = best.candidate, best.nothing
     others = [
         each.rest
         for each in fits
@@ -151,7 +159,7 @@ def _fitted(deviation: Deviation, seen: Floats, candidate: Candidate) -> _Fit:
         rest = ((seen - deviation.whitened(made)) ** 2).sum(axis=-1)
         at = int(np.argmin(rest))
         if fit is None or rest[at] < fit.rest:
-            fit = _Fit(float(rest[at]), float(sizes[at]), made[at], candidate)
+            fit = _Fit(float(rest[at]), float(sizes[at]), made[at], candidate, float(seen @ seen))
         low, high = sizes[max(at - 1, 0)], sizes[min(at + 1, len(sizes) - 1)]
         sizes = np.geomspace(low, high, _FINE)
     assert fit is not None

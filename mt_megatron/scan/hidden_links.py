@@ -91,6 +91,8 @@ def _periods(unit: Unit, iteration: NDArray[np.int64]) -> list[tuple[int, int]]:
         assert samples is not None
         for series in _by_step(samples, iteration):
             cut = stretches(series, floor=_FLOOR)
+            if not cut:
+                continue
             for lower, upper in zip((None, *cut[:-1]), cut, strict=True):
                 if lower is None or upper.level <= lower.level or upper.stop - upper.start < SHORTEST:
                     continue

@@ -23,8 +23,9 @@ def leaving_out(units: Sequence[Unit], stretches: Sequence[tuple[int, int]]) -> 
         samples = unit.samples
         if samples is not None:
             samples = _samples(samples, _outside(samples.iteration, stretches))
+        others = tuple(_samples(each, _outside(each.iteration, stretches)) for each in unit.others)
         if len(rows.time):
-            found.append(replace(unit, rows=rows, samples=samples))
+            found.append(replace(unit, rows=rows, samples=samples, others=others))
     return found
 
 

@@ -58,7 +58,7 @@ def slow_pair(
     deviation = Deviation(later=later, covariance=covariance + floor * np.eye(members))
     if deviation.size < least_gain:
         return None
-    return best_place(deviation, _candidates(later, whole))
+    return best_place([(deviation, _candidates(later, whole))])
 
 
 def _candidates(later: Floats, whole: float) -> list[Candidate]:

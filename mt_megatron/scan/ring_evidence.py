@@ -13,6 +13,7 @@ from .exit_evidence import (
     Deviation,
     Explanation,
     Times,
+    View,
     best_place,
     middle,
     regular,
@@ -72,15 +73,13 @@ def slow_place(
     None where there is nothing to explain: less than ``least_gain``.
     """
     seen, sound = regular(seen), [regular(each) for each in sound]
-    found: list[Explanation] = []
+    views: list[View] = []
     for network in known:
         deviation, hop = _deviation(network, ring, seen, sound, same_ring)
         if deviation.size < least_gain:
             continue
-        best = best_place(deviation, _candidates(network, ring, seen, hop, deviation.later))
-        if best is not None:
-            found.append(best)
-    return max(found, key=lambda each: each.explained, default=None)
+        views.append((deviation, _candidates(network, ring, seen, hop, deviation.later)))
+    return best_place(views)
 
 
 def _deviation(
@@ -133,7 +132,8 @@ def _candidates(network: Network, ring: Ring, seen: Times, hop: float, later: Fl
                     least=_LEAST_SLOWNESS * slowest,
                     most=most + slowest,
                     pattern=partial(pattern.scaled, shape),
-                    unlikely=unlikely,
+                    # A border is slow for more than this ring: a single hop that does as well is enough.
+                    unlikely=unlikely + (1 < len(place) < len(own)),
                 )
                 for shape in shapes
             ]

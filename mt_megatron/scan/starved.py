@@ -38,7 +38,14 @@ def without_starved(
             if len(partners) > 1 and len(hindered) <= MOST * len(partners):
                 continue
             most = PLAINLY * finding.lost_fraction * table.step_ns
-            kept = [each for each in kept if each not in mine or each.lost_ns > most]
+            # Where exits say which pair is slow, another member's host has no part in it.
+            kept = [
+                each
+                for each in kept
+                if each not in mine
+                or each.lost_ns > most
+                or (each.pair is not None and rank not in each.pair)
+            ]
     return kept
 
 
@@ -100,12 +107,13 @@ def _held(table: StepTable) -> Floats:
     """ns of each rank and step [ranks, steps] in which threads of it were kept from running; the ways to be
     kept overlap, the longest counts."""
     names = ("run_queue_wait_ns", "throttled_ns", "pause")
-    return np.max([np.nan_to_num(table.columns[name]) for name in names], axis=0)
+    found: Floats = np.max([np.nan_to_num(table.columns[name]) for name in names], axis=0)
+    return found
 
 
 def _explained(each: SlowUnit, table: StepTable, held: Floats) -> float:
     inside = (table.iteration >= each.first_step) & (table.iteration <= each.last_step)
-    rows = [table.ranks.index(rank) for rank in each.unit.ranks if rank in table.ranks]
+    rows = [table.ranks.index(rank) for rank in each.pair or each.unit.ranks if rank in table.ranks]
     if not inside.any():
         return 0.0
     others = np.setdiff1d(np.arange(len(table.ranks)), rows)

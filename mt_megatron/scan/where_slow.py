@@ -49,7 +49,7 @@ class WhereSlow:
         self._like: dict[tuple[object, ...], list[Unit]] = {}
         self._known: dict[tuple[object, ...], list[Network]] = {}
         for unit in units:
-            if unit.samples is not None:
+            if unit.samples is not None and len(unit.samples.label):
                 self._like.setdefault(self._kind(unit), []).append(unit)
 
     def find(
@@ -69,10 +69,10 @@ class WhereSlow:
         slow together; ``only_like``: not beside the group's own other steps. All ways of looking that are
         clear have to say the same.
         """
-        if unit.samples is None or len(unit.ranks) > MOST_MEMBERS:
+        if unit.samples is None or not len(unit.samples.label) or len(unit.ranks) > MOST_MEMBERS:
             return None
         found: list[Located] = []
-        for samples in (unit.samples, *unit.others):
+        for samples in _present(unit):
             if 0 <= self._labels[int(samples.label[0])][1] < LEAST_OCTAVES:
                 continue
             inside = (samples.iteration >= first) & (samples.iteration <= last)
@@ -91,7 +91,7 @@ class WhereSlow:
 
     def comparable(self, unit: Unit, first: int, last: int, unsound: Collection[int]) -> bool:
         """Whether something says what is usual of the exits of ``unit`` in these steps."""
-        if unit.samples is None or len(unit.ranks) > MOST_MEMBERS:
+        if unit.samples is None or not len(unit.samples.label) or len(unit.ranks) > MOST_MEMBERS:
             return False
         inside = (unit.samples.iteration >= first) & (unit.samples.iteration <= last)
         if min(int(inside.sum()), len(even(unit.samples.take(inside), _MOST_SEEN)[0])) < FEWEST:
@@ -162,10 +162,10 @@ class WhereSlow:
         if len(members) < _SEVERAL:
             return networks(sound[:_CALIBRATED], ring.crossing, ring.number)
         if key not in self._known:
-            chosen = [each for one in members for each in (one.samples, *one.others) if each is not None]
+            chosen = [each for one in members for each in _present(one)]
             times = [even(each, _MOST_CALIBRATED) for each in chosen if int(each.label[0]) == label]
             times = [each for each in times if len(each[0])][:_CALIBRATED]
-            self._known[key] = networks(times, ring.crossing, ring.number)
+            self._known[key] = networks(times or sound[:_CALIBRATED], ring.crossing, ring.number)
         return self._known[key]
 
     def _sound(
@@ -174,9 +174,9 @@ class WhereSlow:
         found: list[Times] = []
         wanted = int(samples.label[0])
         for other in self._like[self._kind(unit)]:
-            if other is unit or id(other) in unsound or other.samples is None:
+            if other is unit or id(other) in unsound:
                 continue
-            for each in (other.samples, *other.others):
+            for each in _present(other):
                 if int(each.label[0]) != wanted:
                     continue
                 inside = (each.iteration >= first) & (each.iteration <= last)
@@ -197,3 +197,9 @@ class WhereSlow:
     def _node(self, rank: int) -> object:
         place = self._places.get(rank)
         return None if place is None else (place.node, place.host)
+
+
+def _present(unit: Unit) -> list[Samples]:
+    """Its operations by name, where there are any: steps may have been left out."""
+    kept = () if unit.samples is None else (unit.samples, *unit.others)
+    return [each for each in kept if len(each.label)]

@@ -247,3 +247,42 @@ def test_the_pair_that_leaves_an_all_to_all_late() -> None:
         alone = replace(ring(range(4)), name="ep", samples=samples)
         alone = replace(alone, rows=replace(alone.rows, label=np.ones(STEPS, dtype=np.int64)))
         assert [(each.cause, each.ranks) for each in judge([alone], table(dp=4))] == expected
+
+
+@pytest.mark.parametrize("extra_ms", [3.0, 0.45])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hop_is_told_beside_a_ring_that_lies_alike(way: Way, extra_ms: float) -> None:
+    # The smaller one does not make the ring slow enough to stand out by its whole time.
+    units = [ring(range(4), slow=1, way=way, extra_ms=extra_ms), ring(range(4, 8), way=way)]
+    (found,) = judge(units, table(dp=8))
+    assert (found.cause, found.ranks) == ("slow_link", (1, 2))
+
+
+def test_rings_that_are_alike_and_sound_tell_nothing() -> None:
+    units = [ring(range(at, at + 4), way="posted", hop_ms=0.5 + at / 200) for at in range(0, 16, 4)]
+    assert judge(units, table(dp=16)) == []
+    kept = [each.samples for each in units if each.samples is not None]
+    left = [
+        replace(each, samples=samples.take(samples.iteration < 0))
+        for each, samples in zip(units, kept, strict=True)
+    ]
+    assert judge(left, table(dp=16)) == []
+
+
+def test_a_group_made_of_slow_groups_is_the_one_that_is_slow() -> None:
+    wide, narrow = [range(at, at + 6) for at in (0, 6, 12)], [range(at, at + 3) for at in range(0, 18, 3)]
+
+    def judged(slow: Sequence[range]) -> list[tuple[int, ...]]:
+        units = [unit("dp", each, 8.0 if each in slow else 1.0, seed=each[0]) for each in wide]
+        units += [unit("ep", each, 8.0 if each in slow else 1.0, seed=each[0]) for each in narrow]
+        return [each.ranks for each in judge(units, table(dp=18, host=lambda rank: 0))]
+
+    assert judged([wide[0], narrow[0], narrow[1]]) == [tuple(wide[0])]
+    assert judged([wide[0], narrow[0]]) == [tuple(narrow[0])]
+
+
+def test_the_two_directions_of_the_only_link_are_no_measure_for_each_other() -> None:
+    times = np.where(np.arange(STEPS) >= 20, 4.0, 1.0)
+    units = [unit("pp", (0, 1), times, edge=True), unit("pp", (1, 0), times, edge=True, seed=5)]
+    (found,) = judge(units, table(pp=2))
+    assert (found.cause, found.ranks) == ("slow_link", (0, 1)) and found.confidence > 0.7
