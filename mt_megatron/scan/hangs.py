@@ -14,6 +14,7 @@ import numpy as np
 from .ended import Ended, ended_of
 from .findings import Finding
 from .intervals import Times
+from .pace import Pace, processors_used
 from .records import KIND, KINDS, OPEN
 from .segments import RankTrace
 from .trace import Place
@@ -24,6 +25,12 @@ AFTER_NS = 5_000_000_000
 SILENT_NS = 2_000_000_000
 """A rank that wrote nothing for so much longer than the others, no beat of its recorder either, is stopped or
 dead."""
+
+COMPUTES = 0.1
+"""Processors in use by a rank that computes; one that stands still for good rather uses none."""
+
+PATIENCE = 5
+"""Times its usual pause between events a rank that computes may take."""
 
 CHECKPOINT_PATIENCE = 12
 """Times as long a rank may write its checkpoint while the others wait."""
@@ -82,6 +89,12 @@ class RankEnd:
     ended: Ended | None = None
     """How its recording ended; None while it goes on, and of a rank that was killed."""
 
+    usual_gap: int = 0
+    """ns: the longest time without an event in a usual step."""
+
+    processors: float = float("nan")
+    """How many it has used since its last event."""
+
     @property
     def unrecorded(self) -> bool:
         """Whether its tracing failed: what it did since then nobody knows."""
@@ -110,6 +123,8 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
     if len(others):
         inside = KINDS[int(others[int(np.argmax(others["begin"]))]["kind"])]
     stacks = [note for note in trace.notes if note.get("what") == "stack"]
+    pace = Pace()
+    pace.feed(spans)
     return RankEnd(
         rank=rank,
         last_seen=int(last[0]),
@@ -121,6 +136,8 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
         note=stacks[-1] if stacks else None,
         beside=tuple(pending[1:]),
         ended=ended_of(trace.notes),
+        usual_gap=pace.usual_ns,
+        processors=processors_used(trace, max(map(int, times[:2]))),
     )
 
 
@@ -267,7 +284,7 @@ def _finding(
         end = ends[rank]
         if end.inside == "checkpoint" and now - waiting.begin < CHECKPOINT_PATIENCE * after:
             return None
-        if not what and now - end.last_event < 0.8 * after:
+        if not what and now - end.last_event < _patience(end, now, after):
             return None  # slow, and getting on
         silent = (now - end.last_seen) / 1e9
         if end.ended is not None:
@@ -304,6 +321,14 @@ def _finding(
             **({"no_records": blind} if blind else {}),
         },
     )
+
+
+def _patience(end: RankEnd, now: int, after: int) -> float:
+    """ns without an event that are no sign of a hang."""
+    least = 0.8 * after
+    if now - end.last_seen > SILENT_NS or not end.processors >= COMPUTES:
+        return least
+    return max(least, min(PATIENCE * end.usual_gap, CHECKPOINT_PATIENCE * after))
 
 
 def _unknown(rank: int, end: RankEnd | None) -> str:

@@ -56,6 +56,7 @@ _RULES = """
 body{margin:0 auto;padding:28px 28px 60px;max-width:1120px;background:var(--bg);color:var(--text);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
 h1{font-size:22px;margin:0}h2{font-size:18px;margin:38px 0 6px}h3{font-size:15px;margin:18px 0 6px}
+h1,h2,h3,p,li{overflow-wrap:anywhere}
 p{margin:6px 0}.dim{color:var(--dim)}.facts{color:var(--dim);margin:2px 0 0}
 .mono,pre{font-family:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}
 pre{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:10px 12px;overflow:auto;

@@ -104,7 +104,10 @@ def _rank(files: RunFiles, rank: int) -> RankStatus | None:
     spans = read.spans
     ended = spans[(spans["kind"] == KIND["step"]) & (spans["end"] != OPEN)]
     last = ended[np.argsort(ended["end"])][-_LAST_STEPS:]
-    levels = [note.get("level") for note in read.notes if note.get("what") == "level"]
+    ended = read_ended(files.rank_folder(rank), int(read.meta.get("session", 0)))
+    # A recorder's end is a change to off; what it recorded until then is of interest.
+    said = [note for note in read.notes if note.get("what") == "level"]
+    levels = [note.get("before" if ended and note.get("level") == "off" else "level") for note in said]
     return RankStatus(
         rank=rank,
         host=str(read.meta.get("host", "")),
@@ -114,7 +117,7 @@ def _rank(files: RunFiles, rank: int) -> RankStatus | None:
         level=str(levels[-1] if levels else read.meta.get("level", "")),
         dropped=dropped_events(read.notes),
         inside=_inside(read),
-        ended=read_ended(files.rank_folder(rank), int(read.meta.get("session", 0))),
+        ended=ended,
     )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from .clock import Clocks
 from .ended import Ended, read_ended
 from .hangs import Key, RankEnd, rank_end
+from .pace import Pace
 from .records import COUNTER, KIND, OPEN, PING, SPAN
 from .run_files import segment_paths
 from .segments import (
@@ -70,6 +71,7 @@ class RankTail:
         self._reached: dict[Key, int] = {}
         self._last_seen = 0
         self._given_up_until = 0
+        self._pace = Pace()
         self.ended = None
 
     def poll(self) -> None:
@@ -125,6 +127,7 @@ class RankTail:
             for key, number in entered.reached.items():
                 self._reached[key] = max(self._reached.get(key, -1), number)
             self._last_seen = max(self._last_seen, entered.last_seen)
+            self._pace.feed(rows)
             rows = rows[(rows["iteration"] > self._given_up_until) | (rows["iteration"] == 0)]
             self._spans = without_ended(np.concatenate([self._spans, rows]))
             self._bound()
@@ -190,7 +193,12 @@ class RankTail:
 
         found = rank_end(self.rank, self._trace(self._spans, self._counters), to_reference)
         last = to_reference(np.array([self._last_seen], dtype=np.int64))
-        return replace(found, reached=self._reached, last_seen=max(found.last_seen, int(np.asarray(last)[0])))
+        return replace(
+            found,
+            reached=self._reached,
+            last_seen=max(found.last_seen, int(np.asarray(last)[0])),
+            usual_gap=self._pace.usual_ns,
+        )
 
     @property
     def waits(self) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from mt_megatron.scan.hangs import OpenOperation, RankEnd, find_hang
+from mt_megatron.scan.pace import Pace, processors_used
+from mt_megatron.scan.records import COUNTER, OPEN, SPAN
+from mt_megatron.scan.segments import RankTrace
 
 SECOND = 1_000_000_000
 NOW = 100 * SECOND
@@ -42,6 +48,54 @@ def test_a_member_that_does_nothing_hangs() -> None:
 
 def test_a_member_that_gets_on_is_slow() -> None:
     assert hang_of(end(0, last_event=6, waits=6), end(1, last_event=0.5, entered=False)) is None
+
+
+def test_who_computes_may_take_some_times_as_long_as_usual() -> None:
+    """A loaded machine: 2 s without an event are usual there, and 9 s no hang while it computes."""
+    waits, busy = end(0, last_event=9, waits=9), replace(end(1, last_event=9, entered=False), processors=0.4)
+    assert hang_of(waits, replace(busy, usual_gap=2 * SECOND)) is None
+    for hung in (
+        replace(busy, usual_gap=SECOND),  # longer than some times the usual
+        replace(busy, usual_gap=2 * SECOND, processors=0.01),  # it does nothing
+        replace(busy, usual_gap=2 * SECOND, processors=float("nan")),
+        replace(busy, usual_gap=2 * SECOND, last_seen=NOW - 9 * SECOND),  # it is gone
+    ):
+        found = hang_of(waits, hung)
+        assert found is not None and found.ranks == (1,)
+    long = end(0, last_event=90, waits=90)
+    for_ever = replace(end(1, last_event=90, entered=False), processors=1.0, usual_gap=60 * SECOND)
+    assert hang_of(long, for_ever) is not None, "at some time patience ends"
+
+
+def test_the_usual_pause_is_that_of_the_last_steps_but_the_newest() -> None:
+    pace = Pace()
+    assert pace.usual_ns == 0
+    spans = np.zeros(1, dtype=SPAN)
+    for step in range(1, 31):
+        spans["iteration"], spans["begin"] = step, step * 10 * SECOND
+        # A checkpoint now and then, and the newest step, say nothing of what is usual.
+        spans["end"] = spans["begin"] + (9 if step in (20, 30) else 2) * SECOND
+        pace.feed(spans)
+    assert pace.usual_ns == 8 * SECOND, "from the end of a step to the next one's begin"
+    spans["end"] = OPEN
+    pace.feed(spans)
+    assert pace.usual_ns == 8 * SECOND
+
+
+def test_processors_in_use_are_counted_since_the_last_event() -> None:
+    rows = np.zeros(20, dtype=COUNTER)
+    rows["time"] = np.arange(20) * SECOND // 2
+    rows["name"] = 1
+    rows["value"] = np.maximum(rows["time"].astype(float) - 5 * SECOND, 0.0) * 0.5
+    trace = RankTrace(
+        meta={}, strings=["", "process_cpu_ns"], groups={}, spans=np.zeros(0, SPAN), counters=rows,
+        pings=np.zeros(0, SPAN), notes=[],
+    )  # fmt: skip
+    assert processors_used(trace, 5 * SECOND) == pytest.approx(0.5)
+    assert processors_used(trace, 0) == pytest.approx(0.5 * 4.5 / 9.5)
+    assert np.isnan(processors_used(trace, 9 * SECOND)) and np.isnan(
+        processors_used(replace(trace, strings=[""]), 0)
+    )
 
 
 def test_an_operation_that_all_are_in_hangs_from_the_last_arrival_on() -> None:

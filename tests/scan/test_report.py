@@ -193,7 +193,7 @@ def test_a_torn_file_is_said(tmp_path: Path) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=8))
     path = segment_path(run_files(tmp_path).rank_folder(2), 0)
     path.write_bytes(path.read_bytes()[:-20])
-    assert any("rank 2" in note and "no whole block" in note for note in write_report(tmp_path).data.notes)
+    assert any("rank-00002" in note and "no whole block" in note for note in write_report(tmp_path).data.notes)
 
 
 def test_no_trace_and_no_steps_are_clear_errors(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_lines_that_are_no_findings_are_left_out(
     assert main(["scan", "status", str(tmp_path)]) == 1, "the control"
 
 
-@pytest.mark.parametrize("text", ["x", "1-", "-3", "1,,2", "", "3-1", "0-99999999999"])
+@pytest.mark.parametrize("text", ["x", "1-", "-3", "1,,2", "", "3-1"])
 def test_rank_options_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=2))
     assert main(["scan", "trace", str(tmp_path), f"--ranks={text}"]) == 2
