@@ -59,7 +59,7 @@ def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int
     c = rank()
     add("processor quota", (c,), ("host_contention",), lambda: _quota(groups, c, pids[c]))
     d = rank()
-    add("competing load", (d,), ("host_contention",), lambda: groups.competitors(d, 2))
+    add("competing load", (d,), ("host_contention",), lambda: groups.competitors(d, *layout.competitors))
     e = rank()
     add("repeated work", (e,), ("slow_compute",), lambda: _drill(running, f"slow_rank:rank={e},factor=3"))
     if layout.links:

@@ -48,6 +48,10 @@ class Layout:
     delay: float = 0.012
     """Seconds by which a slow link delays each packet: less where a step has hundreds of exchanges."""
 
+    competitors: tuple[int, float] = (2, 0.5)
+    """Busy processes beside a rank, and to what their and its part of the processors shrinks: not at all where
+    hundreds of exchanges a step each have to wait for them."""
+
     megabits: float = 4.0
     """Per second over a narrow cable."""
 
@@ -66,24 +70,26 @@ LAYOUTS = {
             options="--pipeline-model-parallel-size 2 --global-batch-size 40",
             links=((0, 2), (1, 3)),
             reads=(),
-            megabits=2.5,
+            megabits=1.2,
         ),
         Layout(
             name="dp2-tp2",
-            options="--tensor-model-parallel-size 2 --global-batch-size 16 "
+            options="--tensor-model-parallel-size 2 --global-batch-size 8 "
             "--allow-tensor-parallel-across-nodes",
             links=((0, 1), (2, 3)),
             reads=(),
             delay=0.001,
+            competitors=(3, 1.0),
             megabits=10.0,
         ),
         Layout(
             name="tp2-pp2",
             options="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-            "--allow-tensor-parallel-across-nodes --global-batch-size 16",
+            "--allow-tensor-parallel-across-nodes --global-batch-size 8",
             links=((0, 1), (2, 3), (0, 2), (1, 3)),
             reads=(),
             delay=0.001,
+            competitors=(3, 1.0),
             megabits=10.0,
         ),
         Layout(name="dp4", options="--global-batch-size 48", links=(), reads=(0, 1, 2, 3)),

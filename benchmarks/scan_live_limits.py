@@ -67,11 +67,11 @@ class Limits:
             path.write_text("-1")
 
     @contextlib.contextmanager
-    def competitors(self, rank: int, count: int) -> Iterator[None]:
-        """So many busy processes share the rank's part of the processors, which becomes half as large: what
-        they take shall be the rank's, not that of the ranks on other hosts."""
+    def competitors(self, rank: int, count: int, part: float) -> Iterator[None]:
+        """So many busy processes share the rank's part of the processors, which shrinks to ``part`` of what it
+        was: what they take shall be the rank's, not that of the ranks on other hosts."""
         shares = self._group("cpu", rank) / "cpu.shares"
-        shares.write_text(str(self._shares // 2))
+        shares.write_text(str(round(self._shares * part)))
         spinning = [
             subprocess.Popen(
                 [sys.executable, "-S", "-E", "-c", _SPIN],

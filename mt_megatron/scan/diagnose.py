@@ -23,7 +23,7 @@ from .exchange_store import ExchangeStore
 from .exchanges import RankExchanges
 from .findings import Finding
 from .hangs import RankEnd, find_hang, rank_end
-from .host_work import slow_on_host
+from .host_work import slow_on_host, starved_on_host
 from .left_out import leaving_out
 from .links import slow_links
 from .one_matter import merged, one_per_rank, with_true_cost
@@ -106,7 +106,7 @@ class Diagnoser:
         table = self.table(first_step, last_step, without)
         if not table.iteration.size or not np.isfinite(table.step_ns):
             return ()
-        ranks = [*short_of_quota(table), *slow_on_host(table), *slow_ranks(table)]
+        ranks = [*short_of_quota(table), *slow_on_host(table), *starved_on_host(table), *slow_ranks(table)]
         stood = pauses(table)
         late = one_per_rank([*ranks, *stood])
         late = merged([*late, *slow_stages(table, late)])

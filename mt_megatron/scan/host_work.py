@@ -17,6 +17,7 @@ from .findings import Finding
 from .raised_levels import Raised, raised_levels
 from .robust import Floats
 from .step_table import StepTable, beside_peers
+from .usual_waits import usual_wait
 
 LEAST = log(1.35)
 """Caches and sibling threads are shared: less than this may be a neighbour's doing."""
@@ -24,13 +25,72 @@ LEAST = log(1.35)
 TOLERATED = log(1.08)
 FLOOR = 0.02
 
+LEAST_WAITS = log(4.0)
+TOLERATED_WAITS = log(1.5)
+FLOOR_WAITS = 0.15
+"""The same of waits for a processor, which vary far more."""
+
+LEAST_OF_STEP = 0.25
+"""By which the steps must have become longer for these waits to matter."""
+
+
+def starved_on_host(table: StepTable) -> list[Finding]:
+    """Findings on ranks that wait for a processor several times as long as before and as the others, in steps
+    that became longer: told by the waits alone, whether own work or communications had to wait."""
+    waited, used = table.columns["run_queue_wait_ns"], table.columns["process_cpu_ns"]
+    if not _on_host(table) or len(table.ranks) < 2 or not np.nansum(waited) > 0:
+        return []
+    # Waits shorter than a tenth of what the process ran are nothing, however many times as long.
+    least = 0.1 * float(np.nanmedian(used))
+    logs = np.log(np.where(np.isfinite(waited), np.maximum(waited, least), np.nan))
+    beside = beside_peers(logs)
+    tests = int(np.isfinite(waited).sum()) * table.looks
+    found = []
+    for row in range(len(table.ranks)):
+        changed = above_past(beside[row], least=LEAST_WAITS, tests=tests, floor=FLOOR_WAITS)
+        for raised in changed:
+            longer = _grown(table.columns["step"][row], raised)
+            more = _grown(waited[row], raised)
+            if longer is None or more is None or (_grown(logs[row], raised) or 0.0) < 0.5 * raised.level:
+                continue
+            step = float(np.nanmedian(table.columns["step"][row, raised.start : raised.stop]))
+            usual = usual_wait(table, *table.steps(raised.start, raised.stop))
+            if longer >= LEAST_OF_STEP * step and more >= max(usual, 0.5 * longer):
+                found.append(_starved(table, row, raised, longer / step, more))
+    return found
+
+
+def _starved(table: StepTable, row: int, raised: Raised, lost: float, more: float) -> Finding:
+    rank = table.ranks[row]
+    first, last = table.steps(raised.start, raised.stop)
+    return Finding(
+        cause="host_contention",
+        lateness="late_arrival",
+        ranks=(rank,),
+        host=table.host(rank),
+        first_step=first,
+        last_step=last,
+        lost_fraction=min(lost, 1.0),
+        confidence=round(raised.confidence, 3),
+        evidence=(
+            f"the threads of rank {rank} waited {more / 1e6:.0f} ms a step more for a processor than before, "
+            f"{exp(raised.level):.1f} times as long beside others ({raised.certainty:.0f} standard errors), "
+            f"and steps became {100 * lost / max(1.0 - lost, 0.01):.0f} % longer",
+        ),
+        details={"certainty": round(raised.certainty, 2)},
+    )
+
+
+def _on_host(table: StepTable) -> bool:
+    with np.errstate(all="ignore"):
+        on_host = np.nanmin(table.columns["on_host"], axis=1) > 0
+    return bool(on_host.all()) and bool(np.nansum(table.columns["process_cpu_ns"]) > 0)
+
 
 def slow_on_host(table: StepTable) -> list[Finding]:
     """Findings on ranks that use more processor time than their peers, or alone in a stage than before."""
     used, compute = table.columns["process_cpu_ns"], table.columns["compute"]
-    with np.errstate(all="ignore"):
-        on_host = np.nanmin(table.columns["on_host"], axis=1) > 0
-    if not on_host.all() or not np.nansum(used) > 0:
+    if not _on_host(table):
         return []
     logs = np.log(np.where(used > 0, used, np.nan))
     tests = int(np.isfinite(used).sum()) * table.looks

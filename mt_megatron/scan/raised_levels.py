@@ -19,6 +19,9 @@ BEYOND_WANDER = 3.0
 """A level stands out from slow changes that come and go, such as those of a busy machine, when it is so many
 of their standard deviations."""
 
+ANOTHER = 2.0
+"""A stretch so many times as high as its neighbour is another matter: a fault that falls into a busy time."""
+
 BLOCK, FEWEST_BLOCKS = 4, 5
 NOISE_OF_MEDIANS = 0.75
 """The standard deviation of a block's median in units of one step's, with room for chance."""
@@ -65,19 +68,26 @@ def raised_levels(
     """The stretches of ``series`` [steps] whose level is at least ``least`` and surely above ``tolerated``.
 
     ``floor``: the least standard deviation of one step that is believed. ``tests``: how many steps of
-    how many series are looked at in all. Neighbouring stretches that are both raised become one.
+    how many series are looked at in all. Neighbouring stretches that are raised alike become one.
     """
     deviation = max(noise(series), floor)
     needed = bar(tests)
     cut = stretches(series, floor=floor, shortest=shortest)
     above: list[tuple[int, int]] = []
+    level = 0.0
     for each in cut:
         if each.level < least:
             continue
-        if above and above[-1][1] == each.start:
+        if (
+            above
+            and above[-1][1] == each.start
+            and each.level < ANOTHER * level
+            and level < ANOTHER * each.level
+        ):
             above[-1] = (above[-1][0], each.stop)
         else:
             above.append((each.start, each.stop))
+        level = each.level
     found = []
     for start, stop in above:
         inside = series[start:stop]

@@ -9,7 +9,7 @@ from mt_megatron.scan.diagnose_quota import short_of_quota
 from mt_megatron.scan.diagnose_stages import slow_stages
 from mt_megatron.scan.diagnose_waits import slow_checkpoints, slow_data
 from mt_megatron.scan.exchanges import Rows, Samples
-from mt_megatron.scan.host_work import slow_on_host
+from mt_megatron.scan.host_work import slow_on_host, starved_on_host
 from mt_megatron.scan.left_out import leaving_out
 from mt_megatron.scan.raised_levels import Raised
 from mt_megatron.scan.slow_units import SlowUnit, Unit
@@ -134,6 +134,19 @@ def test_who_uses_a_little_more_and_waits_far_longer_is_contended() -> None:
     beside = on_host(table(dp=1, pp=4))
     beside.columns["process_cpu_ns"][1, 20:] *= 2.0
     assert slow_on_host(beside) == [], "a thread that nobody waits for"
+
+
+def test_who_waits_many_times_as_long_as_all_others_is_starved_wherever_that_shows() -> None:
+    rng = np.random.default_rng(4)
+    run = on_host(table(dp=2, tp=2))
+    run.columns["run_queue_wait_ns"] = 100 * MS * np.exp(0.3 * rng.standard_normal((4, 40)))
+    assert starved_on_host(run) == []
+    run.columns["run_queue_wait_ns"][3, 30:] *= 10.0
+    assert starved_on_host(run) == [], "no step became longer"
+    run.columns["step"][:, 30:] *= 3.0
+    assert [(each.cause, each.ranks) for each in starved_on_host(run)] == [("host_contention", (3,))]
+    run.columns["run_queue_wait_ns"][:3, 30:] *= 10.0
+    assert starved_on_host(run) == [], "everybody waits"
 
 
 def test_on_a_device_the_hosts_processors_need_not_be_used_longer() -> None:
