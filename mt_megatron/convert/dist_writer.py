@@ -190,6 +190,8 @@ def _extra_states(rows: Rows, style: KeyStyle) -> list[str]:
     keys = []
     for name in rows:
         state = extra_state_of(name)
+        if "_down_proj." in name and not style.transformer_engine:
+            continue  # ``layers.mla_replicated`` has none, and a run that is resumed wants no other keys.
         if state is not None:
             place = style.place(state)
             index = ".".join(map(str, place.index or (0,)))

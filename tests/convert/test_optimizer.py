@@ -58,7 +58,7 @@ IN_SOAK: dict[str, dict[str, Any]] = {
         "taken": False,
     },
     "deepseek_by_rank": {
-        "model": LATENT,
+        "model": f"{LATENT} --no-moe-grouped-gemm",
         "before": PP2,
         "chain": [["torch", *PP2.split()], ["torch_dist", *PP2.split()]],
         "after": PP2,
@@ -86,7 +86,7 @@ IN_SOAK: dict[str, dict[str, Any]] = {
         "model": EXPERTS,
         "before": EP2,
         "chain": [["torch_dist", *TP2.split()]],
-        "after": TP2,
+        "after": f"{TP2} --sequence-parallel",
     },
 }
 MARKED = [*CASES, *(pytest.param(name, marks=pytest.mark.soak) for name in IN_SOAK)]
