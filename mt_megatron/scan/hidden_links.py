@@ -30,7 +30,9 @@ CONFIDENT, HARMLESS = 0.95, 0.7
 
 _CERTAINTY, _NEEDED = 12.0, 6.0
 
-MOST_UNITS = 160
+MOST_UNITS, MOST_MEMBERS = 96, 16
+"""A look at a group takes some hundredths of a second, and grows with its members' cube."""
+
 _FLOOR = 0.02
 _MOST_PERIODS = 6
 
@@ -44,7 +46,7 @@ def hidden_links(
 ) -> list[SlowUnit]:
     """Units in which a link is slow, other than those ``known`` (by ``id``) to be slow."""
     found: list[SlowUnit] = []
-    for unit in _costliest(units, known):
+    for unit in _costliest(units, known, LEAST_LOSS * step_ns * len(iteration)):
         best: tuple[Located, int, int] | None = None
         for first, last in _periods(unit, iteration):
             located = _located(unit, first, last, iteration, known, where)
@@ -55,11 +57,17 @@ def hidden_links(
     return found
 
 
-def _costliest(units: Sequence[Unit], known: Collection[int]) -> list[Unit]:
-    judged = [each for each in units if id(each) not in known and each.samples is not None]
-    if len(judged) <= MOST_UNITS:
-        return judged
-    return sorted(judged, key=lambda each: -float((each.rows.time * each.rows.count).sum()))[:MOST_UNITS]
+def _costliest(units: Sequence[Unit], known: Collection[int], least_ns: float) -> list[Unit]:
+    """Those whose operations take ``least_ns`` in all at least."""
+    judged = []
+    for each in units:
+        if id(each) in known or each.samples is None or len(each.ranks) > MOST_MEMBERS:
+            continue
+        taken = float((each.rows.time * each.rows.count).sum())
+        if taken >= least_ns:
+            judged.append((taken, each))
+    judged.sort(key=lambda each: -each[0])
+    return [each for _, each in judged[:MOST_UNITS]]
 
 
 def _located(

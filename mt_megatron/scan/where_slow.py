@@ -19,7 +19,7 @@ FEWEST = 8
 
 _MOST_SEEN, _MOST_SOUND, _MOST_LIKE = 96, 60, 8
 _MOST_CALIBRATED, _CALIBRATED, _SEVERAL = 12, 4, 3
-MOST_MEMBERS = 64
+MOST_MEMBERS = 32
 LEAST_OCTAVES = 30
 """Half octaves of bytes, 32 KiB: smaller operations take other ways than rings."""
 
