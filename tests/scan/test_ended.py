@@ -104,7 +104,7 @@ def test_a_rank_without_records_is_not_blamed() -> None:
         assert "no records of rank 1" in headline(found) and headline(found).startswith(
             "The run stands still"
         )
-        assert next_step(found).startswith("Look at rank 1, which recorded nothing")
+        assert next_step(found).startswith("Look at rank 1, of which nothing is recorded")
     # The controls: the same rank with records is named, whether it stands still or is dead.
     for there in (
         end(1, last_event=9, entered=False),
