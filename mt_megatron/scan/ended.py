@@ -45,11 +45,11 @@ class Ended:
         return {"what": "ended", **asdict(self)}
 
     def words(self) -> str:
-        """``its tracing ended at step 12, 2026-01-31 14:02:11 UTC: OSError: No space left on device``."""
+        """``tracing ended at step 12, 2026-01-31 14:02:11 UTC: OSError: No space left on device``."""
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.time_unix))
         if self.how == "closed":
-            return f"its trace was closed at step {self.iteration}, {when}"
-        return f"its tracing ended at step {self.iteration}, {when}: {self.why}"
+            return f"the trace was closed at step {self.iteration}, {when}"
+        return f"tracing ended at step {self.iteration}, {when}: {self.why}"
 
 
 class Ending:

@@ -342,9 +342,9 @@ def _look_at(blind: list[int], places: Mapping[int, Place]) -> str:
     host = places[rank].host if rank in places else ""
     more = f" (and {len(blind) - 1} more without records)" if len(blind) > 1 else ""
     return (
-        f"Look at rank {rank}{more}{f' on {host}' if host else ''}, of which nothing is recorded: whether its "
-        "process still runs and where it stands (`py-spy dump --pid PID`); then, in its log, why it keeps no "
-        "trace."
+        f"Look at rank {rank}{more}{f' on {host}' if host else ''}, of which nothing is recorded: whether "
+        "its process still runs and where it stands (`py-spy dump --pid PID`); then, in its log, why it "
+        "keeps no trace."
     )
 
 

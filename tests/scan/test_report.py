@@ -193,7 +193,9 @@ def test_a_torn_file_is_said(tmp_path: Path) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=8))
     path = segment_path(run_files(tmp_path).rank_folder(2), 0)
     path.write_bytes(path.read_bytes()[:-20])
-    assert any("rank-00002" in note and "no whole block" in note for note in write_report(tmp_path).data.notes)
+    assert any(
+        "rank-00002" in note and "no whole block" in note for note in write_report(tmp_path).data.notes
+    )
 
 
 def test_no_trace_and_no_steps_are_clear_errors(tmp_path: Path) -> None:
