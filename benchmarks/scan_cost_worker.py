@@ -21,8 +21,8 @@ from mt_megatron.scan.levels import Level
 
 LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
 ARMS = tuple(LEVEL_OF)
-_WARM_UP_ROUNDS = 4
-_PILOT_VISITS, _PILOT_STEPS = 3, 20
+_WARM_UP_ROUNDS = 2
+_PILOT_VISITS, _PILOT_STEPS = 2, 16
 
 SHAPE = Case(
     name="L4 h256 V4096",
