@@ -22,6 +22,9 @@ from .where_slow import Located, WhereSlow
 LEAST_GAIN = 20.0
 """Squared standard errors; more than where a group is known to be slow: many groups and times are tried."""
 
+LEAST_EXPLAINED = 0.9
+"""Of the difference, likewise: other faults of the run change when members come."""
+
 LEAST_GAIN_HALF = 6.0
 """The same in either half of the steps, where there is no other time to compare with."""
 
@@ -80,6 +83,8 @@ def _located(
 ) -> Located | None:
     located = where.find(unit, first, last, unsound=known)
     if located is None or located.pair is None or located.explanation.gain < LEAST_GAIN:
+        return None
+    if located.explanation.explained < LEAST_EXPLAINED:
         return None
     if located.slowness_ns < max(LEAST_EXTRA_NS, 2.0 * unit.clock_error):
         return None
