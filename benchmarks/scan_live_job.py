@@ -49,8 +49,8 @@ class Layout:
     """Seconds by which a slow link delays each packet: less where a step has hundreds of exchanges."""
 
     competitors: tuple[int, float] = (2, 0.5)
-    """Busy processes beside a rank, and to what their and its part of the processors shrinks: not at all where
-    hundreds of exchanges a step each have to wait for them."""
+    """Busy processes beside a rank, and to what their and its part of the processors shrinks: not at all
+    where hundreds of exchanges a step each have to wait for them."""
 
     megabits: float = 4.0
     """Per second over a narrow cable."""

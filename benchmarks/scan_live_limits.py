@@ -68,8 +68,8 @@ class Limits:
 
     @contextlib.contextmanager
     def competitors(self, rank: int, count: int, part: float) -> Iterator[None]:
-        """So many busy processes share the rank's part of the processors, which shrinks to ``part`` of what it
-        was: what they take shall be the rank's, not that of the ranks on other hosts."""
+        """So many busy processes share the rank's part of the processors, which shrinks to ``part`` of what
+        it was: what they take shall be the rank's, not that of the ranks on other hosts."""
         shares = self._group("cpu", rank) / "cpu.shares"
         shares.write_text(str(round(self._shares * part)))
         spinning = [

@@ -93,11 +93,13 @@ def _moves_with(table: StepTable, row: int, throttled: Floats) -> tuple[int, int
 
 def _beside(table: StepTable, row: int) -> Floats:
     """Own work [steps] less that of its peers, if it has any."""
-    compute = table.columns["compute"]
+    compute: Floats = table.columns["compute"]
     peers = next(rows for rows in table.roles if row in rows)
     if len(peers) < 2:
-        return compute[row]
-    return beside_peers(compute[peers])[int(np.flatnonzero(peers == row)[0])]
+        alone: Floats = compute[row]
+        return alone
+    beside: Floats = beside_peers(compute[peers])[int(np.flatnonzero(peers == row)[0])]
+    return beside
 
 
 def _longer(table: StepTable, row: int, start: int, stop: int) -> float:
