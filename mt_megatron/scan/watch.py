@@ -218,7 +218,8 @@ class Watch:
         return news
 
     def _write(self, finding: Finding) -> None:
-        step = self._done if self._done is not None else finding.last_step
+        # A hang is in a step that does not end.
+        step = finding.last_step if self._done is None else max(self._done, finding.last_step)
         at = time.time()
         line = json.dumps({**finding.to_dict(), "time_unix": at, "named_at_step": step}) + "\n"
         try:
