@@ -105,7 +105,11 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
     # Only our model families say it; Megatron's own scripts keep Megatron's softmax over the padding.
     vocab_size = getattr(self, "unpadded_vocab_size", None)
     if not isinstance(logits, _Head):
+        from megatron.core.models.gpt import GPTModel
+
         _leave_padding_out(logits, vocab_size)
+        if self.config.cross_entropy_loss_fusion and not isinstance(self, GPTModel):
+            _say(f"a {type(self).__name__}'s output layer is not fused with its loss")
         with _unfused(self.config):
             return original(self, labels, logits)
     from ..layers.cross_entropy import linear_cross_entropy

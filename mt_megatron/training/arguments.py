@@ -11,7 +11,7 @@ from typing import Any
 from mt_megatron.errors import ConfigError
 from mt_megatron.models import presets
 from mt_megatron.training.arguments_megatron import ALIASES, SET, Alias
-from mt_megatron.training.arguments_refused import REFUSED
+from mt_megatron.training.arguments_refused import REFUSED, RENAMED
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_resolve import assemble
 from mt_megatron.training.config_types import (
@@ -255,6 +255,8 @@ def _unknown(shown: str, dashed: str, section: str | None = None) -> str:
     )
     if refused is not None:
         return f"{shown} is an argument of Megatron-LM 0.9 that is refused: {refused}."
+    if dashed in RENAMED:
+        return f"{shown} is an argument of MT-MegatronLM: {RENAMED[dashed]}."
     if name in NOT_SETTABLE:
         return f"{shown} is a field of Megatron-Core that cannot be set: {NOT_SETTABLE[name]}."
     candidates = list(ALIASES)

@@ -157,11 +157,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
         ("one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version"),
     ),
     (
-        "no profiler is built in; run the process under one",
+        "windows of the torch profiler are part of the trace; use --scan kernel and --scan-window",
         "profile profile-step-start profile-step-end use-pytorch-profiler profile-ranks",
     ),
     (
-        "straggler detection is not part of this version; leave it out",
+        "the tracing finds stragglers; use --scan base and --scan-on-straggler",
         "log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count",
     ),
     # Inference.
@@ -170,3 +170,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
 
 REFUSED: Mapping[str, str] = {name: reason for reason, names in _REASONS for name in names.split()}
 """Argument name without the leading dashes -> why it is refused and what to do instead."""
+
+RENAMED: Mapping[str, str] = {
+    "moe-noaux-gamma": "use --moe-router-bias-update-rate",
+    "use-multi-token-prediction": "use --mtp-num-layers with the number of depths",
+    "q-rms-recompute": "the nearest is --recompute-mla-up-proj; or leave it out",
+}
+"""MT-MegatronLM's own arguments that have another name in Megatron-Core and here."""

@@ -203,7 +203,8 @@ class _Run:
             loss=None if result is None else result.loss,
             validation=self.validation,
             checkpoint=self.checkpoint,
-            straggler=result is not None and result.wishes.leave,
+            # Nothing is left to do elsewhere where this was the last step.
+            straggler=result is not None and result.wishes.leave and not self._finished(),
         )
 
     def _datasets(self) -> Datasets:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.arguments import load_config
-from mt_megatron.training.arguments_megatron import ALIASES, LATER
-from mt_megatron.training.arguments_refused import REFUSED
+from mt_megatron.training.arguments_megatron import _LATER, ALIASES
+from mt_megatron.training.arguments_refused import REFUSED, RENAMED
 from mt_megatron.training.config_types import NOT_SETTABLE, options
 
 _LINES = (Path(__file__).parent / "megatron_lm_0_9_arguments.txt").read_text().splitlines()
@@ -51,13 +52,21 @@ def test_argument_is_understood_or_refused_and_takes_what_it_took(name: str) -> 
         )
 
 
+@pytest.mark.parametrize("name", RENAMED)
+def test_what_another_layer_calls_otherwise_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name} is an argument of MT-MegatronLM: ") as caught:
+        load_config([f"--{name}"])
+    named = re.findall(r"--([a-z-]+)", RENAMED[name])
+    assert RENAMED[name] in str(caught.value) and set(named) <= set(flags()) and named
+
+
 def test_tables_name_real_options_and_no_others() -> None:
     known = options()
     for alias in ALIASES.values():
         assert alias.to is None or alias.to in known
         assert {*alias.sets, *alias.presumes} <= set(known)
         assert alias.needs is None or alias.needs[0] in known
-    ours = {"model", "fp32", *LATER}
+    ours = {"model", "fp32", *(alias.name for alias in _LATER)}
     assert set(ALIASES) - ours <= set(ARGUMENTS)
     assert set(REFUSED) <= set(ARGUMENTS)
 
