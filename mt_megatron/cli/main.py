@@ -65,6 +65,15 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``mt-megatron`` with ``argv`` (the process's own by default) and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(given)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(given: list[str]) -> int:
     # Only the subcommand in question is imported: doctor must run where the others cannot.
     wanted = [given[0]] if given and given[0] in COMMANDS else list(COMMANDS)
     try:
@@ -73,20 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest and not getattr(args, "config_arguments", False):
             parser.error(f"unknown arguments: {' '.join(rest)}")
         args.config_argv = rest
-        code = int(args.func(args))
-        # What is still buffered may find nobody to read it; at exit nobody could be told.
-        sys.stdout.flush()
-        return code
+        return int(args.func(args))
     except (ConfigError, RunError) as error:
         return _fail(error, 2)
     except MtMegatronError as error:
         return _fail(error, 1)
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`); Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        # What is still buffered may find nobody to read it; at exit nobody could be told. Also where argparse
+        # ends the process, as after --help and --list-options.
+        sys.stdout.flush()
 
 
 def _fail(error: MtMegatronError, code: int) -> int:

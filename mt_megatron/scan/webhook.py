@@ -87,11 +87,13 @@ class Webhook:
 
     def _run(self) -> None:
         while (body := self._queue.get()) is not None:
-            self._deliver(body)
+            delivered = self._deliver(body)
+            # Room before word of it: whoever sees that one is delivered may post the next.
             with self._counting:
                 self._waiting_bytes -= len(body)
+            self.delivered += delivered
 
-    def _deliver(self, body: bytes) -> None:
+    def _deliver(self, body: bytes) -> bool:
         problem = ""
         for attempt in range(self._attempts):
             if attempt and self._closing.wait(self._pause * 4 ** (attempt - 1)):
@@ -101,8 +103,7 @@ class Webhook:
             )
             try:
                 with self._open(request, timeout=self._timeout):
-                    self.delivered += 1
-                    return
+                    return True
             except urllib.error.HTTPError as error:
                 problem = f"it answered {error.code}"
                 error.close()
@@ -112,6 +113,7 @@ class Webhook:
                 # A reason, never the address: urllib's own message may repeat it.
                 problem = type(getattr(error, "reason", error)).__name__
         self._lose(problem)
+        return False
 
     def _lose(self, problem: str) -> None:
         self.lost += 1

@@ -234,8 +234,8 @@ def test_ranks_that_are_missing_or_disagree_are_named(mixtral: Path, tmp_path: P
 
 
 def test_a_layout_that_does_not_divide_is_refused(mixtral: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 3"):
-        converted(mixtral, tmp_path / "out", "torch", "--tensor-model-parallel-size", "3")
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 5"):
+        converted(mixtral, tmp_path / "out", "torch", "--tensor-model-parallel-size", "5")
     with pytest.raises(ConfigError):
         converted(mixtral, tmp_path / "out", "torch", "--pipeline-model-parallel-size", "64")
 

@@ -100,4 +100,5 @@ def test_a_beat_comes_at_the_time_that_the_ranks_agreed_on(cost: Any) -> None:
     clock.open(at=10_270_000_000)
     after = time.perf_counter_ns()
     planned, woke = clock.rest()
-    assert before + 130e6 <= planned <= after + 130e6 and planned <= woke
+    # A millisecond for two readings of the clock; without an agreement it would be any of 200 ms.
+    assert before + 130e6 <= planned <= after + 130e6 + 1e6 and planned <= woke

@@ -42,6 +42,8 @@ def fail(recorder: Recorder, folder: Path) -> None:
     until = time.monotonic() + 60
     while read_ended(folder, recorder._ending._session) is None and time.monotonic() < until:  # type: ignore[union-attr]
         time.sleep(0.01)
+    # Where the disk fails it is this thread that notices, and it ends with that.
+    assert recorder._writer is not None and recorder._writer.stop(60)
 
 
 def test_a_recorder_says_how_it_ended_and_one_that_was_killed_does_not(tmp_path: Path) -> None:
