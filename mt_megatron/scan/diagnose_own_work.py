@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .diagnose_causes import why_slow
 from .findings import Finding
+from .late_arrival import late_arrival
 from .raised_levels import Raised, raised_levels
 from .robust import Floats
 from .step_table import StepTable, beside_peers
@@ -193,7 +194,6 @@ def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Fi
     rank = table.ranks[row]
     raised = suspect.raised
     chosen = raised.steps(len(table.iteration))
-    first, last = table.steps(raised.start, raised.stop)
     others = [int(each) for each in rows if each != row]
     compute = table.columns["compute"]
     own = float(np.nanmean(compute[row, chosen]))
@@ -210,28 +210,26 @@ def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Fi
         more, name = max((_more_work(table, row, others, chosen, name), name) for name in WORK)
         what = "tokens" if name == "work" else "rows for its experts"
         evidence.append(f"it has {100 * (exp(more) - 1):.0f} % more {what}, which explains most of it")
-        return Finding(
+        return late_arrival(
+            table,
+            row,
+            raised.start,
+            raised.stop,
             cause="uneven_work",
-            lateness="late_arrival",
-            ranks=(rank,),
-            host=table.host(rank),
-            first_step=first,
-            last_step=last,
-            lost_fraction=min(lost / step, 1.0),
-            confidence=round(raised.confidence, 3),
-            evidence=tuple(evidence),
+            lost_fraction=lost / step,
+            confidence=raised.confidence,
+            evidence=evidence,
             details={**details, "more_work": round(exp(more) - 1, 4), "of": name},
         )
     why = why_slow(table, row, others, chosen, lost)
-    return Finding(
+    return late_arrival(
+        table,
+        row,
+        raised.start,
+        raised.stop,
         cause=why.cause,
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=min(lost / step, 1.0),
-        confidence=round(raised.confidence * why.trust, 3),
+        lost_fraction=lost / step,
+        confidence=raised.confidence * why.trust,
         evidence=(*evidence, *why.evidence),
         details={**details, "shares": why.shares},
     )

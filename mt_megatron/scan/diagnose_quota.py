@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .findings import Finding
+from .late_arrival import late_arrival
 from .raised_levels import merged_spikes, raised_levels
 from .robust import CLIP, Floats, spread
 from .step_table import StepTable, beside_peers
@@ -122,16 +123,14 @@ def _grown(series: Floats, start: int, stop: int, *, needs_past: bool) -> float:
 
 def _finding(table: StepTable, row: int, start: int, stop: int, stopped: float, lost: float) -> Finding:
     rank = table.ranks[row]
-    first, last = table.steps(start, stop)
     step = float(np.nanmean(table.columns["step"][:, start:stop]))
-    return Finding(
+    return late_arrival(
+        table,
+        row,
+        start,
+        stop,
         cause="host_contention",
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=min(lost / step, 1.0),
+        lost_fraction=lost / step,
         confidence=CONFIDENCE,
         evidence=(
             f"its quota of processor time stopped rank {rank} for {stopped / 1e6:.1f} ms a step, and its own "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .findings import Cause, Finding
+from .findings import Finding
+from .late_arrival import late_arrival
 from .raised_levels import by_chance, merged_spikes, raised_levels
 from .robust import Floats, lower_median, spread
 from .step_table import StepTable, beside_peers
@@ -91,7 +92,6 @@ def _data(
     table: StepTable, row: int, start: int, stop: int, level: float, confidence: float, alone: bool
 ) -> Finding:
     rank = table.ranks[row]
-    first, last = table.steps(start, stop)
     wait = float(np.nanmean(table.columns["data"][row, start:stop])) / 1e6
     beside = "nobody else loads data to compare with" if alone else "more than the median of its peers"
     depth = table.columns["data_queue_depth"][row, start:stop]
@@ -100,16 +100,15 @@ def _data(
     ]
     if np.isfinite(depth).any():
         evidence.append(f"its queue of batches held {np.nanmean(depth):.1f} on average")
-    return Finding(
+    return late_arrival(
+        table,
+        row,
+        start,
+        stop,
         cause="slow_data",
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=min(level, 1.0),
-        confidence=round(confidence, 3),
-        evidence=tuple(evidence),
+        lost_fraction=level,
+        confidence=confidence,
+        evidence=evidence,
     )
 
 
@@ -189,20 +188,18 @@ def _checkpoint(
     others = [int(peer) for peer in peers if peer != row]
     extra = took[row, slow] - lower_median(took[others][:, slow])
     start, stop = int(slow[0]), int(slow[-1]) + 1
-    first, last = table.steps(start, stop)
     between = (stop - start) / (len(slow) - 1) if len(slow) > 1 else len(table.iteration)
     span = between * len(slow)
     elapsed = span * table.step_ns + float(np.nansum(took[row, slow]))
     ratio = float(np.exp(np.median(ratios[slow])))
-    return Finding(
+    return late_arrival(
+        table,
+        row,
+        start,
+        stop,
         cause="slow_checkpoint",
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=float(min(max(np.nansum(extra) / elapsed, 0.0), 1.0)),
-        confidence=round(min(0.95, 0.62 + 0.1 * len(slow) + 0.05 * min(ratio - 1.0, 2.0)), 3),
+        lost_fraction=np.nansum(extra) / elapsed,
+        confidence=min(0.95, 0.62 + 0.1 * len(slow) + 0.05 * min(ratio - 1.0, 2.0)),
         evidence=(
             f"rank {rank} took {np.nanmedian(took[row, slow]) / 1e6:.0f} ms for a checkpoint, "
             f"{ratio:.1f} times the median of its peers, in {len(slow)} checkpoint{'s' * (len(slow) > 1)}",
@@ -265,7 +262,6 @@ def _runs(chosen: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def _pause(table: StepTable, row: int, start: int, stop: int, fraction: float, confidence: float) -> Finding:
     rank = table.ranks[row]
-    first, last = table.steps(start, stop)
     pause = table.columns["pause"][row, start:stop]
     longest = float(np.nanmax(table.columns["longest_pause"][row, start:stop])) / 1e6
     collecting = table.columns["gc_pause_ns"][row, start:stop]
@@ -275,16 +271,14 @@ def _pause(table: StepTable, row: int, start: int, stop: int, fraction: float, c
     ]
     if np.isfinite(collecting).any() and np.nansum(collecting) > 0.5 * np.nansum(pause):
         evidence.append("most of it was garbage collection")
-    cause: Cause = "host_pause"
-    return Finding(
-        cause=cause,
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=float(min(max(fraction, 0.0), 1.0)),
+    return late_arrival(
+        table,
+        row,
+        start,
+        stop,
+        cause="host_pause",
+        lost_fraction=fraction,
         confidence=confidence,
-        evidence=tuple(evidence),
+        evidence=evidence,
         details={"longest_ms": round(longest, 1)},
     )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from .diagnose_causes import USED_SHARE
 from .diagnose_stages import above_past
 from .findings import Finding
+from .late_arrival import late_arrival
 from .raised_levels import Raised, raised_levels
 from .robust import Floats
 from .step_table import StepTable, beside_peers
@@ -62,16 +63,14 @@ def starved_on_host(table: StepTable) -> list[Finding]:
 
 def _starved(table: StepTable, row: int, raised: Raised, lost: float, more: float) -> Finding:
     rank = table.ranks[row]
-    first, last = table.steps(raised.start, raised.stop)
-    return Finding(
+    return late_arrival(
+        table,
+        row,
+        raised.start,
+        raised.stop,
         cause="host_contention",
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=min(lost, 1.0),
-        confidence=round(raised.confidence, 3),
+        lost_fraction=lost,
+        confidence=raised.confidence,
         evidence=(
             f"the threads of rank {rank} waited {more / 1e6:.0f} ms a step more for a processor than before, "
             f"{exp(raised.level):.1f} times as long beside others ({raised.certainty:.0f} standard errors), "
@@ -128,18 +127,16 @@ def _grown(series: Floats, raised: Raised) -> float | None:
 
 def _finding(table: StepTable, row: int, raised: Raised, lost: float) -> Finding:
     rank = table.ranks[row]
-    first, last = table.steps(raised.start, raised.stop)
     step = float(np.nanmean(table.columns["step"][:, raised.start : raised.stop]))
     used = float(np.nanmean(table.columns["process_cpu_ns"][row, raised.start : raised.stop]))
-    return Finding(
+    return late_arrival(
+        table,
+        row,
+        raised.start,
+        raised.stop,
         cause="slow_compute",
-        lateness="late_arrival",
-        ranks=(rank,),
-        host=table.host(rank),
-        first_step=first,
-        last_step=last,
-        lost_fraction=min(lost / step, 1.0),
-        confidence=round(raised.confidence, 3),
+        lost_fraction=lost / step,
+        confidence=raised.confidence,
         evidence=(
             f"rank {rank} used {used / 1e6:.0f} ms of its processors' time a step, "
             f"{100 * (exp(raised.level) - 1):.0f} % more than usual ({raised.certainty:.0f} standard errors)",
