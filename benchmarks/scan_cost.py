@@ -1,10 +1,13 @@
 """What tracing costs: nanoseconds per event, and the slow-down of a real training by paired blocks of steps.
 
     python benchmarks/scan_cost.py --only events
-    python benchmarks/scan_cost.py [--ranks 2] [--pairs 400] [--record results/]
+    python benchmarks/scan_cost.py [--ranks 2] [--pairs 1200] [--record results/]
 
 One training, by our own trainer, is traced in some blocks of its steps, in one set of processes: between two
-untraced blocks comes one at level base, one at level full, or one that is not traced either, in random order.
+untraced blocks comes one at level base, one at level full (a third as often), or one that is not traced
+either, in random order. The ranks are data-parallel, as the launch scripts' on a CPU; ``--layout tp`` has
+ranks that exchange activations, and whose steps on two cores differ far more from one to the next.
+
 A pair is such a block and the mean of the two around it, so that what drifts over seconds cancels. The pairs
 without tracing are the control: where they differ by more than 0.3 %, the machine is too restless and the
 result is inconclusive. Between blocks the tracing is held still (``scan_cost_held.py``). The process that
@@ -32,6 +35,7 @@ CONTROL_PERCENT = 0.3
 TARGETS = {"base": (0.5, 0.8), "full": (3.0, None)}
 """Percent: the estimate at most, and the upper end of its interval at most."""
 
+BASE_PAIRS_OF_A_ROUND = 3
 RESAMPLES = 10_000
 TRIMMED = 0.25
 """Share of the pairs that is left out on either side."""
@@ -153,9 +157,9 @@ def training_table(figures: dict[str, Any]) -> str:
     )
     where = ", each on a core of its own" if figures["pinned"] else ""
     about = (
-        f"{figures['ranks']} process(es) of {figures['threads']} thread(s){where}; "
-        f"{found['base']['pairs']} pairs; blocks of {figures['steps_per_block']} step(s); "
-        f"a step takes {1e3 * figures['step_seconds']:.0f} ms."
+        f"{figures['layout']}: {figures['ranks']} process(es) of {figures['threads']} thread(s){where}; "
+        f"{found['base']['pairs']} pairs ({found['full']['pairs']} at level full); blocks "
+        f"of {figures['steps_per_block']} step(s); a step takes {1e3 * figures['step_seconds']:.0f} ms."
     )
     if figures["unrest_percent"]:
         free, pinned = figures["unrest_percent"]["free"], figures["unrest_percent"]["pinned"]
@@ -170,7 +174,8 @@ def main() -> int:
     """Measure, print, record; 0 when everything was met or only the events were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("events", "training"))
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one tensor parallel group")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--layout", choices=("dp", "tp"), default="dp", help="how they share the work (dp)")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
     parser.add_argument(
         "--pin",
@@ -178,8 +183,8 @@ def main() -> int:
         default="auto",
         help="each process on a core of its own; auto: where untraced steps then differ less",
     )
-    parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--block-seconds", type=float, default=0.25, help="in whole steps, one at least")
+    parser.add_argument("--pairs", type=int, default=1200, help="at level base, and of the control (1200)")
+    parser.add_argument("--block-seconds", type=float, default=0.1, help="in whole steps, one at least (0.1)")
     parser.add_argument("--timeout", type=float, default=3600.0)
     parser.add_argument("--record", type=Path, help="folder for a dated record")
     args = parser.parse_args()
@@ -193,7 +198,9 @@ def main() -> int:
         print(parts[-1], flush=True)
     met = True
     if args.only != "events":
-        arguments = [f"--rounds={args.pairs}", f"--block-seconds={args.block_seconds}", f"--pin={args.pin}"]
+        rounds = -(-args.pairs // BASE_PAIRS_OF_A_ROUND)
+        arguments = [f"--rounds={rounds}", f"--block-seconds={args.block_seconds}", f"--pin={args.pin}"]
+        arguments.append(f"--layout={args.layout}")
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
         figures["training"] = judged(train(args.ranks, threads, arguments, args.timeout))
         parts.append(training_table(figures["training"]))

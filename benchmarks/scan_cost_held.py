@@ -47,7 +47,7 @@ class TracedTime:
             self._at, self._open = self._now(), False
             self._changed.notify_all()
 
-    def rest(self) -> tuple[int, int]:
+    def rest(self) -> tuple[int, int, int]:
         """``Writer.rest`` by this clock."""
         with self._changed:
             due = (self._now() + _BEAT_NS // 2) // _BEAT_NS * _BEAT_NS + _BEAT_NS
@@ -59,7 +59,7 @@ class TracedTime:
                     self._changed.wait(left / 1e9)
                 else:
                     woke = time.perf_counter_ns()
-                    return woke + left, woke
+                    return due // _BEAT_NS, woke + left, woke
 
     def _now(self) -> int:
         return self._at + (time.perf_counter_ns() - self._began if self._open else 0)

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from throughput_sides import Case, Ours, token_ids
 from mt_megatron.scan.levels import Level
 
 LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
-ARMS = tuple(LEVEL_OF)
+ROUND = ("off again", "base") * 3 + ("full",)
+"""The closer the bound, the more blocks."""
+
 _WARM_UP_ROUNDS = 2
 _PILOT_VISITS, _PILOT_STEPS = 2, 16
+_ZERO = "--use-distributed-optimizer"
 
 SHAPE = Case(
     name="L4 h256 V4096",
@@ -32,23 +36,28 @@ SHAPE = Case(
     heads=8,
     groups=4,
     vocabulary=4096,
-    dtype=torch.float32,
+    dtype=torch.bfloat16,
     sequence=256,
     micro_batch=2,
-    micro_batches=2,
 )
+"""What one data-parallel rank does; tensor-parallel ones share it."""
 
 
 class Training:
     """Steps of one training."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, layout: str) -> None:
+        """``layout``: ``dp`` with the optimizer's state spread, as the launch scripts', or ``tp``."""
         import mt_megatron
 
         warnings.filterwarnings("ignore")
         mt_megatron.patch("cpu")
-        spread = ("--tensor-model-parallel-size", str(ranks)) if ranks > 1 else ()
-        self.ours = Ours(SHAPE, token_ids(SHAPE), spread)
+        if layout == "dp":
+            self.case, spread = replace(SHAPE, micro_batch=ranks * SHAPE.micro_batch), (_ZERO,)
+        else:
+            self.case, spread = SHAPE, ("--tensor-model-parallel-size", str(ranks))
+        copies = ranks if layout == "dp" else 1
+        self.ours = Ours(self.case, token_ids(self.case), spread, copies)
         self.iteration = 0
 
     def timed(self, count: int) -> tuple[float, float]:
@@ -73,7 +82,7 @@ def blocks(
     of the block, and the same of the untraced ones before and after it.
     """
     rng = np.random.default_rng(0)
-    found: dict[str, list[Any]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[Any]] = {arm: [] for arm in LEVEL_OF}
     traced = 0
 
     def block(level: Level) -> list[float]:
@@ -92,7 +101,7 @@ def blocks(
 
     before = block("off")
     for number in range(-_WARM_UP_ROUNDS, rounds):
-        for arm in rng.permutation(ARMS).tolist():
+        for arm in rng.permutation(ROUND).tolist():
             own = block(LEVEL_OF[arm])
             after = block("off")
             if number >= 0:
@@ -120,11 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--layout", choices=("dp", "tp"), required=True)
     parser.add_argument("--block-seconds", type=float, required=True)
     parser.add_argument("--pin", choices=("auto", "yes", "no"), required=True)
     args = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    training = Training(ranks)
+    training = Training(ranks, args.layout)
     training.timed(5)
     unrest = pilot(training, rank) if args.pin == "auto" else {}
     pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
@@ -136,7 +146,8 @@ def main() -> None:
     session.close()
     about = {
         "shape": SHAPE.name,
-        "tokens_per_step": SHAPE.tokens,
+        "layout": f"{args.layout}{ranks}",
+        "tokens_per_step": training.case.tokens,
         "ranks": ranks,
         "pinned": pinned,
         "unrest_percent": unrest,

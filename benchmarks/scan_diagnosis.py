@@ -224,8 +224,7 @@ def main() -> None:
         for future in as_completed(running):
             verdict = future.result()
             verdicts.append(verdict)
-            bad = verdict.wrong or not all(verdict.found)
-            if args.show == "all" or (args.show == "misses" and bad):
+            if args.show == "all" or (args.show == "misses" and _bad(verdict)):
                 print(_line(verdict), flush=True)
             if sys.stderr.isatty():
                 print(f"\r{len(verdicts)} of {len(wanted)}", end="", file=sys.stderr, flush=True)
@@ -243,9 +242,13 @@ def main() -> None:
             "machine": machine(),
             "seeds": [args.first_seed, args.seeds],
             **figures,
-            "verdicts": [asdict(verdict) for verdict in verdicts],
+            "missed_or_wrong": [asdict(verdict) for verdict in verdicts if _bad(verdict)],
         }
         record(args.record, "scan-diagnosis-simulated", "Diagnosis of simulated runs", figures, text)
+
+
+def _bad(verdict: Verdict) -> bool:
+    return bool(verdict.wrong) or not all(verdict.found)
 
 
 def _line(verdict: Verdict) -> str:

@@ -7,14 +7,12 @@ exits before it became slow, or beside those of groups that lie alike.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from math import log
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .change_points import SHORTEST, stretches
 from .exchanges import Samples
-from .raised_levels import Raised
 from .robust import Floats
 from .slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 from .where_slow import Located, WhereSlow
@@ -31,7 +29,8 @@ LEAST_GAIN_HALF = 6.0
 CONFIDENT, HARMLESS = 0.95, 0.7
 """Trust where it costs something, and where it does not: too little for an alert."""
 
-_CERTAINTY, _NEEDED = 12.0, 6.0
+BY_PATTERN = 0.93
+"""Confidence where a pattern of exits tells of a slow link: what the simulator's runs bear out, no test."""
 
 MOST_UNITS, MOST_MEMBERS = 96, 16
 """A look at a group takes some hundredths of a second, and grows with its members' cube."""
@@ -56,7 +55,7 @@ def hidden_links(
             if located is not None and (best is None or located.explanation.gain > best[0].explanation.gain):
                 best = located, first, last
         if best is not None:
-            found.append(_slow_unit(unit, *best, iteration, step_ns))
+            found.append(_slow_unit(unit, *best, step_ns))
     return found
 
 
@@ -131,9 +130,7 @@ def _by_step(samples: Samples, iteration: NDArray[np.int64]) -> Floats:
     return found
 
 
-def _slow_unit(
-    unit: Unit, located: Located, first: int, last: int, iteration: NDArray[np.int64], step_ns: float
-) -> SlowUnit:
+def _slow_unit(unit: Unit, located: Located, first: int, last: int, step_ns: float) -> SlowUnit:
     assert located.pair is not None and unit.samples is not None
     inside = (unit.rows.iteration >= first) & (unit.rows.iteration <= last)
     steps = max(len(np.unique(unit.rows.iteration[inside])), 1)
@@ -142,16 +139,10 @@ def _slow_unit(
     extra = min(max(float(located.explanation.later.max()), 0.0), 0.95 * whole)
     lost = extra * operations
     harmless = lost < LEAST_LOSS * step_ns
-    start, stop = np.searchsorted(iteration, [first, last + 1]).tolist()
     return SlowUnit(
         unit=unit,
-        raised=Raised(
-            start=start,
-            stop=stop,
-            level=log(whole / max(whole - extra, 0.05 * whole)),
-            certainty=_CERTAINTY,
-            needed=_NEEDED,
-        ),
+        ratio=whole / max(whole - extra, 0.05 * whole),
+        confidence=BY_PATTERN,
         first_step=first,
         last_step=last,
         lost_ns=lost,

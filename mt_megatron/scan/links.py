@@ -228,7 +228,7 @@ def _finding(blame: _Blame, table: StepTable) -> Finding:
     worst = max(same or blame.units, key=lambda each: each.lost_ns)
     first = min(each.first_step for each in blame.units)
     last = max(each.last_step for each in blame.units)
-    sure = max(each.raised.confidence for each in blame.units)
+    sure = max(each.confidence for each in blame.units)
     if all(each.by_past for each in blame.units):
         sure *= 0.92
     unit = worst.unit
@@ -238,9 +238,10 @@ def _finding(blame: _Blame, table: StepTable) -> Finding:
         else f"{unit.name} operations"
     )
     compared = "than before" if worst.by_past else "than comparable ones in the same steps"
+    tested = "" if worst.certainty is None else f" ({worst.certainty:.0f} standard errors)"
     evidence = [
         f"{what} take {worst.extra_ns / 1e6:.2f} ms longer from the last arrival on ({worst.ratio:.1f} times "
-        f"as long) {compared} ({worst.raised.certainty:.0f} standard errors)",
+        f"as long) {compared}{tested}",
         *blame.evidence,
         "late arrival is not in it: the time begins when the last side is there",
     ]
@@ -261,6 +262,6 @@ def _finding(blame: _Blame, table: StepTable) -> Finding:
             "ratio": round(worst.ratio, 3),
             "directions": [list(each) for each in directions],
             "groups": sorted({each.unit.name for each in blame.units}),
-            "certainty": round(worst.raised.certainty, 2),
+            **({} if worst.certainty is None else {"certainty": round(worst.certainty, 2)}),
         },
     )

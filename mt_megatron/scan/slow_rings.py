@@ -6,14 +6,12 @@ In a sound ring of equal hops every member leaves at about the same time after t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import log
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .exchanges import Label, Samples
-from .hidden_links import hidden_links
-from .raised_levels import Raised
+from .hidden_links import BY_PATTERN, hidden_links
 from .ring_patterns import Hops, RingFit, fit_pairs, fit_ring
 from .slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 from .trace import Place
@@ -23,7 +21,6 @@ LEAST_AMPLITUDE = 0.12
 """Between the first and the last exit, in units of the whole operation."""
 
 LEAST_EXPLAINED = 0.85
-_CERTAINTY, _NEEDED = 12.0, 6.0
 
 
 def node_of(places: Mapping[int, Place], rank: int) -> str:
@@ -103,13 +100,8 @@ def slow_rings(
         found.append(
             SlowUnit(
                 unit=unit,
-                raised=Raised(
-                    start=0,
-                    stop=len(iteration),
-                    level=log(whole / (whole - lost)),
-                    certainty=_CERTAINTY,
-                    needed=_NEEDED,
-                ),
+                ratio=whole / (whole - lost),
+                confidence=BY_PATTERN,
                 first_step=int(samples.iteration.min()),
                 last_step=int(samples.iteration.max()),
                 lost_ns=lost * operations,

@@ -56,7 +56,12 @@ class SlowUnit:
     """A unit in a stretch of steps in which its transfers take clearly longer."""
 
     unit: Unit
-    raised: Raised
+    ratio: float
+    """How many times as long."""
+
+    confidence: float
+    """That it is slow, wherever in it."""
+
     first_step: int
     last_step: int
     lost_ns: float
@@ -81,10 +86,8 @@ class SlowUnit:
     said: str = ""
     """What speaks for ``pair``."""
 
-    @property
-    def ratio(self) -> float:
-        """How many times as long."""
-        return exp(self.raised.level)
+    certainty: float | None = None
+    """Standard errors of its whole times; None where only a pattern of its members' exits tells of it."""
 
 
 def edge_name(places: Callable[[int], Place], sender: int, receiver: int) -> str:
@@ -165,7 +168,9 @@ def _of_class(
             found.append(
                 SlowUnit(
                     unit=unit,
-                    raised=raised,
+                    ratio=exp(raised.level),
+                    confidence=raised.confidence,
+                    certainty=raised.certainty,
                     first_step=int(iteration[raised.start]),
                     last_step=int(iteration[raised.stop - 1]),
                     lost_ns=lost,

@@ -94,13 +94,14 @@ class Writer(threading.Thread):
             self._facts.release()
 
     def _run(self) -> None:
-        flushes, latest = 0, _flush_number()
+        flushes, latest = 0, time.time_ns() // _FLUSH_NS
         while not self._stopped:
-            self._beat(*self.rest())
+            number, planned, woke = self.rest()
+            self._beat(planned, woke)
             # By the clock: were beats counted, late ones would put off what a killed rank does not lose.
-            if (number := _flush_number()) == latest:
+            if number * _BEAT_NS // _FLUSH_NS == latest:
                 continue
-            flushes, latest = flushes + 1, number
+            flushes, latest = flushes + 1, number * _BEAT_NS // _FLUSH_NS
             # Everything at the same beats: with what was used last long gone from the caches, a wake-up costs
             # more than what is done in it.
             self.flush()
@@ -111,15 +112,17 @@ class Writer(threading.Thread):
                 self._queues.notes.append({"what": "time", **time_pair()})
         self.flush(last=True)
 
-    def rest(self) -> tuple[int, int]:
-        """Sleep until the next beat; returns when it should have ended and when it did (ns)."""
-        ahead = _BEAT_NS - time.time_ns() % _BEAT_NS
+    def rest(self) -> tuple[int, int, int]:
+        """Sleep until the next beat; returns its number, which is that of all ranks, and when the sleep
+        should have ended and when it did (ns)."""
+        now = time.time_ns()
+        ahead = _BEAT_NS - now % _BEAT_NS
         if ahead < _BEAT_NS // 2:
             # This one is late, or the wall clock was put right.
             ahead += _BEAT_NS
         planned = time.perf_counter_ns() + ahead
         time.sleep(ahead / 1e9)
-        return planned, time.perf_counter_ns()
+        return (now + ahead) // _BEAT_NS, planned, time.perf_counter_ns()
 
     def _beat(self, planned: int, woke: int) -> None:
         self._latest_ns = max(self._latest_ns, woke - planned)
@@ -198,9 +201,3 @@ class Writer(threading.Thread):
 def _moment_of(event: Event) -> int:
     """When it was heard (ns); of a span that has ended, its end."""
     return event[0] if isinstance(event, tuple) else event.ended or event.begun
-
-
-def _flush_number() -> int:
-    """Which flush of the wall clock's grid is due, the same on all ranks; half a beat of grace for a wake-up
-    that comes a little early."""
-    return (time.time_ns() + _BEAT_NS // 2) // _FLUSH_NS

@@ -223,6 +223,7 @@ def span(name: EventName, **attrs: Any) -> AbstractContextManager[None]:
 
 def described(name: EventName, attrs: dict[str, Any]) -> AbstractContextManager[None]:
     """The same with attributes in a dict, which belongs to the event from here on."""
+    # Neither function calls the other: a call takes a third of the time of all this.
     if not _subscribed:
         return _IDLE
     kind = _kinds[name]

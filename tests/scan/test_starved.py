@@ -11,7 +11,6 @@ from mt_megatron.scan.diagnose_waits import slow_checkpoints, slow_data
 from mt_megatron.scan.exchanges import Rows, Samples
 from mt_megatron.scan.host_work import slow_on_host, starved_on_host
 from mt_megatron.scan.left_out import leaving_out
-from mt_megatron.scan.raised_levels import Raised
 from mt_megatron.scan.slow_units import SlowUnit, Unit
 from mt_megatron.scan.starved import beyond_own_waits, beyond_waits
 from mt_megatron.scan.step_table import StepTable
@@ -38,10 +37,10 @@ def edge(steps: int = 40) -> Unit:
 
 
 def slow(*, by_past: bool, lost: float = 30 * MS, first: int = 21) -> SlowUnit:
-    raised = Raised(start=first - 1, stop=40, level=1.0, certainty=20.0, needed=6.0)
     return SlowUnit(
         unit=edge(),
-        raised=raised,
+        ratio=2.7,
+        confidence=0.97,
         first_step=first,
         last_step=40,
         lost_ns=lost,
