@@ -18,6 +18,8 @@ _WORTH = 0.005
 """Of what the busiest thread ran: who ran less is not followed."""
 
 _CHOOSE_SECONDS = 15.0
+_MOVE_SECONDS = 4.0
+"""A process is hardly ever moved to another group while it runs."""
 
 
 class RunQueue:
@@ -133,30 +135,41 @@ class StealTime:
 class CgroupThrottling:
     """Time for which the quota of this process's control group stopped it (version 1 and 2)."""
 
-    def __init__(self, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> None:
+    def __init__(
+        self,
+        root: Path = Path("/sys/fs/cgroup"),
+        own: Path = Path("/proc/self/cgroup"),
+        ask_seconds: float = _MOVE_SECONDS,
+    ) -> None:
+        """``ask_seconds``: how often to look which group this process is in."""
+        self._every = ask_seconds
         self._root = root
         self._own = _Kept(own)
         self._groups: bytes | None = None
+        self._ask_at = 0.0
         self._stat: _Kept | None = None
         self._before: int | None = None
         self._total = 0
 
     def throttled_ns(self) -> int | None:
         """Nanoseconds since the first call, also over a move to another group; None without a group."""
-        groups = self._own.read()
-        if groups != self._groups or self._stat is None:
-            self._groups = groups
-            self._move(None if groups is None else self._find(groups.decode(errors="replace")))
+        now = time.monotonic()
+        if now >= self._ask_at:
+            self._ask_at = now + self._every
+            groups = self._own.read()
+            if groups != self._groups or self._stat is None:
+                self._groups = groups
+                self._move(None if groups is None else self._find(groups.decode(errors="replace")))
         text = None if self._stat is None else self._stat.read()
         try:
-            now = None if text is None else _throttled(text.decode())
+            throttled = None if text is None else _throttled(text.decode())
         except ValueError:
             return None
-        if now is None:
+        if throttled is None:
             return None
         if self._before is not None:
-            self._total += max(0, now - self._before)
-        self._before = now
+            self._total += max(0, throttled - self._before)
+        self._before = throttled
         return self._total
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ def test_throttling_of_both_kinds_of_control_groups(tmp_path: Path) -> None:
     group = root / "cpu,cpuacct" / "job"
     group.mkdir(parents=True)
     (group / "cpu.stat").write_text("nr_periods 3\nnr_throttled 1\nthrottled_time 700\n")
-    throttling = CgroupThrottling(root, own)
+    throttling = CgroupThrottling(root, own, ask_seconds=0.0)
     assert throttling.throttled_ns() == 0
     (group / "cpu.stat").write_text("nr_periods 9\nnr_throttled 4\nthrottled_time 1000\n")
     assert throttling.throttled_ns() == 300
