@@ -8,7 +8,7 @@ untraced blocks comes one at level base, one at level full (a third as often), o
 either, in random order. The ranks are data-parallel, as the launch scripts' on a CPU; ``--layout tp`` has
 ranks that exchange activations, and whose steps on two cores differ far more from one to the next.
 
-A pair is such a block and the mean of the two around it, so that what drifts over seconds cancels. The pairs
+A pair is such a block and the two around it, so that what drifts over seconds cancels. The pairs
 without tracing are the control: where they differ by more than 0.3 %, the machine is too restless and the
 result is inconclusive. Between blocks the tracing is held still (``scan_cost_held.py``). The process that
 watches the files has a core of its own in a real job; it is left out.
@@ -36,7 +36,7 @@ TARGETS = {"base": (0.5, 0.8), "full": (3.0, None)}
 """Percent: the estimate at most, and the upper end of its interval at most."""
 
 BASE_PAIRS_OF_A_ROUND = 3
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 TRIMMED = 0.25
 """Share of the pairs that is left out on either side."""
 
@@ -78,16 +78,22 @@ def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dic
 
 
 def difference(blocks: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Percent by which the middle one of three ``blocks`` [pairs, 3] is larger than the mean of the others.
+    """Percent by which the middle one of three ``blocks`` [pairs, 3] is larger than the others.
 
-    Trimmed mean over the pairs, with a 95 % bootstrap interval.
+    Trimmed mean of the logarithms of its ratios to the one before and to the one after, with a 95 % bootstrap
+    interval over the pairs. A ratio to the mean of both would be too small: times have one long tail, and the
+    mean of two is rarely as short as one often is.
     """
-    slower = 100.0 * (blocks[:, 1] / blocks[:, [0, 2]].mean(axis=1) - 1.0)
+    ratios = 100.0 * np.log(blocks[:, 1:2] / blocks[:, [0, 2]])
+    slower = ratios.mean(axis=1)
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, len(slower), size=(RESAMPLES, len(slower)))
-    low, high = np.percentile(_trimmed_mean(slower[drawn]), [2.5, 97.5])
+    drawn = [
+        _trimmed_mean(ratios[rng.integers(0, len(ratios), size=len(ratios))].ravel())
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.percentile(drawn, [2.5, 97.5])
     return {
-        "percent": float(_trimmed_mean(slower)),
+        "percent": float(_trimmed_mean(ratios.ravel())),
         "low": float(low),
         "high": float(high),
         "mean": float(slower.mean()),

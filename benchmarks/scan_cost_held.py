@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mt_megatron.scan.levels import Level
 from mt_megatron.scan.session import Session
@@ -97,6 +97,10 @@ class HeldSession:
         self._recorder._facts._collector.start()
         self._recorder.set_level(level)
         self._recorder._listening.start()
+        # A training works these out once; here every block would.
+        for name in get_args(events.EventName):
+            for of in (events._kinds, events._recording, events._hearing):
+                of[name]
         self._time.open(at)
 
     def hold(self) -> None:

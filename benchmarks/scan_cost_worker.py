@@ -88,9 +88,11 @@ def blocks(
     def block(level: Level) -> list[float]:
         nonlocal traced
         together()
-        if level != "off":
-            # By what it should have taken: so the ranks agree.
-            session.release(level, round(1e9 * traced * seconds))
+        # By what it should have taken: so the ranks agree. An untraced block has the same done before it.
+        session.release(level if level != "off" else "base", round(1e9 * traced * seconds))
+        if level == "off":
+            session.hold()
+        else:
             traced += 1
         background, first = session.background_ns(), training.iteration + 1
         wall, used = training.timed(steps)

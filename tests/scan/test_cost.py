@@ -42,6 +42,13 @@ def test_a_slow_down_is_found_within_its_interval(cost: Any, truth: float) -> No
     assert found["pairs"] == 400
 
 
+def test_times_with_a_long_tail_make_no_slow_down(cost: Any) -> None:
+    took = np.random.default_rng(1).lognormal(0.0, 0.3, (20_000, 3))
+    assert abs(cost.difference(took)["percent"]) < 0.6
+    beside_mean = 100 * (took[:, 1] / took[:, [0, 2]].mean(axis=1) - 1)
+    assert float(np.median(beside_mean)) < -1.0, "the control: this is how not to do it"
+
+
 def test_outliers_do_not_decide(cost: Any) -> None:
     measured = blocks(0.3)
     measured[7, 1] = 50.0
