@@ -1,21 +1,21 @@
-"""Level ``full``: a layer's parts begin and end too, forward by hooks of the modules, backward by autograd's.
+"""Level ``full``: a layer's parts begin and end too, forward around the modules', backward by autograd's.
 
 Backward begins for a module where the gradient of its output is complete and ends where that of its input
 is: both are moments before a node of the graph runs, and there is one list per node of what begins or ends
 with it, in forward order, gone through in reverse. Nothing is inserted into the graph, no tensor changes, and
-nothing is left when the hooks are removed between two steps.
+nothing is left when the modules are let go between two steps.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from threading import get_ident
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from mt_megatron.seams import events
 
@@ -25,6 +25,9 @@ DEPTH = 2
 """How far below a layer modules are watched: its attention, MLP and norms, and what those are made of."""
 
 _KEY = "mt_megatron.scan"
+
+_Point = tuple[bool, str, int]
+"""Whether the backward of a module begins there (else it ends), the module's path, the layer's number."""
 
 
 def watched(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -72,86 +75,105 @@ def _is_layer(path: str, module: nn.Module) -> bool:
 
 
 class ModuleHooks:
-    """Hooks on the chunks' modules, on and off; both between two steps in the training thread."""
+    """Watches the chunks' modules, on and off; both between two steps in the training thread.
+
+    ``module.forward`` is replaced on the module itself: torch takes ten times as long to call its own hooks.
+    """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = tuple(chunks)
-        self._handles: list[Any] = []
+        self._watched: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+        """Module, what stands for its ``forward``, whether that of the module itself was replaced."""
+
+        self._live = [False]
         self._open = _Open()
         self._stop_hearing: Any = None
         self.failed: str | None = None
 
     @property
     def on(self) -> bool:
-        """Whether anything is hooked."""
-        return bool(self._handles)
+        """Whether anything is watched."""
+        return bool(self._watched)
 
     def attach(self) -> None:
-        """Hook what ``watched`` names; nothing when it is hooked already."""
-        if self._handles or self.failed is not None:
+        """Watch what ``watched`` names; nothing when it is watched already."""
+        if self._watched or self.failed is not None:
             return
         self._stop_hearing = events.subscribe(self._hear, {"backward"})
+        self._live = [True]
         for chunk in self._chunks:
             for path, module, number in watched(chunk):
+                own = "forward" in vars(module)
                 # A layer's way forward has an event of its own.
-                before, after = self._around(path, number, forward=not _is_layer(path, module))
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(after, always_call=True))
+                forward = self._around(module.forward, path, number, spans=not _is_layer(path, module))
+                module.forward = forward
+                self._watched.append((module, forward, own))
 
     def detach(self) -> None:
-        """Take every hook off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Put every ``forward`` back."""
+        self._live[0] = False
+        for module, forward, own in reversed(self._watched):
+            # Who replaced it after us calls ours, which does nothing more from now on.
+            if vars(module).get("forward") is forward:
+                del module.forward
+                if own:
+                    module.forward = forward.__wrapped__
+        self._watched = []
         if self._stop_hearing is not None:
             self._stop_hearing()
             self._stop_hearing = None
         self._open = _Open()
 
-    def _around(self, path: str, number: int, *, forward: bool) -> tuple[Any, Any]:
+    def _around(
+        self, inner: Callable[..., Any], path: str, number: int, *, spans: bool
+    ) -> Callable[..., Any]:
         attrs = {"module": path, "direction": "forward", "number": number}
-        whole: list[bool] = []
-        begun: list[AbstractContextManager[None]] = []
+        live = self._live
+        ends, begins = (False, path, number), (True, path, number)
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            try:
-                node = _node((*args, *kwargs.values())) if torch.is_grad_enabled() else None
-                # Both ends of its backward must be seen, or it has none here.
-                whole.append(node is not None)
-                if node is not None:
-                    self._at(node).append(("end", path, number))
-            except Exception as error:  # noqa: BLE001 - what is raised here, the step would raise
-                self._fail(error)
-            if forward:
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not live[0]:
+                return inner(*args, **kwargs)
+            # Both ends of its backward must be seen, or it has none here.
+            whole = is_grad_enabled() and self._mark(ends, args, kwargs)
+            if spans:
                 # A copy: each event has a dict of its own.
-                span = events.described("module", {**attrs})
-                begun.append(span)
-                span.__enter__()
+                with events.described("module", {**attrs}):
+                    output = inner(*args, **kwargs)
+            else:
+                output = inner(*args, **kwargs)
+            if whole:
+                self._mark(begins, output if isinstance(output, (tuple, list)) else (output,))
+            return output
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if forward and begun:
-                begun.pop().__exit__(None, None, None)
-            try:
-                if whole.pop():
-                    node = _node(output if isinstance(output, (tuple, list)) else (output,))
-                    if node is not None:
-                        self._at(node).append(("begin", path, number))
-            except Exception as error:  # noqa: BLE001
-                self._fail(error)
+        return forward
 
-        return before, after
+    def _mark(self, point: _Point, values: Iterable[Any], named: Mapping[str, Any] | None = None) -> bool:
+        """Note ``point`` at the node that made the first of the ``values``; whether there is one."""
+        try:
+            node = _node(values)
+            if node is None and named:
+                node = _node(named.values())
+            if node is None:
+                return False
+            self._at(node).append(point)
+        except Exception as error:  # noqa: BLE001 - what is raised here, the step would raise
+            self._fail(error)
+            return False
+        return True
 
-    def _at(self, node: Any) -> list[tuple[str, str, int]]:
+    def _at(self, node: Any) -> list[_Point]:
         """What begins or ends before ``node`` runs backward."""
-        points: list[tuple[str, str, int]] | None = node.metadata.get(_KEY)
+        points: list[_Point] | None = node.metadata.get(_KEY)
         if points is None:
-            kept: list[tuple[str, str, int]] = []
+            kept: list[_Point] = []
             points = node.metadata[_KEY] = kept
             open_ = self._open
 
             def arrived(gradients: Any) -> None:
-                for what, path, number in reversed(kept):
-                    if what == "begin":
+                for begins, path, number in reversed(kept):
+                    if begins:
                         open_.begin(path, number)
                     else:
                         open_.end(path)
@@ -173,16 +195,18 @@ class _Open:
     """Modules whose backward has begun, the innermost last; autograd runs one at a time."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[str, AbstractContextManager[None]]] = []
+        self._open: list[tuple[str, AbstractContextManager[None], str]] = []
+        """Path, span, how paths of its parts begin."""
+
         self._thread = 0
 
     def begin(self, path: str, number: int) -> None:
         opened = self._open
         # What is no part of the one before has it behind.
-        while opened and not path.startswith(opened[-1][0] + "."):
+        while opened and not path.startswith(opened[-1][2]):
             opened.pop()[1].__exit__(None, None, None)
         span = events.described("module", {"module": path, "direction": "backward", "number": number})
-        opened.append((path, span))
+        opened.append((path, span, path + "."))
         self._thread = get_ident()
         span.__enter__()
 
@@ -197,7 +221,7 @@ class _Open:
     def clear(self) -> None:
         """Backward is over. An end belongs into the thread of its begin, or nowhere."""
         while self._open:
-            _, span = self._open.pop()
+            _, span, _ = self._open.pop()
             if self._thread == get_ident():
                 span.__exit__(None, None, None)
 
@@ -205,6 +229,8 @@ class _Open:
 def _node(values: Iterable[Any]) -> Any:
     """The graph's node that made the first of ``values`` that has one."""
     for value in values:
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            return value.grad_fn
+        if isinstance(value, Tensor):
+            node = value.grad_fn
+            if node is not None:
+                return node
     return None

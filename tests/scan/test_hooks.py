@@ -177,12 +177,29 @@ def test_nothing_is_left() -> None:
     hooks.attach()
     hooks.attach()
     watched_ones = len(list(watched(chunk)))
-    assert sum(len(module._forward_hooks) for module in chunk.modules()) == watched_ones
+    assert sum("forward" in vars(module) for module in chunk.modules()) == watched_ones
     hooks.detach()
     assert not hooks.on and not events.listening()
     for module in chunk.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
-        assert not module._forward_hooks_always_called and not module._backward_hooks
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+
+
+def test_another_forward_of_a_module_stays_its_own() -> None:
+    chunk = Chunk()
+    norm, mlp = chunk.decoder.layers[0].norm, chunk.decoder.layers[0].mlp
+    before = norm.forward = lambda hidden, plain=norm.forward: plain(hidden)
+    hooks = ModuleHooks([chunk])
+    hooks.attach()
+    inside = mlp.forward
+    mlp.forward = after = lambda hidden: inside(hidden)
+    hooks.detach()
+    assert vars(norm)["forward"] is before and vars(mlp)["forward"] is after
+    found: list[str] = []
+    stop = events.subscribe(lambda phase, name, attrs: found.append(name))
+    step(chunk)
+    stop()
+    assert "module" not in found
 
 
 def test_an_error_in_a_module_ends_its_span() -> None:
