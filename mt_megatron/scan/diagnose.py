@@ -28,6 +28,7 @@ from .left_out import leaving_out
 from .links import slow_links
 from .one_matter import merged, one_per_rank, with_true_cost
 from .segments import RankTrace
+from .side_effects import without_side_effects
 from .sides import rank_exchanges
 from .slow_rings import slow_rings
 from .slow_units import slow_units
@@ -138,6 +139,7 @@ class Diagnoser:
         labels = self._exchanges.labels.names()
         known = {id(each.unit) for each in slow}
         slow += slow_rings(units, known, table.iteration, table.step_ns, labels, table.places)
+        slow = without_side_effects(slow, late)
         slow = beyond_waits(without_starved(slow, units, table, late), table)
         return slow_links(slow, units, table, labels)
 

@@ -17,14 +17,17 @@ from .robust import Floats
 LEAST_GAIN = 16.0
 """By how much a place must explain the deviation better than no place (squared standard errors)."""
 
-LEAST_EXPLAINED, NEARLY_ALL = 0.8, 0.95
+LEAST_EXPLAINED, NEARLY_ALL = 0.8, 0.975
 """Of the deviation's square; the second where what is left is more than scatter."""
 
-SCATTER = 4.0
+SCATTER = 2.0
 """What is left per member by scatter alone, at most (squared standard errors)."""
 
-CLEARLY_BETTER = 0.5
+BESIDE_SECOND = 0.55
 """What the best place leaves unexplained in units of what the second best does, at most."""
+
+CLEARLY_BETTER = 0.5
+"""The same of an unlikely place beside the likely ones."""
 
 _COARSE, _FINE, _REFINED = 16, 7, 2
 
@@ -100,7 +103,7 @@ class Explanation:
         return (
             self.gain >= least_gain
             and self.explained >= (LEAST_EXPLAINED if self.rest <= SCATTER * len(self.later) else NEARLY_ALL)
-            and self.against_second <= CLEARLY_BETTER
+            and self.against_second <= BESIDE_SECOND
         )
 
 
