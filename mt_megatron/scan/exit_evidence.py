@@ -141,7 +141,9 @@ def best_place(views: Sequence[View]) -> Explanation | None:
     others = [
         each.rest
         for each in fits
-        if each.candidate.place != chosen.place and each.candidate.unlikely <= chosen.unlikely
+        if each.candidate.place != chosen.place
+        # One that is less likely but fits better leaves it open.
+        and (each.candidate.unlikely <= chosen.unlikely or each.rest < best.rest)
     ]
     return Explanation(
         place=chosen.place,

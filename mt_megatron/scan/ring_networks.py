@@ -28,8 +28,8 @@ AS_GOOD = 1.01
 _SOUND: tuple[Way, ...] = ("rendezvous", "posted", "sending", "eager")
 """Others differ from these only where a hop is slow."""
 
-_OVERLAPPING: dict[Way, Way] = {"posted": "late", "sending": "busy"}
-"""What a way becomes where a message only travels longer, and does not keep the sender."""
+_OVERLAPPING: dict[Way, tuple[Way, ...]] = {"posted": ("late",), "sending": ("busy", "late")}
+"""What a way may become where a message only travels longer, and does not keep the sender."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,7 @@ class Network:
 
     def overlapping(self) -> tuple[Network, ...]:
         """This network, and where it may be: the one in which messages that travel longer keep nobody."""
-        other = _OVERLAPPING.get(self.way)
-        return (self,) if other is None else (self, replace(self, way=other))
+        return (self, *(replace(self, way=other) for other in _OVERLAPPING.get(self.way, ())))
 
     def exits(self, arrival: Floats, hop: Floats | float, extra: Floats, number: int) -> Floats:
         """``hop``: ns of the slowest kind of hop, to be broadcast; ``extra`` [..., members] as in
