@@ -215,8 +215,8 @@ def main() -> int:
         print(parts[-1])
         met = all(each == "met" for each in figures["training"]["verdicts"].values())
     if args.record:
-        title = "What tracing costs"
-        for path in record(args.record, "scan-cost", title, figures, "\n\n".join(parts)):
+        title, name = "What tracing costs", "scan-event-cost" if args.only == "events" else "scan-cost"
+        for path in record(args.record, name, title, figures, "\n\n".join(parts)):
             print(path)
     return 0 if met else 1
 
