@@ -24,7 +24,7 @@ LEAST_EXPLAINED = 0.9
 """Of the difference, likewise: other faults of the run change when members come."""
 
 LEAST_GAIN_HALF = 6.0
-"""The same in either half of these steps, where there is no other time to compare with."""
+"""The same in either half of the steps, where there is no other time to compare with."""
 
 CONFIDENT, HARMLESS = 0.95, 0.7
 """Trust where it costs something, and where it does not: too little for an alert."""
@@ -88,9 +88,8 @@ def _located(
     if located.slowness_ns < max(LEAST_EXTRA_NS, 2.0 * unit.clock_error):
         return None
     if not located.by_past:
-        inside = iteration[(iteration >= first) & (iteration <= last)]
-        middle = int(inside[len(inside) // 2])
-        for start, stop in ((first, middle - 1), (middle, last)):
+        middle = int(iteration[len(iteration) // 2])
+        for start, stop in ((first, min(middle - 1, last)), (max(middle, first), last)):
             half = where.find(unit, start, stop, unsound=known, least_gain=LEAST_GAIN_HALF, only_like=True)
             if half is None or half.pair != located.pair:
                 return None

@@ -14,20 +14,26 @@ from .slow_units import SlowUnit
 NEAR = 2
 """Steps between the beginnings of what began together."""
 
+PLAINLY = 1.3
+"""Beside another fault a group has to take so many times as long."""
+
 
 def without_side_effects(slow: Sequence[SlowUnit], late: Sequence[Finding]) -> list[SlowUnit]:
     """``slow`` without what another fault explains: units whose whole times are sound (``certainty`` None),
-    where the pair has a rank that comes ``late`` in these steps, or where the steps that were compared are
-    those with and those without something else.
+    where the pair has a rank that comes ``late`` in these steps, where the steps that were compared are those
+    with and those without something else, or where little is lost beside it.
     """
-    began = [each.first_step for each in late]
-    began += [each.first_step for each in slow if each.certainty is not None]
-    return [each for each in slow if each.certainty is not None or not _explained(each, late, began)]
+    certain = [each for each in slow if each.certainty is not None]
+    others = [(each.first_step, each.last_step) for each in (*late, *certain)]
+    return [each for each in slow if each.certainty is not None or not _explained(each, late, others)]
 
 
-def _explained(unit: SlowUnit, late: Sequence[Finding], began: Sequence[int]) -> bool:
+def _explained(unit: SlowUnit, late: Sequence[Finding], others: Sequence[tuple[int, int]]) -> bool:
     ends = (unit.first_step, unit.last_step + 1)
-    if unit.by_past and any(abs(end - step) <= NEAR for end in ends for step in began):
+    if unit.by_past and any(abs(end - began) <= NEAR for end in ends for began, _ in others):
+        return True
+    beside = any(first <= unit.last_step and unit.first_step <= last for first, last in others)
+    if beside and unit.ratio < PLAINLY:
         return True
     return any(
         each.first_step <= unit.last_step
