@@ -23,8 +23,8 @@ def without_side_effects(slow: Sequence[SlowUnit], late: Sequence[Finding]) -> l
     where the pair has a rank that comes ``late`` in these steps, where the steps that were compared are those
     with and those without something else, or where little is lost beside it.
     """
-    certain = [each for each in slow if each.certainty is not None]
-    others = [(each.first_step, each.last_step) for each in (*late, *certain)]
+    others = [(each.first_step, each.last_step) for each in late]
+    others += [(each.first_step, each.last_step) for each in slow if each.certainty is not None]
     return [each for each in slow if each.certainty is not None or not _explained(each, late, others)]
 
 

@@ -46,6 +46,12 @@ def test_another_link_in_other_steps_or_beside_others_stays() -> None:
     assert without_side_effects(units, [late(9, 19)]) == units
 
 
+def test_little_beside_another_fault_is_no_second_one() -> None:
+    little = replace(hidden(30, 40, by_past=True), ratio=1.2)
+    assert without_side_effects([little], []) == [little]
+    assert without_side_effects([little], [late(9, 19)]) == []
+
+
 def test_a_group_whose_whole_times_are_slow_stays() -> None:
     certain = replace(hidden(19, 40, by_past=True), certainty=9.0)
     assert without_side_effects([certain], [late(6, 19)]) == [certain]
