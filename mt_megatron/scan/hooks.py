@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from copy import deepcopy
+from functools import update_wrapper
 from threading import get_ident
 from typing import Any
 
@@ -131,7 +132,6 @@ class ModuleHooks:
         live = self._live
         ends, begins = (False, path, number), (True, path, number)
 
-        @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not live[0]:
                 return inner(*args, **kwargs)
@@ -147,7 +147,7 @@ class ModuleHooks:
                 self._mark(begins, output if isinstance(output, (tuple, list)) else (output,))
             return output
 
-        return forward
+        return _Forward(forward, inner)
 
     def _mark(self, point: _Point, values: Iterable[Any], named: Mapping[str, Any] | None = None) -> bool:
         """Note ``point`` at the node that made the first of the ``values``; whether there is one."""
@@ -189,6 +189,22 @@ class ModuleHooks:
         if self.failed is None:
             self.failed = f"{type(error).__name__}: {error}"
             logger.warning("level full goes on without backward spans of modules: %s", self.failed)
+
+
+class _Forward:
+    """Stands for a module's ``forward``, which is ``__wrapped__``."""
+
+    def __init__(self, call: Callable[..., Any], inner: Callable[..., Any]) -> None:
+        # Takes over the attributes of what it wraps, which may be of this class: ours come last.
+        update_wrapper(self, inner)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copied module computes with its own weights, and is not watched.
+        return deepcopy(self.__wrapped__, memo)  # type: ignore[attr-defined]
 
 
 class _Open:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,33 @@ def test_another_forward_of_a_module_stays_its_own() -> None:
     step(chunk)
     stop()
     assert "module" not in found
+
+
+def test_two_may_watch_one_model() -> None:
+    chunk = Chunk()
+    first, second, found = ModuleHooks([chunk]), ModuleHooks([chunk]), []
+    stop = events.subscribe(lambda phase, name, attrs: found.append((phase, name, attrs.get("direction"))))
+    first.attach()
+    second.attach()
+    chunk.embedding(torch.ones(1, 8))
+    second.detach()
+    first.detach()
+    stop()
+    assert found.count(("begin", "module", "forward")) == 2
+    assert all("forward" not in vars(module) for module in chunk.modules())
+
+
+def test_a_copy_made_meanwhile_has_weights_of_its_own() -> None:
+    chunk = Chunk()
+    hooks = ModuleHooks([chunk])
+    hooks.attach()
+    copied = deepcopy(chunk)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(torch.ones(1, 8)).any() and chunk(torch.ones(1, 8)).any()
+    hooks.detach()
+    assert not copied(torch.ones(1, 8)).any()
 
 
 def test_an_error_in_a_module_ends_its_span() -> None:
