@@ -30,7 +30,7 @@ CONFIDENT, HARMLESS = 0.95, 0.7
 """Trust where it costs something, and where it does not: too little for an alert."""
 
 BY_PATTERN = 0.93
-"""Confidence where a pattern of exits tells of a slow link: what the simulator's runs bear out, no test."""
+"""Confidence where only a pattern of exits tells of a slow link: set, not the outcome of a test."""
 
 MOST_UNITS, MOST_MEMBERS = 96, 16
 """A look at a group takes some hundredths of a second, and grows with its members' cube."""

@@ -115,7 +115,8 @@ def _candidates(network: Network, ring: Ring, seen: Times, hop: float, later: Fl
     most = 1.5 * max(float(np.abs(later).max()), hop)
     found: list[Candidate] = []
     # That a message only travels longer is less usual than that it takes its link longer.
-    for unlikely, kind in zip((0, 1, 1), network.overlapping(), strict=False):
+    for kind in network.overlapping():
+        unlikely = int(kind is not network)
         pattern = _Pattern(kind, ring, seen, hop)
         for place in _places(ring, later):
             receivers = [(sender + 1) % len(own) for sender in place]

@@ -44,7 +44,7 @@ class Network:
     """Whether nobody begins before the last has come."""
 
     def overlapping(self) -> tuple[Network, ...]:
-        """This network, and where it may be: the one in which messages that travel longer keep nobody."""
+        """This network, and those it may be where messages that travel longer keep nobody."""
         return (self, *(replace(self, way=other) for other in _OVERLAPPING.get(self.way, ())))
 
     def exits(self, arrival: Floats, hop: Floats | float, extra: Floats, number: int) -> Floats:
