@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
+import os
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +53,20 @@ def run(args: argparse.Namespace) -> int:
     )
     check_request(request, int(read_run(files)["world_size"]))
     path = request_path(files)
-    try:
-        write_private(path, request.to_json())
-        found = _answer(measurements_path(files), request.identity, time.monotonic() + args.timeout)
-    finally:
-        path.unlink(missing_ok=True)
+    deadline = time.monotonic() + args.timeout
+    with _alone(files.root / ".measure.lock", deadline) as alone:
+        if not alone:
+            print(
+                "mt-megatron scan confirm: another measurement of this run has had no answer for "
+                f"{args.timeout:g} s",
+                file=sys.stderr,
+            )
+            return 1
+        try:
+            write_private(path, request.to_json())
+            found = _answer(measurements_path(files), request.identity, deadline)
+        finally:
+            path.unlink(missing_ok=True)
     if found is None:
         print(
             f"mt-megatron scan confirm: no answer within {args.timeout:g} s; is the job training, with its "
@@ -64,6 +76,23 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(found["text"])
     return int(found["verdict"] == "confirmed")
+
+
+@contextlib.contextmanager
+def _alone(path: Path, deadline: float) -> Iterator[bool]:
+    """Whether nobody else asks this run for a measurement: there is one place for it. Waits for others."""
+    with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                yield False
+            else:
+                yield True
+            return
 
 
 def _answer(path: Path, identity: str, deadline: float) -> dict[str, Any] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mt_megatron.cli.scan_confirm import _answer
+from mt_megatron.cli.scan_confirm import _alone, _answer
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.confirm import BLOCKS, Confirmation, Request, control_pairs, judged, request_from
 from tests.launch import run_ranks
@@ -36,6 +37,25 @@ def test_half_a_line_hides_no_answer(tmp_path: Path) -> None:
     path.write_text('{"identity": "a", "te\n{"identity": "b"}\n{"id')
     assert _answer(path, "b", time.monotonic() + 60) == {"identity": "b"}
     assert _answer(path, "a", time.monotonic() - 1) is None
+
+
+def test_two_who_ask_the_same_run_wait_for_each_other(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with _alone(lock, time.monotonic() + 60) as first:
+        with _alone(lock, time.monotonic()) as second:
+            assert first and not second
+        later = threading.Thread(target=lambda: waited.append(_enter(lock)))
+        waited: list[bool] = []
+        later.start()
+        time.sleep(0.3)
+        assert not waited
+    later.join(60)
+    assert waited == [True]
+
+
+def _enter(lock: Path) -> bool:
+    with _alone(lock, time.monotonic() + 60) as alone:
+        return alone
 
 
 def test_a_pair_is_compared_with_pairs_of_others_first() -> None:
