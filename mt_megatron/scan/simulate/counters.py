@@ -1,4 +1,4 @@
-"""Host facts of simulated ranks: what a recorder's thread would have read three times a second."""
+"""Host facts of simulated ranks: what a recorder's thread would have read at every flush."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.scan.records import COUNTER
+from mt_megatron.scan.writer import BEAT_SECONDS, FLUSH_SECONDS
 
 from .engine import Step
 from .faults import Fault
@@ -13,8 +14,9 @@ from .job import Job
 from .noise import Floats, Noise
 from .stops import PERIOD
 
-_EVERY = 0.3e9
-_BEAT = 0.1e9
+_EVERY = 1e9 * FLUSH_SECONDS
+_BEAT = 1e9 * BEAT_SECONDS
+_BEATS = round(FLUSH_SECONDS / BEAT_SECONDS)
 _STOPPED = 50e6
 
 NAMES = (
@@ -44,6 +46,7 @@ class HostCounters:
         self._sums = np.zeros((len(_SUMS), world))
         self._throttled = np.zeros(world)
         self._since = np.zeros(world)
+        self._gone: set[int] = set()
         self._next = noise.generator("samples").uniform(0, _EVERY, world)
 
     def after(
@@ -67,7 +70,12 @@ class HostCounters:
             if name == "stopped":
                 stops.setdefault(rank, []).append((begin, end))
         for rank in range(len(over)):
+            if rank in self._gone:
+                continue
             hanging = not np.isfinite(over[rank])
+            if hanging:
+                # What it wrote while it waited is written now, whatever the others do in steps to come.
+                self._gone.add(rank)
             until = self._since[rank] + 12e9 if hanging else over[rank]
             times = np.arange(self._next[rank], until, _EVERY)
             if not len(times):
@@ -129,11 +137,12 @@ class HostCounters:
         )
 
     def _starved(self, fault: Fault, count: int, generator: np.random.Generator) -> Floats:
-        """How late the recorder's own thread wakes beside the fault: three beats a sample, the latest."""
-        hit = generator.random((3, count)) < fault.share
+        """How late the recorder's own thread wakes beside the fault: the latest of a sample's beats."""
+        shape = _BEATS, count
+        hit = generator.random(shape) < fault.share
         if fault.mode == "quota":
-            delays = generator.uniform(0, fault.share * PERIOD, (3, count))
+            delays = generator.uniform(0, fault.share * PERIOD, shape)
         else:
-            delays = generator.exponential(4e6, (3, count))
+            delays = generator.exponential(4e6, shape)
         latest: Floats = (hit * delays).max(axis=0)
         return latest

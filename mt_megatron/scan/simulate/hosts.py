@@ -88,7 +88,7 @@ class Hosts:
             never = np.full(self._shape, np.inf)
             self._stops = Stops(never, never.copy())
         stops, hangs = self._stops, fault.cause == "hang"
-        goes_on = np.isfinite(stops.begin[where]) and stops.end[where] > now
+        goes_on = np.isfinite(stops.begin[where]) and (np.isinf(stops.end[where]) or stops.end[where] > now)
         if goes_on or (not hangs and chance >= 1 / fault.every):
             return []
         begin = now + moment * duration

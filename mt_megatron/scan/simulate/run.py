@@ -70,7 +70,8 @@ def simulate(
         began = over
         if progress is not None:
             progress(number)
-        if not np.isfinite(over):
+        # One that hangs after its last exchange of a step keeps the others waiting in the next one.
+        if not np.isfinite(step.over).any():
             break
     assert step is not None
     files.close(step)
