@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # Tests whose volume depends on it, rather than their existence, read this.
         os.environ["MT_MEGATRON_SOAK"] = "1"
         config.pluginmanager.register(SoakReport(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.together import FilesScheduling
+
+    return FilesScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
