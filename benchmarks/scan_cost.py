@@ -4,9 +4,9 @@
     python benchmarks/scan_cost.py [--ranks 2] [--pairs 1200] [--record results/]
 
 One training, by our own trainer, is traced in some blocks of its steps, in one set of processes: between two
-untraced blocks comes one at level base, one at level full (a third as often), or one that is not traced
-either, in random order. The ranks are data-parallel, as the launch scripts' on a CPU; ``--layout tp`` has
-ranks that exchange activations, and whose steps on two cores differ far more from one to the next.
+untraced blocks comes one at level base or one that is not traced either, in random order, and later one at
+level full (a third as many). The ranks are data-parallel, as the launch scripts' on a CPU; ``--layout tp``
+has ranks that exchange activations, and whose steps on two cores differ far more from one to the next.
 
 A pair is such a block and the two around it, so that what drifts over seconds cancels. The pairs
 without tracing are the control: where they differ by more than 0.3 %, the machine is too restless and the

@@ -99,8 +99,7 @@ class HeldSession:
         self._recorder._listening.start()
         # A training works these out once; here every block would.
         for name in get_args(events.EventName):
-            for of in (events._kinds, events._recording, events._hearing):
-                of[name]
+            events._about(name)
         self._time.open(at)
 
     def hold(self) -> None:

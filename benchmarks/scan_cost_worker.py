@@ -21,11 +21,14 @@ from throughput_sides import Case, Ours, token_ids
 from mt_megatron.scan.levels import Level
 
 LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
-ROUND = ("off again", "base") * 3 + ("full",)
-"""The closer the bound, the more blocks."""
+ROUNDS = (("off again", "base") * 3, ("full",))
+"""One kind of round after the other, as what a block has queued may be written in a later one: at level base
+that must not be what was heard at level full. The closer the bound, the more blocks."""
 
+_MOST = max(map(len, ROUNDS))
 _WARM_UP_ROUNDS = 2
 _PILOT_VISITS, _PILOT_STEPS = 2, 16
+_SETTLE_SECONDS = 0.002
 _ZERO = "--use-distributed-optimizer"
 
 SHAPE = Case(
@@ -76,7 +79,8 @@ class Training:
 def blocks(
     training: Training, session: HeldSession, rounds: int, steps: int, seconds: float
 ) -> dict[str, list[Any]]:
-    """Untraced and other blocks in turn; the others of a round in random order, the same on all ranks.
+    """Untraced and other blocks in turn, ``rounds`` of each kind; the others of a round in random order, the
+    same on all ranks.
 
     Returns per arm lists of [seconds, processor seconds, background's processor seconds, first iteration]
     of the block, and the same of the untraced ones before and after it.
@@ -90,6 +94,8 @@ def blocks(
         together()
         # By what it should have taken: so the ranks agree. An untraced block has the same done before it.
         session.release(level if level != "off" else "base", round(1e9 * traced * seconds))
+        # The background thread has heard of it and sleeps again before the clock starts.
+        time.sleep(_SETTLE_SECONDS)
         if level == "off":
             session.hold()
         else:
@@ -102,13 +108,14 @@ def blocks(
         return [wall, used, background / 1e9, first]
 
     before = block("off")
-    for number in range(-_WARM_UP_ROUNDS, rounds):
-        for arm in rng.permutation(ROUND).tolist():
-            own = block(LEVEL_OF[arm])
-            after = block("off")
-            if number >= 0:
-                found[arm].append([before, own, after])
-            before = after
+    for kind in ROUNDS:
+        for number in range(-_WARM_UP_ROUNDS * _MOST // len(kind), rounds):
+            for arm in rng.permutation(kind).tolist():
+                own = block(LEVEL_OF[arm])
+                after = block("off")
+                if number >= 0:
+                    found[arm].append([before, own, after])
+                before = after
     return found
 
 

@@ -2,9 +2,11 @@
 
 Every event is a collective's begin or end with all its attributes, and the
 cost is the seam's own call and the recorder's together. Events are emitted in bursts no larger than what
-the background thread takes in one go, which is what a training looks like.
+the background thread takes in one go, and between two of them matrices are multiplied: as in a training the
+processor is awake, and its caches are full of other things.
 
-Where a process' memory happens to lie makes the same code up to twice as fast: several processes are asked.
+On a shared machine the same code takes up to twice as long from one minute to the next: several processes
+are asked.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import torch
+
 from mt_megatron.scan.encode import SpanEncoder
 from mt_megatron.scan.levels import Level
 from mt_megatron.scan.names import Names
@@ -27,6 +31,8 @@ from mt_megatron.seams import events
 ROUNDS, BURST = 60, 1_000
 WARM_UP = 40
 """Bursts before those that count: until the background has taken some, every event's memory is new."""
+BETWEEN_NS = 20_000_000
+SIZE = 1_024
 _RANKS = tuple(range(8))
 
 
@@ -42,14 +48,16 @@ def _spans(burst: int) -> None:
             pass
 
 
-def _cost(emit: Callable[[int], None], *, rest: float) -> dict[str, float]:
-    took = []
+def _cost(emit: Callable[[int], None]) -> dict[str, float]:
+    took, matrix = [], torch.ones(SIZE, SIZE)
     for number in range(-WARM_UP, ROUNDS):
         began = time.perf_counter_ns()
         emit(BURST)
         if number >= 0:
             took.append((time.perf_counter_ns() - began) / BURST)
-        time.sleep(rest)
+        until = began + BETWEEN_NS
+        while time.perf_counter_ns() < until:
+            matrix @ matrix
     return {"cheapest": min(took), "median": statistics.median(took)}
 
 
@@ -75,17 +83,18 @@ def event_costs(processes: int) -> dict[str, dict[str, float]]:
 
 def _costs() -> dict[str, dict[str, float]]:
     """Of this process."""
+    torch.set_num_threads(1)
     found = {
-        "nobody listens, begin and end": _cost(_pairs, rest=0.0),
-        "nobody listens, span": _cost(_spans, rest=0.0),
+        "nobody listens, begin and end": _cost(_pairs),
+        "nobody listens, span": _cost(_spans),
     }
     levels: tuple[Level, ...] = ("base", "full")
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
             recorder = Recorder(folder, rank=0, level=level)
             recorder.start()
-            found[f"{level}, begin and end"] = _cost(_pairs, rest=0.02)
-            found[f"{level}, span"] = _cost(_spans, rest=0.02)
+            found[f"{level}, begin and end"] = _cost(_pairs)
+            found[f"{level}, span"] = _cost(_spans)
             recorder.close()
             if recorder.failed:
                 raise SystemExit(f"the recorder failed: {recorder.failed}")

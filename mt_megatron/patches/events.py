@@ -19,7 +19,7 @@ from .event_attributes import Describe
 
 def _around(name: EventName, describe: Describe) -> Callable[..., Any]:
     def body(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not events.listening():
+        if not events.heard(name):
             return original(*args, **kwargs)
         attrs = describe(*args, **kwargs)
         if attrs is None:

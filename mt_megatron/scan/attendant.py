@@ -55,7 +55,7 @@ def measurements_path(files: RunFiles) -> Path:
 
 class Attendant:
     """One per rank. The training thread asks ``wants_*`` after a step; a background thread that wakes anyway
-    should call ``look`` (``Recorder.on_flush``), else this one wakes twice a second itself."""
+    should call ``look`` (``Recorder.on_look``), else this one wakes twice a second itself."""
 
     def __init__(
         self,

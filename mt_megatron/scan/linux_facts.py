@@ -162,8 +162,8 @@ class CgroupThrottling:
                 self._move(None if groups is None else self._find(groups.decode(errors="replace")))
         text = None if self._stat is None else self._stat.read()
         try:
-            throttled = None if text is None else _throttled(text.decode())
-        except ValueError:
+            throttled = None if text is None else _throttled(text)
+        except (ValueError, IndexError):
             return None
         if throttled is None:
             return None
@@ -220,11 +220,12 @@ class _Kept:
             self._file = None
 
 
-def _throttled(text: str) -> int | None:
-    values = dict(line.split()[:2] for line in text.splitlines() if line.strip())
-    if "throttled_usec" in values:
-        return int(values["throttled_usec"]) * 1_000
-    return int(values["throttled_time"]) if "throttled_time" in values else None
+def _throttled(text: bytes) -> int | None:
+    for name, unit in ((b"throttled_usec ", 1_000), (b"throttled_time ", 1)):
+        _, found, rest = text.partition(name)
+        if found:
+            return int(rest.split(None, 1)[0]) * unit
+    return None
 
 
 def _schedstat(file: int) -> tuple[int, int] | None:

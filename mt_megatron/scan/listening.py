@@ -148,7 +148,9 @@ class Listening:
     def _between(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
         """The listener while something is recorded."""
         self._queues.events.append((time.perf_counter_ns(), threading.get_ident(), phase, name, attrs))
-        self._boundary(phase, name, attrs)
+        # Each call costs, as the processor's caches have long forgotten all this.
+        if not self._has_steps or (phase == "begin" and name == "step"):
+            self._boundary(phase, name, attrs)
 
     def _steps(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
         """The listener while nothing is recorded."""

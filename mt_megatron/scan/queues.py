@@ -37,6 +37,10 @@ class Queues:
 
     def bound(self) -> None:
         """Give up what is queued when nobody comes for it (a disk that hangs): memory is not filled."""
+        few = _EACH["events"] * (len(self.events) + len(self.counters)) <= MOST_BYTES
+        if few and not (self.spans or self.notes or self.pings):
+            # As it is at nearly every step.
+            return
         for name, each in _EACH.items():
             queue: list[Any] = getattr(self, name)
             if len(queue) * each > MOST_BYTES:

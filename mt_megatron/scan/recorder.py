@@ -74,7 +74,7 @@ class Recorder:
         self._listening = Listening(self._queues, level, window, changed=self._changed, failed=self._fail)
         self._step_callbacks: list[Callable[[int], None]] = []
         self._level_callbacks: list[LevelCallback] = []
-        self._flush_callbacks: list[Callable[[], None]] = []
+        self._look_callbacks: list[Callable[[], None]] = []
         self._control = ControlWatch(self.files.control, self._controlled)
         self._samples: dict[str, Callable[[], float | None]] = {}
         self._facts: HostFacts | None = None
@@ -117,9 +117,8 @@ class Recorder:
                 self._names,
                 ring,
                 self._facts,
-                control=self._control.look,
+                look=self._look,
                 step_ended=self._step_ended,
-                flushed=self._flushed,
                 failed=self._fail,
             )
             self._writer.flush()
@@ -197,17 +196,17 @@ class Recorder:
         Also at ``start`` (from ``off``) and at ``close`` (to ``off``)."""
         self._level_callbacks.append(callback)
 
-    def on_flush(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` in the background thread about every ``writer.FLUSH_SECONDS``, while it
-        records; what it does holds up the writing."""
-        self._flush_callbacks.append(callback)
+    def on_look(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` in the background thread about once a second; what it does holds up the
+        writing."""
+        self._look_callbacks.append(callback)
 
     def on_control(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
         """Call ``callback(content)`` in the background thread when the control file has changed."""
         self._control.callbacks.append(callback)
 
     def sample(self, name: str, read: Callable[[], float | None]) -> None:
-        """Record ``read()`` as counter ``name`` several times a second, in the background, unless None."""
+        """Record ``read()`` as counter ``name`` at every flush, in the background, unless None."""
         self._samples[name] = read
 
     def _controlled(self, content: Mapping[str, Any]) -> None:
@@ -224,9 +223,10 @@ class Recorder:
         for callback in tuple(self._level_callbacks):
             self._call(self._level_callbacks, callback, old, new)
 
-    def _flushed(self) -> None:
-        for callback in tuple(self._flush_callbacks):
-            self._call(self._flush_callbacks, callback)
+    def _look(self) -> None:
+        self._control.look()
+        for callback in tuple(self._look_callbacks):
+            self._call(self._look_callbacks, callback)
 
     def _step_ended(self, iteration: int) -> None:
         for callback in tuple(self._step_callbacks):

@@ -68,7 +68,7 @@ class Session:
 
         ``alerting`` None: no process watches. ``facts`` go into ``run.json`` (``num_microbatches``, the
         model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records;
-        ``samples`` are read several times a second, in the background, as counters of these names.
+        ``samples`` are read at every flush, in the background, as counters of these names.
         ``say`` gets a line where something is worth one.
         """
         self.files = run_files(run)
@@ -190,7 +190,7 @@ class Session:
             say=self._say,
         )
         self._closing.append(self._attendant.close)
-        recorder.on_flush(self._attendant.look)
+        recorder.on_look(self._attendant.look)
         self._attendant.start()
         if self._layout.world_size > 1:
             self._pings = ClockPings(

@@ -1,6 +1,6 @@
 """Evidence of a hang from inside the rank: Python stacks and pending collectives, once nothing moves.
 
-About twice a second it is looked whether the rank got on. When it did not for five seconds it leaves a note
+About once a second it is looked whether the rank got on. When it did not for five seconds it leaves a note
 of what ``"stack"`` in the trace; the run goes on undisturbed. A rank that is stopped as a whole leaves none:
 that it is silent is what the others' traces show.
 """
@@ -19,7 +19,7 @@ from typing import Any
 logger = logging.getLogger("mt_megatron")
 
 STALL_SECONDS = 5.0
-PERIOD_SECONDS = 0.5
+PERIOD_SECONDS = 1.0
 _FRAMES = 24
 _NOTES_PER_STALL = 4
 
@@ -61,7 +61,7 @@ class StallWatch:
 
     def _look(self) -> None:
         now, seen = time.monotonic(), self._progress()
-        if now - self._before > 5 * self._period:
+        if now - self._before > 3 * self._period:
             # The whole process stood still (stopped, suspended): that is no stall of its own making.
             self._since += now - self._before
         self._before = now

@@ -23,14 +23,14 @@ from mt_megatron.scan.ring import SegmentRing, time_pair
 
 logger = logging.getLogger("mt_megatron")
 
-BEAT_SECONDS = 0.2
-FLUSH_SECONDS = 0.4
+BEAT_SECONDS = 0.3
+FLUSH_SECONDS = 0.6
 """What a killed process loses at most, and a little more for the encoding itself."""
 
 _BEAT_NS = round(BEAT_SECONDS * 1e9)
 _FLUSH_NS = round(FLUSH_SECONDS * 1e9)
-_CONTROL_FLUSHES = 3
-_TIME_PAIR_FLUSHES = 150
+_LOOK_FLUSHES = 2
+_TIME_PAIR_FLUSHES = 100
 # The training thread wants the interpreter's lock after every call into torch. Whoever computes in Python
 # beside it gives the lock back after this many events, for this long (a sleep of 0 would take it again).
 _EVENTS_AT_ONCE = 256
@@ -54,22 +54,20 @@ class Writer(threading.Thread):
         ring: SegmentRing,
         facts: HostFacts,
         *,
-        control: Callable[[], None],
+        look: Callable[[], None],
         step_ended: Callable[[int], None],
-        flushed: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """``control`` looks about once a second whether something else is wanted; ``step_ended`` hears of
-        each step once its spans are written; ``flushed`` is called about every ``FLUSH_SECONDS``."""
+        """``look``, called about once a second, sees whether something else is wanted; ``step_ended`` hears
+        of each step once its spans are written."""
         super().__init__(name="scan-writer", daemon=True)
         self.encoder = SpanEncoder(names)
         self._queues = queues
         self._names = names
         self._ring = ring
         self._facts = facts
-        self._control = control
+        self._look = look
         self._step_ended = step_ended
-        self._flushed = flushed
         self._failed = failed
         self._stopped = False
         self._latest_ns = 0
@@ -84,7 +82,7 @@ class Writer(threading.Thread):
         return not self.is_alive()
 
     def run(self) -> None:
-        """Beat, flush, look at the control file."""
+        """Beat, flush, look."""
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - tracing never ends training
@@ -105,9 +103,8 @@ class Writer(threading.Thread):
             # Everything at the same beats: with what was used last long gone from the caches, a wake-up costs
             # more than what is done in it.
             self.flush()
-            self._flushed()
-            if flushes % _CONTROL_FLUSHES == 0:
-                self._control()
+            if flushes % _LOOK_FLUSHES == 0:
+                self._look()
             if flushes % _TIME_PAIR_FLUSHES == 0:
                 self._queues.notes.append({"what": "time", **time_pair()})
         self.flush(last=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -54,7 +54,6 @@ _groups: dict[tuple[str, tuple[int, ...]], Group] = {}
 _seen: dict[tuple[str, int], tuple[weakref.ref[Any], Group]] = {}
 _sent: dict[int, itertools.count[int]] = {}
 _received: dict[int, itertools.count[int]] = {}
-_IDLE: AbstractContextManager[None] = nullcontext()
 
 
 def group_of(name: str, group: Any = None) -> Group:
@@ -99,7 +98,7 @@ def announced(op: str, name: str, group: Any, *given: Tensor) -> AbstractContext
     ``given`` is what this rank gives into it. Nothing where the group has one member.
     """
     if not events.listening() or _alone(group):
-        return _IDLE
+        return events.IDLE
     return events.described("collective", described(op, name, group, size_of(*given)))
 
 
@@ -107,7 +106,7 @@ def part(attrs: dict[str, Any] | None, which: Part) -> AbstractContextManager[No
     """The ``start`` of a collective that goes on in the background, or the ``wait`` for it; ``attrs``
     are its ``described``, or None where nobody listened when it started."""
     if attrs is None or not events.listening():
-        return _IDLE
+        return events.IDLE
     return events.described("collective", {**attrs, "asynchronous": which})
 
 

@@ -54,7 +54,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from threading import Lock, get_ident
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
@@ -98,7 +98,7 @@ class Span:
     name: EventName
     thread: int
 
-    # No ``__init__``: its call would cost as much as all four assignments.
+    # No ``__init__``: its call would cost as much as all five assignments.
 
 
 class _Told(Span):
@@ -107,13 +107,13 @@ class _Told(Span):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        for listener in _hearing[self.name]:
+        for listener in _about(self.name)[2]:
             listener("begin", self.name, self.attrs)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for listener in _hearing[self.name]:
+        for listener in _about(self.name)[2]:
             listener("end", self.name, _NOTHING)
 
 
@@ -123,10 +123,7 @@ class _Recorded(Span):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        self.ended = 0
-        self.thread = get_ident()
-        self.begun = _now()
-        _recording[self.name](self)
+        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -134,34 +131,31 @@ class _Recorded(Span):
         self.ended = _now()
 
 
-class _Both(_Recorded):
+class _Both(_Told):
     """It is recorded first: what a listener does then happens within it."""
 
     __slots__ = ()
 
-    def __enter__(self) -> None:
-        super().__enter__()
-        for listener in _hearing[self.name]:
-            listener("begin", self.name, self.attrs)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.ended = _now()
-        for listener in _hearing[self.name]:
-            listener("end", self.name, _NOTHING)
+        super().__exit__(kind, error, traceback)
 
 
-class _ByName(dict[str, Any]):
-    """What stands for a name; one that has not been asked for before is worked out then."""
+class _Idle:
+    """What stands for a span while nobody listens."""
 
-    def __init__(self, of: Callable[[str], Any]) -> None:
-        super().__init__()
-        self._of = of
+    __slots__ = ()
 
-    def __missing__(self, name: str) -> Any:
-        found = self[name] = self._of(name)
-        return found
+    # ``contextlib.nullcontext`` takes longer: it looks up what it returns, and packs what it is given.
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
 
 
 class _Subscribed(NamedTuple):
@@ -172,14 +166,17 @@ class _Subscribed(NamedTuple):
     records: bool
 
 
+_About = tuple[type[Span] | None, Callable[..., None], tuple[Callable[..., None], ...]]
+"""Of a name: the class of its spans (None where nobody listens), who records it, who else hears of it."""
+
 # Replaced, never changed in place: emitting reads each once and needs no lock.
 _subscribed: tuple[_Subscribed, ...] = ()
+# Those names that were asked for since somebody came or went.
+_known: dict[str, _About] = {}
 _nowhere: Callable[..., None] = deque[Any](maxlen=0).append
-_hearing = _ByName(lambda name: ())
-_recording = _ByName(lambda name: _nowhere)
-_kinds = _ByName(lambda name: None)
 _subscribing = Lock()
-_IDLE: AbstractContextManager[None] = nullcontext()
+IDLE: AbstractContextManager[None] = _Idle()
+"""Does nothing; may be entered again and again, by several threads at once."""
 
 
 def listening() -> bool:
@@ -187,52 +184,80 @@ def listening() -> bool:
     return bool(_subscribed)
 
 
+def heard(name: EventName) -> bool:
+    """Whether anybody wants to hear of what is called ``name``. Ask before working out its attributes."""
+    if not _subscribed:
+        return False
+    try:
+        kind, _, _ = _known[name]
+    except KeyError:
+        kind, _, _ = _about(name)
+    return kind is not None
+
+
 def begin(name: EventName, **attrs: Any) -> None:
     """Say that ``name`` begins. ``attrs`` describe it: ``number=``, ``bytes=``, ``microbatch=`` ..."""
-    # Here and below no function calls the listeners for all: it would cost as much as some of them.
+    # None of the four calls another or a common one: a call takes a third of the time of all this.
     if _subscribed:
-        append = _recording[name]
-        if append is not _nowhere:
-            append((_now(), get_ident(), "begin", name, attrs))
-        for listener in _hearing[name]:
+        try:
+            _, append, listeners = _known[name]
+        except KeyError:
+            _, append, listeners = _about(name)
+        append((_now(), get_ident(), "begin", name, attrs))
+        for listener in listeners:
             listener("begin", name, attrs)
 
 
 def end(name: EventName, **attrs: Any) -> None:
     """Say that the innermost ``name`` of this thread ends. ``attrs`` are what was learnt meanwhile."""
     if _subscribed:
-        append = _recording[name]
-        if append is not _nowhere:
-            append((_now(), get_ident(), "end", name, attrs))
-        for listener in _hearing[name]:
+        try:
+            _, append, listeners = _known[name]
+        except KeyError:
+            _, append, listeners = _about(name)
+        append((_now(), get_ident(), "end", name, attrs))
+        for listener in listeners:
             listener("end", name, attrs)
 
 
 def span(name: EventName, **attrs: Any) -> AbstractContextManager[None]:
-    """``begin`` on entry and ``end`` on exit, also when the body raises."""
+    """``begin`` here and ``end`` on exit, also when the body raises: to be made where it is entered."""
     if not _subscribed:
-        return _IDLE
-    kind = _kinds[name]
+        return IDLE
+    try:
+        kind, append, _ = _known[name]
+    except KeyError:
+        kind, append, _ = _about(name)
     if kind is None:
-        return _IDLE
+        return IDLE
     made = kind()
     made.name = name
     made.attrs = attrs
-    return made  # type: ignore[no-any-return]
+    made.ended = 0
+    made.thread = get_ident()
+    made.begun = _now()
+    append(made)
+    return made  # type: ignore[return-value]
 
 
 def described(name: EventName, attrs: dict[str, Any]) -> AbstractContextManager[None]:
     """The same with attributes in a dict, which belongs to the event from here on."""
-    # Neither function calls the other: a call takes a third of the time of all this.
     if not _subscribed:
-        return _IDLE
-    kind = _kinds[name]
+        return IDLE
+    try:
+        kind, append, _ = _known[name]
+    except KeyError:
+        kind, append, _ = _about(name)
     if kind is None:
-        return _IDLE
+        return IDLE
     made = kind()
     made.name = name
     made.attrs = attrs
-    return made  # type: ignore[no-any-return]
+    made.ended = 0
+    made.thread = get_ident()
+    made.begun = _now()
+    append(made)
+    return made  # type: ignore[return-value]
 
 
 def subscribe(listener: Listener, names: Collection[EventName] | None = None) -> Callable[[], None]:
@@ -266,24 +291,31 @@ def _add(one: _Subscribed) -> Callable[[], None]:
 
 
 def _arrange(subscribed: tuple[_Subscribed, ...]) -> None:
-    global _subscribed, _hearing, _recording, _kinds
-
-    def of(name: str, records: bool) -> tuple[Callable[..., None], ...]:
-        return tuple(
-            each.call
-            for each in subscribed
-            if each.records == records and (each.names is None or name in each.names)
-        )
-
-    def kind(name: str) -> type[Span] | None:
-        if not of(name, True):
-            return _Told if of(name, False) else None
-        return _Both if of(name, False) else _Recorded
-
-    _hearing = _ByName(lambda name: of(name, False))
-    _recording = _ByName(lambda name: _one(of(name, True)))
-    _kinds = _ByName(kind)
+    global _subscribed, _known
+    # In this order: who finds the new dict puts into it what the new ones want.
     _subscribed = subscribed
+    _known = {}
+
+
+def _about(name: str) -> _About:
+    """Of ``name``, worked out where nobody has asked since somebody came or went."""
+    known, subscribed = _known, _subscribed
+    if name not in known:
+        records, hears = (
+            tuple(
+                each.call
+                for each in subscribed
+                if each.records == whether and (each.names is None or name in each.names)
+            )
+            for whether in (True, False)
+        )
+        kind: type[Span] | None = None
+        if records:
+            kind = _Both if hears else _Recorded
+        elif hears:
+            kind = _Told
+        known[name] = kind, _one(records), hears
+    return known[name]
 
 
 def _one(calls: tuple[Callable[..., None], ...]) -> Callable[..., None]:

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mt_megatron.scan.writer import BEAT_SECONDS
+
+_BEAT_NS = round(BEAT_SECONDS * 1e9)
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -85,9 +88,9 @@ def test_the_background_stands_still_while_it_is_held(cost: Any) -> None:
     thread.start()
     time.sleep(0.3)
     assert not beats, "it is not open yet"
-    clock.open(at=50_000_000)
+    clock.open(at=_BEAT_NS // 4)
     clock.close()
-    left = 200_000_000 - clock._at
+    left = _BEAT_NS - clock._at
     time.sleep(0.3)
     assert not beats, "a quarter of the time until the first beat has passed"
     before = time.perf_counter_ns()
@@ -105,9 +108,11 @@ def test_a_beat_comes_at_the_time_that_the_ranks_agreed_on(cost: Any) -> None:
 
     clock = TracedTime()
     before = time.perf_counter_ns()
-    clock.open(at=10_270_000_000)
+    clock.open(at=50 * _BEAT_NS + _BEAT_NS * 2 // 3)
     after = time.perf_counter_ns()
     number, planned, woke = clock.rest()
+    # The next one is too near.
     assert number == 52
-    # A millisecond for two readings of the clock; without an agreement it would be any of 200 ms.
-    assert before + 130e6 <= planned <= after + 130e6 + 1e6 and planned <= woke
+    left = _BEAT_NS * 4 // 3
+    # A millisecond for two readings of the clock; without an agreement it would be any part of a beat.
+    assert before + left <= planned <= after + left + 1e6 and planned <= woke
