@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import fcntl
 import json
-import os
 import sys
 import time
 import uuid
@@ -81,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[bool]:
     """Whether nobody else asks this run for a measurement: there is one place for it. Waits for others."""
-    with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as lock:
+    from mt_megatron.scan.run_files import open_lock
+
+    with open_lock(path) as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

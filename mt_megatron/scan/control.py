@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import ConfigError, ScanError
-from mt_megatron.scan.run_files import RunFiles, write_private
+from mt_megatron.scan.run_files import RunFiles, open_lock, write_private
 
 logger = logging.getLogger("mt_megatron")
 
@@ -45,7 +45,7 @@ def change_control(files: RunFiles, changes: Mapping[str, Any]) -> dict[str, Any
     Two that change it at once wait for each other. Raises ``ScanError`` when it cannot be written.
     """
     try:
-        with open(files.root / ".control.lock", "a", encoding="utf-8", opener=_private) as lock:
+        with open_lock(files.root / ".control.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             content = {**read_control(files.control), **changes}
             content = {key: value for key, value in content.items() if value is not None}
@@ -55,10 +55,6 @@ def change_control(files: RunFiles, changes: Mapping[str, Any]) -> dict[str, Any
             f"{files.control} cannot be written: {error}; run this as the user who trains"
         ) from error
     return content
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class ControlWatch:

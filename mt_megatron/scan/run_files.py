@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.records import FORMAT_VERSION
@@ -112,6 +112,11 @@ def make_private_folder(path: Path) -> None:
     """``path`` with mode 0700 where it has to be made; its parents as the process makes folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_lock(path: Path) -> IO[str]:
+    """``path``, made with mode 0600 where there is none: a file to be locked, not read."""
+    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def write_private(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -186,19 +187,28 @@ def test_a_worker_that_dies_is_named() -> None:
         run_ranks(1, "tests.training.test_data_loading:fatal")
 
 
-class Ended:
-    """Stands for a worker that the loader still knows."""
+class Worker:
+    """Stands for a worker that the loader still knows; one without an exit code runs on."""
 
     def __init__(self, exitcode: int | None) -> None:
         self.exitcode, self.pid = exitcode, 4242
-        self.sentinel, other = os.pipe()
-        os.close(other)
+        self.sentinel, self.other = os.pipe()
+        if exitcode is not None:
+            os.close(self.other)
+
+    def join(self) -> None:
+        assert self.exitcode is not None, "it would never return"
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+        if self.exitcode is None:
+            os.close(self.other)
 
 
 class Broken:
     """A loader's iterator whose connection to a worker was cut."""
 
-    def __init__(self, *workers: Ended) -> None:
+    def __init__(self, *workers: Any) -> None:
         self._workers = workers
 
 
@@ -207,6 +217,7 @@ class Broken:
     [
         (ConnectionResetError(104, "Connection reset by peer"), [None, -9], "(pid 4242) ended by signal 9"),
         (EOFError(), [1], "(pid 4242) ended with exit code 1"),
+        (EOFError(), [0, None, 1], "(pid 4242) ended with exit code 1"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), [None], "(pid 7) is killed"),
         (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), [None], "(pid(s) 7, 8)"),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0."), [None], None),
@@ -216,11 +227,24 @@ class Broken:
 def test_whose_end_an_error_of_the_loader_comes_from(
     error: Exception, codes: list[int | None], named: str | None
 ) -> None:
-    workers = [Ended(code) for code in codes]
+    workers = [Worker(code) for code in codes]
     found = _ended_worker(Broken(*workers), error)
     for worker in workers:
-        os.close(worker.sentinel)
+        worker.close()
     assert found is None if named is None else found is not None and named in found
+
+
+def test_a_worker_that_has_closed_everything_but_is_not_over_yet_is_named() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_close_everything_and_end_later)
+    worker.start()
+    found = _ended_worker(Broken(worker), ConnectionResetError(104, "Connection reset by peer"))
+    assert found == f"DataLoader worker (pid {worker.pid}) ended with exit code 3."
+
+
+def _close_everything_and_end_later() -> None:
+    os.closerange(0, 1 << 16)
+    time.sleep(0.5)
+    os._exit(3)
 
 
 class Traced(Numbered):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
@@ -27,7 +28,7 @@ _PADDING = -1
 _PREFETCHED = 4
 """Micro-batches that each worker keeps ready, so that a step does not wait for a slow read."""
 _WORKER_ENDS_WITHIN = 1.0
-"""Seconds from a closed connection to a worker until its end is known."""
+"""Seconds from a closed connection to a worker until everything else that it had open is closed."""
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -190,13 +191,16 @@ def _ended_worker(iterator: object, error: Exception) -> str | None:
     """
     if isinstance(error, RuntimeError):
         return str(error) if "DataLoader worker (pid" in str(error) else None
-    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
-    # The connection closes a moment before the process can be waited for.
-    wait([worker.sentinel for worker in workers], timeout=_WORKER_ENDS_WITHIN)
-    for worker in workers:
-        if code := worker.exitcode:
-            by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            return f"DataLoader worker (pid {worker.pid}) ended {by}."
+    running: dict[Any, BaseProcess] = {each.sentinel: each for each in getattr(iterator, "_workers", [])}
+    deadline = time.monotonic() + _WORKER_ENDS_WITHIN
+    while ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+        for sentinel in ended:
+            worker = running.pop(sentinel)
+            # What it had open closes a moment before the process itself is over.
+            worker.join()
+            if code := worker.exitcode:
+                by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                return f"DataLoader worker (pid {worker.pid}) ended {by}."
     return None
 
 
