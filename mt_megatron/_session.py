@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import logging
 import os
 import sys
@@ -70,7 +71,9 @@ def patch(
     """Make Megatron-Core use ``backend``. All or nothing, reversible with ``unpatch()``.
 
     What is imported already is patched now and rebound in every holder; modules imported later
-    are patched when they are. The same call again changes nothing and returns the report.
+    are patched when they are. The same call again changes nothing and returns the report. Over
+    Gloo, process groups that are left when the process exits are ended then (its feature is
+    ``collectives``).
 
     Args:
         backend: ``cpu``, ``cuda``, ``musa`` or another installed one; ``auto`` takes the
@@ -90,6 +93,7 @@ def patch(
     """
     global _applied, _backend, _request
     from .backends.registry import select
+    from .patches.groups import end_groups
     from .patches.scope import redirect
     from .patching.engine import commit
     from .patching.scope import Scope
@@ -114,6 +118,8 @@ def patch(
         redirect(request.scope)
         applied = commit(plan, request.scope)
         _applied, _backend, _request = applied, chosen, replace(request, backend=chosen.name)
+        if chosen.collective == "gloo" and (wanted is None or "collectives" in wanted):
+            atexit.register(end_groups)
     found = applied.report()
     if os.environ.get("RANK", "0") == "0":
         _log.info("%s", found.summary())
@@ -132,6 +138,10 @@ def unpatch() -> None:
     with _changing:
         kept = _applied.revert() if _applied is not None else []
         _applied = _backend = _request = None
+        if "mt_megatron.patches.groups" in sys.modules:
+            from .patches.groups import end_groups
+
+            atexit.unregister(end_groups)
         if "mt_megatron.patches.scope" in sys.modules:
             from .patches.scope import redirect
             from .patching.scope import Scope

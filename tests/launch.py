@@ -167,10 +167,9 @@ def _leave_process_groups() -> None:
     if distributed is not None and distributed.is_initialized():
         # A rank that exits first tears down connections its peers may still read from.
         distributed.barrier()
-        from mt_megatron.backends.collectives import let_group_threads_rest
+        from mt_megatron.patches.groups import end_groups
 
-        let_group_threads_rest()
-        distributed.destroy_process_group()
+        end_groups()
 
 
 if __name__ == "__main__":
