@@ -22,11 +22,12 @@ from .diagnose_waits import pauses, slow_checkpoints, slow_data
 from .exchange_store import ExchangeStore
 from .exchanges import RankExchanges
 from .findings import Finding
-from .hangs import RankEnd, find_hang, rank_end
+from .hangs import find_hang
 from .host_work import slow_on_host, starved_on_host
 from .left_out import leaving_out
 from .links import slow_links
 from .one_matter import merged, one_per_rank, with_true_cost
+from .rank_ends import RankEnd, rank_end
 from .segments import RankTrace
 from .side_effects import without_side_effects
 from .sides import rank_exchanges

@@ -5,182 +5,22 @@ Where that may be a rank of which there are no records (no files, or its tracing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
-
-from .ended import Ended, ended_of
 from .findings import Finding
-from .intervals import Times
-from .pace import Pace, processors_used
-from .records import KIND, KINDS, OPEN
-from .segments import RankTrace
+from .patience import CHECKPOINT_PATIENCE, SILENT_NS, idle_or_slow_ns
+from .rank_ends import OpenOperation, RankEnd
+from .standstill import find_standstill
 from .trace import Place
 
 AFTER_NS = 5_000_000_000
 """An operation open for longer than this may hang."""
 
-SILENT_NS = 2_000_000_000
-"""A rank that wrote nothing for so much longer than the others, no beat of its recorder either, is stopped or
-dead."""
-
-COMPUTES = 0.1
-"""Processors in use by a rank that computes; one that stands still for good rather uses none."""
-
-PATIENCE = 5
-"""Times its usual pause between events a rank that computes may take."""
-
-CHECKPOINT_PATIENCE = 12
-"""Times as long a rank may write its checkpoint while the others wait."""
-
-_MOST_OPEN = 16
 _MOST_BLIND = 8
 
 _BLIND_CONFIDENCE = 0.5
 """That something hangs is seen; who, not."""
-
-Key = tuple[str, tuple[int, ...]]
-"""A group's name and ranks; of a transfer ``send`` or ``recv``, sender and receiver."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenOperation:
-    """A communication that has begun and not ended."""
-
-    key: Key
-    op: str
-    seq: int
-    begin: int
-    """ns on the common clock."""
-
-    iteration: int
-    is_transfer: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """Where a rank's trace ends."""
-
-    rank: int
-    last_seen: int
-    """ns on the common clock: the last thing it wrote, beats of its recorder included."""
-
-    last_event: int
-    """ns on the common clock: the last thing it began or ended."""
-
-    waiting: OpenOperation | None
-    """The communication that it is in."""
-
-    inside: str | None
-    """The innermost other thing that it is in: ``checkpoint``, ``data`` ..."""
-
-    reached: Mapping[Key, int]
-    """Per group or edge the highest number that it has entered."""
-
-    step: int
-    note: Mapping[str, Any] | None
-    """Its last note with Python stacks."""
-
-    beside: tuple[OpenOperation, ...] = ()
-    """Other communications that have not ended: one call may wait for several."""
-
-    ended: Ended | None = None
-    """How its recording ended; None while it goes on, and of a rank that was killed."""
-
-    usual_gap: int = 0
-    """ns: the longest time without an event in a usual step."""
-
-    processors: float = float("nan")
-    """How many it has used since its last event."""
-
-    @property
-    def unrecorded(self) -> bool:
-        """Whether its tracing failed: what it did since then nobody knows."""
-        return self.ended is not None and self.ended.how == "failed"
-
-
-def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]) -> RankEnd:
-    """The end of one rank's trace."""
-    spans = trace.spans
-    still = spans[spans["end"] == OPEN]
-    times = [
-        spans["begin"].max(initial=0),
-        spans["end"].max(initial=0),
-        trace.counters["time"].max(initial=0),
-    ]
-    last = to_reference(np.array([max(map(int, times)), max(map(int, times[:2]))], dtype=np.int64))
-    communicates = np.isin(still["kind"], [KIND["collective"], KIND["p2p"]])
-    waiting, inside = None, None
-    rows = still[communicates]
-    rows = rows[np.argsort(rows["begin"], kind="stable")[::-1]][:_MOST_OPEN]
-    begins = to_reference(rows["begin"].astype(np.int64))
-    pending = [_operation(rank, row, int(at), trace) for row, at in zip(rows, begins, strict=True)]
-    if pending:
-        waiting = pending[0]
-    others = still[~communicates & (still["kind"] != KIND["step"])]
-    if len(others):
-        inside = KINDS[int(others[int(np.argmax(others["begin"]))]["kind"])]
-    stacks = [note for note in trace.notes if note.get("what") == "stack"]
-    pace = Pace()
-    pace.feed(spans)
-    return RankEnd(
-        rank=rank,
-        last_seen=int(last[0]),
-        last_event=int(last[1]),
-        waiting=waiting,
-        inside=inside,
-        reached=_reached(rank, trace),
-        step=int(spans["iteration"].max(initial=0)),
-        note=stacks[-1] if stacks else None,
-        beside=tuple(pending[1:]),
-        ended=ended_of(trace.notes),
-        usual_gap=pace.usual_ns,
-        processors=processors_used(trace, max(map(int, times[:2]))),
-    )
-
-
-def _operation(rank: int, row: Any, begin: int, trace: RankTrace) -> OpenOperation:
-    number = int(row["name"])
-    op = trace.strings[number] if number < len(trace.strings) else "?"
-    transfer = int(row["kind"]) == KIND["p2p"]
-    return OpenOperation(
-        key=_edge(rank, op, int(row["peer"])) if transfer else _group(trace, int(row["group"])),
-        op=op,
-        seq=int(row["seq"]),
-        begin=begin,
-        iteration=int(row["iteration"]),
-        is_transfer=transfer,
-    )
-
-
-def _edge(rank: int, op: str, peer: int) -> Key:
-    return ("edge", (rank, peer) if op.startswith("send") else (peer, rank))
-
-
-def _group(trace: RankTrace, number: int) -> Key:
-    group = trace.groups.get(number)
-    return (group.name, tuple(group.ranks)) if group is not None else ("?", ())
-
-
-def _reached(rank: int, trace: RankTrace) -> dict[Key, int]:
-    found: dict[Key, int] = {}
-    spans = trace.spans
-    at = np.flatnonzero(spans["kind"] == KIND["collective"])
-    highest = np.full(1 << 16, -1, dtype=np.int64)
-    np.maximum.at(highest, spans["group"][at], spans["seq"][at])
-    for number in np.flatnonzero(highest >= 0).tolist():
-        key = _group(trace, number)
-        found[key] = max(found.get(key, -1), int(highest[number]))
-    rows = spans[spans["kind"] == KIND["p2p"]]
-    for peer in np.unique(rows["peer"]):
-        of_peer = rows[rows["peer"] == peer]
-        for number in np.unique(of_peer["name"]):
-            op = trace.strings[int(number)] if int(number) < len(trace.strings) else "?"
-            key = _edge(rank, op, int(peer))
-            found[key] = max(found.get(key, -1), int(of_peer["seq"][of_peer["name"] == number].max()))
-    return found
 
 
 def find_hang(
@@ -205,7 +45,7 @@ def find_hang(
         if end.waiting is not None and now - end.waiting.begin >= after
     }
     if not stalled:
-        return None
+        return find_standstill(recording, places, now, after)
     silent = {rank for rank, end in recording.items() if latest - end.last_seen > SILENT_NS}
     misses = {
         rank: set().union(*(_missing(rank, each, ends, silent) for each in (waiting, *ends[rank].beside)))
@@ -284,7 +124,7 @@ def _finding(
         end = ends[rank]
         if end.inside == "checkpoint" and now - waiting.begin < CHECKPOINT_PATIENCE * after:
             return None
-        if not what and now - end.last_event < _patience(end, now, after):
+        if not what and now - end.last_event < idle_or_slow_ns(end, now, after):
             return None  # slow, and getting on
         silent = (now - end.last_seen) / 1e9
         if end.ended is not None:
@@ -321,14 +161,6 @@ def _finding(
             **({"no_records": blind} if blind else {}),
         },
     )
-
-
-def _patience(end: RankEnd, now: int, after: int) -> float:
-    """ns without an event that are no sign of a hang."""
-    least = 0.8 * after
-    if now - end.last_seen > SILENT_NS or not end.processors >= COMPUTES:
-        return least
-    return max(least, min(PATIENCE * end.usual_gap, CHECKPOINT_PATIENCE * after))
 
 
 def _unknown(rank: int, end: RankEnd | None) -> str:

@@ -26,9 +26,9 @@ def rank_exchanges(rank: int, trace: RankTrace, to_reference: ToReference) -> Ra
     order = np.argsort(number, kind="stable")
     at, number = at[order], number[order]
     distinct, starts = np.unique(number, return_index=True)
-    stops = [*starts[1:].tolist(), len(at)]
+    stops = np.append(starts, len(at))[1:]
     groups: dict[Group, SideLog] = {}
-    for each, start, stop in zip(distinct.tolist(), starts.tolist(), stops, strict=True):
+    for each, start, stop in zip(distinct.tolist(), starts.tolist(), stops.tolist(), strict=True):
         group = trace.groups.get(each)
         if group is None or len(group.ranks) < 2:
             continue

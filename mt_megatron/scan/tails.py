@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from .clock import Clocks
 from .ended import Ended, read_ended
-from .hangs import Key, RankEnd, rank_end
 from .pace import Pace
+from .rank_ends import Key, RankEnd, rank_end
 from .records import COUNTER, KIND, OPEN, PING, SPAN
 from .run_files import segment_paths
 from .segments import (
@@ -45,6 +45,9 @@ class RankTail:
         self.session = -1
         self.fresh = time.monotonic()
         """When something new was last seen, by this process's clock."""
+
+        self.moved = self.fresh
+        """When a span was, which a rank that stands still writes none of."""
 
         self.ended: Ended | None = None
         """How its recording ended, as soon as that is known."""
@@ -122,6 +125,7 @@ class RankTail:
 
     def _keep(self, new: Mapping[int, list[Any]]) -> None:
         if new[SPANS]:
+            self.moved = self.fresh
             rows = np.concatenate(new[SPANS])
             entered = rank_end(self.rank, self._trace(rows, self._counters[:0]), _as_it_is)
             for key, number in entered.reached.items():

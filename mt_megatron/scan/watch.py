@@ -202,7 +202,7 @@ class Watch:
         return self._telling.news(found, step=self._done, sure=final)
 
     def _hang(self, tails: dict[int, RankTail]) -> Finding | None:
-        if not any(tail.waits for tail in tails.values()):
+        if not any(tail.waits for tail in tails.values()) and not self._stands(tails):
             return None
         ends = {rank: tail.end(self._clocks) for rank, tail in tails.items()}
         # Nobody may write any more: then this process's clock says how long.
@@ -211,6 +211,11 @@ class Watch:
         found = find_hang(ends, self._places, now=now, after=self._hang_after_ns)
         # Where a rank without a trace is, nobody knows.
         return None if found is not None and self._lost & set(found.ranks) else found
+
+    def _stands(self, tails: dict[int, RankTail]) -> bool:
+        """Whether nobody gets on, it may be: half the time is left to look closer."""
+        moved = [tail.moved for tail in tails.values() if tail.ended is None]
+        return bool(moved) and time.monotonic() - max(moved) > self._hang_after_ns / 2e9
 
     def _tell(self, news: list[Finding]) -> list[Finding]:
         for each in news:

@@ -106,6 +106,8 @@ def headline(finding: Finding) -> str:
 def _hang(finding: Finding, who: str) -> str:
     operation = finding.details.get("collective") or finding.details.get("op")
     number = finding.details.get("seq")
+    if inside := finding.details.get("inside"):
+        return f"{who} {'stand' if len(finding.ranks) > 1 else 'stands'} still in {inside}"
     if operation is None:
         return f"{who} {'keep' if len(finding.ranks) > 1 else 'keeps'} the others waiting"
     which = f" number {number}" if number is not None else ""

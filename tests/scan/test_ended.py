@@ -15,7 +15,8 @@ from mt_megatron.cli.scan_status import text
 from mt_megatron.scan.alerts import Alerts
 from mt_megatron.scan.diagnose import diagnose
 from mt_megatron.scan.ended import Ended, Ending, ended_of, read_ended
-from mt_megatron.scan.hangs import CHECKPOINT_PATIENCE, find_hang
+from mt_megatron.scan.hangs import find_hang
+from mt_megatron.scan.patience import CHECKPOINT_PATIENCE
 from mt_megatron.scan.recorder import Recorder
 from mt_megatron.scan.report import ReportFiles, write_report
 from mt_megatron.scan.run_files import run_files

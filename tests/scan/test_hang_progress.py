@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_megatron.scan.hangs import OpenOperation, RankEnd, find_hang
+from mt_megatron.scan.hangs import find_hang
 from mt_megatron.scan.pace import Pace, processors_used
+from mt_megatron.scan.rank_ends import OpenOperation, RankEnd
 from mt_megatron.scan.records import COUNTER, OPEN, SPAN
 from mt_megatron.scan.segments import RankTrace
 
