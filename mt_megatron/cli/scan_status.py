@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
 def text(status: RunStatus) -> str:
     """For people: the whole in a line, then ranks that are worth one, then the findings."""
-    from mt_megatron.scan.wording import cost, headline, rank_list
+    from mt_megatron.scan.wording import cost, headline, number_of_ranks, rank_list
 
     seconds = status.step_seconds
     simulated = " (simulated)" if status.simulated else ""
     lines = [
-        f"{status.run}{simulated}: {len(status.ranks)} ranks, step {status.step}"
+        f"{status.run}{simulated}: {number_of_ranks(len(status.ranks))}, step {status.step}"
         + (f", {seconds:.3g} s a step" if seconds == seconds else "")
     ]
     levels = sorted({rank.level for rank in status.ranks if rank.level})

@@ -24,7 +24,7 @@ _ALONE = 1.5
 def idle_or_slow_ns(end: RankEnd, now: int, after: int) -> float:
     """ns without an event that are no sign of a hang in a rank that others wait for, ``after`` ns by now."""
     least = 0.8 * after
-    if _is_silent(end, now) or not end.processors >= COMPUTES:
+    if is_silent(end, now) or not end.processors >= COMPUTES:
         return least
     return max(least, min(PATIENCE * end.usual_gap, CHECKPOINT_PATIENCE * after))
 
@@ -32,12 +32,13 @@ def idle_or_slow_ns(end: RankEnd, now: int, after: int) -> float:
 def alone_ns(end: RankEnd, now: int, after: int) -> float:
     """The same of a rank for which nobody waits: it has more time, as nobody else tells that it is late."""
     most = CHECKPOINT_PATIENCE * after
-    idle = _is_silent(end, now) or end.processors < COMPUTES
+    idle = is_silent(end, now) or end.processors < COMPUTES
     # In the first steps it is not known what is usual.
     if not idle or not end.usual_gap or end.inside == "checkpoint":
         return most
     return min(max(_ALONE * after, PATIENCE * end.usual_gap), most)
 
 
-def _is_silent(end: RankEnd, now: int) -> bool:
+def is_silent(end: RankEnd, now: int) -> bool:
+    """Whether not even its recorder writes any more."""
     return now - end.last_seen > SILENT_NS

@@ -63,6 +63,9 @@ class RankEnd:
     in_step: bool = False
     """Whether a step of it has begun and not ended."""
 
+    recording_off: bool = False
+    """Whether it was told to record nothing, until it is told otherwise."""
+
     beside: tuple[OpenOperation, ...] = ()
     """Other communications that have not ended: one call may wait for several."""
 
@@ -103,6 +106,7 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
     if len(others):
         inside = KINDS[int(others[int(np.argmax(others["begin"]))]["kind"])]
     stacks = [note for note in trace.notes if note.get("what") == "stack"]
+    levels = [note.get("level") for note in trace.notes if note.get("what") == "level"]
     pace = Pace()
     pace.feed(spans)
     return RankEnd(
@@ -115,6 +119,7 @@ def rank_end(rank: int, trace: RankTrace, to_reference: Callable[[Times], Times]
         step=int(spans["iteration"].max(initial=0)),
         note=stacks[-1] if stacks else None,
         in_step=bool((still["kind"] == KIND["step"]).any()),
+        recording_off=levels[-1:] == ["off"],
         beside=tuple(pending[1:]),
         ended=ended_of(trace.notes),
         usual_gap=pace.usual_ns,

@@ -8,7 +8,17 @@ from .findings import Finding
 from .report_charts import PART_NAME, breakdown_rows
 from .report_data import CATEGORIES, ReportData
 from .report_style import CAUSE_MARK
-from .wording import CAUSE_LABEL, clock_words, cost, headline, limits, next_step, sentence, time_text
+from .wording import (
+    CAUSE_LABEL,
+    clock_words,
+    cost,
+    headline,
+    limits,
+    next_step,
+    number_of_ranks,
+    sentence,
+    time_text,
+)
 
 _MOST_GRID = 32
 
@@ -38,9 +48,8 @@ def markdown(data: ReportData) -> str:
 
 def _facts(data: ReportData) -> str:
     layout = ", ".join(f"{name.upper()} {size}" for name, size in data.layout.items() if size and size > 1)
-    facts = (
-        f"{len(data.places)} ranks ({layout or 'no parallelism'}), steps {data.first_step}-{data.last_step}"
-    )
+    facts = f"{number_of_ranks(len(data.places))} ({layout or 'no parallelism'})"
+    facts += f", steps {data.first_step}-{data.last_step}"
     if data.step_times.seconds:
         facts += f", median step {time_text(float(np.median(data.step_times.seconds)) * 1e9)}"
     return facts + "."

@@ -54,6 +54,12 @@ can be so far ahead of one that hangs. On NFS a new file may be seen a minute la
 
 LOST_STEPS = 3
 
+LATE_S = 2.0
+"""Seconds lost in a look or a nap from which on this process was stopped, perhaps with its whole machine."""
+
+WRITE_WITHIN_S = 2.0
+"""Ranks that were stopped with it have written by then: nobody is looked at sooner."""
+
 HELD_BYTES = 1 << 30
 LEAST_HELD_BYTES = 2 << 20
 """What the records in hand of all ranks together may take, and of each at least."""
@@ -67,7 +73,6 @@ class Watch:
         self._alerts = alerts
         self._hang_after_ns = int(hang_after_s * 1e9)
         self._tails: dict[int, RankTail] = {}
-        self._started = False
         self._reset(-1)
 
     def _reset(self, session: int) -> None:
@@ -301,8 +306,15 @@ def main(arguments: list[str] | None = None) -> int:
             took = time.process_time() - used
             # At most a tenth of a processor, whatever the world's size.
             until = begun + max(options.period, 10.0 * took)
-            while not ended and time.monotonic() < until:
+            lost = time.monotonic() - begun - took
+            while not ended:
+                now = time.monotonic()
+                if lost > LATE_S:
+                    until = max(until, now + WRITE_WITHIN_S)
+                if now >= until:
+                    break
                 time.sleep(min(0.1, options.period))
+                lost = time.monotonic() - now
         watch.look(final=True)
     return 0
 

@@ -78,6 +78,11 @@ def rank_list(ranks: Iterable[int]) -> str:
     return ", ".join(parts)
 
 
+def number_of_ranks(count: int) -> str:
+    """``1 rank``, ``8 ranks``."""
+    return f"{count} rank{'s' * (count != 1)}"
+
+
 def headline(finding: Finding) -> str:
     """The culprit first, in one line without a full stop: ``Rank 5 (node-1) computes slowly``."""
     ranks = rank_list(finding.ranks)
