@@ -6,6 +6,7 @@ In a sound ring of equal hops every member leaves at about the same time after t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,10 +64,15 @@ def slow_rings(
 
     ``known``: ``id`` of the units that are known to be slow already.
     """
-    found = hidden_links(units, known, iteration, step_ns, WhereSlow(units, labels, places))
+    where = WhereSlow(units, labels, places)
+    found = hidden_links(units, known, iteration, step_ns, where)
     known = {*known, *(id(each.unit) for each in found)}
     for unit in units:
-        if id(unit) in known or unit.samples is None or not _even(unit, places):
+        if id(unit) in known or unit.samples is None:
+            continue
+        crossing = () if _even(unit, places) else crossing_hops(unit.ranks, places)
+        if crossing and where.comparable(unit, int(iteration[0]), int(iteration[-1]), ()):
+            # Its unequal hops are better known from the groups that lie alike.
             continue
         inside = (unit.samples.iteration >= iteration[0]) & (unit.samples.iteration <= iteration[-1])
         samples = unit.samples.take(inside)
@@ -81,11 +87,13 @@ def slow_rings(
         told = ""
         op = labels[int(samples.label[0])][0]
         if "all_to_all" in op:
+            if crossing:
+                continue
             lost = _pair_loss(samples)
             if unit.clock_error > 0.3 * lost or lost < LEAST_EXTRA_NS:
                 continue
         else:
-            fit = _in_both_halves(samples, labels, list(node_borders(unit.ranks, places)))
+            fit = _in_both_halves(samples, labels, list(node_borders(unit.ranks, places)), crossing)
             if fit is None or unit.clock_error > 0.3 * fit.amplitude * whole:
                 continue
             lost = min(fit.lost_ns, 0.95 * whole)
@@ -121,14 +129,17 @@ def _even(unit: Unit, places: Mapping[int, Place]) -> bool:
     return len(crossing_hops(unit.ranks, places)) in (0, len(unit.ranks))
 
 
-def _in_both_halves(samples: Samples, labels: Sequence[Label], borders: Sequence[Hops]) -> RingFit | None:
+def _in_both_halves(
+    samples: Samples, labels: Sequence[Label], borders: Sequence[Hops], crossing: Hops
+) -> RingFit | None:
     """The fit to all samples, if those of either half of the steps say about the same."""
     middle = int(np.median(samples.iteration))
-    whole = fit_ring(samples, labels, None, borders, least_amplitude=LEAST_AMPLITUDE)
+    fitted = partial(fit_ring, labels=labels, healthy_ns=None, more=borders, crossing=crossing)
+    whole = fitted(samples, least_amplitude=LEAST_AMPLITUDE)
     if whole is None or not _clear(whole):
         return None
     for half in (samples.iteration <= middle, samples.iteration > middle):
-        fit = fit_ring(samples.take(half), labels, None, borders)
+        fit = fitted(samples.take(half))
         if fit is None or not _clear(fit) or not set(fit.hops) & set(whole.hops):
             return None
     return whole
