@@ -176,8 +176,21 @@ def test_one_fault_is_found_and_no_other_claimed(fault: str, tmp_path: Path) -> 
     assert made.found == (True,) and not made.wrong, made.said
 
 
-def test_nothing_is_claimed_of_a_clean_run(tmp_path: Path) -> None:
-    made = _diagnosed(tmp_path, LAYOUT)
+ONE_RING = Layout(dp=8, ranks_per_node=4)
+"""Across two nodes: its hops are unequal, and there is no second one to compare it with."""
+
+
+@pytest.mark.parametrize("link", ["1-2", "3-4"])
+def test_a_link_of_a_ring_that_nothing_is_like_is_found_though_it_was_always_slow(
+    link: str, tmp_path: Path
+) -> None:
+    made = _diagnosed(tmp_path, ONE_RING, f"slow_link:ranks={link},latency_ms=5")
+    assert made.found == (True,) and not made.wrong, made.said
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ONE_RING])
+def test_nothing_is_claimed_of_a_clean_run(layout: Layout, tmp_path: Path) -> None:
+    made = _diagnosed(tmp_path, layout)
     assert made.claims == 0, made.said
 
 
