@@ -24,6 +24,9 @@ from .schedule import DIRECTIONS, Direction, Exchange, Level, Plan, plan
 from .ways import Tables, Way
 from .work import Piece, pieces
 
+_CALL = 1e3
+"""Nanoseconds of a collective at least."""
+
 _COPY = 0.15e6
 """Nanoseconds to hand a batch over."""
 
@@ -289,7 +292,9 @@ class Engine:
             return
         what, before = self.template.columns.communications[name], self.now
         few = what.group in ("tp-pp", "world")
-        self.now = self._across.small(before, what.group) if few else self._across.large(before, what)
+        left = self._across.small(before, what.group) if few else self._across.large(before, what)
+        # Who comes last to an exchange of a few bytes finds all others there.
+        self.now = np.maximum(left, before + _CALL)
         self._mark(step, columns, before, self.now)
 
 
