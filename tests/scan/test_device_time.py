@@ -22,7 +22,7 @@ from mt_megatron.scan.device_clock import DeviceClock
 from mt_megatron.scan.device_time import DeviceTime
 from mt_megatron.scan.recorder import Recorder
 from mt_megatron.scan.records import KIND, OPEN
-from mt_megatron.scan.segments import read_rank
+from mt_megatron.scan.segments import RankTrace, read_rank
 from mt_megatron.seams import events
 from tests.emulators import environment, needs_emulated_musa
 from tests.fake_cuda.stand_in import RecordingCuda
@@ -43,8 +43,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_device.Device]:
     assert not [each.name for each in threading.enumerate() if each.name.startswith("scan-")]
 
 
-def trace(folder: Path, body: Any, *, backend: Any = None, level: str = "base") -> Any:
-    """What a recorder with device times leaves of ``body(recorder)``."""
+def trace(folder: Path, body: Any, *, backend: Any = None, level: str = "base") -> np.ndarray:
+    """The spans that a recorder with device times leaves of ``body(recorder)``.
+
+    Pauses are left out: a long garbage collection may fall into any test.
+    """
+    spans = trace_of(folder, body, backend=backend, level=level).spans
+    return spans[spans["kind"] != KIND["pause"]]
+
+
+def trace_of(folder: Path, body: Any, *, backend: Any = None, level: str = "base") -> RankTrace:
+    """All that a recorder with device times leaves of ``body(recorder)``."""
     recorder = Recorder(folder, rank=0, level=level)
     timing = DeviceTime(backend or CudaBackend(), recorder.add_spans, recorder.note)
     recorder.start()
@@ -91,7 +100,7 @@ def test_spans_get_the_devices_times(device: fake_device.Device, tmp_path: Path)
                     device.work(20 * MS)
                 expected.append((began, device.default.free_at))
 
-    found = trace(tmp_path, body)
+    found = trace_of(tmp_path, body)
     spans = found.spans[found.spans["kind"] == KIND["collective"]]
     spans = spans[spans["end"] != OPEN]
     assert spans["seq"].tolist() == [0, 1, 2]
@@ -113,7 +122,7 @@ def test_every_direction_of_a_transfer_is_timed(device: fake_device.Device, tmp_
         with events.span("p2p", group="pp", ranks=(0, 1), bytes=8, transfers=transfers):
             device.work(MS)
 
-    spans = trace(tmp_path, body).spans
+    spans = trace(tmp_path, body)
     assert len(spans) == 2 and (spans["device_end"] > spans["device_begin"]).all()
 
 
@@ -126,7 +135,7 @@ def test_what_the_device_does_not_pass_is_open(device: fake_device.Device, tmp_p
             pass
         time.sleep(1.2)
 
-    found = trace(tmp_path, body).spans
+    found = trace(tmp_path, body)
     assert found["seq"].tolist() == [0, 1]
     assert found["end"][0] != OPEN and found["device_end"][0] >= found["device_begin"][0] > 0
     assert found["end"][1] == OPEN
@@ -137,8 +146,8 @@ def test_layers_are_timed_from_level_full_on(device: fake_device.Device, tmp_pat
         with events.span("layer", number=1):
             pass
 
-    assert len(trace(tmp_path / "base", layer).spans) == 0 and device.recorded <= 10
-    (span,) = trace(tmp_path / "full", layer, level="full").spans
+    assert len(trace(tmp_path / "base", layer)) == 0 and device.recorded <= 10
+    (span,) = trace(tmp_path / "full", layer, level="full")
     assert span["device_begin"] > 0
 
 
@@ -148,7 +157,7 @@ def test_the_hosts_own_work_is_not_timed_twice(tmp_path: Path) -> None:
         with collective(0):
             pass
 
-    (span,) = trace(tmp_path, body, backend=CpuBackend()).spans
+    (span,) = trace(tmp_path, body, backend=CpuBackend())
     assert span["device_begin"] == span["device_end"] == 0
 
 
@@ -171,7 +180,7 @@ def test_a_device_that_refuses_events_costs_no_step(
                 pass
 
     with caplog.at_level(logging.WARNING, logger="mt_megatron"):
-        found = trace(tmp_path, body).spans
+        found = trace(tmp_path, body)
     assert sorted(found["seq"].tolist()) == [0, 1, 2]
     assert len([each for each in caplog.records if "device times are no longer taken" in each.message]) == 1
 
