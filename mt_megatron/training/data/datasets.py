@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from mt_megatron.errors import DataError
 from mt_megatron.training.config_train import DataConfig
+from mt_megatron.training.data.index_cache import filling
 from mt_megatron.training.data.tokenizer import TokenizerLike
 
 _ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
@@ -86,13 +88,16 @@ def build_datasets(
     )
     kind = MockGPTDataset if data.mock_data else GPTDataset
     sizes = [train_samples, valid_samples, test_samples]
+    # Megatron lets this one write and the others then read.
+    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     try:
-        built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+        with filling(cache) if writes else contextlib.nullcontext():
+            built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     except (AssertionError, ValueError, IndexError, OSError, EOFError) as error:
         raise DataError(
             f"Megatron could not build its datasets from {prefixes} with the index cache {cache}: "
-            f"{type(error).__name__}: {error}. The cache must be on storage that all nodes share; if an "
-            "earlier run was killed while writing it, delete that folder"
+            f"{type(error).__name__}: {error}. The cache must be on storage that all nodes share; if its "
+            "files are damaged, delete that folder"
         ) from error
     for role, dataset in zip(("training", "validation", "test"), built, strict=True):
         if dataset is not None and len(dataset) < 1:
