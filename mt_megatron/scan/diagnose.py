@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .beside_hosts import placed_beside_hosts
 from .clock import Clocks
 from .diagnose_own_work import slow_ranks
 from .diagnose_quota import short_of_quota
@@ -141,6 +142,7 @@ class Diagnoser:
         known = {id(each.unit) for each in slow}
         slow += slow_rings(units, known, table.iteration, table.step_ns, labels, table.places)
         slow = without_side_effects(slow, late)
+        slow = placed_beside_hosts(slow, units, table, labels, late)
         slow = beyond_waits(without_starved(slow, units, table, late), table)
         return slow_links(slow, units, table, labels)
 

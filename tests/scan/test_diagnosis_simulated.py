@@ -188,6 +188,20 @@ def test_a_link_of_a_ring_that_nothing_is_like_is_found_though_it_was_always_slo
     assert made.found == (True,) and not made.wrong, made.said
 
 
+@pytest.mark.parametrize("mode", ["load", "quota"])
+@pytest.mark.parametrize("link", [True, False])
+def test_a_slow_link_is_told_beside_a_member_that_its_host_hinders(
+    mode: str, link: bool, tmp_path: Path
+) -> None:
+    job = Job(layout=Layout(dp=5, ranks_per_node=8), steps=40)
+    faults = [parse_fault(f"host_contention:rank=1,share=0.4,first=16,mode={mode}")]
+    if link:
+        faults.append(parse_fault("slow_link:ranks=3-4,bandwidth=0.25,first=16"))
+    simulate(tmp_path / "run", job, faults, seed=23)
+    found = {each.ranks: each.cause for each in diagnose(tmp_path / "run").findings}
+    assert found == {(1,): "host_contention", **({(3, 4): "slow_link"} if link else {})}
+
+
 @pytest.mark.parametrize("layout", [LAYOUT, ONE_RING])
 def test_nothing_is_claimed_of_a_clean_run(layout: Layout, tmp_path: Path) -> None:
     made = _diagnosed(tmp_path, layout)
