@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .findings import Finding
-from .patience import CHECKPOINT_PATIENCE, SILENT_NS, idle_or_slow_ns
+from .patience import CHECKPOINT_PATIENCE, IDLE, SILENT_NS, idle_or_slow_ns
 from .rank_ends import OpenOperation, RankEnd
 from .standstill import find_standstill
 from .trace import Place
@@ -39,12 +39,13 @@ def find_hang(
     latest = max(end.last_seen for end in recording.values())
     training = now is not None
     now = latest if now is None else now
+    # Who has stood still for long enough to be blamed has waited for long enough to be excused.
     stalled = {
         rank: end.waiting
         for rank, end in recording.items()
-        if end.waiting is not None and now - end.waiting.begin >= after
+        if end.waiting is not None and now - end.waiting.begin >= IDLE * after
     }
-    if not stalled:
+    if all(now - waiting.begin < after for waiting in stalled.values()):
         return find_standstill(recording, places, now, after)
     silent = {rank for rank, end in recording.items() if latest - end.last_seen > SILENT_NS}
     misses = {

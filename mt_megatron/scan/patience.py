@@ -8,6 +8,9 @@ SILENT_NS = 2_000_000_000
 """A rank that wrote nothing for so much longer than the others, no beat of its recorder either, is stopped or
 dead."""
 
+IDLE = 0.8
+"""Of the time after which one that others wait for may hang: so long it has to have stood still."""
+
 COMPUTES = 0.1
 """Processors in use by a rank that computes; one that stands still for good rather uses none."""
 
@@ -23,7 +26,7 @@ _ALONE = 1.5
 
 def idle_or_slow_ns(end: RankEnd, now: int, after: int) -> float:
     """ns without an event that are no sign of a hang in a rank that others wait for, ``after`` ns by now."""
-    least = 0.8 * after
+    least = IDLE * after
     if is_silent(end, now) or not end.processors >= COMPUTES:
         return least
     return max(least, min(PATIENCE * end.usual_gap, CHECKPOINT_PATIENCE * after))

@@ -68,6 +68,24 @@ def test_who_computes_may_take_some_times_as_long_as_usual() -> None:
     assert hang_of(long, for_ever) is not None, "at some time patience ends"
 
 
+@pytest.mark.parametrize("seconds", [4.1, 4.9, 5.1, 9.0])
+def test_who_came_a_little_later_and_waits_for_the_stopped_one_is_not_named_with_it(seconds: float) -> None:
+    """DP 2 x TP 2, rank 2 is stopped: 0 waits for it, 3 too but not for quite as long, and 1 waits for 3."""
+    dp = {rank: ("dp", (rank % 2, rank % 2 + 2)) for rank in range(4)}
+    late = {rank: replace(operation(9.5), key=dp[rank]) for rank in (0, 1)}
+    late[3] = replace(operation(seconds), key=("tp", (2, 3)))
+    ends = []
+    for rank in range(4):
+        waiting = late.get(rank)
+        since = 9.6 if waiting is None else (NOW - waiting.begin) / SECOND
+        reached = {dp[rank]: 6 if rank > 1 else 7, ("tp", (2, 3)): 7 if rank == 3 else 6}
+        gone = 9 * SECOND if rank == 2 else 0
+        one = end(rank, last_event=since)
+        ends.append(replace(one, waiting=waiting, reached=reached, last_seen=NOW - gone))
+    found = hang_of(*ends)
+    assert found is not None and found.ranks == (2,) and found.confidence > 0.9
+
+
 def test_the_usual_pause_is_that_of_the_last_steps_but_the_newest() -> None:
     pace = Pace()
     assert pace.usual_ns == 0
