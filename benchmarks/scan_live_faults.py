@@ -64,9 +64,9 @@ def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int
     add("repeated work", (e,), ("slow_compute",), lambda: _drill(running, f"slow_rank:rank={e},factor=3"))
     if layout.links:
         f = pick.choice(layout.links)
-        add("delayed sockets", f, ("slow_link",), lambda: network.delayed(*f, layout.delay))
+        add("delayed sockets", f.ranks, ("slow_link",), lambda: network.delayed(*f.ranks, f.delay))
         g = pick.choice(layout.links)
-        add("narrow cable", g, ("slow_link",), lambda: network.narrow(*g, layout.megabits))
+        add("narrow cable", g.ranks, ("slow_link",), lambda: network.narrow(*g.ranks, g.megabits))
     if layout.reads:
         h = pick.choice(layout.reads)
         add("throttled reads", (h,), ("slow_data",), lambda: groups.slow_reads(h, 10))

@@ -32,28 +32,36 @@ _MODEL = f"""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Link:
+    """Two ranks that exchange something, and are alone in doing so."""
+
+    ranks: tuple[int, int]
+    delay: float = 0.012
+    """Seconds by which it delays each packet when slow: less where a step has hundreds of exchanges."""
+
+    megabits: float = 4.0
+    """Per second, when it is a narrow cable."""
+
+
+def _tensor_parallel(*ranks: int) -> Link:
+    return Link(ranks=(ranks[0], ranks[1]), delay=0.001, megabits=10.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How four ranks are spread."""
 
     name: str
     options: str
-    links: tuple[tuple[int, int], ...]
-    """Pairs that exchange something, and are alone in doing so."""
-
+    links: tuple[Link, ...]
     reads: tuple[int, ...]
     """Ranks that read samples nobody else reads."""
 
     saves: bool = False
 
-    delay: float = 0.012
-    """Seconds by which a slow link delays each packet: less where a step has hundreds of exchanges."""
-
     competitors: tuple[int, float] = (2, 0.5)
     """Busy processes beside a rank, and to what their and its part of the processors shrinks: not at all
     where hundreds of exchanges a step each have to wait for them."""
-
-    megabits: float = 4.0
-    """Per second over a narrow cable."""
 
 
 LAYOUTS = {
@@ -62,35 +70,35 @@ LAYOUTS = {
         Layout(
             name="pp4",
             options="--pipeline-model-parallel-size 4 --global-batch-size 32",
-            links=((0, 1), (1, 2), (2, 3)),
+            links=(Link(ranks=(0, 1)), Link(ranks=(1, 2)), Link(ranks=(2, 3))),
             reads=(),
         ),
         Layout(
             name="dp2-pp2",
             options="--pipeline-model-parallel-size 2 --global-batch-size 40",
-            links=((0, 2), (1, 3)),
+            links=(Link(ranks=(0, 2), megabits=1.2), Link(ranks=(1, 3), megabits=1.2)),
             reads=(),
-            megabits=1.2,
         ),
         Layout(
             name="dp2-tp2",
             options="--tensor-model-parallel-size 2 --global-batch-size 8 "
             "--allow-tensor-parallel-across-nodes",
-            links=((0, 1), (2, 3)),
+            links=(_tensor_parallel(0, 1), _tensor_parallel(2, 3)),
             reads=(),
-            delay=0.001,
             competitors=(3, 1.0),
-            megabits=10.0,
         ),
         Layout(
             name="tp2-pp2",
             options="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
             "--allow-tensor-parallel-across-nodes --global-batch-size 8",
-            links=((0, 1), (2, 3), (0, 2), (1, 3)),
+            links=(
+                _tensor_parallel(0, 1),
+                _tensor_parallel(2, 3),
+                Link(ranks=(0, 2)),
+                Link(ranks=(1, 3)),
+            ),
             reads=(),
-            delay=0.001,
             competitors=(3, 1.0),
-            megabits=10.0,
         ),
         Layout(name="dp4", options="--global-batch-size 48", links=(), reads=(0, 1, 2, 3)),
         Layout(
