@@ -6,6 +6,7 @@ Unpickling calls what the file names, so everything but torch's own descriptions
 
 from __future__ import annotations
 
+import enum
 import importlib
 import pickle
 from dataclasses import dataclass, field
@@ -112,10 +113,22 @@ class _Plain(pickle.Unpickler):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 write members of enumerations by name.
+            return _member
         raise CheckpointError(
             f"{METADATA} asks for {module}.{name}, which no description of tensors needs: it is not read. "
             "Load only checkpoints that you trust"
         )
+
+
+def _member(kind: Any, name: Any) -> Any:
+    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
+        return kind[name]
+    raise CheckpointError(
+        f"{METADATA} asks for {name!r} of {kind!r}, which no description of tensors needs: it is not read. "
+        "Load only checkpoints that you trust"
+    )
 
 
 def _contents(metadata: Any) -> Contents:

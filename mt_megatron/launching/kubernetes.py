@@ -54,7 +54,11 @@ def manifest_yaml(job: LaunchJob, kubernetes: KubernetesOptions) -> str:
     import yaml
 
     heading = "# Made by mt-megatron launch --print k8s. Submit it: kubectl apply -f FILE\n"
-    text: str = yaml.safe_dump_all(manifests(job, kubernetes), sort_keys=False, allow_unicode=True)
+    documents = manifests(job, kubernetes)
+    text: str = yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True)
+    if "\x85" in text:
+        # PyYAML writes this one as it is, and it is read as the end of a line.
+        text = yaml.safe_dump_all(documents, sort_keys=False)
     return heading + text
 
 

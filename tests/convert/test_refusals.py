@@ -7,6 +7,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,37 @@ def test_pickles_run_no_code(mixtral: Path, tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(CheckpointError, match=r"builtins.print|not read"):
         converted(tmp_path / "ranks", tmp_path / "back", "huggingface")
     assert "ran code" not in capsys.readouterr().out
+
+
+class Member:
+    """What pickles as an attribute of something, as members of enumerations do in Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.reduced = getattr, (kind, name)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def test_members_of_enumerations_may_be_named_and_nothing_else(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+
+    formats = next(
+        type(one)
+        for one in TensorProperties.__getstate__(TensorProperties())  # type: ignore[no-untyped-call]
+        if isinstance(one, Enum)
+    )
+    monkeypatch.setattr(formats, "__reduce_ex__", lambda self, protocol: (getattr, (formats, self.name)))
+    converted(mixtral, tmp_path / "out", "torch_dist")
+    folder = next((tmp_path / "out").glob("iter_*"))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder).tensors
+    for kind, name in ((Metadata, "__init__"), (formats, "__init__"), (formats, "mro")):
+        (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Member(kind, name)}))
+        with pytest.raises(CheckpointError, match=f"asks for '{name}' of"):
+            read_metadata(folder)
 
 
 def test_ranks_that_are_missing_or_disagree_are_named(mixtral: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mt_megatron.errors import ConfigError
@@ -229,6 +229,7 @@ def containers(documents: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
 @given(options=OPTIONS, value=ANYTHING)
+@example(options=("a\x85b", "\u2028"), value="é\x85")
 @settings(max_examples=25, deadline=None)
 def test_kubernetes_hands_every_option_on(kind: Any, options: tuple[str, ...], value: str) -> None:
     job = replace(JOB, options=options, environment=(("GREETING", value),))
