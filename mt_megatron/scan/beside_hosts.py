@@ -8,11 +8,11 @@ from dataclasses import replace
 from .exchanges import Label
 from .findings import Finding
 from .link_views import View, borders_of
+from .links import MOST_FITS
 from .slow_units import SlowUnit, Unit
+from .starved import HINDERS, overlap
 from .step_table import StepTable
 from .where_slow import WhereSlow
-
-_HINDERS = ("host_contention", "host_pause")
 
 
 def placed_beside_hosts(
@@ -26,23 +26,21 @@ def placed_beside_hosts(
     exits name one without that member. What its own host does to it shows in the hops to and from it."""
     where = WhereSlow(judged, labels, table.places)
     unsound = {id(each.unit) for each in slow}
+    unplaced = [
+        each for each in slow if each.pair is None and len(each.unit.ranks) > 2 and _hindered(each, late)
+    ]
+    costly = {id(each) for each in sorted(unplaced, key=lambda each: -each.lost_ns)[:MOST_FITS]}
     found = []
     for each in slow:
-        hindered = _hindered(each, late)
-        if hindered and each.pair is None and len(each.unit.ranks) > 2:
+        if id(each) in costly:
             view = View(each, table.places)
             view.fit(labels, where, unsound, borders_of(each.unit, judged, unsound, table))
-            if view.pair is not None and not hindered & set(view.pair):
+            if view.pair is not None and not _hindered(each, late) & set(view.pair):
                 each = replace(each, pair=view.pair, trust=view.trust, said=view.sentence)
         found.append(each)
     return found
 
 
 def _hindered(unit: SlowUnit, late: Sequence[Finding]) -> set[int]:
-    return {
-        rank
-        for each in late
-        if each.cause in _HINDERS and each.first_step <= unit.last_step and unit.first_step <= each.last_step
-        for rank in each.ranks
-        if rank in unit.unit.ranks
-    }
+    ranks = {rank for each in late if each.cause in HINDERS and overlap(unit, each) for rank in each.ranks}
+    return ranks & set(unit.unit.ranks)

@@ -13,6 +13,9 @@ from .slow_units import SlowUnit, Unit
 from .step_table import StepTable
 from .usual_waits import FEWEST_BEFORE, usual_wait
 
+HINDERS = ("host_contention", "host_pause")
+"""Causes for which a rank transfers slowly as well."""
+
 MOST = 0.5
 """A host that hinders slows most of what its rank takes part in."""
 
@@ -29,10 +32,10 @@ def without_starved(
     """``slow`` without those that a finding in ``late`` explains."""
     kept = list(slow)
     for finding in late:
-        if finding.cause not in ("host_contention", "host_pause"):
+        if finding.cause not in HINDERS:
             continue
         for rank in finding.ranks:
-            mine = [each for each in kept if rank in each.unit.ranks and _overlap(each, finding)]
+            mine = [each for each in kept if rank in each.unit.ranks and overlap(each, finding)]
             partners = {_others(each, rank) for each in judged if rank in each.ranks}
             hindered = {_others(each.unit, rank) for each in mine}
             if len(partners) > 1 and len(hindered) <= MOST * len(partners):
@@ -139,5 +142,6 @@ def _others(unit: Unit, rank: int) -> frozenset[int]:
     return frozenset(unit.ranks) - {rank}
 
 
-def _overlap(unit: SlowUnit, finding: Finding) -> bool:
+def overlap(unit: SlowUnit, finding: Finding) -> bool:
+    """Whether they share steps."""
     return unit.first_step <= finding.last_step and finding.first_step <= unit.last_step

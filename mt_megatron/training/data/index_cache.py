@@ -45,7 +45,7 @@ def _opened(folder: Path) -> IO[str] | None:
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / _LOCK, "a+", encoding="utf-8")
     except OSError:
-        # Nothing can be written here, so there is no writer to wait for. What is missing, Megatron says.
+        # This user writes nothing here; one who may is not waited for. What is missing, Megatron says.
         return None
 
 
