@@ -14,7 +14,8 @@ _EXAMPLE = """examples:
   mt-megatron scan report RUN --first-step 200 --last-step 400 --output why-slow
   mt-megatron scan report RUN --json | jq .findings
 
-exit codes: 0 no culprit, 1 somebody or something holds the run up (or there is no such trace), 2 wrong use"""
+exit codes: 0 nothing is claimed, 1 a rank, link or group, or something common to all ranks, holds the run up
+(confidence 0.5 or more; or there is no such trace), 2 wrong use"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -54,7 +55,15 @@ def check_steps(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report and print its gist; returns the exit code."""
     from mt_megatron.scan.report import write_report
-    from mt_megatron.scan.wording import cost, headline, next_step, sentence
+    from mt_megatron.scan.wording import (
+        MOST_WEAK,
+        WEAK_SIGNALS,
+        cost,
+        headline,
+        next_step,
+        sentence,
+        weak_signal,
+    )
 
     check_steps(args)
     files = write_report(args.run, args.output, first_step=args.first_step, last_step=args.last_step)
@@ -68,8 +77,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"  costs {cost(finding, files.data.seconds_of(finding))}; confidence {finding.confidence:.2f}")
         for each in finding.evidence:
             print(f"  - {sentence(each)}")
-        print(f"  next: {next_step(finding)}")
+        print(f"  next: {next_step(finding, run_ended=files.data.run_ended, one_host=files.data.one_host)}")
     if not files.data.findings:
         print("No culprit found: no rank, link or group held the others up by more than the usual jitter.")
+    if files.data.weak_signals:
+        print(f"\nWeak signals ({len(files.data.weak_signals)}). {WEAK_SIGNALS}")
+        for signal in files.data.weak_signals[:MOST_WEAK]:
+            print(f"  {weak_signal(signal)}")
+        if len(files.data.weak_signals) > MOST_WEAK:
+            print(f"  {len(files.data.weak_signals) - MOST_WEAK} more: see report.json")
     print(f"\n{files.html}\n{files.markdown}\n{files.json}")
     return 1 if files.data.findings else 0

@@ -19,7 +19,8 @@ _EXAMPLE = """examples:
   mt-megatron scan status RUN
   mt-megatron scan status RUN --every 5
 
-exit codes: 0 nothing found so far, 1 something was found (or no such trace), 2 wrong use"""
+exit codes: 0 nothing claimed so far, 1 something is claimed
+(confidence 0.5 or more; or there is no such trace), 2 wrong use"""
 
 _SILENT_S = 10.0
 _MOST_ROWS = 40
@@ -33,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=text,
         description="Show the last step and its time, ranks that have written nothing for a while and\n"
         "what they are in, ranks whose recording ended and why, dropped events, and what the watcher has\n"
-        "found. Reads files only: the run does not notice.",
+        "named; of a run that has ended what scan report claims. Reads files only: the run does not notice.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run's outputs")
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.every is not None and not args.every > 0:
         raise ConfigError(f"--every is {args.every:g}; expected seconds above 0")
+    status = None
     while True:
-        status = run_status(args.run)
+        status = run_status(args.run, status)
         if args.json:
             print(json.dumps(finite({**asdict(status), "step": status.step}), default=str), flush=True)
         else:
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def text(status: RunStatus) -> str:
     """For people: the whole in a line, then ranks that are worth one, then the findings."""
-    from mt_megatron.scan.wording import cost, headline, number_of_ranks, rank_list
+    from mt_megatron.scan.wording import cost, headline, named_before, number_of_ranks, rank_list
 
     seconds = status.step_seconds
     simulated = " (simulated)" if status.simulated else ""
@@ -109,6 +111,11 @@ def text(status: RunStatus) -> str:
         lines.append(f"  and {len(noted) - _MOST_ROWS} more ranks")
     for finding in status.findings:
         lines.append(f"{headline(finding)}: {cost(finding)} (confidence {finding.confidence:.2f})")
-    if not status.findings:
-        lines.append("nothing found so far")
+    lines += [named_before(finding) for finding in status.named_before]
+    if not status.findings and status.ended:
+        lines.append("no culprit found")
+    elif not status.findings:
+        lines.append("nothing found so far; `scan report` judges all steps")
+    if status.weak_signals:
+        lines.append(f"{status.weak_signals} weak signal{'s' * (status.weak_signals > 1)}: see scan report")
     return "\n".join(lines)

@@ -14,15 +14,13 @@ from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.confirm import MEASURABLE, Confirmation, Request, check_request
+from mt_megatron.scan.findings import SURE
 from mt_megatron.scan.run_files import RunFiles, write_private
 
 EXIT_CODE = 79
 """Of every process of a run that left because of a confirmed straggler; the launcher's as well."""
 
 OnStraggler = Literal["continue", "checkpoint-and-exit"]
-
-LEAST_CONFIDENCE = 0.5
-"""Of a finding that is worth a second of measurement; the measurement decides."""
 
 _SECONDS_BETWEEN = 60.0
 
@@ -67,7 +65,7 @@ class StragglerPolicy:
         if self.leave is not None or self._pending is not None:
             return
         cause, ranks = str(finding.get("cause")), tuple(finding.get("ranks", ()))
-        if not ranks or float(finding.get("confidence", 0.0)) < LEAST_CONFIDENCE:
+        if not ranks or float(finding.get("confidence", 0.0)) < SURE:
             return
         obstacle = self._obstacle(cause, ranks)
         if obstacle is not None:

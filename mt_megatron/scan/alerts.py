@@ -16,15 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .ended import Ended
-from .findings import Finding
+from .findings import SURE, Finding
 from .prometheus import Endpoint, Metrics
 from .webhook import Webhook
 from .wording import cost, headline, next_step, rank_list
 
 _PREFIX = "mt_megatron_scan_"
-LEAST_CONFIDENCE = 0.5
-"""Below it a finding is "unknown" and nobody is woken."""
-
 REPEAT_AFTER_S = 3600.0
 """The same culprit is told again after this time at the earliest."""
 
@@ -52,7 +49,7 @@ class Alerts:
         webhook: str | None = None,
         prometheus_port: int | None = None,
         say: Callable[[str], None] = _say,
-        least_confidence: float = LEAST_CONFIDENCE,
+        least_confidence: float = SURE,
         repeat_after_s: float = REPEAT_AFTER_S,
     ) -> None:
         """``scan_folder``: RUN/scan, where ``alerts.jsonl`` grows. ``prometheus_port``: on 127.0.0.1,

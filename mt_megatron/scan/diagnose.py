@@ -22,7 +22,7 @@ from .diagnose_stages import slow_stages
 from .diagnose_waits import pauses, slow_checkpoints, slow_data
 from .exchange_store import ExchangeStore
 from .exchanges import RankExchanges
-from .findings import Finding
+from .findings import SURE, Finding
 from .hangs import find_hang
 from .host_work import slow_on_host, starved_on_host
 from .left_out import leaving_out
@@ -38,9 +38,7 @@ from .starved import beyond_own_waits, beyond_waits, without_starved
 from .step_features import RankSteps, rank_steps
 from .step_table import StepTable, step_table
 from .trace import Place, Trace, clock_error, open_trace
-
-SURE = 0.5
-"""Below this confidence the cause is unknown."""
+from .whole_run import naming_no_rank, without_echoes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,8 @@ class Diagnoser:
         late = merged([*late, *slow_stages(table, late)])
         waits = beyond_own_waits([*slow_data(table), *slow_checkpoints(table)], table)
         found = merged([*late, *waits, *self._links(table, late, without)])
-        return _ordered(with_true_cost(found, table))
+        named = naming_no_rank(_ordered(with_true_cost(found, table)), table.ranks)
+        return tuple(without_echoes(named))
 
     def table(
         self,
@@ -148,8 +147,13 @@ class Diagnoser:
 
 
 def _ordered(found: list[Finding]) -> tuple[Finding, ...]:
-    told = [each if each.confidence >= SURE else replace(each, cause="unknown") for each in found]
+    told = [each if each.confidence >= SURE else _unknown(each) for each in found]
     return tuple(sorted(told, key=lambda each: (each.confidence < SURE, -each.lost_fraction, each.ranks)))
+
+
+def _unknown(finding: Finding) -> Finding:
+    details = {**finding.details, "suspected": finding.cause}
+    return replace(finding, cause="unknown", details=details)
 
 
 def read_part(rank: int, recorded: RankTrace, clocks: Clocks) -> tuple[RankSteps, RankExchanges, RankEnd]:

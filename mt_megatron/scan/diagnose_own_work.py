@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .diagnose_causes import why_slow
 from .findings import Finding
 from .late_arrival import late_arrival
-from .raised_levels import Raised, raised_levels
+from .raised_levels import Raised, beyond_noise, raised_levels
 from .robust import Floats
 from .step_table import StepTable, beside_peers
 
@@ -202,7 +202,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], suspect: _Suspect) -> Fi
     evidence = [
         f"own work of rank {rank} takes {own / 1e6:.1f} ms a step, {100 * (exp(raised.level) - 1):.1f} %"
         f" more than the median of the {len(others)} other rank{'s' * (len(others) > 1)} of its stage "
-        f"({raised.certainty:.0f} standard errors; asked for {raised.needed:.1f})"
+        f"({beyond_noise(raised)})"
     ]
     evidence += _phases(table, row, others, chosen)
     details = {"slowdown": round(exp(raised.level) - 1, 4), "certainty": round(raised.certainty, 2)}

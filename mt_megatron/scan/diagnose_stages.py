@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .change_points import stretches
-from .diagnose_causes import why_slow
-from .findings import Cause, Finding
-from .raised_levels import Raised, raised_levels
+from .diagnose_causes import HOST_SHARE, why_slow
+from .findings import Cause, Finding, steps_text
+from .raised_levels import Raised, beyond_noise, raised_levels
 from .robust import Floats, median_of_rows
 from .step_table import StepTable, beside_peers
 
@@ -33,6 +33,9 @@ CERTAIN_BESIDE_STAGES = log(1.35)
 """An embedding, or a layer more, may make as much of a difference: below this no cause is named."""
 
 _BASELINE_SHARE = 0.2
+
+QUOTA_OF_ALL = 0.75
+"""Trust where all ranks of the run became slower and the counter of a quota accounts for it."""
 
 Beside = Literal["past", "layers", "stages"]
 
@@ -137,11 +140,17 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
     cause = max(set(causes), key=causes.count)
     why = judged[causes.index(cause)]
     if beside == "past":
-        said = f"own work of stage {stage} takes {more} more than in the steps before or after"
+        everybody = len(table.roles) == 1 and len(rows) > 1
+        whose = "all ranks" if everybody else f"stage {stage}"
+        said = (
+            f"own work of {whose} takes {more} more in {steps_text(first, last)} than in the steps before or "
+            "after"
+        )
         trust = 0.9 if len(rows) == 1 else 0.75
         if len(table.roles) == 1 and len(rows) > 1:
-            # All ranks there are: more likely the work changed.
-            trust = 0.4
+            # All ranks there are: more likely the work changed. A quota's counter says otherwise.
+            quota = cause == "host_contention" and why.shares["throttled"] >= HOST_SHARE
+            trust = QUOTA_OF_ALL if quota else 0.4
     elif beside == "layers":
         said = f"a layer of stage {stage} takes {more} longer than the median of the other stages'"
         trust = 0.7
@@ -149,6 +158,8 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
         said = f"own work of stage {stage} takes {more} more than the median of the others but the last"
         trust = 0.6 if raised.level >= CERTAIN_BESIDE_STAGES else 0.48
     hosts = {table.places[rank].host for rank in ranks}
+    # The host's facts are those of one rank.
+    whom = f"rank {ranks[causes.index(cause)]}: " if len(ranks) > 1 else ""
     return Finding(
         cause=cause,
         lateness="late_arrival",
@@ -158,7 +169,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
         last_step=last,
         lost_fraction=min(lost / step, 1.0),
         confidence=round(raised.confidence * why.trust * trust, 3),
-        evidence=(f"{said} ({raised.certainty:.0f} standard errors)", *why.evidence),
+        evidence=(f"{said} ({beyond_noise(raised)})", *(f"{whom}{each}" for each in why.evidence)),
         details={"slowdown": round(exp(raised.level) - 1, 4), "shares": why.shares, "stage": stage},
     )
 

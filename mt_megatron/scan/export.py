@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, get_args
@@ -52,6 +52,19 @@ def rank_title(trace: Trace, rank: int) -> str:
         return f"rank {rank}{simulated}"
     host = f" {place.host}" if place.host else ""
     return f"rank {rank} ({place_text(place)}){host}{simulated}"
+
+
+def unclaimed(recorded: Iterable[Finding], claims: Iterable[Finding]) -> list[Finding]:
+    """Of what the watcher named, those for which ``claims`` have nothing at the same ranks and steps."""
+    claimed = list(claims)
+    return [
+        each for each in recorded if each.is_claim and not any(_same_matter(each, one) for one in claimed)
+    ]
+
+
+def _same_matter(one: Finding, other: Finding) -> bool:
+    together = one.first_step <= other.last_step and other.first_step <= one.last_step
+    return together and (bool(set(one.ranks) & set(other.ranks)) or not one.ranks or not other.ranks)
 
 
 def findings_on_record(files: RunFiles) -> list[Finding]:

@@ -15,7 +15,7 @@ from .diagnose_causes import USED_SHARE
 from .diagnose_stages import above_past
 from .findings import Finding
 from .late_arrival import late_arrival
-from .raised_levels import Raised, raised_levels
+from .raised_levels import Raised, beyond_noise, raised_levels
 from .robust import Floats
 from .step_table import StepTable, beside_peers
 from .usual_waits import usual_wait
@@ -73,7 +73,7 @@ def _starved(table: StepTable, row: int, raised: Raised, lost: float, more: floa
         confidence=raised.confidence,
         evidence=(
             f"the threads of rank {rank} waited {more / 1e6:.0f} ms a step more for a processor than before, "
-            f"{exp(raised.level):.1f} times as long beside others ({raised.certainty:.0f} standard errors), "
+            f"{exp(raised.level):.1f} times as long beside others ({beyond_noise(raised)}), "
             f"and steps became {100 * lost / max(1.0 - lost, 0.01):.0f} % longer",
         ),
         details={"certainty": round(raised.certainty, 2)},
@@ -139,7 +139,7 @@ def _finding(table: StepTable, row: int, raised: Raised, lost: float) -> Finding
         confidence=raised.confidence,
         evidence=(
             f"rank {rank} used {used / 1e6:.0f} ms of its processors' time a step, "
-            f"{100 * (exp(raised.level) - 1):.0f} % more than usual ({raised.certainty:.0f} standard errors)",
+            f"{100 * (exp(raised.level) - 1):.0f} % more than usual ({beyond_noise(raised)})",
         ),
         details={"slowdown": round(exp(raised.level) - 1, 4), "certainty": round(raised.certainty, 2)},
     )

@@ -238,7 +238,7 @@ def _finding(blame: _Blame, table: StepTable) -> Finding:
         else f"{unit.name} operations"
     )
     compared = "than before" if worst.by_past else "than comparable ones in the same steps"
-    tested = "" if worst.certainty is None else f" ({worst.certainty:.0f} standard errors)"
+    tested = "" if worst.certainty is None else f" ({worst.certainty:.1f} times the noise)"
     evidence = [
         f"{what} take {worst.extra_ns / 1e6:.2f} ms longer from the last arrival on ({worst.ratio:.1f} times "
         f"as long) {compared}{tested}",

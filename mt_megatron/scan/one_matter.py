@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .findings import Finding
+from .findings import Finding, steps_text
 from .step_table import StepTable
 
 FEWEST = 5
@@ -41,7 +41,14 @@ def _joined(parts: Sequence[Finding]) -> Finding:
     surest = max(parts, key=lambda each: (each.confidence, each.lost_fraction))
     first, last = min(each.first_step for each in parts), max(each.last_step for each in parts)
     lost = sum(each.lost_fraction * (each.last_step - each.first_step + 1) for each in parts)
-    evidence = dict.fromkeys((*surest.evidence, *(said for each in parts for said in each.evidence)))
+    ordered = [surest, *(each for each in parts if each is not surest)]
+    # The figures of one stretch do not hold in another: each sentence says of which steps it is.
+    several = len({(each.first_step, each.last_step) for each in parts}) > 1
+    evidence = dict.fromkeys(
+        f"in {steps_text(each.first_step, each.last_step)}: {said}" if several else said
+        for each in ordered
+        for said in each.evidence
+    )
     return replace(
         surest,
         first_step=first,

@@ -54,6 +54,11 @@ class Raised:
         return chosen
 
 
+def beyond_noise(raised: Raised) -> str:
+    """``19 times the noise; at least 5.0 is needed``: standard errors in words for readers of a report."""
+    return f"{raised.certainty:.1f} times the noise; at least {raised.needed:.1f} is needed"
+
+
 def bar(tests: int) -> float:
     """Standard errors that keep the false alarms of ``tests`` independent tests below ``FALSE_ALARMS``."""
     share = FALSE_ALARMS / max(tests, 1)

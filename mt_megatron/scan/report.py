@@ -17,6 +17,7 @@ from .breakdown import Look, Meetings, breakdown, look
 from .diagnose import Diagnosis, diagnose
 from .ended import ended_of
 from .excerpt import excerpt, ranks_to_show, steps_to_show, title_for, told
+from .export import findings_on_record, unclaimed
 from .findings import Finding
 from .records import KIND, OPEN
 from .report_data import ClockFacts, Excerpt, ReportData, StepTimes
@@ -25,7 +26,7 @@ from .report_markdown import markdown
 from .run_files import make_private_folder, write_private
 from .segments import RankTrace, dropped_events
 from .trace import Trace, open_trace
-from .wording import culprits_first, rank_list
+from .wording import claims_and_signals, named_before, rank_list
 
 _MOST_SPANS = 2_000_000
 """Of all ranks together that the breakdown keeps at a time; it looks at fewer steps of larger runs."""
@@ -77,7 +78,7 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
     """Everything the report shows, of the steps named. Raises ``ScanError``."""
     diagnosis = diagnose(Path(run), first_step=first_step, last_step=last_step)
     trace = open_trace(run)
-    findings = tuple(culprits_first(diagnosis.findings))
+    findings, weak = claims_and_signals(diagnosis.findings)
     survey = _Ranks(trace, first_step, last_step)
     if not survey.times.steps and not findings:
         raise ScanError(
@@ -85,6 +86,9 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
             f"and {last_step or 'the last'}. Let the run finish a few steps, or ask for others"
         )
     survey.first_pass(findings)
+    # Of a part of the steps nothing is known of what was named in others.
+    whole = first_step is None and last_step is None
+    recorded = findings_on_record(trace.files) if whole else []
     return ReportData(
         run=trace.files.root.parent.resolve().name,
         simulated=trace.simulated,
@@ -100,7 +104,9 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
         clocks=_clocks(trace),
         ended=survey.ended,
         stacks=_stacks(survey.stacks, findings),
-        notes=_notes(trace, diagnosis, survey),
+        weak_signals=weak,
+        run_ended=trace.simulated or (survey.closed > 0 and not survey.recording),
+        notes=_notes(trace, diagnosis, survey, unclaimed(recorded, findings)),
     )
 
 
@@ -116,6 +122,10 @@ class _Ranks:
         self.stacks: dict[int, str] = {}
         self.ended: dict[int, str] = {}
         """When and why the tracing of which ranks failed."""
+        self.recording = 0
+        """Ranks whose recording has not ended, as far as their files say."""
+        self.closed = 0
+        """Ranks that closed their traces in good order."""
         self.notes: list[str] = []
         self._bounds: dict[int, tuple[int, int]] = {}
         self._first, self._last = first_step, last_step
@@ -224,6 +234,8 @@ class _Ranks:
         if count := dropped_events(read.notes):
             dropped[rank] = count
         ended = ended_of(read.notes)
+        self.recording += ended is None
+        self.closed += ended is not None and ended.how == "closed"
         if ended is not None and ended.how == "failed":
             self.ended[rank] = ended.words()
         for note in read.notes:
@@ -259,7 +271,8 @@ def _clocks(trace: Trace) -> ClockFacts:
     )
 
 
-def _notes(trace: Trace, diagnosis: Diagnosis, survey: _Ranks) -> tuple[str, ...]:
+def _notes(trace: Trace, diagnosis: Diagnosis, survey: _Ranks, before: Sequence[Finding]) -> tuple[str, ...]:
     said = [*trace.notes, *getattr(diagnosis, "notes", ()), *survey.notes]
+    said += [named_before(each) for each in before]
     own = [note for note in dict.fromkeys(said) if note not in trace.clocks.notes]
     return tuple(own)

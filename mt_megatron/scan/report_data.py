@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from .findings import Cause, Finding
 from .trace import Place
+from .wording import only_host
 
 CATEGORIES = ("compute", "exposed_communication", "waiting", "bubble", "data", "checkpoint", "pause")
 """Parts of a step, without overlap. ``compute``: everything not named below, the optimizer included.
@@ -98,7 +99,7 @@ class ReportData:
     first_step: int
     last_step: int
     findings: tuple[Finding, ...]
-    """The culprits, most expensive first."""
+    """The claims (``Finding.is_claim``), most expensive first: culprits, and what slowed the whole run."""
 
     step_times: StepTimes
     excerpts: tuple[Excerpt, ...] = ()
@@ -113,8 +114,19 @@ class ReportData:
     stacks: dict[int, str] = field(default_factory=dict)
     """Of a hang: what each rank was doing when nothing moved."""
 
+    weak_signals: tuple[Finding, ...] = ()
+    """Findings below ``findings.SURE``, surest first: they claim nothing."""
+
+    run_ended: bool = False
+    """Whether every rank has closed its trace (or nothing ran): advice for a running job is of no use."""
+
     notes: tuple[str, ...] = ()
     """What limits the report: ranks without a trace, dropped events, steps not looked at."""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether the whole run is on one host: there is none to go on without it."""
+        return only_host(place.host for place in self.places)
 
     @property
     def verdicts(self) -> dict[int, Cause]:

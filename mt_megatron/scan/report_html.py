@@ -13,6 +13,8 @@ from .report_data import ReportData
 from .report_style import CAUSE_MARK, CSS, PATTERNS, SCRIPT
 from .wording import (
     CAUSE_LABEL,
+    MOST_WEAK,
+    WEAK_SIGNALS,
     clock_words,
     cost,
     headline,
@@ -21,6 +23,7 @@ from .wording import (
     place_text,
     sentence,
     time_text,
+    weak_signal,
 )
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -33,6 +36,7 @@ def page(data: ReportData) -> str:
         _head(data),
         *(_card(data, finding) for finding in data.findings),
         *([] if data.findings else [_all_well(data)]),
+        _weak_signals(data),
         _stacks(data),
         _steps(data),
         _grid(data),
@@ -85,7 +89,7 @@ def _card(data: ReportData, finding: Finding) -> str:
         f'<p class="cost">Costs <b>{escape(cost(finding, data.seconds_of(finding)))}</b></p>'
         f'<p><span class="tag">{CAUSE_LABEL[finding.cause]}</span>'
         f'<span class="tag">confidence {finding.confidence:.2f}</span>{group}{where}</p>{why}'
-        f'<div class="next"><h3>What to do next</h3><p>{_with_code(next_step(finding))}</p></div></section>'
+        f'<div class="next"><h3>What to do next</h3><p>{_with_code(next_step(finding, run_ended=data.run_ended, one_host=data.one_host))}</p></div></section>'
     )
 
 
@@ -93,6 +97,25 @@ def _all_well(data: ReportData) -> str:
     return (
         '<section class="card fine"><h2>No culprit found</h2><p class="cost">No rank, link or group held the '
         f"others up in steps {data.first_step}-{data.last_step} by more than the usual jitter.</p></section>"
+    )
+
+
+def _weak_signals(data: ReportData) -> str:
+    """Folded: a reader who looks for a culprit need not see them."""
+    if not data.weak_signals:
+        return ""
+    told = data.weak_signals[:MOST_WEAK]
+    shown = "".join(
+        f"<li>{escape(weak_signal(each))}<ul>"
+        + "".join(f"<li>{escape(sentence(said))}</li>" for said in each.evidence)
+        + "</ul></li>"
+        for each in told
+    )
+    if len(told) < len(data.weak_signals):
+        shown += f"<li>{len(data.weak_signals) - len(told)} more: see report.json</li>"
+    return (
+        f'<details class="weak"><summary>Weak signals ({len(data.weak_signals)})</summary>'
+        f'<p class="dim">{WEAK_SIGNALS}</p><ul>{shown}</ul></details>'
     )
 
 

@@ -10,6 +10,8 @@ from .report_data import CATEGORIES, ReportData
 from .report_style import CAUSE_MARK
 from .wording import (
     CAUSE_LABEL,
+    MOST_WEAK,
+    WEAK_SIGNALS,
     clock_words,
     cost,
     headline,
@@ -18,6 +20,7 @@ from .wording import (
     number_of_ranks,
     sentence,
     time_text,
+    weak_signal,
 )
 
 _MOST_GRID = 32
@@ -36,6 +39,7 @@ def markdown(data: ReportData) -> str:
             "than the usual jitter.",
             "",
         ]
+    lines += _weak_signals(data)
     for rank, stack in list(data.stacks.items())[:8]:
         lines += [f"### Where rank {rank} stands", "", "```", stack.rstrip(), "```", ""]
     lines += _grid(data)
@@ -44,6 +48,19 @@ def markdown(data: ReportData) -> str:
     if data.notes:
         lines += ["## What limits this report", "", *(f"- {note}" for note in limits(data.notes)), ""]
     return "\n".join(lines)
+
+
+def _weak_signals(data: ReportData) -> list[str]:
+    """Folded where Markdown is rendered."""
+    if not data.weak_signals:
+        return []
+    shown = []
+    for finding in data.weak_signals[:MOST_WEAK]:
+        shown += [f"- {weak_signal(finding)}", *(f"  - {sentence(each)}" for each in finding.evidence)]
+    if len(data.weak_signals) > MOST_WEAK:
+        shown.append(f"- {len(data.weak_signals) - MOST_WEAK} more: see report.json")
+    title = f"<summary>Weak signals ({len(data.weak_signals)})</summary>"
+    return ["<details>", title, "", WEAK_SIGNALS, "", *shown, "", "</details>", ""]
 
 
 def _facts(data: ReportData) -> str:
@@ -64,7 +81,7 @@ def _finding(data: ReportData, finding: Finding) -> list[str]:
         "",
         *(f"- {sentence(each)}" for each in finding.evidence),
         *([""] if finding.evidence else []),
-        f"**What to do next.** {next_step(finding)}",
+        f"**What to do next.** {next_step(finding, run_ended=data.run_ended, one_host=data.one_host)}",
         "",
     ]
 

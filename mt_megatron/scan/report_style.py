@@ -73,6 +73,7 @@ background:var(--panel);padding:14px 20px 16px;margin:16px 0;break-inside:avoid}
 text-transform:uppercase;letter-spacing:.04em}
 .tag{display:inline-block;border:1px solid var(--line);border-radius:999px;padding:0 10px;margin-right:6px;
 font-size:13px;color:var(--dim);background:var(--bg)}
+.weak{margin:12px 0;color:var(--dim)}.weak summary{cursor:pointer;color:var(--text)}
 .next{border-top:1px solid var(--line);margin-top:10px;padding-top:8px}
 table{border-collapse:collapse;margin:8px 0;font-size:14px}
 th,td{text-align:left;padding:3px 18px 3px 0;border-bottom:1px solid var(--line)}

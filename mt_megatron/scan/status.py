@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import numpy as np
 
 from mt_megatron.errors import ScanError
 
+from .diagnose import diagnose
 from .ended import Ended, read_ended
-from .export import findings_on_record
+from .export import findings_on_record, unclaimed
 from .findings import Finding
 from .records import KIND, OPEN
 from .run_files import RunFiles, existing_run, read_run, segment_paths
 from .segments import RankTrace, dropped_events, read_segments
+from .wording import claims_and_signals
 
 _LAST_STEPS = 20
 
@@ -54,8 +56,22 @@ class RunStatus:
     simulated: bool
     ranks: tuple[RankStatus, ...]
     findings: tuple[Finding, ...]
+    """The claims: of a run that has ended those of the report, before that what the watcher has named."""
+
+    weak_signals: int = 0
+    """Findings below ``findings.SURE``; known once the run has ended."""
+
+    named_before: tuple[Finding, ...] = ()
+    """What the watcher named and the judgement of all steps does not claim."""
+
     absent: tuple[int, ...] = ()
     """Ranks of the run that have no file that can be read."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all steps there will be are there: every rank has closed its trace, or nothing ran."""
+        how = [rank.ended.how for rank in self.ranks if rank.ended is not None]
+        return self.simulated or (len(how) == len(self.ranks) and "closed" in how)
 
     @property
     def not_recording(self) -> tuple[int, ...]:
@@ -75,19 +91,37 @@ class RunStatus:
         return float(np.median(known)) if known else float("nan")
 
 
-def run_status(run: Path | str) -> RunStatus:
-    """Read the newest segment of every rank. Raises ``ScanError`` when there is no trace."""
+def run_status(run: Path | str, before: RunStatus | None = None) -> RunStatus:
+    """Read the newest segment of every rank. Raises ``ScanError`` when there is no trace.
+
+    A run that has ended is judged by all of its steps, as ``scan report`` does. ``before``: an earlier
+    status of the same run, whose judgement is kept if the run had ended then.
+    """
     files = existing_run(run)
     facts: dict[str, Any] = {}
     ranks = [found for rank in files.ranks() if (found := _rank(files, rank)) is not None]
     with contextlib.suppress(ScanError):
         facts = read_run(files)
-    return RunStatus(
+    status = RunStatus(
         run=files.root.parent.resolve().name,
         simulated=bool(facts.get("simulated", False)),
         ranks=tuple(ranks),
         findings=tuple(findings_on_record(files)),
         absent=tuple(sorted(set(range(int(facts.get("world_size", 0)))) - {each.rank for each in ranks})),
+    )
+    if not status.ended or status.step < 0:
+        return replace(status, findings=tuple(each for each in status.findings if each.is_claim))
+    if before is not None and before.ended and before.step == status.step:
+        kept = before
+        return replace(
+            status, findings=kept.findings, weak_signals=kept.weak_signals, named_before=kept.named_before
+        )
+    claims, weak = claims_and_signals(diagnose(Path(run)).findings)
+    return replace(
+        status,
+        findings=claims,
+        weak_signals=len(weak),
+        named_before=tuple(unclaimed(status.findings, claims)),
     )
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from .findings import Finding
 
 WORTH_AN_ALERT = 0.6
-"""A report may say what is probable; who is interrupted wants to hear what is so."""
+"""Above ``findings.SURE``, from which a report claims something: a person who is interrupted wants fewer
+false alarms than a person who reads a report."""
 
 LEAST_LOST = 0.03
 """Of the time: what costs less wakes nobody. (Checkpoints are rare and cost little on average.)"""

@@ -24,8 +24,8 @@ from mt_megatron.errors import MtMegatronError, ScanError
 
 from .alerts import Alerts
 from .clock import Clocks, fit_clocks
-from .diagnose import SURE, Diagnoser, read_part
-from .findings import Finding
+from .diagnose import Diagnoser, read_part
+from .findings import SURE, Finding
 from .hangs import find_hang
 from .run_files import RunFiles, read_run, run_files
 from .step_features import RankSteps

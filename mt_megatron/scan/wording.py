@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from .findings import Cause, Finding
+from .findings import SURE, Cause, Finding, steps_text
 from .trace import Place
 
 CAUSE_LABEL: dict[Cause, str] = {
@@ -34,6 +34,15 @@ _ONE_RANK: dict[Cause, str] = {
     "uneven_work": "has more work than the others",
 }
 
+_ALL_RANKS: dict[Cause, str] = {
+    "slow_compute": "computes slowly",
+    "host_contention": "waits for processors",
+    "host_pause": "stood still for a while",
+    "slow_data": "waits for its training data",
+    "slow_checkpoint": "takes long to write its checkpoints",
+    "uneven_work": "has more work",
+}
+
 _NEXT_STEP: dict[Cause, str] = {
     "slow_compute": "Run `mt-megatron scan selftest` on that host: it compares its processor, memory and "
     "disk with the others'. If it stands out there too, restart without the host.",
@@ -54,6 +63,26 @@ _NEXT_STEP: dict[Cause, str] = {
     "hang": "Look on its host whether the process still runs, is stopped, or is out of memory; "
     "`py-spy dump --pid PID` shows where it stands.",
     "unknown": "Record more: `mt-megatron scan level RUN full` for a few hundred steps, then report again.",
+}
+
+_NEXT_STEP_ENDED: dict[Cause, str] = {
+    "hang": "Look in that host's system log whether the process was killed, stopped, or out of memory.",
+    "unknown": "If it comes back in the next run, start that one with `--scan full` and report again.",
+}
+"""Where the run has ended and a running job's commands are of no use."""
+
+_ONE_HOST: dict[Cause, str] = {
+    "slow_compute": "All ranks of this run are on that host. Look for other processes and a processor or "
+    "device that has clocked down; `mt-megatron scan selftest` under torchrun compares its ranks.",
+}
+"""Where there is no other host to go on with."""
+
+_NEXT_STEP_ALL: dict[Cause, str] = {
+    "slow_compute": "Look what changed for all ranks at that step: the work itself, or the clock of all "
+    "processors or devices.",
+    "host_contention": "Raise the quota of processor time (`cpu.max` of the container), or start fewer "
+    "threads (`OMP_NUM_THREADS`, loader workers).",
+    "slow_data": "Look at the storage that all loaders share: more workers, or a local copy of the data.",
 }
 
 
@@ -90,6 +119,12 @@ def headline(finding: Finding) -> str:
     many = "Ranks" if len(finding.ranks) > 1 else "Rank"
     if finding.cause == "hang":
         return _hang(finding, f"{many} {ranks}{host}" if finding.ranks else "The run")
+    if finding.whole_run:
+        steps = steps_text(finding.first_step, finding.last_step)
+        words = _ALL_RANKS.get(finding.cause, "was slower")
+        return (
+            f"The whole run{f' on {finding.host}' if finding.host else ''} {words} in {steps}; no single rank"
+        )
     if finding.cause == "slow_link":
         return f"The link between ranks {ranks.replace(', ', ' and ')}{host} is slow"
     if finding.cause == "slow_group":
@@ -136,17 +171,13 @@ def _few(ranks: Sequence[int]) -> str:
 
 def cost(finding: Finding, seconds: float | None = None) -> str:
     """``12.3 % of the time of steps 40-80``; a hang costs all of it. ``seconds``: what those steps took."""
-    steps = (
-        f"step {finding.first_step}"
-        if finding.first_step == finding.last_step
-        else f"steps {finding.first_step}-{finding.last_step}"
-    )
+    steps = steps_text(finding.first_step, finding.last_step)
     if finding.cause == "hang":
         return f"everything since step {finding.last_step}"
     lost = f"{100 * finding.lost_fraction:.1f} % of the time of {steps}"
     if not seconds:
         return lost
-    return f"{lost} ({_duration(finding.lost_fraction * seconds)} of {_duration(seconds)})"
+    return f"{lost}, {_duration(finding.lost_fraction * seconds)} out of {_duration(seconds)}"
 
 
 def sentence(text: str) -> str:
@@ -191,11 +222,58 @@ def time_text(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
-def next_step(finding: Finding) -> str:
-    """The diagnosis's own advice, else what is always worth doing for such a cause."""
+def weak_signal(finding: Finding) -> str:
+    """A finding below ``SURE`` in one line: what was seen, and no verdict."""
+    steps = steps_text(finding.first_step, finding.last_step)
+    tail = f"{100 * finding.lost_fraction:.1f} % of their time; confidence {finding.confidence:.2f}"
+    if finding.whole_run:
+        return f"The whole run was slower in {steps}; no single rank ({tail})"
+    if not finding.ranks:
+        return f"Something may have delayed the run in {steps} ({tail})"
+    host = f" ({finding.host})" if finding.host else ""
+    who = f"{'Ranks' if len(finding.ranks) > 1 else 'Rank'} {rank_list(finding.ranks)}{host}"
+    if finding.lateness == "slow_transfer":
+        who = f"Communication among {who[0].lower()}{who[1:]}"
+    return f"{who} may have been slow in {steps} ({tail})"
+
+
+MOST_WEAK = 10
+"""Weak signals that are shown; all of them are in report.json."""
+
+WEAK_SIGNALS = f"Below a confidence of {SURE:g} a finding claims nothing; on a busy machine many are chance."
+
+
+def named_before(finding: Finding) -> str:
+    """That the watcher named what the judgement of all steps does not claim."""
+    return (
+        f"while the run trained the watcher named: {headline(finding)}, "
+        f"{cost(finding)} (confidence {finding.confidence:.2f}); over all steps that is no claim"
+    )
+
+
+def only_host(hosts: Iterable[str]) -> bool:
+    """Whether all ranks, of ``hosts``, are known to be on the same one."""
+    names = set(hosts)
+    return len(names) == 1 and "" not in names
+
+
+def next_step(finding: Finding, *, run_ended: bool = False, one_host: bool = False) -> str:
+    """The diagnosis's own advice, else what is always worth doing for such a cause.
+
+    ``run_ended``: no command for a running job helps. ``one_host``: all ranks are on the same host.
+    """
     if finding.cause == "hang" and any((finding.details.get("stacks") or {}).values()):
         return finding.advice or _READ_STACKS
-    return finding.advice or _NEXT_STEP[finding.cause]
+    if finding.advice:
+        return finding.advice
+    steps = dict(_NEXT_STEP)
+    if one_host:
+        steps |= _ONE_HOST
+    if run_ended:
+        steps |= _NEXT_STEP_ENDED
+    if finding.whole_run:
+        steps |= _NEXT_STEP_ALL
+    return steps[finding.cause]
 
 
 def limits(notes: Sequence[str]) -> list[str]:
@@ -210,3 +288,10 @@ def culprits_first(findings: Iterable[Finding]) -> list[Finding]:
         findings,
         key=lambda each: (each.cause != "hang", each.cause == "unknown", -each.lost_fraction, each.ranks),
     )
+
+
+def claims_and_signals(found: Sequence[Finding]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """The claims, culprits first, and apart from them the weak signals, surest first."""
+    weak = [each for each in found if not each.is_claim]
+    weak.sort(key=lambda each: (-each.confidence, each.first_step))
+    return tuple(culprits_first(each for each in found if each.is_claim)), tuple(weak)

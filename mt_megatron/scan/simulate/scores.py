@@ -20,12 +20,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mt_megatron.scan.findings import Finding
+from mt_megatron.scan.findings import SURE, Finding
 
 from .faults import Fault, used_pairs
 from .layout import Layout
-
-CONFIDENT = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Verdict:
 
 def claims(findings: Iterable[Finding]) -> list[Finding]:
     """Those that count, the surest first."""
-    confident = [each for each in findings if each.confidence >= CONFIDENT and each.cause != "unknown"]
+    confident = [each for each in findings if each.confidence >= SURE and each.cause != "unknown"]
     return sorted(confident, key=lambda each: (-each.confidence, -each.lost_fraction))
 
 
