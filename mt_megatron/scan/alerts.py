@@ -11,13 +11,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from .ended import Ended
 from .findings import SURE, Finding
-from .prometheus import Endpoint, Metrics
+from .prometheus import LOOPBACK, Endpoint, Metrics
 from .webhook import Webhook
 from .wording import cost, headline, next_step, rank_list
 
@@ -48,12 +48,15 @@ class Alerts:
         *,
         webhook: str | None = None,
         prometheus_port: int | None = None,
+        prometheus_address: str = LOOPBACK,
+        prometheus_hosts: Collection[str] = (),
         say: Callable[[str], None] = _say,
         least_confidence: float = SURE,
         repeat_after_s: float = REPEAT_AFTER_S,
     ) -> None:
-        """``scan_folder``: RUN/scan, where ``alerts.jsonl`` grows. ``prometheus_port``: on 127.0.0.1,
-        0 for any free one. Raises ``ConfigError`` for a wrong address or a port that is taken."""
+        """``scan_folder``: RUN/scan, where ``alerts.jsonl`` grows. ``prometheus_port``: 0 for any free one;
+        ``prometheus_address`` and ``prometheus_hosts``: as of ``prometheus.Endpoint``. Raises
+        ``ConfigError`` for a wrong address or a port that is taken."""
         self._file: Path | None = scan_folder / "alerts.jsonl"
         self._run = scan_folder.parent.name
         self._say = say
@@ -61,7 +64,16 @@ class Alerts:
         self._told: dict[tuple[object, ...], float] = {}
         self._ended: set[tuple[int, int]] = set()
         self.metrics = _declared()
-        self.endpoint = None if prometheus_port is None else Endpoint(self.metrics, prometheus_port)
+        self.endpoint: Endpoint | None = None
+        if prometheus_port is not None:
+            self.endpoint = Endpoint(
+                self.metrics, prometheus_port, address=prometheus_address, hosts=prometheus_hosts
+            )
+            if self.endpoint.is_public:
+                say(
+                    f"scan: Prometheus figures at {self.endpoint.url}, for every machine that reaches this "
+                    "address; there is no password"
+                )
         try:
             self.webhook = None if webhook is None else Webhook(webhook, say=say)
         except Exception:

@@ -66,7 +66,7 @@ def why_slow(
     if not len(at) or not _computes_on_host(table, row, chosen):
         return found
     if found.cause == "slow_compute" and _passed_by(table, row, chosen, lost_ns):
-        said = "it was short, it is over, and another process on the same core's caches may slow a rank by as much"
+        said = "it was short, it is over, and another process on a shared core may slow a rank by as much"
         found = replace(found, trust=min(found.trust, TRUST_PASSING), evidence=(*found.evidence, said))
     usual = usual_wait(table, int(at[0]), int(at[-1]))
     if lost_ns >= usual or found.shares["throttled"] >= HOST_SHARE:

@@ -1,10 +1,17 @@
-"""What the watcher knows as Prometheus text, on the loopback address only."""
+"""The watcher's figures as Prometheus text over HTTP, on loopback unless another address is asked for.
+
+Every request's ``Host`` header is checked: a browser that a hostile page has led here by DNS rebinding sends
+that page's name. Refused requests get no figures.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import socket
+import socketserver
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -57,14 +64,34 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-class Endpoint:
-    """Serves ``metrics`` at ``http://127.0.0.1:port/metrics`` until closed."""
+LOOPBACK = "127.0.0.1"
 
-    def __init__(self, metrics: Metrics, port: int) -> None:
-        """``port`` 0 takes any free one. Raises ``ConfigError`` when the port is taken."""
+
+class Endpoint:
+    """Serves ``metrics`` at ``http://address:port/metrics`` until closed."""
+
+    def __init__(
+        self, metrics: Metrics, port: int, *, address: str = LOOPBACK, hosts: Collection[str] = ()
+    ) -> None:
+        """``port`` 0 takes any free one. ``address``: of this machine, or ``0.0.0.0`` or ``::`` for all of
+        them. ``hosts``: names besides this machine's own by which it may be asked.
+
+        Raises ``ConfigError`` when the port is taken or the address is not this machine's.
+        """
+        names = allowed_names(address, hosts)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                # The address at which this connection came in is no name that anybody could rebind.
+                arrived_at = _plain(self.connection.getsockname()[0])
+                asked_for = [_host_of(each) for each in self.headers.get_all("Host", [])]
+                if len(asked_for) != 1 or asked_for[0] not in {*names, arrived_at}:
+                    self.send_error(
+                        HTTPStatus.FORBIDDEN,
+                        "Host is not allowed",
+                        "The Host header names another machine. Allow it with --scan-prometheus-hosts.",
+                    )
+                    return
                 if self.path.split("?")[0] != "/metrics":
                     self.send_error(HTTPStatus.NOT_FOUND)
                     return
@@ -79,13 +106,17 @@ class Endpoint:
                 """A scrape every few seconds is no news."""
 
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            self._server = (_ServerIPv6 if ":" in address else _Server)((address, port), Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"no Prometheus endpoint on 127.0.0.1:{port}: {error}. Choose a free --scan-prometheus-port."
+                f"no Prometheus endpoint on {_shown_address(address)}:{port}: {error}. Choose a free "
+                "--scan-prometheus-port, and for --scan-prometheus-address one of this machine's."
             ) from None
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
+        self.url = f"http://{_shown_address(address)}:{self.port}/metrics"
+        self.is_public = not is_loopback(address)
+        """Whether other machines can reach it."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.2,), name="mt-megatron-prometheus", daemon=True
         )
@@ -96,6 +127,62 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+
+
+def allowed_names(address: str, hosts: Collection[str] = ()) -> frozenset[str]:
+    """Hosts that a request may ask for, lower case and without ports: loopback's, the bound address, this
+    machine's names, and ``hosts``."""
+    own = socket.gethostname()
+    names = ["localhost", LOOPBACK, "::1", address, own, own.split(".")[0], *hosts]
+    return frozenset(_plain(name) for name in names if name) - {"0.0.0.0", "::"}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches ``address``."""
+    if address.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_of(header: str) -> str:
+    """The host in a ``Host`` header (RFC 9110, 7.2): without port, brackets and the root's dot."""
+    text = header.strip()
+    if text.startswith("["):
+        host, closed, port = text[1:].partition("]")
+        if not closed or (port and not (port[0] == ":" and port[1:].isdigit())):
+            return ""
+        return _plain(host)
+    host, _, port = text.partition(":")
+    return _plain(host) if not port or port.isdigit() else ""
+
+
+def _plain(name: str) -> str:
+    """In one form: lower case, no root's dot, IPv4 not as mapped into IPv6, no zone."""
+    text = name.strip().lower().removesuffix(".").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return text
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
+
+
+class _Server(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        # Not HTTPServer's: it asks DNS for a name that nothing here needs, for seconds where none answers.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
+class _ServerIPv6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _shown_address(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def _labels(labels: Mapping[str, object]) -> Labels:

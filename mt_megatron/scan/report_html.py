@@ -84,12 +84,13 @@ def _card(data: ReportData, finding: Finding) -> str:
     )
     ranks = ",".join(map(str, finding.ranks))
     group = f'<span class="tag">seen in {escape(finding.group)}</span>' if finding.group else ""
+    advice = _with_code(next_step(finding, run_ended=data.run_ended, one_host=data.one_host))
     return (
         f'<section class="card {kind}" data-ranks="{ranks}"><h2>{escape(headline(finding))}</h2>'
         f'<p class="cost">Costs <b>{escape(cost(finding, data.seconds_of(finding)))}</b></p>'
         f'<p><span class="tag">{CAUSE_LABEL[finding.cause]}</span>'
         f'<span class="tag">confidence {finding.confidence:.2f}</span>{group}{where}</p>{why}'
-        f'<div class="next"><h3>What to do next</h3><p>{_with_code(next_step(finding, run_ended=data.run_ended, one_host=data.one_host))}</p></div></section>'
+        f'<div class="next"><h3>What to do next</h3><p>{advice}</p></div></section>'
     )
 
 

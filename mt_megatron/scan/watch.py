@@ -27,6 +27,7 @@ from .clock import Clocks, fit_clocks
 from .diagnose import Diagnoser, read_part
 from .findings import SURE, Finding
 from .hangs import find_hang
+from .prometheus import LOOPBACK
 from .run_files import RunFiles, read_run, run_files
 from .step_features import RankSteps
 from .tails import RankTail
@@ -281,6 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--webhook", default=os.environ.get(WEBHOOK_VARIABLE))
     parser.add_argument("--prometheus-port", type=int)
+    parser.add_argument("--prometheus-address", default=LOOPBACK)
+    parser.add_argument("--prometheus-host", action="append", default=[], help="a name that may be asked for")
     options = parser.parse_args(arguments)
     files = run_files(options.run)
     ended = False
@@ -294,7 +297,13 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         os.nice(10)
     try:
-        alerts = Alerts(files.root, webhook=options.webhook, prometheus_port=options.prometheus_port)
+        alerts = Alerts(
+            files.root,
+            webhook=options.webhook,
+            prometheus_port=options.prometheus_port,
+            prometheus_address=options.prometheus_address,
+            prometheus_hosts=options.prometheus_host,
+        )
     except MtMegatronError as error:
         print(f"scan: {error}", file=sys.stderr)
         return 2

@@ -28,10 +28,21 @@ class Alerting:
 
     webhook: str | None = None
     prometheus_port: int | None = None
+    prometheus_address: str | None = None
+    """None: loopback."""
+
+    prometheus_hosts: tuple[str, ...] = ()
+    """Names besides the machine's own by which Prometheus asks for it."""
 
     def arguments(self) -> list[str]:
         """As the watcher's command line has them."""
-        return [] if self.prometheus_port is None else ["--prometheus-port", str(self.prometheus_port)]
+        if self.prometheus_port is None:
+            return []
+        # In one word each: an address or a name may begin with a dash only by mistake, and is then refused.
+        found = ["--prometheus-port", str(self.prometheus_port)]
+        if self.prometheus_address is not None:
+            found.append(f"--prometheus-address={self.prometheus_address}")
+        return found + [f"--prometheus-host={host}" for host in self.prometheus_hosts]
 
     def variables(self) -> dict[str, str]:
         """What its environment has besides."""

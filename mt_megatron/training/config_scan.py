@@ -28,7 +28,19 @@ class ScanConfig:
     """URL that alerts are also posted to, as JSON. None: none."""
 
     scan_prometheus_port: int | None = None
-    """Port on 127.0.0.1 at which Prometheus may read figures; 0: any free one. None: none."""
+    """Port at which Prometheus may read figures, on loopback; 0: any free one. None: none."""
+
+    scan_prometheus_address: str | None = None
+    """Address of rank 0's machine at which it listens instead, such as ``10.0.3.4``; ``0.0.0.0``: all of
+    them. Who reaches it can read the figures. None: loopback."""
+
+    scan_prometheus_hosts: tuple[str, ...] = ()
+    """Names by which Prometheus asks, besides loopback's, the address and the machine's own. Requests for any
+    other host are refused."""
+
+    scan_group_readable: bool = False
+    """Whether the group of the trace's folder may read the trace and what is made of it (folders 0750, files
+    0640). False: the owner alone (0700, 0600)."""
 
     scan_on_straggler: Literal["continue", "checkpoint-and-exit"] = "continue"
     """What follows when a slow rank was found and a measurement confirmed it. checkpoint-and-exit: save, end

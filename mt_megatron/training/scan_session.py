@@ -98,7 +98,12 @@ def tracing_of(
     from mt_megatron.scan.watcher_process import Alerting
 
     scan, model = config.scan, config.model
-    alerting = Alerting(webhook=scan.scan_webhook, prometheus_port=scan.scan_prometheus_port)
+    alerting = Alerting(
+        webhook=scan.scan_webhook,
+        prometheus_port=scan.scan_prometheus_port,
+        prometheus_address=scan.scan_prometheus_address,
+        prometheus_hosts=scan.scan_prometheus_hosts,
+    )
     return Tracing(
         Session(
             folder,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from mt_megatron.errors import ConfigError
@@ -9,11 +11,12 @@ from mt_megatron.scan.levels import LEVELS, Window
 from mt_megatron.training.config import TrainingConfig
 
 _LARGEST_PORT = 65535
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?")
 
 
 def scan_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
-    checks = (_idle, _window, _webhook, _port, _leaving)
+    checks = (_idle, _window, _webhook, _port, _address, _leaving)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -25,7 +28,12 @@ def _idle(config: TrainingConfig) -> list[str]:
         "scan_prometheus_port": scan.scan_prometheus_port is not None,
         "scan_on_straggler": scan.scan_on_straggler != "continue",
     }
-    needs_scan = {"scan_window": scan.scan_window is not None, "scan_dir": scan.scan_dir is not None, **told}
+    needs_scan = {
+        "scan_window": scan.scan_window is not None,
+        "scan_dir": scan.scan_dir is not None,
+        "scan_group_readable": scan.scan_group_readable,
+        **told,
+    }
     found: list[str] = []
     for name, given in needs_scan.items():
         if given and scan.scan == "off":
@@ -81,6 +89,38 @@ def _port(config: TrainingConfig) -> list[str]:
         f"scan_prometheus_port is {port}; expected 0 (any free one) to {_LARGEST_PORT}. Set "
         "--scan-prometheus-port."
     ]
+
+
+def _address(config: TrainingConfig) -> list[str]:
+    """Where Prometheus asks: an address of a machine, and names without ports."""
+    scan = config.scan
+    found: list[str] = []
+    given = {
+        "scan_prometheus_address": scan.scan_prometheus_address is not None,
+        "scan_prometheus_hosts": bool(scan.scan_prometheus_hosts),
+    }
+    for name, there in given.items():
+        if there and scan.scan_prometheus_port is None:
+            found.append(
+                f"{name} is given and scan_prometheus_port is not; expected a port, since nothing listens "
+                f"without. Set --scan-prometheus-port, or leave --{name.replace('_', '-')} out."
+            )
+    address = scan.scan_prometheus_address
+    if address is not None:
+        try:
+            ip_address(address)
+        except ValueError:
+            found.append(
+                f"scan_prometheus_address is {address!r}; expected an IP address of rank 0's machine, such "
+                "as 10.0.3.4, or 0.0.0.0 for all of them. Set --scan-prometheus-address."
+            )
+    for host in scan.scan_prometheus_hosts:
+        if not _HOST.fullmatch(host):
+            found.append(
+                f"scan_prometheus_hosts has {host!r}; expected host names without a port, such as "
+                "trainer.example. Set --scan-prometheus-hosts."
+            )
+    return found
 
 
 def _leaving(config: TrainingConfig) -> list[str]:

@@ -18,7 +18,9 @@ TOLD: tuple[tuple[str, Any], ...] = (
 @rule
 def scan_options_without_scan(case: Case, rng: Random) -> Promise:
     case["scan"] = "off"
-    name, value = rng.choice([*TOLD, ("scan_window", "100:2:full"), ("scan_dir", "traces")])
+    name, value = rng.choice(
+        [*TOLD, ("scan_window", "100:2:full"), ("scan_dir", "traces"), ("scan_group_readable", True)]
+    )
     case[name] = value
     if name == "scan_on_straggler":
         case["save"] = "runs/a"
@@ -61,6 +63,29 @@ def addresses_that_are_none(case: Case, rng: Random) -> Promise:
 def ports_that_are_none(case: Case, rng: Random) -> Promise:
     case["scan_prometheus_port"] = rng.choice([-1, 65536, 10**9])
     return promise("scan_prometheus_port", case["scan_prometheus_port"])
+
+
+@rule
+def prometheus_without_a_port(case: Case, rng: Random) -> Promise:
+    name, value = rng.choice(
+        [("scan_prometheus_address", "0.0.0.0"), ("scan_prometheus_hosts", ["trainer.example"])]
+    )
+    case[name] = value
+    return promise(name, "scan_prometheus_port is not", "--scan-prometheus-port")
+
+
+@rule
+def prometheus_at_no_address(case: Case, rng: Random) -> Promise:
+    case["scan_prometheus_port"] = 9400
+    case["scan_prometheus_address"] = rng.choice(["trainer", "10.0.3", "10.0.3.4:9400", "[::1]", ""])
+    return promise("scan_prometheus_address", case["scan_prometheus_address"])
+
+
+@rule
+def prometheus_hosts_that_are_none(case: Case, rng: Random) -> Promise:
+    case["scan_prometheus_port"] = 9400
+    case["scan_prometheus_hosts"] = [rng.choice(["a:9400", "*", "http://a", "-a", "a b", ""])]
+    return promise("scan_prometheus_hosts", case["scan_prometheus_hosts"][0])
 
 
 @rule

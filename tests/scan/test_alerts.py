@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -20,8 +22,10 @@ import pytest
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.alerts import Alerts
 from mt_megatron.scan.findings import Finding
-from mt_megatron.scan.prometheus import Metrics
+from mt_megatron.scan.prometheus import Metrics, is_loopback
 from mt_megatron.scan.webhook import Webhook
+
+REPOSITORY = Path(__file__).parents[2]
 
 SLOW = Finding(
     cause="slow_compute",
@@ -172,6 +176,79 @@ def test_prometheus_text_is_served_on_loopback_only(tmp_path: Path) -> None:
     assert "mt_megatron_scan_step 45.0\n" in text
     assert 'mt_megatron_scan_alerts_total{cause="slow_compute"} 1.0\n' in text
     assert 'finding_lost_ratio{cause="slow_compute",ranks="5",host="node-1"} 0.123\n' in text
+
+
+def asked(port: int, *hosts: str, address: str = "127.0.0.1") -> int:
+    """The status of a request with these ``Host`` headers."""
+    connection = http.client.HTTPConnection(address, port, timeout=10)
+    try:
+        connection.putrequest("GET", "/metrics", skip_host=True)
+        for host in hosts:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_a_request_for_another_host_is_refused(tmp_path: Path) -> None:
+    """DNS rebinding: the attacker's name points here, and the browser sends that name."""
+    own = socket.gethostname()
+    said: list[str] = []
+    with Alerts(
+        tmp_path, prometheus_port=0, prometheus_hosts=("Trainer.example",), say=said.append
+    ) as alerts:
+        assert alerts.endpoint is not None
+        port = alerts.endpoint.port
+        good = ["localhost", f"localhost:{port}", "127.0.0.1:1", "LOCALHOST.", "[::1]:9", own, f"{own}:80"]
+        for host in [*good, "trainer.example", "trainer.example:9400"]:
+            assert asked(port, host) == 200, host
+        for host in ["rebound.example", f"rebound.example:{port}", "127.0.0.2", "localhost.evil.example"]:
+            assert asked(port, host) == 403, host
+        for wrong in [
+            "",
+            "localhost:80:80",
+            "[::1",
+            "[::1]x",
+            "localhost@evil",
+            "0.0.0.0",
+            "a.trainer.example",
+        ]:
+            assert asked(port, wrong) == 403, wrong
+        assert asked(port) == 403 and asked(port, "localhost", "evil.example") == 403
+    assert said == [], "loopback is nothing to warn of"
+
+
+def test_another_address_is_said_and_asked_for_by_that_address(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Alerts(tmp_path, prometheus_port=0, prometheus_address="0.0.0.0", say=said.append) as alerts:
+        assert alerts.endpoint is not None
+        port = alerts.endpoint.port
+        # Of all of a machine's addresses, that at which the request came in.
+        assert asked(port, f"127.0.0.3:{port}", address="127.0.0.3") == 200
+        assert asked(port, "evil.example", address="127.0.0.3") == 403
+        assert asked(port, "127.0.0.4", address="127.0.0.3") == 403
+    (line,) = said
+    assert f"http://0.0.0.0:{port}/metrics" in line and "every machine" in line
+    with pytest.raises(ConfigError, match="scan-prometheus-address"):
+        Alerts(tmp_path, prometheus_port=0, prometheus_address="192.0.2.1")
+    assert is_loopback("127.8.0.1") and is_loopback("::1") and not is_loopback("10.0.3.4")
+
+
+def test_every_figure_of_the_dashboard_is_served(tmp_path: Path) -> None:
+    dashboard = json.loads((REPOSITORY / "docs" / "dashboards" / "megascan.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())] + [
+        annotation["expr"] for annotation in dashboard["annotations"]["list"]
+    ]
+    with Alerts(tmp_path, say=lambda _: None) as alerts:
+        served = set(re.findall(r"^# TYPE (\S+)", alerts.metrics.text(), flags=re.MULTILINE))
+        shown = {name for query in queries for name in re.findall(r"mt_megatron_\w+", query)}
+    assert queries and all("mt_megatron_scan_" in query for query in queries)
+    assert shown == served
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(dashboard)))
+    assert used == variables
 
 
 def test_the_figures_of_a_finding_end_with_it(tmp_path: Path) -> None:

@@ -188,6 +188,14 @@ def running(pid: int) -> bool:
 def test_alerting_becomes_arguments() -> None:
     assert Alerting().arguments() == []
     assert Alerting(prometheus_port=0).arguments() == ["--prometheus-port", "0"]
+    open_to_others = Alerting(
+        prometheus_port=1, prometheus_address="0.0.0.0", prometheus_hosts=("a.example", "b.example")
+    )
+    assert open_to_others.arguments()[2:] == [
+        "--prometheus-address=0.0.0.0",
+        "--prometheus-host=a.example",
+        "--prometheus-host=b.example",
+    ]
 
 
 def test_the_webhooks_address_is_in_nobodys_process_list(tmp_path: Path) -> None:
