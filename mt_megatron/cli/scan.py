@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -60,6 +61,13 @@ def _about_places(run: _Run) -> _Run:
             # Others are of pipes and connections, or nobody's mistake.
             if error.filename is None and error.errno not in _FULL:
                 raise
+            if isinstance(error, PermissionError):
+                raise ScanError(
+                    f"{error.filename}: user {os.geteuid()} has no permission; expected one who may read "
+                    "the trace and write the result. A run with --scan-group-readable lets the group of its "
+                    "folder read (a trace that is there: chmod -R g+rX RUN/scan, by its owner); --output "
+                    "puts a result elsewhere"
+                ) from error
             raise ScanError(
                 f"{error.filename or 'the file being written'}: {error.strerror}; expected a place that can "
                 "be read and written and has room. Give another, or change its permissions"

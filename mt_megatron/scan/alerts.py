@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .ended import Ended
 from .findings import SURE, Finding
+from .permissions import open_private
 from .prometheus import LOOPBACK, Endpoint, Metrics
 from .webhook import Webhook
 from .wording import cost, headline, next_step, rank_list
@@ -177,7 +178,7 @@ class Alerts:
         if self._file is None:
             return
         try:
-            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = open_private(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 os.write(descriptor, (json.dumps(record) + "\n").encode())
             finally:

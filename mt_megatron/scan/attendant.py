@@ -23,6 +23,7 @@ from mt_megatron.scan.confirm import Request, check_request, measure, request_fr
 from mt_megatron.scan.faults import Fault, faults_from
 from mt_megatron.scan.inject import Injector
 from mt_megatron.scan.measures import measures_everywhere
+from mt_megatron.scan.permissions import open_private
 from mt_megatron.scan.run_files import RunFiles
 from mt_megatron.scan.stalls import StallWatch
 
@@ -270,7 +271,7 @@ def _text(path: Path) -> str:
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        handle = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(handle, (json.dumps(record) + "\n").encode())
         finally:

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .permissions import open_private
+
 NAME = "ended.json"
 
 _SIZE = 4096
@@ -59,7 +61,7 @@ class Ending:
         """``folder`` of the rank, which exists. Raises ``OSError``."""
         self._session = session
         # Not truncated: an earlier session's room is this one's, also where the disk is full.
-        self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_private(folder / NAME, os.O_RDWR | os.O_CREAT)
         try:
             self._fill("")
         except BaseException:

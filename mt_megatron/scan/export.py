@@ -14,6 +14,7 @@ from typing import IO, Any, get_args
 from mt_megatron.errors import ScanError
 
 from .findings import Cause, Finding
+from .permissions import grant
 from .run_files import RunFiles, read_run
 from .trace import Trace
 from .wording import place_text
@@ -31,12 +32,14 @@ class Exported:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, mode 0600, that takes ``path``'s place when all went well and vanishes otherwise."""
+    """A file to write, with the modes of its trace (``permissions``), that takes ``path``'s place when all
+    went well and vanishes otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
+        grant(Path(name))
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

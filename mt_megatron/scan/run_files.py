@@ -7,11 +7,13 @@ rank-00003/         one folder per rank
     ended.json      how its recording ended; blank while it records
 findings.jsonl      what the watcher found, one JSON object a line
 alerts.jsonl        what was told to somebody
+.group-readable     there: the group may read all of it
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mt_megatron.errors import ScanError
+from mt_megatron.scan.permissions import grant, open_private
 from mt_megatron.scan.records import FORMAT_VERSION
 
 _RANK = re.compile(r"rank-(\d{5,})")
@@ -67,6 +70,14 @@ class RunFiles:
         return sorted(int(match[1]) for match in found if match)
 
 
+def belongs_to(name: str, rank: int, world_size: int) -> bool:
+    """Whether the entry ``name`` of a trace's folder is ``rank``'s to look after: its own folder, and for
+    rank 0 whatever is no rank's of this run."""
+    match = _RANK.fullmatch(name)
+    of = int(match[1]) if match else 0
+    return rank == (of if of < world_size else 0)
+
+
 def run_files(run: Path | str) -> RunFiles:
     """The files of ``run``: a run's folder, or its ``scan`` folder itself."""
     path = Path(run)
@@ -109,22 +120,29 @@ def segment_number(path: Path) -> int:
 
 
 def make_private_folder(path: Path) -> None:
-    """``path`` with mode 0700 where it has to be made; its parents as the process makes folders."""
+    """``path`` where it has to be made, for its owner alone unless its trace is open to the group
+    (``permissions``); its parents as the process makes folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        grant(path)
+    if not path.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def open_lock(path: Path) -> IO[str]:
-    """``path``, made with mode 0600 where there is none: a file to be locked, not read."""
-    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+    """``path``, made where there is none: a file to be locked, not read."""
+    return open(path, "a", encoding="utf-8", opener=lambda _, flags: open_private(path, flags))
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` with mode 0600: readers see the old or the new, never a part."""
+    """Replace ``path`` by ``text``, with the modes of its trace (``permissions``): readers see the old or the
+    new, never a part."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        grant(Path(name))
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -149,6 +167,8 @@ def read_run(files: RunFiles) -> dict[str, Any]:
         raise ScanError(
             f"found no {path}; rank 0 writes it when a traced run starts. Give the folder of such a run"
         ) from None
+    except PermissionError:
+        raise  # the command says who may read it
     except (OSError, ValueError) as error:
         raise ScanError(
             f"{path} cannot be read ({error}); copy it again from the machine of rank 0"

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.ended import read_ended
+from mt_megatron.scan.permissions import open_private
 from mt_megatron.scan.records import COUNTER, FORMAT_VERSION, OPEN, PING, SPAN
 from mt_megatron.scan.run_files import segment_paths
 
@@ -91,10 +92,10 @@ class SegmentWriter:
     """
 
     def __init__(self, path: Path, rank: int, meta: Mapping[str, Any]) -> None:
-        """Make ``path`` (mode 0600; it must not exist). ``meta`` becomes the first note."""
+        """Make ``path``, which must not exist. ``meta`` becomes the first note."""
         self.path = path
         self._strings = 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self.size = 0
         try:
             self._append(_FILE.pack(_FILE_MAGIC, FORMAT_VERSION, rank))

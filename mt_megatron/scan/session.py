@@ -31,9 +31,10 @@ from mt_megatron.scan.board import StoreBoard
 from mt_megatron.scan.depth import Depth
 from mt_megatron.scan.levels import Level, Window, level_of
 from mt_megatron.scan.machine import boot_id
+from mt_megatron.scan.permissions import set_group_readable
 from mt_megatron.scan.pings import ClockPings
 from mt_megatron.scan.recorder import Recorder
-from mt_megatron.scan.run_files import run_files, write_run
+from mt_megatron.scan.run_files import belongs_to, run_files, write_run
 from mt_megatron.scan.segments import sessions
 from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
 from mt_megatron.seams import collectives
@@ -59,6 +60,7 @@ class Session:
         window: Window | None = None,
         alerting: Alerting | None = None,
         on_straggler: OnStraggler = "continue",
+        group_readable: bool = False,
         facts: Mapping[str, Any] | None = None,
         modules: Sequence[Any] = (),
         samples: Mapping[str, Callable[[], float | None]] | None = None,
@@ -66,7 +68,8 @@ class Session:
     ) -> None:
         """Nothing happens before ``start``.
 
-        ``alerting`` None: no process watches. ``facts`` go into ``run.json`` (``num_microbatches``, the
+        ``alerting`` None: no process watches. ``group_readable``: the trace, and what is made of it later, is
+        for the folder's group too. ``facts`` go into ``run.json`` (``num_microbatches``, the
         model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records;
         ``samples`` are read at every flush, in the background, as counters of these names.
         ``say`` gets a line where something is worth one.
@@ -82,6 +85,7 @@ class Session:
         self._window = window
         self._alerting = alerting
         self._on_straggler: OnStraggler = on_straggler
+        self._group_readable = group_readable
         self._facts = dict(facts or {})
         self._modules = tuple(modules)
         self._samples = dict(samples or {})
@@ -154,7 +158,14 @@ class Session:
     def _begin(self, everyone: list[dict[str, Any]]) -> None:
         machines = list(dict.fromkeys(each["boot"] for each in everyone))
         coordinates = asdict(self._layout.coordinates(self._rank))
+        opened = set_group_readable(
+            self.files.root,
+            self._group_readable,
+            lambda name: belongs_to(name, self._rank, self._layout.world_size),
+        )
         if self._rank == 0:
+            if self._group_readable and not opened:
+                self._say(f"scan: the file system does not let the group read {self.files.root}")
             write_run(self.files, self._run_facts(everyone, machines))
             # Asked of an earlier session; the next change would carry it along.
             self.files.control.unlink(missing_ok=True)
@@ -248,6 +259,7 @@ def session(
     window: Window | None = None,
     watch: bool = True,
     alerting: Alerting | None = None,
+    group_readable: bool = False,
     modules: Sequence[Any] = (),
 ) -> Iterator[Session]:
     """Trace the block, on every rank of the job; the trace lies in ``run``/scan.
@@ -255,8 +267,8 @@ def session(
     Enter it at the same point of the program on every rank, after the process group and Megatron's
     groups exist (if they ever will) and with ``mt_megatron.patch()`` done, without which there are no
     events but one's own. ``modules``: the model's chunks, for level ``full``. ``watch``: whether a
-    process beside rank 0 says who holds the run up. Raises ``ConfigError`` for a level or window that
-    does not exist, and nothing else.
+    process beside rank 0 says who holds the run up. ``group_readable``: as of ``Session``. Raises
+    ``ConfigError`` for a level or window that does not exist, and nothing else.
     """
     rank, layout = _this_rank()
     traced = Session(
@@ -267,6 +279,7 @@ def session(
         level=level,
         window=window,
         alerting=(alerting or Alerting()) if watch else None,
+        group_readable=group_readable,
         modules=modules,
     )
     traced.start()

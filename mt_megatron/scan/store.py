@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mt_megatron.errors import ConfigError
 
 from .export import findings_on_record
+from .permissions import grant_below
 from .rank_stream import Piece, pieces
 from .records import ASYNC, KINDS, WAIT
 from .run_files import RunFiles, make_private_folder, segment_paths, write_private
@@ -62,6 +63,7 @@ def ensure_store(trace: Trace) -> Path:
     try:
         _write(trace, fresh, arrow, parquet)
         write_private(fresh / _STAMP, json.dumps(stamp))
+        grant_below(fresh)
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     except BaseException:

@@ -27,6 +27,7 @@ from .clock import Clocks, fit_clocks
 from .diagnose import Diagnoser, read_part
 from .findings import SURE, Finding
 from .hangs import find_hang
+from .permissions import open_private
 from .prometheus import LOOPBACK
 from .run_files import RunFiles, read_run, run_files
 from .step_features import RankSteps
@@ -234,7 +235,7 @@ class Watch:
         at = time.time()
         line = json.dumps({**finding.to_dict(), "time_unix": at, "named_at_step": step}) + "\n"
         try:
-            handle = os.open(self._files.findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            handle = open_private(self._files.findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 os.write(handle, line.encode())
             finally:

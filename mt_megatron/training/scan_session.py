@@ -114,6 +114,7 @@ def tracing_of(
             window=None if scan.scan_window is None else Window.parse(scan.scan_window),
             alerting=alerting if scan.scan_alerts else None,
             on_straggler=scan.scan_on_straggler,
+            group_readable=scan.scan_group_readable,
             facts={
                 "num_microbatches": num_microbatches,
                 "model": {
