@@ -88,8 +88,16 @@ class Alerts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def finding(self, finding: Finding, *, named_at_step: int, time_unix: float | None = None) -> bool:
-        """Tell of ``finding`` unless it is too unsure or was told not long ago. True: it was told."""
+    def finding(
+        self,
+        finding: Finding,
+        *,
+        named_at_step: int,
+        time_unix: float | None = None,
+        one_host: bool = False,
+    ) -> bool:
+        """Tell of ``finding`` unless it is too unsure or was told not long ago. True: it was told.
+        ``one_host``: the whole run is on one host."""
         at = time.time() if time_unix is None else time_unix
         self._show(finding)
         # A culprit of unknown cause is nobody to wake somebody for; a hang is, however it came about.
@@ -102,7 +110,7 @@ class Alerts:
         self.metrics.add(_PREFIX + "alerts_total", cause=finding.cause)
         text = (
             f"{headline(finding)}: {cost(finding)} (confidence {finding.confidence:.2f}, "
-            f"named at step {named_at_step}). {next_step(finding)}"
+            f"named at step {named_at_step}). {next_step(finding, one_host=one_host)}"
         )
         record = {
             "time_unix": at,

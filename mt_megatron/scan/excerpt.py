@@ -14,7 +14,7 @@ from .records import KIND, KINDS
 from .report_data import Bar, BarKind, Excerpt, Row, StepTimes
 from .segments import RankTrace
 from .trace import Place
-from .wording import rank_list, time_text
+from .wording import CAUSE_LABEL, rank_list, time_text
 
 _MOST_ROWS = 10
 _MOST_FINDINGS = 3
@@ -111,10 +111,11 @@ def title_for(finding: Finding | None, title: str, several: bool) -> str:
     """With several findings each excerpt says whose it is."""
     if finding is None or not several:
         return title
-    who = (
-        f"Rank {rank_list(finding.ranks)}" if len(finding.ranks) == 1 else f"Ranks {rank_list(finding.ranks)}"
-    )
-    return f"{who}: {title[0].lower()}{title[1:]}"
+    who = f"{'Rank' if len(finding.ranks) == 1 else 'Ranks'} {rank_list(finding.ranks)}"
+    if finding.whole_run or not finding.ranks:
+        who = "The whole run"
+    # The same ranks may be named for two causes.
+    return f"{who}, {CAUSE_LABEL[finding.cause]}: {title[0].lower()}{title[1:]}"
 
 
 def _bars(seen: Look, trace: RankTrace, step: int, origin: int, length: int, meetings: Meetings) -> list[Bar]:

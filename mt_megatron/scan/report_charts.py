@@ -14,7 +14,7 @@ from .wording import headline, time_text
 
 PART_NAME = {
     "compute": "compute",
-    "exposed_communication": "exposed communication",
+    "exposed_communication": "communication that compute waits for",
     "waiting": "waiting in collectives",
     "bubble": "pipeline bubble",
     "data": "data",
@@ -36,14 +36,16 @@ def step_times(data: ReportData) -> str:
     first, last = int(steps[0]), int(steps[-1])
     # A checkpoint every few hundred steps must not press everything else flat.
     ceiling = float(min(seconds.max(), _OUTLIER * np.median(seconds)))
-    low, high = float(seconds.min()) * 0.92, ceiling * 1.04
+    spacing = round_step(ceiling * 1.04e9 / 4) / 1e9
+    ticks = [spacing * count for count in range(1 + int(np.ceil(ceiling * 1.04 / spacing)))]
+    high = ticks[-1]
     right = _WIDTH - 8
 
     def x(step: float) -> float:
         return _LEFT + (step - first) / max(1, last - first) * (right - _LEFT)
 
     def y(value: float) -> float:
-        return 18 + (high - min(value, high)) / (high - low) * (_HEIGHT - 18 - _BOTTOM)
+        return 18 + (high - min(value, high)) / high * (_HEIGHT - 18 - _BOTTOM)
 
     parts = []
     # The causes of overlapping faults stand beside each other.
@@ -58,10 +60,9 @@ def step_times(data: ReportData) -> str:
             f'data-t="{escape(headline(finding))}\nsteps {finding.first_step}-{finding.last_step}"/>'
             f'<text class="bold" x="{x(begin) + 4 + 16 * (index % 6):.1f}" y="13">{letter}</text>'
         )
-    for part in range(4):
-        value = low + (high - low) * part / 3
+    for value in ticks:
         parts.append(f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{right}"/>')
-        name = time_text(value * 1e9)
+        name = time_text(value * 1e9) if value else "0"
         parts.append(
             f'<text class="dim" x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{name}</text>'
         )
@@ -73,7 +74,7 @@ def step_times(data: ReportData) -> str:
     line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in binned)
     parts.append(f'<polyline class="curve" points="{line}"/>')
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
+        f'<svg class="wide" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
         f'aria-label="Length of each step">{"".join(parts)}</svg>'
     )
 
@@ -119,7 +120,7 @@ def breakdown_bars(rows: Sequence[tuple[str, tuple[float, ...], bool]]) -> str:
             at += width
     total = len(rows) * (height + gap) + 8
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" role="img" '
+        f'<svg class="wide" viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" role="img" '
         f'aria-label="Where the time of a step goes">{"".join(parts)}</svg>'
     )
 
@@ -133,6 +134,20 @@ def breakdown_legend(overall: Sequence[float]) -> str:
         if share >= 5e-4
     ]
     return f'<div class="legend">{"".join(shown)}</div>'
+
+
+def cut_off(data: ReportData) -> int:
+    """How many steps are longer than the picture of the step times is high."""
+    seconds = np.asarray(data.step_times.seconds, dtype=np.float64)
+    return int(np.sum(seconds > _OUTLIER * np.median(seconds))) if len(seconds) else 0
+
+
+def round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not below ``rough`` (ns)."""
+    power = 1.0
+    while power * 10 <= rough:
+        power *= 10
+    return next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
 
 
 def _ticks(first: int, last: int) -> list[int]:

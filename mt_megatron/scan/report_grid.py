@@ -12,6 +12,7 @@ from .wording import CAUSE_LABEL, place_text
 _LEFT, _TOP = 110, 34
 _MOST_COLUMNS = 64
 _WIDTH = 1060
+_WIDEST, _FEWEST = 96, 10
 
 
 def grid(data: ReportData) -> str:
@@ -23,7 +24,8 @@ def grid(data: ReportData) -> str:
     at_row = {key: index for index, key in enumerate(rows)}
     folds = -(-len(columns) // _MOST_COLUMNS)
     shown = min(len(columns), _MOST_COLUMNS)
-    size = max(14, min(52, (_WIDTH - _LEFT) // max(1, shown)))
+    # Few ranks get wide cells: the grid then fills its half of the page.
+    size = max(14, min(_WIDEST, (_WIDTH - _LEFT) // max(_FEWEST, shown)))
     height = min(size, 34)
     stages = sorted({pp for pp, _ in rows})
     gap = 8 if len(stages) > 1 else 0

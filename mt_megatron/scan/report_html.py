@@ -8,7 +8,7 @@ import numpy as np
 
 from . import report_grid, report_timeline
 from .findings import Finding
-from .report_charts import breakdown_bars, breakdown_legend, breakdown_rows, step_times
+from .report_charts import breakdown_bars, breakdown_legend, breakdown_rows, cut_off, step_times
 from .report_data import ReportData
 from .report_style import CAUSE_MARK, CSS, PATTERNS, SCRIPT
 from .wording import (
@@ -137,19 +137,19 @@ def _steps(data: ReportData) -> str:
     first, last = data.step_times.steps[0], data.step_times.steps[-1]
     there = any(each.first_step <= last and each.last_step >= first for each in data.findings)
     shaded = " Shaded: the steps of each finding, with its letter of the grid below." if there else ""
+    over = cut_off(data)
+    cut = f" {over} step{'s are' if over > 1 else ' is'} longer than the picture is high." if over else ""
     return (
         f"<h2>Step time</h2><figure>{picture}<figcaption>Length of each step, from the first rank's begin to "
-        f"the last rank's end.{shaded}</figcaption></figure>"
+        f"the last rank's end.{cut}{shaded}</figcaption></figure>"
     )
 
 
 def _grid(data: ReportData) -> str:
     if not data.places:
         return ""
-    return (
-        f"<h2>Ranks</h2><figure>{report_grid.grid(data)}<figcaption>{report_grid.legend(data)}</figcaption>"
-        "</figure>"
-    )
+    legend = f"<figcaption>{report_grid.legend(data)}</figcaption>"
+    return f'<h2>Ranks</h2><figure class="ranks">{report_grid.grid(data)}{legend}</figure>'
 
 
 def _timelines(data: ReportData) -> str:
@@ -178,8 +178,8 @@ def _breakdown(data: ReportData) -> str:
     which = f"Means over {len(parts.steps)} steps ({parts.steps[0]}-{parts.steps[-1]}), "
     return (
         f"<h2>Where the time goes</h2><figure>{breakdown_bars(rows)}{breakdown_legend(parts.overall)}"
-        f"<figcaption>{which}{time_text(parts.seconds * 1e9)} each. Waiting is told from moving bytes for "
-        f"{100 * parts.matched:.0f} % of the communication: where the other side's begin was found."
+        f"<figcaption>{which}{time_text(parts.seconds * 1e9)} each. For {100 * parts.matched:.0f} % of the "
+        "communication the other side's begin is known, which tells waiting from the transfer itself."
         "</figcaption></figure>"
     )
 

@@ -79,6 +79,7 @@ table{border-collapse:collapse;margin:8px 0;font-size:14px}
 th,td{text-align:left;padding:3px 18px 3px 0;border-bottom:1px solid var(--line)}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 figure{margin:10px 0 0;overflow-x:auto}figcaption{color:var(--dim);font-size:13.5px;margin-top:4px}
+figure.ranks{display:flex;flex-wrap:wrap;gap:6px 36px;align-items:center}
 svg{display:block;max-width:100%;height:auto}svg text{fill:var(--text);font-size:12px;font-family:inherit}
 svg .dim{fill:var(--dim)}svg .bold{font-weight:700}svg .grid{stroke:var(--line);fill:none}
 svg .curve{stroke:var(--bwd);stroke-width:1.6;fill:none}svg .fault{fill:var(--fault)}
@@ -96,6 +97,9 @@ svg text.on.unsure,svg text.on.work{fill:#111}
 [data-t]:hover{stroke:var(--text);stroke-width:1.5}.lit .cell:not(.pick){opacity:.35}
 #tip{position:fixed;pointer-events:none;background:var(--text);color:var(--bg);padding:4px 9px;
 border-radius:5px;font-size:13px;max-width:420px;display:none;z-index:9;white-space:pre-line}
+@media (max-width:760px){body{padding:18px 16px 40px}svg.wide{max-width:none;width:940px}
+figure:has(svg.wide)::after{content:"\\2194 scroll";display:block;position:sticky;left:0;width:max-content;
+color:var(--dim);font-size:12px}.card{padding:12px 14px}}
 @media print{
 body{padding:0;max-width:none;font-size:11pt}h2,h3{break-after:avoid}figure,table{break-inside:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}pre{max-height:none}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from html import escape
 
+from .report_charts import round_step
 from .report_data import Bar, BarKind, Excerpt
 from .report_style import BAR_CLASS
 from .trace import Place
@@ -45,7 +46,7 @@ def timeline(excerpt: Excerpt, places: dict[int, Place], length: int) -> str:
         )
         parts += _bars(row.bars, y, scale)
     return (
-        f'<svg viewBox="0 0 {_RIGHT + 10} {height}" width="{_RIGHT + 10}" role="img" '
+        f'<svg class="wide" viewBox="0 0 {_RIGHT + 10} {height}" width="{_RIGHT + 10}" role="img" '
         f'aria-label="{escape(excerpt.title)}">{"".join(parts)}</svg>'
     )
 
@@ -83,7 +84,7 @@ def _bars(bars: tuple[Bar, ...], y: int, scale: float) -> list[str]:
 
 
 def _axis(length: int, scale: float, height: int) -> list[str]:
-    step = _round_step(length / 8)
+    step = round_step(length / 8)
     parts = []
     tick = 0
     while tick * step <= length:
@@ -96,11 +97,3 @@ def _axis(length: int, scale: float, height: int) -> list[str]:
         )
         tick += 1
     return parts
-
-
-def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, not below ``rough``."""
-    power = 1.0
-    while power * 10 <= rough:
-        power *= 10
-    return next(each * power for each in (1, 2, 5, 10) if each * power >= rough)

@@ -35,6 +35,7 @@ from .tails import RankTail
 from .telling import AT_ONCE, Telling
 from .trace import Place, places_of
 from .watcher_process import WEBHOOK_VARIABLE
+from .wording import only_host
 
 WINDOW = 80
 """Steps that are judged together."""
@@ -244,7 +245,8 @@ class Watch:
             # A full disk, say: whoever reads the log is told all the same.
             print(f"scan: a finding is not in {self._files.findings}: {error}", file=sys.stderr)
         if self._alerts is not None:
-            self._alerts.finding(finding, named_at_step=step, time_unix=at)
+            one_host = only_host(place.host for place in self._places.values())
+            self._alerts.finding(finding, named_at_step=step, time_unix=at, one_host=one_host)
 
 
 def _until(steps: RankSteps, last: int) -> RankSteps:
