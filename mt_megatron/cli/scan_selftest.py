@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "only measures.",
         epilog="example:\n"
         "  torchrun --nproc-per-node 4 -m mt_megatron.cli scan selftest --json selftest.json\n\n"
-        "exit codes: 0 nothing stands out, 1 something does, 2 wrong use",
+        "exit codes: 0 nothing stands out (of one rank nothing is compared), 1 something does, 2 wrong use",
     )
     parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, cpu, cuda or musa")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="D", help="try the disk here (.)")

@@ -28,6 +28,7 @@ from .host_work import slow_on_host, starved_on_host
 from .left_out import leaving_out
 from .links import slow_links
 from .one_matter import merged, one_per_rank, with_true_cost
+from .passing import without_passing
 from .rank_ends import RankEnd, rank_end
 from .segments import RankTrace
 from .side_effects import without_side_effects
@@ -113,7 +114,7 @@ class Diagnoser:
         late = merged([*late, *slow_stages(table, late)])
         waits = beyond_own_waits([*slow_data(table), *slow_checkpoints(table)], table)
         found = merged([*late, *waits, *self._links(table, late, without)])
-        named = naming_no_rank(_ordered(with_true_cost(found, table)), table.ranks)
+        named = naming_no_rank(_ordered(without_passing(with_true_cost(found, table), table)), table.ranks)
         return tuple(without_echoes(named))
 
     def table(

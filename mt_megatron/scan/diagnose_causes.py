@@ -29,19 +29,6 @@ BY_CHANCE = 0.55
 """Trust in what a busy host does to one of its ranks now and then."""
 STEAL = 0.05
 
-NEIGHBOURS = 0.26
-"""Share of own work (1 / 1.35 of the usual speed) that a neighbour on the same caches and sibling threads may
-cost a rank for a while."""
-
-PASSING = 0.01
-"""Of the time of all steps looked at: what cost less, and was over before the last of them, passed by."""
-
-TRUST_PASSING = 0.5
-"""Trust in it: even the surest stays a weak signal."""
-
-STILL_THERE = 4
-"""Steps before the end of those looked at in which a slowdown may still go on."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
@@ -65,22 +52,11 @@ def why_slow(
     at = table.iteration[chosen]
     if not len(at) or not _computes_on_host(table, row, chosen):
         return found
-    if found.cause == "slow_compute" and _passed_by(table, row, chosen, lost_ns):
-        said = "it was short, it is over, and another process on a shared core may slow a rank by as much"
-        found = replace(found, trust=min(found.trust, TRUST_PASSING), evidence=(*found.evidence, said))
     usual = usual_wait(table, int(at[0]), int(at[-1]))
     if lost_ns >= usual or found.shares["throttled"] >= HOST_SHARE:
         return found
     said = f"ranks of this run usually wait {usual / 1e6:.0f} ms a step for processors: it may be chance"
     return replace(found, trust=min(found.trust, BY_CHANCE), evidence=(*found.evidence, said))
-
-
-def _passed_by(table: StepTable, row: int, chosen: NDArray[np.bool_], lost_ns: float) -> bool:
-    """Whether a slowdown of work on the host's processors is small enough for a neighbour's, and over."""
-    own = float(np.nanmean(table.columns["compute"][row, chosen]))
-    total = float(np.nansum(table.columns["step"][row]))
-    over = int(np.flatnonzero(chosen)[-1]) < len(chosen) - 1 - STILL_THERE
-    return over and lost_ns < NEIGHBOURS * own and lost_ns * int(chosen.sum()) < PASSING * total
 
 
 def _judged(

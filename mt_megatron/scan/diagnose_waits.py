@@ -96,7 +96,8 @@ def _data(
     beside = "nobody else loads data to compare with" if alone else "more than the median of its peers"
     depth = table.columns["data_queue_depth"][row, start:stop]
     evidence = [
-        f"rank {rank} waits {wait:.1f} ms a step for its batches, {100 * level:.1f} % of the step; {beside}"
+        f"rank {rank} waits {wait:.1f} ms a step for its batches, {100 * level:.1f} % of a usual step; "
+        f"{beside}"
     ]
     if np.isfinite(depth).any():
         evidence.append(f"its queue of batches held {np.nanmean(depth):.1f} on average")

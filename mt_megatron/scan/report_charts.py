@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 import numpy as np
@@ -21,14 +21,24 @@ PART_NAME = {
     "checkpoint": "checkpoint",
     "pause": "pauses",
 }
-_WIDTH, _LEFT, _HEIGHT, _BOTTOM = 1070, 64, 190, 26
+WIDE, NARROW = 1070, 370
+"""Widths of a picture, CSS pixels: of a page, and of a phone, where a wide one's text could not be read."""
+
+_LEFT, _HEIGHT, _BOTTOM = 64, 190, 26
 _MOST_POINTS = 600
 _MOST_ROWS = 32
 _OUTLIER = 3.0
 
 
-def step_times(data: ReportData) -> str:
-    """A line of step lengths; the steps of every finding lie on a shaded ground with its letter."""
+def in_both_widths(picture: Callable[[int], str]) -> str:
+    """``picture`` for pages and for phones; the style sheet shows one of them. Empty where it is."""
+    wide = picture(WIDE)
+    return wide and f'<div class="wide">{wide}</div><div class="narrow">{picture(NARROW)}</div>'
+
+
+def step_times(data: ReportData, width: int = WIDE) -> str:
+    """A line of step lengths, ``width`` CSS pixels wide; the steps of every finding lie on a shaded ground
+    with its letter."""
     steps = np.asarray(data.step_times.steps, dtype=np.int64)
     seconds = np.asarray(data.step_times.seconds, dtype=np.float64)
     if len(steps) < 2:
@@ -39,7 +49,7 @@ def step_times(data: ReportData) -> str:
     spacing = round_step(ceiling * 1.04e9 / 4) / 1e9
     ticks = [spacing * count for count in range(1 + int(np.ceil(ceiling * 1.04 / spacing)))]
     high = ticks[-1]
-    right = _WIDTH - 8
+    right = width - 8
 
     def x(step: float) -> float:
         return _LEFT + (step - first) / max(1, last - first) * (right - _LEFT)
@@ -54,9 +64,9 @@ def step_times(data: ReportData) -> str:
         if begin > end:
             continue
         _, letter = CAUSE_MARK[finding.cause]
-        wide, tall = max(2.0, x(end) - x(begin)), _HEIGHT - 18 - _BOTTOM
+        broad, tall = max(2.0, x(end) - x(begin)), _HEIGHT - 18 - _BOTTOM
         parts.append(
-            f'<rect class="fault" x="{x(begin):.1f}" y="18" width="{wide:.1f}" height="{tall}" '
+            f'<rect class="fault" x="{x(begin):.1f}" y="18" width="{broad:.1f}" height="{tall}" '
             f'data-t="{escape(headline(finding))}\nsteps {finding.first_step}-{finding.last_step}"/>'
             f'<text class="bold" x="{x(begin) + 4 + 16 * (index % 6):.1f}" y="13">{letter}</text>'
         )
@@ -66,7 +76,7 @@ def step_times(data: ReportData) -> str:
         parts.append(
             f'<text class="dim" x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{name}</text>'
         )
-    for tick in _ticks(first, last):
+    for tick in _ticks(first, last, 8 if width > NARROW else 4):
         parts.append(
             f'<text class="dim" x="{x(tick):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{tick}</text>'
         )
@@ -74,7 +84,7 @@ def step_times(data: ReportData) -> str:
     line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in binned)
     parts.append(f'<polyline class="curve" points="{line}"/>')
     return (
-        f'<svg class="wide" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
+        f'<svg viewBox="0 0 {width} {_HEIGHT}" width="{width}" role="img" '
         f'aria-label="Length of each step">{"".join(parts)}</svg>'
     )
 
@@ -98,9 +108,9 @@ def breakdown_rows(data: ReportData) -> list[tuple[str, tuple[float, ...], bool]
     return rows
 
 
-def breakdown_bars(rows: Sequence[tuple[str, tuple[float, ...], bool]]) -> str:
+def breakdown_bars(rows: Sequence[tuple[str, tuple[float, ...], bool]], width: int = WIDE) -> str:
     """A stacked bar per row; every part wide enough carries its share."""
-    height, gap, left = 22, 5, 150
+    height, gap, left = 22, 5, 150 if width > NARROW else 90
     parts = []
     for index, (name, shares, culprit) in enumerate(rows):
         y = index * (height + gap) + (8 if index else 0)
@@ -109,18 +119,18 @@ def breakdown_bars(rows: Sequence[tuple[str, tuple[float, ...], bool]]) -> str:
         parts.append(f'<text{cls} x="{left - 10}" y="{y + 15}" text-anchor="end">{mark}{escape(name)}</text>')
         at = float(left)
         for category, share in zip(CATEGORIES, shares, strict=True):
-            width = max(0.0, share) * (_WIDTH - left - 8)
-            if width < 0.3:
+            broad = max(0.0, share) * (width - left - 8)
+            if broad < 0.3:
                 continue
             text = f"{name}\n{PART_NAME[category]} {100 * share:.1f} %"
             parts.append(
-                f'<rect class="{PART_CLASS[category]}" x="{at:.1f}" y="{y}" width="{width:.1f}" '
+                f'<rect class="{PART_CLASS[category]}" x="{at:.1f}" y="{y}" width="{broad:.1f}" '
                 f'height="{height}" data-t="{escape(text)}"/>'
             )
-            at += width
+            at += broad
     total = len(rows) * (height + gap) + 8
     return (
-        f'<svg class="wide" viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" role="img" '
+        f'<svg viewBox="0 0 {width} {total}" width="{width}" role="img" '
         f'aria-label="Where the time of a step goes">{"".join(parts)}</svg>'
     )
 
@@ -150,9 +160,9 @@ def round_step(rough: float) -> float:
     return next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
 
 
-def _ticks(first: int, last: int) -> list[int]:
-    """About eight round step numbers."""
-    rough = max(1, (last - first) // 8)
+def _ticks(first: int, last: int, count: int) -> list[int]:
+    """About ``count`` round step numbers."""
+    rough = max(1, (last - first) // count)
     power = 10 ** (len(str(rough)) - 1)
     step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
     return list(range(-(-first // step) * step, last + 1, step))

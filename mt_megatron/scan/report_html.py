@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from html import escape
 
 import numpy as np
 
 from . import report_grid, report_timeline
 from .findings import Finding
-from .report_charts import breakdown_bars, breakdown_legend, breakdown_rows, cut_off, step_times
+from .report_charts import (
+    breakdown_bars,
+    breakdown_legend,
+    breakdown_rows,
+    cut_off,
+    in_both_widths,
+    step_times,
+)
 from .report_data import ReportData
 from .report_style import CAUSE_MARK, CSS, PATTERNS, SCRIPT
 from .wording import (
@@ -131,7 +139,7 @@ def _stacks(data: ReportData) -> str:
 
 
 def _steps(data: ReportData) -> str:
-    picture = step_times(data)
+    picture = in_both_widths(lambda width: step_times(data, width))
     if not picture:
         return ""
     first, last = data.step_times.steps[0], data.step_times.steps[-1]
@@ -161,7 +169,7 @@ def _timelines(data: ReportData) -> str:
         lengths[excerpt.finding] = max(excerpt.length, lengths.get(excerpt.finding, 0))
     parts = []
     for excerpt in data.excerpts:
-        picture = report_timeline.timeline(excerpt, places, lengths[excerpt.finding])
+        picture = in_both_widths(partial(report_timeline.timeline, excerpt, places, lengths[excerpt.finding]))
         parts.append(f"<h3>{escape(excerpt.title)}</h3><figure>{picture}</figure>")
     return (
         f"<h2>Timeline</h2>{''.join(parts)}{report_timeline.legend(data.excerpts)}"
@@ -175,9 +183,10 @@ def _breakdown(data: ReportData) -> str:
     if not rows:
         return ""
     parts = data.breakdown
+    bars = in_both_widths(lambda width: breakdown_bars(rows, width))
     which = f"Means over {len(parts.steps)} steps ({parts.steps[0]}-{parts.steps[-1]}), "
     return (
-        f"<h2>Where the time goes</h2><figure>{breakdown_bars(rows)}{breakdown_legend(parts.overall)}"
+        f"<h2>Where the time goes</h2><figure>{bars}{breakdown_legend(parts.overall)}"
         f"<figcaption>{which}{time_text(parts.seconds * 1e9)} each. For {100 * parts.matched:.0f} % of the "
         "communication the other side's begin is known, which tells waiting from the transfer itself."
         "</figcaption></figure>"

@@ -97,9 +97,9 @@ svg text.on.unsure,svg text.on.work{fill:#111}
 [data-t]:hover{stroke:var(--text);stroke-width:1.5}.lit .cell:not(.pick){opacity:.35}
 #tip{position:fixed;pointer-events:none;background:var(--text);color:var(--bg);padding:4px 9px;
 border-radius:5px;font-size:13px;max-width:420px;display:none;z-index:9;white-space:pre-line}
-@media (max-width:760px){body{padding:18px 16px 40px}svg.wide{max-width:none;width:940px}
-figure:has(svg.wide)::after{content:"\\2194 scroll";display:block;position:sticky;left:0;width:max-content;
-color:var(--dim);font-size:12px}.card{padding:12px 14px}}
+.narrow{display:none}
+@media screen and (max-width:760px){body{padding:18px 14px 40px}.card{padding:12px 14px}
+.wide{display:none}.narrow{display:block}}
 @media print{
 body{padding:0;max-width:none;font-size:11pt}h2,h3{break-after:avoid}figure,table{break-inside:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}pre{max-height:none}}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from html import escape
 
-from .report_charts import round_step
+from .report_charts import NARROW, WIDE, round_step
 from .report_data import Bar, BarKind, Excerpt
 from .report_style import BAR_CLASS
 from .trace import Place
 from .wording import time_text
 
-_LEFT, _RIGHT, _ROW, _GAP, _TOP = 178, 1060, 24, 6, 8
+_ROW, _GAP, _TOP = 24, 6, 8
 _LEAST_WIDTH = 0.35
 _THIN: frozenset[BarKind] = frozenset(("collective", "p2p", "wait"))
 _NAMES: dict[BarKind, str] = {
@@ -27,26 +27,28 @@ _NAMES: dict[BarKind, str] = {
 }
 
 
-def timeline(excerpt: Excerpt, places: dict[int, Place], length: int) -> str:
-    """``length``: ns that the full width stands for, so that excerpts can be compared side by side."""
+def timeline(excerpt: Excerpt, places: dict[int, Place], length: int, width: int = WIDE) -> str:
+    """``length``: ns that the full ``width`` (CSS pixels) stands for, so that excerpts can be compared."""
     height = _TOP + len(excerpt.rows) * (_ROW + _GAP) + 30
-    scale = (_RIGHT - _LEFT) / max(1, length)
-    parts = _axis(length, scale, height)
+    # A phone shows which rank it is; where that lies is in the grid.
+    left, right = (178 if width > NARROW else 70), width - 10
+    scale = (right - left) / max(1, length)
+    parts = _axis(length, scale, height, left, right)
     for index, row in enumerate(excerpt.rows):
         y = _TOP + index * (_ROW + _GAP)
         culprit = " culprit" if row.culprit else ""
-        parts.append(f'<rect class="ground{culprit}" x="0" y="{y}" width="{_RIGHT}" height="{_ROW}"/>')
+        parts.append(f'<rect class="ground{culprit}" x="0" y="{y}" width="{right}" height="{_ROW}"/>')
         place = places.get(row.rank)
-        where = f"dp{place.dp} pp{place.pp} tp{place.tp}" if place else ""
+        where = f"dp{place.dp} pp{place.pp} tp{place.tp}" if place and width > NARROW else ""
         bold = ' class="bold"' if row.culprit else ""
         mark = "\N{BLACK RIGHT-POINTING TRIANGLE} " if row.culprit else ""
         parts.append(
             f'<text{bold} x="8" y="{y + 16}">{mark}rank {row.rank}</text>'
-            f'<text class="dim" x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{where}</text>'
+            f'<text class="dim" x="{left - 8}" y="{y + 16}" text-anchor="end">{where}</text>'
         )
-        parts += _bars(row.bars, y, scale)
+        parts += _bars(row.bars, y, scale, left)
     return (
-        f'<svg class="wide" viewBox="0 0 {_RIGHT + 10} {height}" width="{_RIGHT + 10}" role="img" '
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
         f'aria-label="{escape(excerpt.title)}">{"".join(parts)}</svg>'
     )
 
@@ -63,7 +65,7 @@ def legend(excerpts: tuple[Excerpt, ...]) -> str:
     return f'<div class="legend">{"".join(shown)}</div>'
 
 
-def _bars(bars: tuple[Bar, ...], y: int, scale: float) -> list[str]:
+def _bars(bars: tuple[Bar, ...], y: int, scale: float, left: int) -> list[str]:
     parts = []
     passes = sorted((bar.begin, bar.end) for bar in bars if bar.kind not in _THIN)
     begins = [begin for begin, _ in passes]
@@ -77,20 +79,20 @@ def _bars(bars: tuple[Bar, ...], y: int, scale: float) -> list[str]:
         top, height = (y + 10, _ROW - 10) if within else (y, _ROW)
         text = f"{bar.text}\n{time_text(bar.end - bar.begin)}"
         parts.append(
-            f'<rect class="{BAR_CLASS[bar.kind]}" x="{_LEFT + bar.begin * scale:.2f}" y="{top}" '
+            f'<rect class="{BAR_CLASS[bar.kind]}" x="{left + bar.begin * scale:.2f}" y="{top}" '
             f'width="{width:.2f}" height="{height}" data-t="{escape(text)}"/>'
         )
     return parts
 
 
-def _axis(length: int, scale: float, height: int) -> list[str]:
-    step = round_step(length / 8)
+def _axis(length: int, scale: float, height: int, left: int, right: int) -> list[str]:
+    step = round_step(length / (8 if right > NARROW else 3))
     parts = []
     tick = 0
     while tick * step <= length:
-        x = _LEFT + tick * step * scale
+        x = left + tick * step * scale
         parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{height - 24}"/>')
-        anchor = "start" if tick == 0 else "end" if x > _RIGHT - 24 else "middle"
+        anchor = "start" if tick == 0 else "end" if x > right - 24 else "middle"
         parts.append(
             f'<text class="dim" x="{x:.1f}" y="{height - 8}" text-anchor="{anchor}">'
             f"{time_text(tick * step) if tick else '0'}</text>"

@@ -65,7 +65,8 @@ class Selftest:
             low, middle, high = (
                 value / 1e9 for value in (min(values), statistics.median(values), max(values))
             )
-            found.append(f"  {name:<11} {middle:10,.2f} {unit}, from {low:,.2f} to {high:,.2f}")
+            spread = f", from {low:,.2f} to {high:,.2f}" if ranks > 1 else ""
+            found.append(f"  {name:<11} {middle:10,.2f} {unit}{spread}")
         if self.links:
             delays = [link.seconds * 1e6 for link in self.links]
             speeds = [link.bytes_per_second / 1e9 for link in self.links]
@@ -74,8 +75,13 @@ class Selftest:
                 f"{max(delays):,.0f}), {statistics.median(speeds):,.2f} GB/s ({min(speeds):,.2f} to "
                 f"{max(speeds):,.2f})"
             )
-        found += [f"  stands out: {one.text}" for one in self.outliers] or ["  nothing stands out"]
-        return found
+        if ranks < 2:
+            return [*found, "  one rank: nothing was compared; start it with torchrun as the run itself"]
+        if not self.links:
+            found.append("  no link was measured")
+        elif len(self.links) < 3:
+            found.append("  too few links to compare them with each other")
+        return found + ([f"  stands out: {one.text}" for one in self.outliers] or ["  nothing stands out"])
 
 
 def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:

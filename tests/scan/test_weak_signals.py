@@ -13,12 +13,15 @@ import pytest
 from mt_megatron.cli.main import main
 from mt_megatron.scan import act, alerts, telling
 from mt_megatron.scan.diagnose import Diagnosis
+from mt_megatron.scan.diagnose_own_work import slow_ranks
 from mt_megatron.scan.diagnose_stages import slow_stages
 from mt_megatron.scan.ended import Ending
 from mt_megatron.scan.findings import SURE, Finding
 from mt_megatron.scan.one_matter import merged
+from mt_megatron.scan.passing import without_passing
 from mt_megatron.scan.report import write_report
 from mt_megatron.scan.run_files import run_files
+from mt_megatron.scan.step_table import StepTable
 from mt_megatron.scan.whole_run import naming_no_rank, without_echoes
 from mt_megatron.scan.wording import headline, next_step, weak_signal
 from tests.scan.diagnosis_tables import MS, table
@@ -174,24 +177,43 @@ def test_evidence_says_of_which_steps_it_is() -> None:
     assert joined.evidence == ONE.evidence
 
 
+def shared(steps: int = 640) -> StepTable:
+    """Two ranks that compute on the processors of one host."""
+    made = table(dp=2, steps=steps, deviation=0.02, host=lambda _: 0)
+    made.columns["on_host"] = np.ones_like(made.columns["compute"])
+    return made
+
+
+def slowed(factor: float, last: int) -> Finding:
+    """What is found of rank 0, whose work takes ``factor`` times as long from step 401 to ``last``."""
+    made = shared()
+    made.columns["compute"][0, 400:last] *= factor
+    made.columns["process_cpu_ns"] = made.columns["compute"].copy()
+    made.columns["step"] += made.columns["compute"].max(axis=0) - 100.0 * MS
+    (one,) = [each for each in without_passing(slow_ranks(made), made) if each.ranks == (0,)]
+    assert one.cause == "slow_compute"
+    return one
+
+
 def test_work_on_shared_processors_that_was_slow_for_a_moment_is_no_claim() -> None:
-    from mt_megatron.scan.diagnose_own_work import slow_ranks
-
-    def judged(factor: float, last: int, steps: int = 640) -> Finding:
-        made = table(dp=2, steps=steps, deviation=0.02, host=lambda _: 0)
-        made.columns["on_host"] = np.ones_like(made.columns["compute"])
-        made.columns["compute"][0, 400:last] *= factor
-        made.columns["process_cpu_ns"] = made.columns["compute"].copy()
-        made.columns["step"] += made.columns["compute"].max(axis=0) - 100.0 * MS
-        (one,) = [each for each in slow_ranks(made) if each.ranks == (0,)]
-        return one
-
-    brief = judged(1.2, 412)
-    assert brief.cause == "slow_compute" and not brief.is_claim
-    assert any("another process" in each for each in brief.evidence)
+    brief = slowed(1.2, 412)
+    assert not brief.is_claim and "another process" in brief.evidence[-1]
     # Slower than a neighbour makes it, for longer, or still so: nobody else's doing.
-    for kept in (judged(1.6, 412), judged(1.2, 520), judged(1.2, 640)):
+    for kept in (slowed(1.6, 412), slowed(1.2, 520), slowed(1.2, 640)):
         assert kept.confidence > 0.8 and not any("another process" in each for each in kept.evidence)
+
+
+def test_a_wait_for_a_processor_passes_by_and_a_quota_or_a_device_does_not() -> None:
+    waits = replace(ONE, cause="host_contention", ranks=(0,), first_step=60, last_step=65)
+    quota = replace(waits, details={"shares": {"throttled": 0.9}})
+    costly = replace(waits, first_step=100, last_step=400)
+    late = replace(waits, first_step=636, last_step=640)
+    link = replace(waits, cause="slow_link", lateness="slow_transfer", ranks=(0, 1))
+    judged = without_passing([waits, quota, costly, late, link], shared())
+    assert [each.is_claim for each in judged] == [False, True, True, True, True]
+    on_devices = shared()
+    on_devices.columns["on_host"][:] = 0.0
+    assert without_passing([waits], on_devices) == [waits]
 
 
 def test_advice_fits_a_run_that_has_ended_and_one_that_has_a_single_host() -> None:
