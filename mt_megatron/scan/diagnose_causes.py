@@ -96,7 +96,7 @@ def _judged(
         return Why(
             cause="host_contention",
             trust=1.0 if host >= 0.6 * lost else 0.9,
-            evidence=(f"{said}, of {lost / 1e6:.1f} ms lost",),
+            evidence=(f"{said}; its own work took {lost / 1e6:.1f} ms longer",),
             shares=shares,
         )
     if stood >= PAUSE_SHARE * lost and not (on_host and used > stood):
@@ -104,7 +104,10 @@ def _judged(
         return Why(
             cause="host_pause",
             trust=1.0,
-            evidence=(f"{what} stood still for {stood / 1e6:.1f} ms a step, of {lost / 1e6:.1f} ms lost",),
+            evidence=(
+                f"{what} stood still for {stood / 1e6:.1f} ms a step; its own work took {lost / 1e6:.1f} ms "
+                "longer",
+            ),
             shares=shares,
         )
     if _positive(steal) >= STEAL:
@@ -133,7 +136,8 @@ def _judged(
 def _not_running(used: float, host: float, lost: float, shares: dict[str, float]) -> Why:
     """Own work on the host that took longer without using more of a processor: it was kept from one."""
     said = (
-        f"it used only {used / 1e6:.1f} ms a step more of its processors' time, of {lost / 1e6:.1f} ms lost"
+        f"it used only {used / 1e6:.1f} ms a step more of its processors' time; its own work took "
+        f"{lost / 1e6:.1f} ms longer"
     )
     if host >= USED_SHARE * lost or (host > 2.0 * used and host >= 0.5 * USED_SHARE * lost):
         return Why(

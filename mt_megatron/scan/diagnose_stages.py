@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .change_points import stretches
 from .diagnose_causes import HOST_SHARE, why_slow
-from .findings import Cause, Finding, steps_text
+from .findings import Cause, Finding
 from .raised_levels import Raised, beyond_noise, raised_levels
 from .robust import Floats, median_of_rows
 from .step_table import StepTable, beside_peers
@@ -142,10 +142,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
     if beside == "past":
         everybody = len(table.roles) == 1 and len(rows) > 1
         whose = "all ranks" if everybody else f"stage {stage}"
-        said = (
-            f"own work of {whose} takes {more} more in {steps_text(first, last)} than in the steps before or "
-            "after"
-        )
+        said = f"own work of {whose} takes {more} more than in the steps before or after"
         trust = 0.9 if len(rows) == 1 else 0.75
         if len(table.roles) == 1 and len(rows) > 1:
             # All ranks there are: more likely the work changed. A quota's counter says otherwise.

@@ -44,6 +44,7 @@ def _joined(parts: Sequence[Finding]) -> Finding:
     ordered = [surest, *(each for each in parts if each is not surest)]
     # The figures of one stretch do not hold in another: each sentence says of which steps it is.
     several = len({(each.first_step, each.last_step) for each in parts}) > 1
+    stretches = sorted({tuple(pair) for each in parts for pair in _stretches(each)})
     evidence = dict.fromkeys(
         f"in {steps_text(each.first_step, each.last_step)}: {said}" if several else said
         for each in ordered
@@ -56,8 +57,17 @@ def _joined(parts: Sequence[Finding]) -> Finding:
         lost_fraction=min(lost / (last - first + 1), max(each.lost_fraction for each in parts)),
         evidence=tuple(evidence)[: len(surest.evidence) + 3],
         # A fault that came back is as old as its last return.
-        details={**surest.details, "since": max(_since(each) for each in parts)},
+        details={
+            **surest.details,
+            "since": max(_since(each) for each in parts),
+            **({"stretches": [list(pair) for pair in stretches]} if len(stretches) > 1 else {}),
+        },
     )
+
+
+def _stretches(finding: Finding) -> list[list[int]]:
+    known: list[list[int]] = finding.details.get("stretches") or [[finding.first_step, finding.last_step]]
+    return known
 
 
 def _since(finding: Finding) -> int:

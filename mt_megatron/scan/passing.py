@@ -52,7 +52,7 @@ def _passed_by(finding: Finding, table: StepTable) -> bool:
     inside = (table.iteration >= finding.first_step) & (table.iteration <= finding.last_step)
     over = int(np.sum(table.iteration > finding.last_step)) > STILL_THERE
     cost = finding.lost_fraction * float(length[inside].sum())
-    return on_host and over and cost < LEAST_COST * float(length.sum())
+    return bool(on_host and over and cost < LEAST_COST * float(length.sum()))
 
 
 def _of_a_neighbour(finding: Finding) -> bool:

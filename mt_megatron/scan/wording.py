@@ -120,7 +120,7 @@ def headline(finding: Finding) -> str:
     if finding.cause == "hang":
         return _hang(finding, f"{many} {ranks}{host}" if finding.ranks else "The run")
     if finding.whole_run:
-        steps = steps_text(finding.first_step, finding.last_step)
+        steps = when(finding)
         words = _ALL_RANKS.get(finding.cause, "was slower")
         return (
             f"The whole run{f' on {finding.host}' if finding.host else ''} {words} in {steps}; no single rank"
@@ -222,9 +222,16 @@ def time_text(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
+def when(finding: Finding) -> str:
+    """``steps 40-80``, and in how many stretches of them if it came back."""
+    stretches = len(finding.details.get("stretches") or ())
+    steps = steps_text(finding.first_step, finding.last_step)
+    return f"{stretches} stretches of {steps}" if stretches > 1 else steps
+
+
 def weak_signal(finding: Finding) -> str:
     """A finding below ``SURE`` in one line: what was seen, and no verdict."""
-    steps = steps_text(finding.first_step, finding.last_step)
+    steps = when(finding)
     tail = f"{100 * finding.lost_fraction:.1f} % of their time; confidence {finding.confidence:.2f}"
     if finding.whole_run:
         return f"The whole run was slower in {steps}; no single rank ({tail})"
