@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from .findings import Finding
 
+LEAST_LOST = 0.005
+"""Of the time of its steps: a run that lost less was not slower."""
+
 
 def naming_no_rank(found: Iterable[Finding], ranks: Collection[int]) -> list[Finding]:
     """``found`` with findings that name all of ``ranks`` (two or more) turned into statements about the run.
@@ -20,14 +23,19 @@ def naming_no_rank(found: Iterable[Finding], ranks: Collection[int]) -> list[Fin
 
 
 def without_echoes(found: Iterable[Finding]) -> list[Finding]:
-    """``found`` without weak statements about the whole run for whose steps a claim accounts: a slow rank
-    makes the others' steps longer too."""
+    """``found`` without weak statements about the whole run that say nothing of their own.
+
+    A claim accounts for their steps (a slow rank makes the others' longer too), or they were no longer than
+    other steps.
+    """
     everything = list(found)
     claims = [each for each in everything if each.is_claim and each.lateness != "hang"]
     return [
         each
         for each in everything
-        if each.is_claim or not each.whole_run or not any(_covers(claim, each) for claim in claims)
+        if each.is_claim
+        or not each.whole_run
+        or (each.lost_fraction >= LEAST_LOST and not any(_covers(claim, each) for claim in claims))
     ]
 
 

@@ -140,6 +140,7 @@ def test_a_slow_rank_explains_that_the_whole_run_was_slower() -> None:
     elsewhere = replace(ALL_WEAK, first_step=1, last_step=11)
     assert without_echoes([ONE, echo, elsewhere]) == [ONE, elsewhere]
     assert without_echoes([replace(ONE, confidence=0.4), echo])[1:] == [echo]
+    assert without_echoes([replace(echo, lost_fraction=0.0)]) == []
 
 
 def raise_all(column: str, milliseconds: float) -> Callable[[int], list[Finding]]:
