@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from mt_megatron.errors import ScanError
+from mt_megatron.scan.alerts import Alerts
 from mt_megatron.scan.diagnose import Diagnosis, diagnose
 from mt_megatron.scan.records import KIND, OPEN, SPAN
-from mt_megatron.scan.run_files import run_files, segment_path, segment_paths
+from mt_megatron.scan.run_files import read_run, run_files, segment_path, segment_paths, write_run
 from mt_megatron.scan.segments import Group, SegmentWriter, read_rank
 from mt_megatron.scan.tails import RankTail
 from mt_megatron.scan.watch import Watch, _alive
@@ -155,6 +156,21 @@ def test_the_watcher_says_the_same_while_the_trace_grows(slow: Path, tmp_path: P
     (line,) = files.findings.read_text().splitlines()
     assert json.loads(line)["named_at_step"] <= 24 and json.loads(line)["ranks"] == [2]
     assert files.findings.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_an_alert_does_not_ask_to_leave_the_only_host(slow: Path, tmp_path: Path, hosts: int) -> None:
+    files = run_files(tmp_path)
+    shutil.copytree(run_files(slow).root, files.root)
+    facts = read_run(files)
+    places = [{**row, "host": f"node-{row['rank'] % hosts}"} for row in facts["ranks"]]
+    write_run(files, {**facts, "ranks": places})
+    said: list[str] = []
+    with Alerts(files.root, say=said.append) as alerts:
+        Watch(files, alerts).look(final=True)
+    (line,) = said
+    assert ("restart without the host" in line) == (hosts > 1)
+    assert ("All ranks of this run are on that host" in line) == (hosts == 1)
 
 
 @pytest.mark.parametrize("from_the_start", [False, True])

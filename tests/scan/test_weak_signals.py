@@ -12,7 +12,8 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.scan import act, alerts, telling
-from mt_megatron.scan.diagnose import Diagnosis
+from mt_megatron.scan.clock import Clocks
+from mt_megatron.scan.diagnose import Diagnoser, Diagnosis
 from mt_megatron.scan.diagnose_own_work import slow_ranks
 from mt_megatron.scan.diagnose_stages import slow_stages
 from mt_megatron.scan.ended import Ending
@@ -243,3 +244,32 @@ def test_a_weak_signal_in_a_line() -> None:
     assert weak_signal(WEAK) == (
         "Rank 1 (node-1) may have been slow in steps 2-9 (20.0 % of their time; confidence 0.32)"
     )
+
+
+def diagnosed(monkeypatch: pytest.MonkeyPatch, steps: StepTable) -> tuple[Finding, ...]:
+    """What a diagnosis of ``steps`` says, without communication."""
+    monkeypatch.setattr(Diagnoser, "table", lambda *_: steps)
+    return Diagnoser(steps.places, Clocks(reference=0)).findings()
+
+
+def test_the_diagnosis_of_a_healthy_run_on_a_busy_host_claims_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ranks are slower for a while, and one of them for a moment more."""
+    steps = shared()
+    steps.columns["compute"][0, 400:412] *= 1.2
+    steps.columns["compute"][:, 200:240] *= 1.3
+    steps.columns["step"] += steps.columns["compute"].max(axis=0) - 100.0 * MS
+    found = diagnosed(monkeypatch, steps)
+    assert {each.ranks for each in found} == {(0,), ()} and not any(each.is_claim for each in found)
+    (whole,) = [each for each in found if each.whole_run]
+    assert (whole.first_step, whole.last_step) == (201, 240) and whole.details["suspected"] != "unknown"
+
+
+def test_the_diagnosis_names_one_of_two_ranks_and_no_echo_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = shared(steps=170)
+    steps.columns["compute"][1, 100:] *= 1.5
+    steps.columns["compute"][0, 100:] *= 1.15  # the other rank's neighbour
+    steps.columns["step"] += steps.columns["compute"].max(axis=0) - 100.0 * MS
+    (one,) = diagnosed(monkeypatch, steps)
+    assert one.is_claim and one.ranks == (1,) and one.first_step in range(99, 104)
