@@ -59,6 +59,10 @@ _KINDS: tuple[tuple[str, int | None, Callable[[Any], Shape]], ...] = (
 )
 _PATTERNS = tuple((re.compile(rf"(?:.*\.)?{tail}"), axis, shape) for tail, axis, shape in _KINDS)
 
+_LIKE_GPT_2 = re.compile(
+    r"position_embeddings\.weight$|layernorm\.bias$|linear_(?:proj|fc1|fc2)\.bias$",
+)
+
 _WITH_STATE = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 
 
@@ -82,6 +86,12 @@ def _kind(name: str) -> tuple[int | None, Callable[[Any], Shape]]:
     for pattern, axis, shape in _PATTERNS:
         if pattern.fullmatch(weight_name(name)):
             return axis, shape
+    if _LIKE_GPT_2.search(weight_name(name)):
+        raise CheckpointError(
+            f"{name} belongs to a GPT-2-like model (learned positions, LayerNorm with bias or linears with "
+            "bias), which is not converted. Models with RMSNorm, rotary positions and --disable-bias-linear "
+            "are: Llama, Mixtral, Qwen, DeepSeek"
+        )
     raise CheckpointError(f"{name} is no tensor of a model that is converted here; Megatron has no such name")
 
 

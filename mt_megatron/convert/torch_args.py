@@ -110,6 +110,7 @@ def options_from_arguments(args: argparse.Namespace | None) -> dict[str, Any]:
         return {}
     given = vars(args)
     options = {name: given[name] for name in _SAME if given.get(name) is not None}
+    options |= _vocab_size(given)
     if given.get("swiglu"):
         options |= {"activation_func": "silu", "gated_linear_unit": True}
     elif given.get("squared_relu"):
@@ -195,6 +196,19 @@ _LATENT = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
 )
+
+
+def _vocab_size(given: Mapping[str, Any]) -> dict[str, int]:
+    """The vocabulary with its end-of-document token.
+
+    Megatron-LM's ``NullTokenizer`` adds that token to ``--vocab-size``, which ``args`` keep as it was given.
+    Files of ours name their family, and their ``vocab_size`` counts every token.
+    """
+    size = given.get("vocab_size")
+    if size is None:
+        return {}
+    adds_end_of_document = given.get("tokenizer_type") == "NullTokenizer" and not given.get("model_family")
+    return {"vocab_size": int(size) + adds_end_of_document}
 
 
 def _impl(asked: str) -> str:
