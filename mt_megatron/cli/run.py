@@ -11,6 +11,7 @@ from typing import Any
 from mt_megatron import _session
 from mt_megatron.errors import RunError, UpstreamVersionError
 from mt_megatron.launching.choice import BACKEND, Choice
+from mt_megatron.launching.run_of_one import rendezvous_defaults
 from mt_megatron.launching.script import find
 
 
@@ -21,10 +22,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="run a script that uses Megatron-Core, unchanged, on another device",
         description="Run a script, or a module, with Megatron-Core patched. Megatron, the script, the\n"
         "modules beside it and those below every --scope folder see the backend where they say cuda;\n"
-        "all other libraries see the machine as it is. So do the processes that it starts.",
+        "all other libraries see the machine as it is. So do the processes that it starts.\n"
+        "Without torchrun the script is a run of one process.",
         usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] -- SCRIPT|-m MODULE [ARGS ...]",
         epilog="examples:\n"
-        "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data ...\n"
+        "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data --transformer-impl local ...\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli run --backend cpu -- pretrain_gpt.py ...\n"
         "  mt-megatron run --backend cpu --scope tests -- -m pytest tests\n\n"
         "exit codes: the script's own; 2 when it was not started",
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     os.execve(
         sys.executable,
         [sys.executable, *_interpreter_options(), *script.arguments],
-        choice.environment(os.environ),
+        choice.environment({**os.environ, **rendezvous_defaults(os.environ)}),
     )
 
 

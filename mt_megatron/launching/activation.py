@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -95,6 +96,11 @@ def activate(choice: Choice) -> None:
         _refuse(error)
     # ``auto`` is settled once, for all processes.
     os.environ[BACKEND] = found.backend
+    if found.backend != "cuda":
+        # Megatron-LM refuses to start without it; only the CUDA driver reads it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Deprecations in upstream's source, which nobody here can change; a filter of the user's comes before.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.", append=True)
     if is_main(os.environ) and os.environ.get("RANK", "0") == "0":
         print(f"mt-megatron: {found.summary()}", file=sys.stderr, flush=True)
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from ..errors import PatchImportError
@@ -99,3 +99,8 @@ class _Execution:
     def __reduce__(self) -> Any:
         # In another process nobody waits for this module; the loader's own method is what is left.
         return functools.partial, (type(self._loader).exec_module, self._loader)
+
+
+def is_hook(code: CodeType) -> bool:
+    """Whether a frame with this code is a hooked loader's, for who shows tracebacks."""
+    return code is _Execution.__call__.__code__

@@ -29,6 +29,8 @@ def python(*words: str, cwd: Path, path: str = str(ROOT), **variables: str) -> D
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MT_MEGATRON_BACKEND"):
         environment.pop(name, None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        environment.pop(name, None)
     return subprocess.run(
         [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
     )
@@ -225,3 +227,29 @@ def test_a_backend_that_cannot_be_used_ends_the_process(tmp_path: Path) -> None:
     done = python("-m", "mt_megatron.cli", "run", "--backend", "cuda", "--", "script.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "BackendError" in done.stderr and "Traceback" not in done.stderr
+
+
+PRETRAIN = """
+    # What Megatron-LM's pretrain_gpt.py does first: it imports Megatron, reads the environment, meets.
+    import os
+    import torch
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    assert int(os.getenv("RANK", "0")) == 0 and int(os.getenv("WORLD_SIZE", "1")) == 1
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        raise RuntimeError("requires CUDA_DEVICE_MAX_CONNECTIONS to 1")
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    torch.distributed.all_reduce(torch.ones(1, device="cuda"))
+    print("met")
+    import megatron.training
+"""
+
+
+def test_a_script_without_torchrun_is_a_run_of_one(tmp_path: Path) -> None:
+    """The rendezvous works, upstream's deprecations are not shown, and no frame of ours is in a traceback."""
+    broken = {"megatron__in__training__in____init__": "class Tokenizer:\n    raise KeyError('mine')"}
+    write(tmp_path, pretrain=PRETRAIN, **broken)
+    done = run("pretrain.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "met\n"), done.stderr[-3000:]
+    assert "KeyError: 'mine'" in done.stderr and "FutureWarning" not in done.stderr
+    assert "hooks.py" not in done.stderr and "<frozen" not in done.stderr

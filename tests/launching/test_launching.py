@@ -13,8 +13,9 @@ from mt_megatron.errors import RunError
 from mt_megatron.launching import dataset_helpers
 from mt_megatron.launching.choice import STARTUP, Choice, is_main
 from mt_megatron.launching.dataset_helpers import NAME, DatasetHelpers
+from mt_megatron.launching.run_of_one import rendezvous_defaults
 from mt_megatron.launching.script import find
-from mt_megatron.launching.tracebacks import clean
+from mt_megatron.launching.tracebacks import advice, clean
 from mt_megatron.patching import importlib_bootstrap
 
 
@@ -92,3 +93,53 @@ def frames(error: BaseException) -> list[object]:
         found.append(at.tb_frame.f_code)
         at = at.tb_next
     return found
+
+
+IDENTITY = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {**IDENTITY, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"}),
+        ({"SLURM_NTASKS": "1", "RANK": "0", "MASTER_PORT": "7"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+        ({"MASTER_ADDR": "host", "MASTER_PORT": "7"}, IDENTITY),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {}),
+        ({"RANK": "1"}, {}),
+        ({"WORLD_SIZE": "x"}, {}),
+        ({"SLURM_NTASKS": "2"}, {}),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, {}),
+    ],
+)
+def test_one_process_gets_what_torchrun_would_set(given: dict[str, str], added: dict[str, str]) -> None:
+    """And one of several processes gets nothing: it would become a run of its own."""
+    found = rendezvous_defaults(given)
+    if found.get("MASTER_PORT", "").isdigit():
+        assert 1024 <= int(found["MASTER_PORT"]) <= 65535
+        found["MASTER_PORT"] = "free"
+    if added and "MASTER_ADDR" not in given:
+        added = {**added, "MASTER_ADDR": "127.0.0.1"}
+    assert found == added
+
+
+def raised(source: str, module: str) -> BaseException:
+    try:
+        exec(source, {"__name__": module})
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "says"),
+    [
+        ("raise ModuleNotFoundError(name='six')", "megatron.training.tokenizer", "mt_megatron[megatron-lm]"),
+        ("TELinear", "megatron.core.models", "--transformer-impl local"),
+        ("raise ModuleNotFoundError(name='six')", "mine", None),
+        ("raise ModuleNotFoundError(name='tabulate')", "megatron.training", None),
+        ("Linear", "megatron.core.models", None),
+    ],
+)
+def test_what_megatron_lm_lacks_is_said(source: str, module: str, says: str | None) -> None:
+    found = advice(raised(source, module))
+    assert found is None if says is None else found is not None and says in found
