@@ -145,7 +145,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             scale=self.softmax_scale,
             enable_gqa=grouped,
         )
-        if dropout and not self.config.sequence_parallel:
+        if dropout:
             # Ranks that share a layer hold different heads and must drop different scores.
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 context = attend()

@@ -12,6 +12,7 @@ CONCERNS = (
     "tensor_methods",
     "moved_parameters",
     "rng",
+    "errata",
     "eager",
     "groups",
     "p2p",

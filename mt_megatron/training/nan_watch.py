@@ -243,7 +243,7 @@ class RandomStates:
 
         torch.set_rng_state(self.torch)
         job.backend.set_rng_state(self.device)
-        tensor_parallel.get_cuda_rng_tracker().set_states(self.tracker)
+        tensor_parallel.get_cuda_rng_tracker().set_states(dict(self.tracker))
 
 
 @contextmanager
