@@ -1,5 +1,6 @@
 """A folder that is written file by file, by several threads, and taken up again after a kill.
 
+    PARENT/.NAME.converting.lock        locked by the process that writes; removed at its end
     PARENT/.NAME.converting/            being written
     PARENT/.NAME.converting/journal     what it is made of, then size and checksum of each complete file
 
@@ -9,7 +10,6 @@ counts. Folders of other work than the same are not touched.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -25,6 +25,7 @@ from typing import Any
 from mt_megatron.convert.checksums import combined
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training.checkpoint_files import checksum, sync_folder
+from mt_megatron.training.file_locks import FileLock
 
 JOURNAL = "journal"
 
@@ -68,11 +69,11 @@ class OutputFolder:
         self._left: dict[str, dict[str, Any]] = {}
         self._mutex = threading.Lock()
         self._stop = threading.Event()
-        self._lock = self._locked()
+        self._lock = self._locked(say)
         try:
             self._take_up(contents, say)
         except BaseException:
-            os.close(self._lock)
+            self._unlock()
             raise
 
     def __enter__(self) -> OutputFolder:
@@ -84,7 +85,7 @@ class OutputFolder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        os.close(self._lock)
+        self._unlock()
 
     def write(self, tasks: Sequence[FileTask], workers: int, progress: Callable[[int], None]) -> None:
         """Write every file that is not there yet, with ``workers`` threads; ``progress`` hears of bytes.
@@ -124,21 +125,31 @@ class OutputFolder:
         self.folder.rename(self.final)
         sync_folder(self.final.parent)
 
-    def _locked(self) -> int:
+    def _locked(self, say: Callable[[str], None]) -> FileLock:
+        path = self.folder.with_name(f"{self.folder.name}.lock")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.folder, os.O_RDONLY)
+            lock = FileLock(path, create=True)
+            while not lock.names_the_file():
+                # Who held it has ended and removed it in between.
+                lock.close()
+                lock = FileLock(path, create=True)
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be made: {error.strerror or error}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise CheckpointError(f"another process is writing {self.folder}; wait for it") from None
-        except OSError:
-            # A file system without locks has nobody who could hold one.
-            pass
-        return descriptor
+        if lock.state == "busy":
+            lock.close()
+            raise CheckpointError(f"another process is writing {self.folder}; wait for it")
+        if lock.state == "unsupported":
+            say(
+                f"nothing keeps a second process from writing {self.folder}: its storage has no file locks "
+                f"({lock.reason}). Start no other conversion to it"
+            )
+        return lock
+
+    def _unlock(self) -> None:
+        # Only while it is held: afterwards it may be another's.
+        self._lock.path.unlink(missing_ok=True)
+        self._lock.close()
 
     def _take_up(self, contents: str, say: Callable[[str], None]) -> None:
         journal = self.folder / JOURNAL

@@ -162,7 +162,11 @@ def _check_destination(request: Request) -> None:
     if destination.exists() and not destination.is_dir():
         raise ConfigError(f"{destination} is no folder; choose another destination")
     there = (
-        [each for each in destination.iterdir() if not each.name.endswith(".converting")]
+        [
+            each
+            for each in destination.iterdir()
+            if not each.name.endswith((".converting", ".converting.lock"))
+        ]
         if (destination.is_dir())
         else []
     )

@@ -19,16 +19,17 @@ from mt_megatron.training.checkpoint_files import (
     LATEST,
     MANIFEST,
     damaged_files,
-    in_use,
     latest_checkpoint,
     read_manifest,
     resolve_checkpoint,
     write_durably,
 )
+from mt_megatron.training.checkpoint_retention import in_use
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.evaluate import synchronised_parameters
 from mt_megatron.training.lr import schedule_changes
 from mt_megatron.training.model import Trainable
+from mt_megatron.training.optimizer_state import complete
 from mt_megatron.training.progress import Progress, progress_from
 from mt_megatron.training.rng import load_rng
 
@@ -143,8 +144,9 @@ def load_weights(folder: Path, trainable: Trainable, *, verify: bool = True) -> 
 def run_state(trainable: Trainable, progress: Progress, *, is_loading: bool) -> dict[str, Any]:
     """The sharded state dict of everything that training changes, but for random states.
 
-    Its tensors are the live ones. ``is_loading`` makes the optimizer's state where there is none yet.
+    Its tensors are the live ones. The optimizer's state is made where there is none yet.
     """
+    complete(trainable.optimizer)
     state = _model_state(trainable)
     state["optimizer"] = trainable.optimizer.sharded_state_dict(dict(state), is_loading=is_loading)
     state["opt_param_scheduler"] = trainable.scheduler.state_dict()

@@ -4,22 +4,22 @@
     SAVE/iter_0000100/                       complete, since it is renamed when all is in it
     SAVE/iter_0000100/mt_megatron.json       the manifest: progress, configuration, checksums
     SAVE/iter_0000100/COMPLETE               size and checksum of the manifest; the last file written
-    SAVE/.iter_0000100.RUN.partial/          being written, or what a kill left of it
+    SAVE/.iter_0000100.OWNER.partial/        being written, or what a kill left of it (HOST-PID-RANDOM)
+    SAVE/run.lock                            who writes here (see ``checkpoint_lock``)
 
 Nothing here knows torch or process groups.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
+import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ reached_point: Callable[[str], None] | None = None
 """Called with each of ``POINTS`` as it is reached, if set: a test dies there."""
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
-_HIDDEN = re.compile(r"\.(iter_\d{7,})(?:\.[0-9a-f]+)?\.(partial|replaced|pruned)")
 _MARKER_LINE = re.compile(r"mt_megatron\.json (\d+) ([0-9a-f]{8})\n([0-9a-f]{8})\n")
 _CHUNK = 4 << 20
 
@@ -194,7 +193,7 @@ def latest_named(directory: Path) -> Path | None:
     if not text.isdigit():
         raise CheckpointError(
             f"{pointer} says {text!r}, expected an iteration; write the number of one of the iter_* folders "
-            f"into it{_those_there(directory)}, or start anew with --resume never"
+            f"into it{_those_there(directory)}, or start anew with another --save"
         )
     folder = directory / folder_name(int(text))
     if not folder.exists():
@@ -226,14 +225,21 @@ def _those_there(directory: Path) -> str:
     return f" (complete: {', '.join(there[-5:])})" if there else ""
 
 
-def publish(partial: Path, final: Path) -> None:
+def owner_name() -> str:
+    """A name that no other run has: host, process and a random number. It is part of the names of what is
+    not complete, so that another run knows whose it is."""
+    host = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())[:64] or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def publish(partial: Path, final: Path, owner: str) -> None:
     """Give a complete ``partial`` its name and point ``LATEST`` at it.
 
-    A checkpoint of that name is moved away first and comes back if the rename fails; ``recover``
-    brings it back when the process died in between.
+    A checkpoint of that name is moved away first, to a name of ``owner``, and comes back if the rename
+    fails; ``recover`` brings it back when the process died in between.
     """
     sync_folder(partial)
-    replaced = final.with_name(f".{final.name}.replaced")
+    replaced = final.with_name(f".{final.name}.{owner}.replaced")
     if replaced.exists():
         shutil.rmtree(replaced)
     if final.exists():
@@ -251,75 +257,6 @@ def publish(partial: Path, final: Path) -> None:
     reached("pointer")
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def recover(directory: Path) -> None:
-    """Tidy up after a run that was killed: a checkpoint that was about to be replaced gets its name
-    back, and half-written and half-removed ones go. Only for the one run that saves there."""
-    if not directory.is_dir():
-        return
-    for hidden in sorted(directory.glob(".iter_*")):
-        matched = _HIDDEN.fullmatch(hidden.name)
-        if matched is None:
-            continue
-        final = directory / matched.group(1)
-        if matched.group(2) == "replaced" and not final.exists():
-            hidden.rename(final)
-        else:
-            shutil.rmtree(hidden)
-
-
-def prune(directory: Path, *, keep_last: int | None, retain_interval: int | None) -> list[Path]:
-    """Remove superseded checkpoints; returns those that are gone.
-
-    Kept are the newest one (of ``LATEST``), the ``keep_last`` latest steps up to it, steps that
-    ``retain_interval`` divides, later steps (another branch of the run, which this one did not
-    supersede), and any that a process is loading. None of both options keeps all.
-    """
-    if keep_last is None and retain_interval is None:
-        return []
-    newest = int((directory / LATEST).read_text(encoding="utf-8"))
-    candidates = [f for f in complete_checkpoints(directory) if (iteration_of(f) or 0) <= newest]
-    removed = []
-    for folder in candidates[: -(keep_last or 1)]:
-        iteration = iteration_of(folder) or 0
-        if iteration == newest or (retain_interval is not None and iteration % retain_interval == 0):
-            continue
-        hidden = folder.with_name(f".{folder.name}.pruned")
-        with _unused(folder) as free:
-            if not free:
-                continue
-            reached("pruning")
-            if hidden.exists():
-                shutil.rmtree(hidden)
-            folder.rename(hidden)
-        shutil.rmtree(hidden)
-        removed.append(folder)
-    return removed
-
-
-@contextmanager
-def in_use(folder: Path) -> Iterator[None]:
-    """Keep ``folder`` from being pruned by another process meanwhile, where the file system has locks."""
-    stream = open(folder / MANIFEST, "rb")  # noqa: SIM115 (closed below)
-    try:
-        with suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_SH)
-        yield
-    finally:
-        stream.close()
-
-
-@contextmanager
-def _unused(folder: Path) -> Iterator[bool]:
-    with open(folder / MANIFEST, "rb") as stream:
-        free = True
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # A file system without locks has nobody who could hold one.
-            free = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-        yield free
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -7,7 +7,6 @@ them training may go on: what must not change is a copy by then.
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -70,14 +69,14 @@ class Saver:
         after: Callable[[], list[str]] = list,
     ) -> None:
         """``after`` runs on rank 0 when a checkpoint is published and returns notes. Collective."""
-        name = [secrets.token_hex(4)]
+        name = [files.owner_name()]
         with collectives.announced("broadcast_object", "world", None):
             dist.broadcast_object_list(name, src=0)
         self.directory = directory
         self.job = job
         self.manifest = manifest
         self.after = after
-        self.run_name: str = name[0]
+        self.owner: str = name[0]
         self.planner = Planner(job)
         self.snapshot = Snapshot(job.backend)
         self.sent: list[Any] | None = None
@@ -94,7 +93,7 @@ class Save:
         self._progress = progress
         self._background = background
         self._final = saver.directory / files.folder_name(progress.iteration)
-        self._partial = saver.directory / f".{self._final.name}.{saver.run_name}.partial"
+        self._partial = saver.directory / f".{self._final.name}.{saver.owner}.partial"
         self._plan: Plan | None = None
         self._results: list[Any] = []
         self._writing: Task | Written | None = None
@@ -201,7 +200,7 @@ class Save:
                 own.append(CONFIG_FILE)
             listed |= {name: files.checksum(self._partial / name) for name in own}
             files.write_manifest(self._partial, self._document(listed))
-            files.publish(self._partial, self._final)
+            files.publish(self._partial, self._final, self._saver.owner)
         except Exception as error:  # noqa: BLE001 (the other ranks wait to hear of it, whatever it is)
             shutil.rmtree(self._partial, ignore_errors=True)
             reason = str(error) if isinstance(error, OSError) else repr(error)

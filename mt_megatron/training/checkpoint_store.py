@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training import checkpoint_files as files
 from mt_megatron.training.checkpoint import damage, load_checkpoint, load_weights
+from mt_megatron.training.checkpoint_lock import on_main
+from mt_megatron.training.checkpoint_retention import prune, recover
 from mt_megatron.training.checkpoint_save import Save, Saver, SaveReport
 from mt_megatron.training.checkpoint_versions import versions
 from mt_megatron.training.config_process import CheckpointConfig
@@ -59,9 +59,11 @@ class CheckpointStore:
         job: Job,
         manifest: Mapping[str, Any],
         say: Callable[[str], None],
+        *,
+        alone: bool = True,
     ) -> None:
         """``manifest`` (JSON-able; ``config`` in it becomes ``config.yaml``) lies beside every checkpoint.
-        ``say`` takes lines for the log."""
+        ``say`` takes lines for the log. ``alone``: the run holds the lock of the folder to save to."""
         self.newest: Path | None = None
         """The newest complete checkpoint of this run, or the one it continues."""
 
@@ -69,6 +71,7 @@ class CheckpointStore:
         self._trainable = trainable
         self._job = job
         self._say = say
+        self._alone = alone
         self._pending: Save | None = None
         self._lost: SaveReport | None = None
         self._untold: list[SaveReport] = []
@@ -86,7 +89,7 @@ class CheckpointStore:
         """
         options, verify = self.options, self.options.verify_checkpoint
         lines = _about_restarts(options)
-        folder: Path | None = self._on_main(self._find)
+        folder: Path | None = on_main(self._job, self._find)
         if folder is not None:
             if verify and options.resume == "auto":
                 folder, skipped = self._skip_damaged(folder)
@@ -100,7 +103,7 @@ class CheckpointStore:
             lines.append(f"continuing from {folder} at step {progress.iteration}")
             return Resumed(progress=progress, folder=folder, lines=tuple(lines), notes=tuple(notes))
         if options.load is not None:
-            start = self._on_main(lambda: files.resolve_checkpoint(Path(options.load or "")))
+            start = on_main(self._job, lambda: files.resolve_checkpoint(Path(options.load or "")))
             load_weights(start, self._trainable, verify=verify)
             lines.append(f"starting from the weights of {start}")
         return Resumed(progress=Progress(), lines=tuple(lines))
@@ -193,18 +196,19 @@ class CheckpointStore:
 
     def _prune(self) -> list[str]:
         assert self.options.save is not None
-        files.prune(
+        notes: list[str] = []
+        prune(
             Path(self.options.save),
             keep_last=self.options.save_keep_last,
             retain_interval=self.options.save_retain_interval,
+            say=notes.append,
         )
-        return []
+        return notes
 
     def _find(self) -> Path | None:
         options = self.options
         if options.save is not None:
-            files.require_writable(Path(options.save))
-            files.recover(Path(options.save))
+            recover(Path(options.save), alone=self._alone, say=self._say)
         if options.resume not in ("auto", "never"):
             return files.resolve_checkpoint(Path(options.resume))
         if options.resume == "auto" and options.save is not None:
@@ -217,33 +221,19 @@ class CheckpointStore:
         if not found:
             return newest, []
         said = f"{newest} is damaged:\n" + "\n".join(f"- {line}" for line in found)
-        there: list[Path] = self._on_main(lambda: files.complete_checkpoints(newest.parent))
+        there: list[Path] = on_main(self._job, lambda: files.complete_checkpoints(newest.parent))
         older = [
             each for each in there if (files.iteration_of(each) or 0) < (files.iteration_of(newest) or 0)
         ]
         good = next((each for each in reversed(older) if not damage(each)), None)
         if good is None:
-            raise CheckpointError(f"{said}\nNo older checkpoint is whole. Start anew with --resume never")
+            raise CheckpointError(f"{said}\nNo older checkpoint is whole. Start anew with another --save")
         if not self.options.resume_skip_damaged:
             raise CheckpointError(
                 f"{said}\nThe newest whole one is {good}: continue from it with --resume-skip-damaged or "
                 f"--resume {good}"
             )
         return good, [f"DAMAGED: {said}\ncontinuing from {good} instead (--resume-skip-damaged)"]
-
-    def _on_main(self, action: Callable[[], Any]) -> Any:
-        """What ``action`` returns on rank 0, which alone looks; its error is raised on every rank."""
-        said: list[tuple[Any, str | None]] = [(None, None)]
-        if self._job.is_main:
-            try:
-                said = [(action(), None)]
-            except (CheckpointError, OSError) as error:
-                said = [(None, str(error))]
-        dist.broadcast_object_list(said, src=0)
-        found, error_text = said[0]
-        if error_text is not None:
-            raise CheckpointError(error_text)
-        return found
 
 
 def _about_restarts(options: CheckpointConfig) -> list[str]:

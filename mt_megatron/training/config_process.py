@@ -27,6 +27,10 @@ class CheckpointConfig:
     """``auto``: continue from the newest checkpoint in ``save`` if there is one. ``never``: start
     anew. Anything else is the directory of the checkpoint to continue from."""
 
+    save_over_others: bool = False
+    """Whether ``--resume never`` may start in a ``save`` that holds another run's checkpoints, and replace
+    them. Otherwise that is an error."""
+
     resume_skip_damaged: bool = False
     """Whether ``--resume auto`` continues from the newest whole checkpoint when the newest one is
     damaged. Otherwise that ends the run, and the error names the whole one."""

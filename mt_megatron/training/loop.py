@@ -6,12 +6,13 @@ import dataclasses
 import json
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mt_megatron
 from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.parameters import count_parameters
+from mt_megatron.training import checkpoint_lock
 from mt_megatron.training.checkpoint import Progress, read_manifest
 from mt_megatron.training.checkpoint_save import SaveReport
 from mt_megatron.training.checkpoint_store import CheckpointStore
@@ -26,6 +27,7 @@ from mt_megatron.training.init_from_hf import init_from_hf
 from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
 from mt_megatron.training.moe_metrics import ExpertLoads
+from mt_megatron.training.outcome import Outcome
 from mt_megatron.training.output import Output
 from mt_megatron.training.preflight import check_before_start
 from mt_megatron.training.rampup import batch_sizes
@@ -37,27 +39,6 @@ from mt_megatron.training.steps import Steps, touching
 from mt_megatron.training.summary import corpus_baselines, summary_lines
 from mt_megatron.training.throughput import Window
 from mt_megatron.training.watchdog import NoWatchdog, Watchdog, watched
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended."""
-
-    progress: Progress
-    finished: bool
-    """Whether all of ``train_iters`` are done."""
-
-    loss: float | None
-    """Training loss of the last step of this run; None when it made none."""
-
-    validation: Validation | None
-    """The last validation; None when there was none."""
-
-    checkpoint: Path | None
-    """The newest checkpoint; None when none is written."""
-
-    straggler: bool = False
-    """Whether the run ended because a straggler was confirmed; its host is on the list of excluded ones."""
 
 
 def train(config: TrainingConfig) -> Outcome:
@@ -75,9 +56,11 @@ def train(config: TrainingConfig) -> Outcome:
         joined(config, backend) as job,
         stop_requests() as stop_requested,
         watched(config.launch.watchdog_seconds, rank=job.rank, world_size=job.layout.world_size) as watchdog,
+        checkpoint_lock.held(config, job) as unlocked,
     ):
         mt_megatron.compare_plan_across_ranks()
-        run = _Run(config, job, started, watchdog)
+        config = replace(config, notes=(*config.notes, *unlocked))
+        run = _Run(config, job, started, watchdog, alone=not unlocked)
         try:
             return run.run(stop_requested)
         finally:
@@ -88,7 +71,13 @@ class _Run:
     """The state of one run. It is made whole by ``__init__`` and used up by ``run``."""
 
     def __init__(
-        self, config: TrainingConfig, job: Job, started: float, watchdog: Watchdog | NoWatchdog
+        self,
+        config: TrainingConfig,
+        job: Job,
+        started: float,
+        watchdog: Watchdog | NoWatchdog,
+        *,
+        alone: bool,
     ) -> None:
         tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
         if config.model.vocab_size is None:
@@ -120,7 +109,9 @@ class _Run:
             "patches": json.loads(mt_megatron.report().to_json()),
             "data_order": order_fingerprint(self.datasets.train),
         }
-        self.store = CheckpointStore(config.checkpoint, self.trainable, job, self.manifest, self.display.say)
+        self.store = CheckpointStore(
+            config.checkpoint, self.trainable, job, self.manifest, self.display.say, alone=alone
+        )
         self.checkpoint: Path | None = None
         self.validation: Validation | None = None
         self.steps = Steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import random
@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import CheckpointError
+from mt_megatron.training import file_locks
+from mt_megatron.training.file_locks import FileLock
 from tests.convert import published
 from tests.convert.published import differing, read
 from tests.convert.quiet import Quiet, converted
 from tests.launch import ROOT
+from tests.nfs_locks import flock_of_nfs, flock_that_fails
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +86,22 @@ def test_a_strange_folder_is_left_alone(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / ".out.converting" / "mine").exists()
 
 
-def test_two_at_once_are_refused(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / ".out.converting"
-    folder.mkdir()
-    descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+@pytest.mark.parametrize("nfs", [False, True], ids=["local", "nfs"])
+def test_two_at_once_are_refused(
+    source: Path, tmp_path: Path, nfs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if nfs:
+        monkeypatch.setattr(file_locks.fcntl, "flock", flock_of_nfs)
+    lock = FileLock(tmp_path / ".out.converting.lock", create=True)
     with pytest.raises(CheckpointError, match="another process"):
         converted(source, tmp_path / "out", "huggingface")
-    os.close(descriptor)
+    lock.close()
     converted(source, tmp_path / "out", "huggingface")
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_storage_without_locks_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_locks.fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    progress = Quiet()
+    converted(source, tmp_path / "out", "huggingface", progress=progress)
+    assert any("No locks available" in line for line in progress.lines)

@@ -135,10 +135,10 @@ def failing_save(folder: str) -> dict[str, Any]:
     original = checkpoint_files.publish
 
     def failing_at(name: str) -> Any:
-        def publish(partial: Path, final: Path) -> None:
+        def publish(partial: Path, final: Path, owner: str) -> None:
             if final.name == name:
                 raise OSError(28, "No space left on device")
-            original(partial, final)
+            original(partial, final, owner)
 
         return publish
 

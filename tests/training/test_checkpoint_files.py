@@ -8,6 +8,7 @@ import pytest
 
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training import checkpoint_files as files
+from mt_megatron.training import checkpoint_retention as retention
 from mt_megatron.training.checkpoint_files import (
     LATEST,
     MANIFEST,
@@ -151,15 +152,15 @@ def test_a_folder_without_its_marker_is_not_complete(tmp_path: Path) -> None:
 def test_the_last_few_and_every_so_many_are_kept(tmp_path: Path) -> None:
     for iteration in range(10, 70, 10):
         write_and_publish(tmp_path, iteration, b"a")
-    files.prune(tmp_path, keep_last=None, retain_interval=None)
+    retention.prune(tmp_path, keep_last=None, retain_interval=None)
     assert names(tmp_path) == [10, 20, 30, 40, 50, 60]
-    files.prune(tmp_path, keep_last=2, retain_interval=20)
+    retention.prune(tmp_path, keep_last=2, retain_interval=20)
     assert names(tmp_path) == [20, 40, 50, 60]
-    files.prune(tmp_path, keep_last=None, retain_interval=40)
+    retention.prune(tmp_path, keep_last=None, retain_interval=40)
     assert names(tmp_path) == [40, 60]
-    files.prune(tmp_path, keep_last=1, retain_interval=None)
+    retention.prune(tmp_path, keep_last=1, retain_interval=None)
     assert names(tmp_path) == [60]
-    files.prune(tmp_path, keep_last=1, retain_interval=None)
+    retention.prune(tmp_path, keep_last=1, retain_interval=None)
     assert names(tmp_path) == [60]
 
 
@@ -182,6 +183,6 @@ def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> Non
 def test_a_checkpoint_that_somebody_loads_is_not_pruned(tmp_path: Path) -> None:
     write_and_publish(tmp_path, 10, b"a")
     write_and_publish(tmp_path, 20, b"a")
-    with files.in_use(tmp_path / "iter_0000010"):
-        assert files.prune(tmp_path, keep_last=1, retain_interval=None) == []
-    assert files.prune(tmp_path, keep_last=1, retain_interval=None) == [tmp_path / "iter_0000010"]
+    with retention.in_use(tmp_path / "iter_0000010"):
+        assert retention.prune(tmp_path, keep_last=1, retain_interval=None) == []
+    assert retention.prune(tmp_path, keep_last=1, retain_interval=None) == [tmp_path / "iter_0000010"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.training import checkpoint_files as files
+from mt_megatron.training import checkpoint_retention as retention
 
 CONTENT = ("common.pt", "__0_0.distcp", "__1_0.distcp", "rng/rank_00000.pt")
 PUBLISHING = ("manifest", "marker", "moved_away", "renamed", "pointer", "pruning")
@@ -16,15 +17,16 @@ PUBLISHING = ("manifest", "marker", "moved_away", "renamed", "pointer", "pruning
 def write_and_publish(directory: Path, iteration: int, mark: bytes, *, keep_last: int | None = None) -> None:
     """What a save does with files, with other content for every ``mark``."""
     final = directory / files.folder_name(iteration)
-    partial = directory / f".{final.name}.0123abcd.partial"
+    owner = files.owner_name()
+    partial = directory / f".{final.name}.{owner}.partial"
     listed = {}
     for name in CONTENT:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         (partial / name).write_bytes(name.encode() + mark * 1000)
         listed[name] = files.checksum(partial / name)
     files.write_manifest(partial, {"files": listed, "mark": mark.decode()})
-    files.publish(partial, final)
-    files.prune(directory, keep_last=keep_last, retain_interval=None)
+    files.publish(partial, final, owner)
+    retention.prune(directory, keep_last=keep_last, retain_interval=None)
 
 
 def in_a_process_that_dies(directory: Path, iteration: int, mark: bytes, point: str) -> int:
@@ -41,12 +43,14 @@ def in_a_process_that_dies(directory: Path, iteration: int, mark: bytes, point: 
 
 def newest(directory: Path) -> tuple[str, str]:
     """Name and mark of the newest checkpoint as the next run finds it, which must be whole."""
-    files.recover(directory)
+    retention.recover(directory)
     folder = files.latest_checkpoint(directory)
     assert folder is not None
     document = files.read_manifest(folder)
     assert files.damaged_files(folder, document) == []
-    assert [each.name for each in directory.iterdir() if each.name.endswith(("partial", "pruned"))] == []
+    assert [
+        each.name for each in directory.iterdir() if each.name.endswith(("partial", "pruned", "replaced"))
+    ] == []
     return folder.name, document["mark"]
 
 

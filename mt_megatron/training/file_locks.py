@@ -1,0 +1,91 @@
+"""Advisory locks on files (``flock``), also on storage that gives them in its own way or not at all.
+
+NFS gives an exclusive lock only to a descriptor that is open for writing, and some storage has no locks.
+Neither may look like a lock that nobody holds: a caller is told which of the three it met.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+_held: weakref.WeakSet[FileLock]
+
+
+class FileLock:
+    """A lock on ``path`` for as long as the object is open. A context: its end lets go of the lock.
+
+    Processes that are forked meanwhile (workers of a data loader) do not inherit it: it ends with the
+    process that took it, however that ends.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False, create: bool = False) -> None:
+        """Takes the lock without waiting; ``state`` says whether that succeeded. Raises ``OSError`` when
+        ``path`` cannot be opened."""
+        self.path = path
+        self.state: Literal["held", "busy", "unsupported"] = "held"
+        """``busy``: another process holds it. ``unsupported``: the storage gives no lock, see ``reason``."""
+
+        self.reason = ""
+        # An exclusive lock on NFS needs a descriptor that is open for writing.
+        flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+        _held.add(self)
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            self.state = "busy" if error.errno in _BUSY else "unsupported"
+            self.reason = error.strerror or str(error)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read(self) -> bytes:
+        """What the file holds."""
+        return os.pread(self._descriptor, 1 << 16, 0)
+
+    def write(self, content: bytes) -> None:
+        """Replace what the file holds; for a lock that is not shared."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, content, 0)
+
+    def names_the_file(self) -> bool:
+        """Whether ``path`` still is the file that is locked, not removed or replaced by another process."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the lock; a second time does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        _held.discard(self)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_held = weakref.WeakSet()
+
+
+def _in_a_fork() -> None:
+    # A lock lasts as long as any process has the descriptor: one that outlives its trainer keeps it.
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
