@@ -20,7 +20,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "convert",
-        help="weights from and to Hugging Face",
         description="Convert weights between a folder in Hugging Face's form and Megatron checkpoints, or\n"
         "between the two forms of those. No model is built and no device is used. A conversion\n"
         "that was interrupted goes on where it was when the same command is given again.\n"

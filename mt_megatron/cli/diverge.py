@@ -17,7 +17,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "diverge",
-        help="find the first module that differs between two backends, layouts or dtypes",
         description="Run one step twice, from the same weights on the same batch: on two backends, in two\n"
         "layouts, in two dtypes, or with your own code on one side. Compare every module's output, the\n"
         "gradients and the updated weights, and name the first that differs. All other options are those of\n"

@@ -10,14 +10,17 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mt_megatron
 from mt_megatron._session import untested_versions
 from mt_megatron.cli import doctor_cards as cards
 from mt_megatron.cli import doctor_host as host
-from mt_megatron.cli.doctor_probe import MARKER
+from mt_megatron.cli.doctor_probe import MARKER, PARTS
+from mt_megatron.cli.doctor_text import text
 
 _TIMEOUT = 180.0
 
@@ -26,8 +29,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="what this machine has, what would run and what would not",
-        description="Report versions, devices, collectives, listeners and the state of the patches.\n"
+        description="Say whether this machine can train and what is wrong; then versions, devices,\n"
+        "collectives, listeners and the state of the patches.\n"
         "Exit code 0: nothing is wrong. 1: a problem was found.",
         epilog="example:\n  mt-megatron doctor\n  mt-megatron doctor --json > report.json",
     )
@@ -38,16 +41,26 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 when it names no problem, else 1."""
-    report = make_report()
-    print(json.dumps(report, indent=2) if args.json else text(report))
+    if args.json:
+        report = make_report()
+        print(json.dumps(report, indent=2))
+    else:
+        print(
+            f"mt_megatron {mt_megatron.__version__}: looking at the machine, then torch, which takes", end=""
+        )
+        print(" seconds to import:", end="", flush=True)
+        report = make_report(lambda part: print(f" {part}", end="", flush=True))
+        print(f"\n\n{text(report)}")
     return 1 if report["problems"] else 0
 
 
-def make_report() -> dict[str, Any]:
-    """The report as plain data; ``problems`` and ``warnings`` hold one line each."""
+def make_report(looked_at: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
+    """The report as plain data; ``problems`` and ``warnings`` hold one line each. ``looked_at`` gets the
+    name of each part when it is known."""
     versions, system, megatron = host.versions(), host.system(), host.megatron_core()
-    probe = _probe()
-    patches = _patches()
+    looked_at("machine")
+    probe = _probe(looked_at)
+    patches = probe["patches"]
     report: dict[str, Any] = {
         "mt_megatron": mt_megatron.__version__,
         "versions": versions,
@@ -56,7 +69,7 @@ def make_report() -> dict[str, Any]:
         "torch": probe["torch_facts"],
         "backends": probe["backend_facts"],
         "auto": probe["selected"],
-        "cards": _cards(probe["backend_facts"]),
+        "cards": _cards(probe["backend_facts"], looked_at),
         "network": host.network(),
         "patches": patches,
         "environment": host.environment(),
@@ -94,18 +107,43 @@ def _ending(code: int | None, stderr: str) -> str:
     return f"{how}: {last[0].strip() if last else 'nothing on stderr'}"
 
 
-def _probe() -> dict[str, Any]:
-    code, stdout, stderr = _run(["-m", "mt_megatron.cli.doctor_probe"])
-    _, marker, payload = stdout.partition(MARKER + "\n")
-    if code == 0 and marker:
-        found: dict[str, Any] = json.loads(payload)
-        return found
-    error = {"error": f"a process that imports torch ended with {_ending(code, stderr)}"}
-    return {"torch_facts": error, "backend_facts": error, "selected": error}
+def _probe(looked_at: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mt_megatron.cli.doctor_probe"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(_TIMEOUT, give_up)
+        timer.start()
+        with process:
+            for line in process.stdout or ():
+                if line.startswith(MARKER):
+                    part, facts = json.loads(line[len(MARKER) :])
+                    found[part] = facts
+                    looked_at(PARTS[part])
+        timer.cancel()
+        errors.seek(0)
+        code = None if late.is_set() else process.returncode
+        said = f"no answer within {_TIMEOUT:.0f} s" if late.is_set() else errors.read()
+    ended = f"a process that imports torch ended with {_ending(code, said)}"
+    for part in PARTS:
+        found.setdefault(part, {"ok": False, "error": ended} if part == "patches" else {"error": ended})
+    return found
 
 
-def _cards(backends: dict[str, Any]) -> list[dict[str, Any]]:
+def _cards(backends: dict[str, Any], looked_at: Callable[[str], None]) -> list[dict[str, Any]]:
     code, stdout, stderr = _run(["-m", "mt_megatron.cli.doctor_cards"])
+    looked_at("cards")
     _, marker, payload = stdout.partition(cards.MARKER + "\n")
     if code != 0 or not marker:
         reason = f"a process that loads the driver libraries ended with {_ending(code, stderr)}"
@@ -114,22 +152,6 @@ def _cards(backends: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         seen = json.loads(payload)
     return cards.describe(seen, {} if "error" in backends else backends)
-
-
-def _patches() -> dict[str, Any]:
-    code, stdout, stderr = _run(["-m", "mt_megatron.cli", "patches", "check", "--json"])
-    try:
-        found = json.loads(stdout)
-    except ValueError:
-        return {"ok": False, "error": f"`mt-megatron patches check` ended with {_ending(code, stderr)}"}
-    return {
-        "ok": code == 0,
-        "backend": found.get("backend"),
-        "applicable": len(found.get("patches", [])),
-        "left_out": len(found.get("left_out", [])),
-        "plan_digest": found.get("plan_digest"),
-        "problems": [f"{each['error']}: {each['message']}" for each in found["problems"]],
-    }
 
 
 def _probe_problems(probe: dict[str, Any]) -> list[str]:
@@ -199,81 +221,3 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if report["versions"]["packaging"] is not None:
         warnings.extend(untested_versions())
     return warnings
-
-
-def text(report: dict[str, Any]) -> str:
-    """The report for people, in plain lines."""
-    versions, system = report["versions"], report["system"]
-    lines = [f"mt_megatron {report['mt_megatron']}", "", "versions"]
-    lines += [f"  {name:<22}{value}" for name, value in versions.items() if value is not None]
-    absent = [name for name, value in versions.items() if value is None]
-    lines.append(f"  {'not installed':<22}{', '.join(absent)}" if absent else "  everything is installed")
-    lines += ["", "machine"]
-    lines.append(
-        f"  {'os':<22}{system['os']} {system['release']} {system['machine']} {system['libc'] or ''}".rstrip()
-    )
-    lines.append(f"  {'processor':<22}{system['cpu']} ({', '.join(system['cpu_flags']) or 'no known flags'})")
-    lines.append(f"  {'cores':<22}{system['cores']}, {system['cores_allowed']} allowed")
-    lines.append(
-        f"  {'memory':<22}{_size(system['memory_bytes'])}, {_size(system['memory_available_bytes'])} free"
-    )
-    lines.append(f"  {'/dev/shm':<22}{_size(system['shared_memory_free_bytes'])} free")
-    lines += ["", "megatron.core", f"  {'path':<22}{report['megatron_core']['path']}"]
-    lines.append(f"  {'dataset helper':<22}{report['megatron_core']['dataset_helper']}")
-    lines += ["", "torch", *_facts(report["torch"])]
-    lines += ["", "backends"]
-    if "error" in report["backends"]:
-        lines.append(f"  {report['backends']['error']}")
-    else:
-        for name, facts in report["backends"].items():
-            state = "yes" if facts["available"] else "no"
-            devices = f"; {len(facts['devices'])} x {facts['devices'][0]}" if facts["devices"] else ""
-            lines.append(f"  {name:<22}{state}: {facts['why']}{devices}")
-    lines.append(f"  {'auto takes':<22}{report['auto'].get('name', report['auto'].get('error'))}")
-    lines += ["", "cards"]
-    lines += [
-        f"  {each['name']} ({each['found_by']}): {'; '.join(each['can'])}" for each in report["cards"]
-    ] or ["  no NVIDIA or Moore Threads card was found"]
-    network = report["network"]
-    lines += ["", "network"]
-    lines.append(f"  {'loopback':<22}{network['loopback_interface']}")
-    lines.append(f"  {'host name is':<22}{network['hostname_address'] or 'not resolvable'}")
-    lines.append(f"  {'GLOO_SOCKET_IFNAME':<22}{network['GLOO_SOCKET_IFNAME'] or 'not set'}")
-    lines += [f"  - {each}" for each in network["listeners"]]
-    lines += ["", "patches", _patch_line(report["patches"])]
-    lines += ["", "would run"]
-    lines += [
-        f"  {'yes' if each['works'] else 'no ':<4}{name}: {each['why']}"
-        for name, each in report["would_run"].items()
-    ]
-    if report["environment"]:
-        lines += ["", "environment", *(f"  {name}={value}" for name, value in report["environment"].items())]
-    for kind in ("warnings", "problems"):
-        lines += ["", f"{kind}: {'none' if not report[kind] else ''}".rstrip()]
-        lines += [f"  - {each}" for each in report[kind]]
-    return "\n".join(lines)
-
-
-def _patch_line(patches: dict[str, Any]) -> str:
-    if not patches["ok"]:
-        return "  do not fit what is installed: see the problems below"
-    return (
-        f"  {patches['applicable']} for {patches['backend']} fit what is installed, "
-        f"{patches['left_out']} left out; plan {patches['plan_digest'][:12]}"
-    )
-
-
-def _facts(facts: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, value in facts.items():
-        shown = (
-            ", ".join(f"{k} {'yes' if v else 'no'}" for k, v in value.items())
-            if isinstance(value, dict)
-            else value
-        )
-        lines.append(f"  {name:<22}{shown}")
-    return lines
-
-
-def _size(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"

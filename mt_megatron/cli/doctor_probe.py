@@ -1,7 +1,7 @@
 """Run by ``doctor`` in a process of its own: what torch, the backends and the patches say.
 
 A broken torch can end its process or hang in its import; then this process is lost, not doctor.
-Prints one JSON object after a marker line.
+Prints a line with a marker and JSON for each part as soon as it is known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import sys
 from typing import Any
 
-MARKER = "mt-megatron doctor probe:"
+MARKER = "mt-megatron doctor probe: "
+PARTS = {"torch_facts": "torch", "backend_facts": "backends", "selected": "choice", "patches": "patches"}
+"""Function of this module -> what it looks at."""
 
 
 def torch_facts() -> dict[str, Any]:
@@ -70,16 +72,32 @@ def selected() -> dict[str, str]:
     return {"name": backend.name, "why": why}
 
 
+def patches() -> dict[str, Any]:
+    """Whether the patches of the backend that ``auto`` takes fit what is installed."""
+    from mt_megatron.cli.patches import examine
+
+    found = examine("auto")
+    return {
+        "ok": found["ok"],
+        "backend": found.get("backend"),
+        "applicable": len(found.get("patches", [])),
+        "left_out": len(found.get("left_out", [])),
+        "plan_digest": found.get("plan_digest"),
+        "problems": [f"{each['error']}: {each['message']}" for each in found["problems"]],
+    }
+
+
 def main() -> int:
     """Print the facts; each part that fails reports its error in place of its facts."""
-    found: dict[str, Any] = {}
-    for part in (torch_facts, backend_facts, selected):
+    for part in PARTS:
         try:
-            found[part.__name__] = part()
+            facts = globals()[part]()
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the report.
-            found[part.__name__] = {"error": f"{type(error).__name__}: {error}"}
-    print(MARKER)
-    print(json.dumps(found))
+            facts = {"error": f"{type(error).__name__}: {error}"}
+            if part == "patches":
+                facts["ok"] = False
+        # On a line of its own, whatever torch has printed.
+        print(f"\n{MARKER}{json.dumps([part, facts])}", flush=True)
     return 0
 
 

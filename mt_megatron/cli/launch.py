@@ -29,7 +29,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "launch",
-        help="start training on this machine, or print what a scheduler needs to start it on many",
         description="Start torchrun for this machine's part of a training run; or, with --print, write a\n"
         "Slurm script, Kubernetes manifests or a Ray program to standard output. Nothing is submitted.",
         usage="mt-megatron launch [options] -- OPTIONS OF MT-MEGATRON PRETRAIN",
@@ -47,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     _add_meeting(parser)
     _add_schedulers(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(func=run)
+    parser.set_defaults(func=run, after_dashes="mt-megatron pretrain")
     return parser
 
 

@@ -14,51 +14,32 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import mt_megatron
+from mt_megatron.cli.commands import COMMANDS, listing
+from mt_megatron.cli.parser import Parser
 from mt_megatron.errors import ConfigError, MtMegatronError, RunError
-
-COMMANDS = (
-    "run",
-    "pretrain",
-    "launch",
-    "prepare",
-    "preprocess",
-    "convert",
-    "plan",
-    "diverge",
-    "scan",
-    "doctor",
-    "patches",
-)
-"""Subcommands, in the order of ``--help``."""
+from mt_megatron.near_names import hint
 
 
-class _Parser(argparse.ArgumentParser):
-    """Examples keep their line breaks, and ``--mod`` is not taken for ``--model``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help.\n")
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of one subcommand; its module is imported here and not before."""
+    parser = Parser(prog="mt-megatron")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    import_module(f"mt_megatron.cli.{command}").add_parser(subparsers)
+    return parser
 
 
-def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser with the subcommands named; each one's module is imported here and not before."""
-    parser = _Parser(
+def _top() -> Parser:
+    parser = Parser(
         prog="mt-megatron",
+        usage="mt-megatron COMMAND [options]",
         description="Train the unmodified Megatron-Core 0.9.0 on CPU, CUDA and other devices.",
-        epilog="example:\n  mt-megatron doctor\n\nexit codes: 0 fine, 1 a problem was found, 2 wrong use",
+        epilog=f"{listing()}\n\nexample:\n  mt-megatron doctor\n  mt-megatron pretrain --help\n\n"
+        "exit codes: 0 fine, 1 a problem was found, 2 wrong use",
     )
     parser.add_argument("--version", action="version", version=f"mt-megatron {mt_megatron.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in commands:
-        import_module(f"mt_megatron.cli.{command}").add_parser(subparsers)
     return parser
 
 
@@ -74,13 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    # Only the subcommand in question is imported: doctor must run where the others cannot.
-    wanted = [given[0]] if given and given[0] in COMMANDS else list(COMMANDS)
     try:
-        parser = build_parser(wanted)
-        args, rest = parser.parse_known_args(given)
-        if rest and not getattr(args, "config_arguments", False):
-            parser.error(f"unknown arguments: {' '.join(rest)}")
+        if not given or given[0] not in COMMANDS:
+            _nothing_to_do(given)
+        # Only the subcommand in question is imported: doctor must run where the others cannot.
+        args, rest = build_parser(given[0]).parse_known_args(given)
         args.config_argv = rest
         return int(args.func(args))
     except (ConfigError, RunError) as error:
@@ -93,6 +72,17 @@ def _main(given: list[str]) -> int:
         # What is still buffered may find nobody to read it; at exit nobody could be told. Also where argparse
         # ends the process, as after --help and --list-options.
         sys.stdout.flush()
+
+
+def _nothing_to_do(given: list[str]) -> NoReturn:
+    """``--help``, ``--version``, or wrong use."""
+    parser = _top()
+    if not given:
+        parser.error("no command is given")
+    if not given[0].startswith("-"):
+        parser.error(f"there is no command {given[0]!r}.{hint(given[0], COMMANDS)}")
+    parser.parse_args(given)
+    parser.error("no command is given")
 
 
 def _fail(error: MtMegatronError, code: int) -> int:

@@ -21,7 +21,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "patches",
-        help="list, explain and check the patches; changes nothing",
         description="Show the declared changes to Megatron-Core. Nothing is applied, and Megatron is not "
         "imported.",
         epilog="examples:\n  mt-megatron patches list\n  mt-megatron patches explain device.torch\n"
@@ -112,11 +111,21 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    result = examine(args.backend)
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_check(result)
+    return 0 if result["ok"] else 1
+
+
+def examine(name: str) -> dict[str, Any]:
+    """What ``check`` reports of the backend ``name``; ``problems`` names what does not fit."""
     from mt_megatron.patching.plan import find_problems
 
     result: dict[str, Any] = {"ok": False, "problems": []}
     try:
-        backend, why, patches = _declared(args.backend)
+        backend, why, patches = _declared(name)
         _session.check_upstream_version()
         problems = find_problems(patches, backend=backend.name, settings=_session.settings())
         result |= {"backend": backend.name, "why": why, "warnings": list(_session.untested_versions())}
@@ -132,11 +141,7 @@ def _check(args: argparse.Namespace) -> int:
             }
     except MtMegatronError as error:
         result["problems"] = [_problem(error)]
-    if args.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_check(result)
-    return 0 if result["ok"] else 1
+    return result
 
 
 def _print_check(result: dict[str, Any]) -> None:

@@ -33,7 +33,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="parameters, operations and memory of a run; layouts that fit a machine",
         description="Count a model's parameters exactly, per kind of module, and what a step of training\n"
         "takes: floating-point operations and the memory of each rank. Nothing is built.\n"
         "Takes --model NAME and every other option of mt-megatron pretrain.",

@@ -21,7 +21,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prepare",
-        help="make training data from text",
         description="Write tokenizer.json, train.bin/.idx, valid.bin/.idx and corpus.json to a folder.\n"
         "A folder that already holds this corpus is left as it is; an interrupted one is made anew.\n"
         "Nothing is downloaded: without --corpus the text is the source of Python's standard library.",

@@ -35,7 +35,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "preprocess",
-        help="turn text, JSONL or Parquet into indexed data files",
         description="Write PREFIX_KEY_document.bin, .idx and a description .json, by worker processes.\n"
         "Run again after an interruption, it continues where it stopped; the result is the same to the bit.\n"
         "Nothing is downloaded. Bad documents are counted, named and left out.",

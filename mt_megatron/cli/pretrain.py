@@ -26,7 +26,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "pretrain",
-        help="train a model",
         description="Train a model on prepared data. Alone it is a run of one process; torchrun starts\n"
         "several. Options are Megatron-Core's field names and Megatron-LM 0.9's argument names, over a\n"
         "YAML file (--config FILE), over a preset (--model NAME); --list-options names them all.",

@@ -19,7 +19,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
-        help="run a script that uses Megatron-Core, unchanged, on another device",
         description="Run a script, or a module, with Megatron-Core patched. Megatron, the script, the\n"
         "modules beside it and those below every --scope folder see the backend where they say cuda;\n"
         "all other libraries see the machine as it is. So do the processes that it starts.\n"

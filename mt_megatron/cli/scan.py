@@ -39,7 +39,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand and its actions."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "scan",
-        help="traces of runs: what every rank did, on one clock, and who held the others up",
         description="Look at the trace of a run, or change what a run records while it trains. RUN is the\n"
         "folder of a run's outputs, or its 'scan' folder.",
         epilog=f"example:\n  mt-megatron scan level RUN full\n\n{_CODES}",

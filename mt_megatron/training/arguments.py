@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.models import presets
+from mt_megatron.near_names import hint
 from mt_megatron.training.arguments_megatron import ALIASES, SET, Alias
 from mt_megatron.training.arguments_refused import REFUSED, RENAMED
 from mt_megatron.training.config import TrainingConfig
@@ -143,7 +143,7 @@ class _Reader:
         if entry.section not in SECTIONS:
             self.problems.append(
                 f"{entry.where}: there is no section {entry.section!r}; expected one of "
-                f"{', '.join(SECTIONS)}." + _hint(entry.section, list(SECTIONS), "")
+                f"{', '.join(SECTIONS)}." + hint(entry.section, list(SECTIONS), "")
             )
             return
         name, dashed = entry.name.replace("-", "_"), entry.name.replace("_", "-")
@@ -266,16 +266,5 @@ def _unknown(shown: str, dashed: str, section: str | None = None) -> str:
             candidates.append("no-" + option.flag[2:])
     if section is None:
         candidates.append("config")
-        return f"there is no option {shown}." + _hint(dashed, candidates, "--")
-    return f"{shown} is unknown." + _hint(name, [each.replace("-", "_") for each in candidates], "")
-
-
-def _hint(name: str, candidates: Sequence[str], prefix: str) -> str:
-    # Without case and separators first: NumLayers is num-layers.
-    same = [each for each in candidates if _bare(each) == _bare(name)]
-    close = same or difflib.get_close_matches(name.lower(), candidates, n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
-
-
-def _bare(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
+        return f"there is no option {shown}." + hint(dashed, candidates, "--")
+    return f"{shown} is unknown." + hint(name, [each.replace("-", "_") for each in candidates], "")

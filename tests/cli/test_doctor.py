@@ -13,6 +13,7 @@ import pytest
 
 from mt_megatron.cli import doctor
 from mt_megatron.cli import doctor_host as host
+from mt_megatron.cli.doctor_text import text, verdict
 from mt_megatron.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,22 +85,28 @@ def test_what_is_said_of_the_rendezvous_store_is_true() -> None:
     assert any(each in done.stdout for each in ("'::'", "'0.0.0.0'")), done
 
 
-def test_text_shows_every_part(report: dict[str, Any]) -> None:
-    text = doctor.text(report)
-    for heading in (
-        "versions",
-        "machine",
-        "megatron.core",
-        "torch",
-        "backends",
-        "network",
-        "patches",
-        "would run",
-        "warnings:",
-        "problems: none",
-    ):
-        assert f"\n{heading}" in text
-    assert f"mt_megatron {report['mt_megatron']}" in text
+def test_text_shows_every_part_after_the_verdict(report: dict[str, Any]) -> None:
+    shown = text(report)
+    assert shown.splitlines()[0] == verdict(report)
+    for heading in ("versions", "machine", "megatron.core", "torch", "backends", "network", "patches"):
+        assert f"\n{heading}\n" in shown
+    assert shown.index("\nwould run\n") < shown.index("\nversions\n")
+
+
+@pytest.mark.parametrize(
+    ("works", "problems", "says"),
+    [
+        ({"cpu": True, "cuda": False}, [], "OK: can train on cpu. Problems: none."),
+        ({"cpu": True, "cuda": True}, [], "OK: can train on cuda, cpu. Problems: none."),
+        ({"cpu": True}, ["one", "two"], "NOT OK: can train on cpu. Problems: 2."),
+        ({"cpu": False}, ["one"], "NOT OK: cannot train here. Problems: 1."),
+    ],
+)
+def test_the_verdict(works: dict[str, bool], problems: list[str], says: str) -> None:
+    would_run = {f"training on {name}": {"works": each, "why": ""} for name, each in works.items()}
+    found = {"would_run": would_run, "problems": problems, "warnings": [], "auto": {"name": "cuda"}}
+    assert verdict(found) == says
+    assert verdict({**found, "warnings": ["x"]}) == f"{says} Warnings: 1."
 
 
 @pytest.mark.parametrize(("problems", "code"), [([], 0), (["one"], 1)])
@@ -110,11 +117,26 @@ def test_text_is_the_default_and_the_exit_code_tells_of_problems(
     problems: list[str],
     code: int,
 ) -> None:
-    monkeypatch.setattr(doctor, "make_report", lambda: {**report, "problems": problems})
+    monkeypatch.setattr(doctor, "make_report", lambda *_: {**report, "problems": problems})
     assert main(["doctor"]) == code
-    assert capsys.readouterr().out.startswith("mt_megatron ")
+    looking, _, said = capsys.readouterr().out.splitlines()[:3]
+    assert looking.startswith("mt_megatron ") and said.startswith(
+        "NOT OK" if problems else "OK: can train on"
+    )
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["problems"] == problems
+
+
+def test_parts_are_named_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first words come before torch is there, and what it costs beside torch's import is little."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mt_megatron.cli", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        first = os.read(process.stdout.fileno(), 4096)
+        whole = first + process.stdout.read()
+    assert b"looking" in first and b"torch backends" not in first and b"OK:" not in first
+    assert b": machine torch backends choice patches cards\n\n" in whole
 
 
 def test_environment_holds_known_variables_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +164,7 @@ def test_a_broken_torch_is_reported(tmp_path: Path, source: str, message: str) -
     found = json.loads(done.stdout)
     assert message in "\n".join(found["problems"])
     assert "Traceback" not in done.stderr
-    assert doctor.text(found)
+    assert text(found)
 
 
 def test_a_torch_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +172,8 @@ def test_a_torch_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     monkeypatch.setattr(doctor, "_TIMEOUT", 3.0)
-    assert "no answer within 3 s" in doctor._probe()["torch_facts"]["error"]
+    found = doctor._probe()
+    assert "no answer within 3 s" in found["torch_facts"]["error"] and not found["patches"]["ok"]
 
 
 def test_an_empty_environment_is_reported(tmp_path: Path) -> None:
@@ -164,7 +187,7 @@ def test_an_empty_environment_is_reported(tmp_path: Path) -> None:
     assert "megatron.core cannot be found: pip install megatron-core==0.9.0" in problems
     assert "No module named 'torch'" in problems
     assert not any(each["works"] for each in json.loads(done.stdout)["would_run"].values())
-    assert "problems:\n" in run(python=python).stdout
+    assert "\nproblems:\n" in run(python=python).stdout
 
 
 def versions(**changes: str | None) -> dict[str, Any]:
@@ -227,9 +250,9 @@ def test_warnings_name_what_may_surprise(report: dict[str, Any]) -> None:
         "megatron_core": {**report["megatron_core"], "namespace": ["/a/megatron", "/b/megatron"]},
         "system": {**report["system"], "shared_memory_free_bytes": 64 * 2**20},
     }
-    text = "\n".join(doctor._warnings(surprising))
+    lines = "\n".join(doctor._warnings(surprising))
     for part in ("transformer-engine 1.9", "apex 0.1", "/a/megatron, /b/megatron", "64 MiB free"):
-        assert part in text
+        assert part in lines
 
 
 def test_patches_that_do_not_fit_are_a_problem() -> None:

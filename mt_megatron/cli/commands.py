@@ -1,0 +1,39 @@
+"""The subcommands, grouped as ``mt-megatron --help`` shows them; their modules are not imported for it."""
+
+from __future__ import annotations
+
+GROUPS: dict[str, dict[str, str]] = {
+    "start": {
+        "doctor": "what this machine has, what would run and what would not",
+        "prepare": "make training data from text",
+        "preprocess": "turn text, JSONL or Parquet into indexed data files",
+        "plan": "parameters, operations and memory of a run; layouts that fit a machine",
+    },
+    "train": {
+        "pretrain": "train a model",
+        "launch": "start training on this machine, or print what a scheduler needs to start it on many",
+        "run": "run a script that uses Megatron-Core, unchanged, on another device",
+    },
+    "look": {
+        "scan": "traces of runs: what every rank did, on one clock, and who held the others up",
+        "diverge": "find the first module that differs between two backends, layouts or dtypes",
+    },
+    "take along": {
+        "convert": "weights from and to Hugging Face",
+    },
+    "internals": {
+        "patches": "list, explain and check the patches; changes nothing",
+    },
+}
+"""Group -> subcommand -> one line about it."""
+
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
+"""Subcommands, in the order of ``--help``; each is a module of this package."""
+
+
+def listing() -> str:
+    """The groups as text for a terminal."""
+    lines = []
+    for group, members in GROUPS.items():
+        lines += [f"{group}:", *(f"    {name:<12}{about}" for name, about in members.items())]
+    return "\n".join(lines)
