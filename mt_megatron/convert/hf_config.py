@@ -13,6 +13,8 @@ from typing import Any
 from mt_megatron.convert import hf_families as families
 from mt_megatron.convert.hf_rope import rope_options, rope_settings
 from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.training.config_types import options
+from mt_megatron.training.field_kinds import Kind, changes
 
 Options = dict[str, Any]
 """Values by option name."""
@@ -100,7 +102,7 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
     reader.require("attention_bias", False, default=False)
     reader.require("mlp_bias", False, default=False)
     heads = reader.get("num_attention_heads")
-    options: Options = {
+    found: Options = {
         "family": architecture.family,
         "num_layers": reader.get("num_hidden_layers"),
         "hidden_size": reader.get("hidden_size"),
@@ -121,13 +123,13 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
         **rope_options(document),
         **architecture.read(reader),
     }
-    if not options.get("multi_latent_attention"):
-        options["num_query_groups"] = reader.get("num_key_value_heads", heads) or heads
+    if not found.get("multi_latent_attention"):
+        found["num_query_groups"] = reader.get("num_key_value_heads", heads) or heads
         head = reader.get("head_dim", None)
-        options["kv_channels"] = head or options["hidden_size"] // heads
+        found["kv_channels"] = head or found["hidden_size"] // heads
     if not prediction:
-        options.pop("mtp_num_layers", None)
-    return options
+        found.pop("mtp_num_layers", None)
+    return found
 
 
 def model_type_of(model: Any) -> str:
@@ -177,6 +179,7 @@ def config_json(
     }
     families.require_published(model)
     document |= architecture.write(model)
+    _require_same_model(document, model)
     kept = dict(like) if like and like.get("model_type") == kind else {}
     for name in _WRITTEN_ANEW:
         kept.pop(name, None)
@@ -191,23 +194,18 @@ def config_json(
     return dict(sorted(kept.items()))
 
 
-def differences(options: Mapping[str, Any], model: Any, *, ignored: tuple[str, ...] = ()) -> list[str]:
-    """One line for each of the published ``options`` that a ``ModelConfig`` contradicts."""
-    found = []
-    for name, value in options.items():
-        if name in _FREE or name in ignored:
-            continue
-        ours = getattr(model, name)
-        same = ours == value or (isinstance(ours, list | tuple) and list(ours) == value)
-        if name == "family":
-            continue
-        if name == "moe_layer_freq":
-            same = families.same_layers(ours, value, model.num_layers)
-        if isinstance(value, float) and isinstance(ours, float):
-            same = abs(ours - value) <= 1e-9 * max(abs(ours), abs(value))
-        if not same:
-            found.append(f"{name} is {ours}, config.json says {value}")
-    return found
+def _require_same_model(document: Mapping[str, Any], model: Any) -> None:
+    """Raise ``ConfigError`` unless ``document`` says all of ``model`` that its output depends on."""
+    ours = {name: getattr(model, name) for name, option in options().items() if option.section == "model"}
+    found = [
+        f"- {each.name} is {each.now}; expected {each.before}"
+        for each in changes(options_of(document), ours)
+        if each.kind in (Kind.SHAPE, Kind.FUNCTION)
+    ]
+    if found:
+        raise ConfigError(
+            f"the model has no form as {document['architectures'][0]}, which cannot say:\n" + "\n".join(found)
+        )
 
 
 _WRITTEN_ANEW = (
@@ -222,19 +220,3 @@ _WRITTEN_ANEW = (
     "torch_dtype",
 )
 """Entries that would contradict what is written; code of a repository is none of an export's business."""
-
-_FREE = frozenset(
-    {
-        "family",
-        "init_method_std",
-        "attention_dropout",
-        "hidden_dropout",
-        "max_position_embeddings",
-        "moe_aux_loss_coeff",
-        "moe_router_load_balancing_type",
-        "moe_router_dtype",
-        "moe_router_bias_update_rate",
-        "moe_token_dispatcher_type",
-    }
-)
-"""Options that a run may choose otherwise than the weights' publisher did: they are about training."""

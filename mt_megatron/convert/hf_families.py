@@ -235,11 +235,6 @@ def write_deepseek_v3(model: Any) -> dict[str, Any]:
     }
 
 
-def same_layers(ours: Any, theirs: Any, num_layers: int) -> bool:
-    """Whether two values of ``moe_layer_freq`` mean the same layers."""
-    return moe_pattern(_plain(ours), num_layers) == moe_pattern(_plain(theirs), num_layers)
-
-
 def require_published(model: Any) -> None:
     """Raise ``ConfigError`` for what no published architecture has."""
     _require(
@@ -357,10 +352,6 @@ def _width(model: Any) -> int:
 
 def _unless_one(factor: float) -> float | None:
     return None if factor == 1 else float(factor)
-
-
-def _plain(freq: Any) -> Any:
-    return list(freq) if isinstance(freq, tuple) else freq
 
 
 def _require(model: Any, **expected: Any) -> None:

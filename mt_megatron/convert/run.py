@@ -46,7 +46,7 @@ def convert(request: Request, progress: Progress) -> Outcome:
     elif given.has_optimizer:
         how = given.flat_optimizer or "--with-optimizer converts it as well"
         progress.say(f"the optimizer's state is left behind, the result holds weights only ({how})")
-    config = configuration(given.options, request.arguments)
+    config = configuration(given.options, request.arguments, published=request.published, say=progress.say)
     if not request.prediction:
         config = _without_prediction(config, progress)
     model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mt_megatron.convert.hf_config import differences
 from mt_megatron.convert.table import Sizes, expand
 from mt_megatron.errors import ConfigError
 from mt_megatron.models.parameters import padded_vocab_size
@@ -18,6 +17,7 @@ from mt_megatron.models.weights import TensorRow
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_types import options as known_options
+from mt_megatron.training.model_change import changes_from, notes, override_problems, refused
 
 _NAMES_A_MODEL = ("--config", "--model", "--preset")
 
@@ -35,25 +35,34 @@ class Model:
     sizes: Sizes
 
 
-def configuration(options: Mapping[str, Any], argv: Sequence[str]) -> TrainingConfig:
+def configuration(
+    options: Mapping[str, Any], argv: Sequence[str], *, published: bool, say: Callable[[str], None]
+) -> TrainingConfig:
     """The configuration that ``options`` (by name, from the source) and ``argv`` (what was typed) make.
 
-    ``argv`` may describe the model itself (``--config``, ``--model``): then the two are compared. Raises
-    ``ConfigError`` that names every difference.
+    ``argv`` may describe the model itself (``--config``, ``--model``) or parts of it. Raises ``ConfigError``
+    that names every difference from the source; ``say`` takes those that are about training alone.
     """
     if any(word.split("=")[0] in _NAMES_A_MODEL for word in argv):
         config = load_config(argv)
-        found = differences(options, config.model)
-        if found:
-            raise ConfigError(
-                "the configuration is not of the model that is converted:\n"
-                + "\n".join(f"- {line}" for line in found)
-            )
+    else:
+        with tempfile.TemporaryDirectory(prefix="mt_megatron.") as folder:
+            path = Path(folder) / "source.yaml"
+            path.write_text(as_yaml(options), encoding="utf-8")
+            config = load_config(argv, path)
+    if not options:
         return config
-    with tempfile.TemporaryDirectory(prefix="mt_megatron.") as folder:
-        path = Path(folder) / "source.yaml"
-        path.write_text(as_yaml(options), encoding="utf-8")
-        return load_config(argv, path)
+    # A Megatron checkpoint holds the vocabulary padded: which entries are real may have to be told.
+    found = changes_from(options, config, ignored=() if published else ("vocab_size",))
+    wrong = [*override_problems(config), *refused(found, config, "the source")]
+    if wrong:
+        raise ConfigError(
+            "the configuration is not of the model that is converted:\n"
+            + "\n".join(f"- {line}" for line in wrong)
+        )
+    for line in notes(found, config, "the source"):
+        say(line)
+    return config
 
 
 def as_yaml(options: Mapping[str, Any]) -> str:

@@ -53,11 +53,6 @@ class RouterOptions:
                 f"moe_router_topk is {self.topk}; expected at most num_moe_experts = {self.num_experts}. "
                 "Change moe_router_topk"
             )
-        if self.score_function == "softmax" and self.topk == 1 and not self.pre_softmax:
-            raise ConfigError(
-                "moe_router_topk is 1 with a softmax over the chosen experts, which is 1 whatever the "
-                "logits are; expected a softmax over all of them. Set moe_router_pre_softmax"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,10 @@ class CheckpointConfig:
     """Folder in Hugging Face's form (config.json, safetensors) to start from when ``resume`` finds nothing in
     ``save``; excludes ``load``."""
 
+    allow_function_change: tuple[str, ...] = ()
+    """Options that change what the same weights compute and may differ from those of the checkpoint or of the
+    Hugging Face folder that a run starts from. Any other difference of the model is an error."""
+
     resume: str = "auto"
     """``auto``: continue from the newest checkpoint in ``save`` if there is one. ``never``: start
     anew. Anything else is the directory of the checkpoint to continue from."""

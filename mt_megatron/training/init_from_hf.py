@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.model_change import changes_from, notes, refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,26 +22,30 @@ if TYPE_CHECKING:
     from mt_megatron.training.model import Trainable
 
 
-def check_published(config: TrainingConfig) -> None:
-    """Raise ``CheckpointError`` when ``init_from_hf`` names a folder of another model than ``config``'s. It
-    reads ``config.json`` alone."""
+def check_published(config: TrainingConfig) -> list[str]:
+    """What the log says about the folder that ``init_from_hf`` names; it reads ``config.json`` alone.
+
+    Raises ``CheckpointError`` when its model is not ``config``'s.
+    """
     if config.checkpoint.init_from_hf is None:
-        return
-    from mt_megatron.convert.hf_config import differences, options_of
+        return []
+    from mt_megatron.convert.hf_config import options_of
     from mt_megatron.convert.published import CONFIG, read_json
 
     folder = Path(config.checkpoint.init_from_hf)
     options = options_of(read_json(folder / CONFIG), prediction=bool(config.model.mtp_num_layers))
     # The tokenizer's vocabulary takes the place of one that is not set, and is compared later.
     ignored = () if config.model.vocab_size is not None else ("vocab_size",)
-    found = differences(options, config.model, ignored=ignored)
-    if found:
+    found = changes_from(options, config, ignored=ignored)
+    wrong = refused(found, config, "config.json")
+    if wrong:
         raise CheckpointError(
             f"the weights in {folder} are of another model than this run's:\n"
-            + "\n".join(f"- {line}" for line in found)
+            + "\n".join(f"- {line}" for line in wrong)
             + "\nSet these options as config.json says (mt-megatron convert --from-hf DIR --to-config FILE "
             "writes them), or name another folder"
         )
+    return notes(found, config, str(folder / CONFIG))
 
 
 def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:

@@ -29,7 +29,7 @@ from mt_megatron.training.model import Trainable, build, family_of
 from mt_megatron.training.moe_metrics import ExpertLoads
 from mt_megatron.training.outcome import Outcome
 from mt_megatron.training.output import Output
-from mt_megatron.training.preflight import check_before_start
+from mt_megatron.training.preflight import check_before_start, check_folder
 from mt_megatron.training.rampup import batch_sizes
 from mt_megatron.training.recovery import Recovery
 from mt_megatron.training.scan_session import tracing_of
@@ -225,6 +225,9 @@ class _Run:
         """Continue, or start from given weights, or start anew; say which."""
         resumed = self.store.resume()
         notes = list(resumed.notes)
+        if resumed.folder is not None:
+            # An older one may have taken the place of the one that was checked before the start.
+            check_folder(resumed.folder, self.config)
         if resumed.folder is None and self.config.checkpoint.init_from_hf is not None:
             self.display.say(init_from_hf(self.config, self.trainable))
         if (

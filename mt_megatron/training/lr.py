@@ -77,13 +77,25 @@ def learning_rate(optimizer: Any) -> float:
 
 
 def schedule_changes(saved: dict[str, Any], scheduler: Any) -> list[str]:
-    """What the configuration changes about a checkpoint's schedule, one phrase each."""
-    now = scheduler.state_dict()
+    """What the configuration changes about a checkpoint's schedule, by option, one phrase each."""
     return [
-        f"{name} {saved[name]} -> {value}"
-        for name, value in now.items()
+        f"{_OPTIONS.get(name, name)} {saved[name]} -> {value}{' samples' * (name in _IN_SAMPLES)}"
+        for name, value in scheduler.state_dict().items()
         if name != "num_steps" and name in saved and saved[name] != value
     ]
+
+
+_IN_SAMPLES = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
+_OPTIONS = {
+    "max_lr": "lr",
+    "lr_warmup_steps": "lr_warmup_iters",
+    "lr_decay_steps": "lr_decay_iters",
+    "wd_incr_steps": "train_iters",
+    "start_wd": "start_weight_decay",
+    "end_wd": "end_weight_decay",
+    "wd_incr_style": "weight_decay_incr_style",
+}
+"""Names in the scheduler's state, and the option that each comes from. It calls samples steps."""
 
 
 def _or(value: float | None, default: float) -> float:

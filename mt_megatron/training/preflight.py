@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import CheckpointError, ConfigError
@@ -14,38 +13,11 @@ from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.training.field_kinds import changes
 from mt_megatron.training.init_from_hf import check_published
 from mt_megatron.training.memory_estimate import memory_of
+from mt_megatron.training.model_change import flat, notes, refused
 from mt_megatron.training.quantities import gibibytes
-
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "normalization",
-    "position_embedding_type",
-    "untie_embeddings_and_output_weights",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_enable_expert_bias",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mtp_num_layers",
-)
-"""Options that decide which parameters there are and how large."""
 
 
 def check_before_start(config: TrainingConfig, backend: Backend, world_size: int) -> list[str]:
@@ -54,8 +26,22 @@ def check_before_start(config: TrainingConfig, backend: Backend, world_size: int
     Raises ``ConfigError`` when the model cannot fit the device's memory, ``CheckpointError`` when
     the checkpoint to start from is of another model, ``DataError`` when the tokenizer is unreadable.
     """
-    check_checkpoint(config)
-    return memory_notes(config, backend, world_size)
+    return [*check_checkpoint(config), *router_notes(config), *memory_notes(config, backend, world_size)]
+
+
+def router_notes(config: TrainingConfig) -> list[str]:
+    """What is to be said of a router that its own choice gives no gradient."""
+    model = config.model
+    constant = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
+    if model.num_moe_experts is None or model.moe_router_topk != 1 or not constant or sinkhorn:
+        return []
+    return [
+        "WARNING: moe_router_topk is 1 and the softmax is over the chosen expert alone, so that its weight "
+        "is always 1, as in Hugging Face's Mixtral with one expert per token: only the load-balancing and z "
+        "losses train the router. A new model learns its routing with --moe-router-pre-softmax, which "
+        "computes something else from the same weights."
+    ]
 
 
 def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> list[str]:
@@ -104,19 +90,36 @@ def device_memory(backend: Backend, environment: Mapping[str, str]) -> int | Non
     return total // max(1, int(local) if local.isdecimal() else 1)
 
 
-def check_checkpoint(config: TrainingConfig) -> None:
-    """Raise ``CheckpointError`` when the checkpoint that the run would start from is of another model."""
+def check_checkpoint(config: TrainingConfig) -> list[str]:
+    """What the log says about the weights that the run would start from.
+
+    Raises ``CheckpointError`` when they are of another model, or would compute something else.
+    """
     folder = _start_folder(config)
-    if folder is None:
-        check_published(config)
-        return
-    found = _differences(read_manifest(folder), config)
-    if found:
+    return check_published(config) if folder is None else check_folder(folder, config)
+
+
+def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
+    """``check_checkpoint`` for the checkpoint ``folder``."""
+    document = read_manifest(folder).get("config")
+    if not isinstance(document, Mapping) or not isinstance(document.get("model"), Mapping):
+        return []
+    before, now = flat(document), flat(config.to_dict())
+    vocabulary, ours = before.get("vocab_size"), config.model.vocab_size
+    alike = (
+        not isinstance(vocabulary, int)
+        or ours is None
+        or _padded(config, vocabulary) == _padded(config, ours)
+    )
+    found = changes(before, now, ignored=("vocab_size",) if alike else ())
+    wrong = refused(found, config, "the checkpoint")
+    if wrong:
         raise CheckpointError(
             f"the checkpoint {folder} is of another model than this run's:\n"
-            + "\n".join(f"- {line}" for line in found)
+            + "\n".join(f"- {line}" for line in wrong)
             + "\nSet these options as they were, or name another --save, --resume or --load."
         )
+    return notes(found, config, f"the checkpoint {folder}")
 
 
 def _start_folder(config: TrainingConfig) -> Path | None:
@@ -132,31 +135,6 @@ def _start_folder(config: TrainingConfig) -> Path | None:
             return None
     if found is None and options.load is not None:
         found = resolve_checkpoint(Path(options.load))
-    return found
-
-
-def _differences(document: Mapping[str, Any], config: TrainingConfig) -> list[str]:
-    sections = document.get("config")
-    before = sections.get("model") if isinstance(sections, Mapping) else None
-    if not isinstance(before, Mapping):
-        return []
-    found = []
-    for name in _SHAPE:
-        now = getattr(config.model, name)
-        # A file has lists, where a configuration has tuples.
-        now = list(now) if isinstance(now, tuple) else now
-        if name in before and before[name] != now:
-            found.append(
-                f"it was written with {name} {before[name]}; this run has {now}. "
-                f"Set --{name.replace('_', '-')}."
-            )
-    vocabulary, now = before.get("vocab_size"), config.model.vocab_size
-    if (
-        isinstance(vocabulary, int)
-        and now is not None
-        and _padded(config, vocabulary) != _padded(config, now)
-    ):
-        found.append(f"it was written with vocab_size {vocabulary}; this run has {now}. Set --vocab-size.")
     return found
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.model_change import override_problems
 
 
 def checkpoint_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
-    return [*_kept(config), *_without_a_folder(config)]
+    return [*_kept(config), *_without_a_folder(config), *override_problems(config)]
 
 
 def _kept(config: TrainingConfig) -> list[str]:

@@ -49,13 +49,6 @@ def _experts(config: TrainingConfig) -> list[str]:
             f"moe_router_topk is {model.moe_router_topk}; expected 1 to num_moe_experts = {experts}. "
             "Set --moe-router-topk."
         )
-    late = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    if model.moe_router_topk == 1 and late and model.moe_router_load_balancing_type != "sinkhorn":
-        found.append(
-            "moe_router_topk is 1 and the softmax comes after the choice, so that its weight would "
-            "always be 1 and no gradient reached the router; expected it before. Set "
-            "--moe-router-pre-softmax."
-        )
     if model.moe_extended_tp and model.moe_token_dispatcher_type != "allgather":
         found.append(
             f"moe_extended_tp is on with the {model.moe_token_dispatcher_type} dispatcher; expected "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.memory_estimate import memory_of
-from mt_megatron.training.preflight import check_checkpoint, device_memory, memory_notes
+from mt_megatron.training.preflight import check_checkpoint, device_memory, memory_notes, router_notes
 from mt_megatron.training.validate import problems
 
 FLAGS = (
@@ -152,11 +153,8 @@ def test_the_same_model_goes_on(option: str, tmp_path: Path) -> None:
         ("normalization", "RMSNorm"),
         ("untie_embeddings_and_output_weights", True),
         ("position_embedding_type", "learned_absolute"),
-        ("moe_ffn_hidden_size", 48),
-        ("moe_layer_freq", [1, 1]),
-        ("moe_shared_expert_intermediate_size", 64),
+        ("num_moe_experts", 4),
         ("multi_latent_attention", True),
-        ("kv_lora_rank", 96),
         ("mtp_num_layers", 1),
     ],
 )
@@ -167,9 +165,85 @@ def test_another_model_is_named_by_what_differs(
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(config(option, str(folder)))
     text = str(caught.value)
-    assert f"it was written with {name} {value}" in text and f"Set --{name.replace('_', '-')}" in text
+    assert re.search(rf"- {name} is \w+; the checkpoint has {value}, and weights of other", text)
+    assert f"{name.replace('_', '-')} {value}." in text or f"{name.replace('_', '-')}." in text
     assert str(folder) in text and "name another --save" in text
-    assert text.count("it was written with") == 1
+    assert text.count("the checkpoint has") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_ffn_hidden_size", 48),
+        ("moe_layer_freq", [1, 1]),
+        ("moe_shared_expert_intermediate_size", 64),
+        ("moe_router_topk", 1),
+    ],
+)
+def test_sizes_of_experts_count_where_there_are_experts(name: str, value: object, tmp_path: Path) -> None:
+    mixture = {**config(*EXPERTS).to_dict()["model"], name: value}
+    with pytest.raises(CheckpointError, match=f"- {name} is"):
+        check_checkpoint(config(*EXPERTS, "--save", str(saved(tmp_path / "run", **mixture))))
+    check_checkpoint(config("--save", str(saved(tmp_path / "dense", **{name: value}))))
+
+
+@pytest.mark.parametrize("option", ["--save", "--load", "--resume"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rotary_base", 20000.0),
+        ("rope_type", "llama3"),
+        ("layernorm_epsilon", 1e-6),
+        ("layernorm_zero_centered_gamma", True),
+        ("activation_func", "silu"),
+        ("window_size", [4, 0]),
+    ],
+)
+def test_another_function_of_the_same_shapes_is_refused_unless_allowed(
+    option: str, name: str, value: object, tmp_path: Path
+) -> None:
+    start = [option, str(saved(tmp_path / "run", **{name: value}))]
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(config(*start))
+    text = str(caught.value)
+    assert f"- {name} is" in text and f"give --allow-function-change {name}" in text
+    assert text.count("the checkpoint has") == 1
+    [note] = check_checkpoint(config(*start, "--allow-function-change", name))
+    assert note.startswith("WARNING: the model computes something else") and name in note
+
+
+def test_what_training_does_differently_is_a_note_and_layout_is_nothing(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run", attention_dropout=0.3, recompute_granularity="selective", preset="x")
+    [note] = check_checkpoint(config("--save", str(folder), "--micro-batch-size", "4"))
+    assert note.endswith("attention_dropout 0.3 -> 0.1") and str(folder) in note
+
+
+def test_options_that_an_older_checkpoint_does_not_name_had_their_defaults(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run")
+    manifest = folder / "iter_0000005" / "mt_megatron.json"
+    document = json.loads(manifest.read_text())
+    del document["config"]["model"]["window_size"], document["config"]["model"]["rotary_base"]
+    manifest.write_text(json.dumps(document))
+    assert check_checkpoint(config("--save", str(folder))) == []
+    with pytest.raises(CheckpointError, match=r"window_size is \[4, 0\]; the checkpoint has None"):
+        check_checkpoint(config("--save", str(folder), "--window-size", "4", "0"))
+
+
+def test_the_override_names_options_of_the_function_alone() -> None:
+    given = load_config([*FLAGS.split(), "--allow-function-change", "rotary_base", "hidden_size", "rotary"])
+    found = [line for line in problems(given, world_size=1) if "allow_function_change" in line]
+    assert len(found) == 2
+    assert (
+        "hidden_size, which is an option of the kind shape" in found[0]
+        and "rotary, which is no option" in found[1]
+    )
+
+
+def test_a_router_without_a_gradient_is_warned_of() -> None:
+    [warning] = router_notes(config(*EXPERTS, "--moe-router-topk", "1"))
+    assert "--moe-router-pre-softmax" in warning
+    assert router_notes(config(*EXPERTS, "--moe-router-topk", "1", "--moe-router-pre-softmax")) == []
+    assert router_notes(config(*EXPERTS)) == [] == router_notes(config())
 
 
 def test_resume_never_looks_at_nothing(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from mt_megatron.cli.main import main
-from mt_megatron.convert.hf_config import differences, options_of
+from mt_megatron.convert.hf_config import options_of
 from mt_megatron.training.arguments import load_config
+from mt_megatron.training.model_change import changes_from
 from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
 from tests.convert.quiet import Quiet, converted
@@ -98,7 +99,7 @@ def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     published.write(source, "mixtral", published.draw("mixtral", random.Random(6)), seed=0)
     assert main(["convert", "--from-hf", str(source), "--to-config", str(tmp_path / "m.yaml")]) == 0
     config = load_config([], tmp_path / "m.yaml")
-    assert differences(options_of(json.loads((source / "config.json").read_text())), config.model) == []
+    assert changes_from(options_of(json.loads((source / "config.json").read_text())), config) == []
     there = ["convert", "--from-hf", str(source), "--to-megatron", str(tmp_path / "megatron")]
     there += ["--tensor-model-parallel-size", "2", "--config", str(tmp_path / "m.yaml"), "--json"]
     assert main(there) == 0

@@ -47,6 +47,7 @@ WRONG = {
     "right": [],
     "several": ["--rotary-base", "123", "--layernorm-epsilon", "0.1", "--qk-layernorm"],
     "layers": ["--num-layers", "3"],
+    "window": ["--window-size", "4", "0"],
 }
 """Options that do not fit the published Llama, by the name of the case."""
 
@@ -162,7 +163,8 @@ def test_what_does_not_fit_is_named_on_every_rank(results: dict[str, Any]) -> No
         assert found["right"] == ""
         for option in ("rotary_base is 123", "layernorm_epsilon is 0.1"):
             assert option in found["several"]
-        assert "num_layers is 3, config.json says 4" in found["layers"]
+        assert "num_layers is 3; config.json has 4" in found["layers"]
+        assert "window_size is [4, 0]; config.json has None" in found["window"]
 
 
 def test_an_error_of_one_rank_ends_all(results: dict[str, Any]) -> None:

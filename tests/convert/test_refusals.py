@@ -125,8 +125,27 @@ def test_a_configuration_of_another_model_is_compared(mixtral: Path, tmp_path: P
     config.write_text(
         "model:\n  family: mixtral\n  num_layers: 3\n  hidden_size: 16\n  num_attention_heads: 4\n"
     )
-    with pytest.raises(ConfigError, match="num_layers is 3, config.json says"):
+    with pytest.raises(ConfigError, match="num_layers is 3; the source has"):
         converted(mixtral, tmp_path / "out", "torch_dist", "--config", str(config))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--moe-router-pre-softmax", "--moe-router-topk-scaling-factor 2.0", "--window-size 4 0"]
+)
+def test_an_option_of_the_function_is_refused_and_has_no_published_form(
+    flags: str, mixtral: Path, tmp_path: Path
+) -> None:
+    """``config.json`` of a Mixtral has no word for any of them."""
+    name = flags.split()[0].removeprefix("--").replace("-", "_")
+    for form in ("torch_dist", "torch"):
+        with pytest.raises(ConfigError, match=f"- {name} is .*--allow-function-change {name}"):
+            converted(mixtral, tmp_path / form, form, *flags.split())
+    progress = Quiet()
+    allowed = [*flags.split(), "--allow-function-change", name]
+    converted(mixtral, tmp_path / "out", "torch_dist", *allowed, progress=progress)
+    assert any(line.startswith("WARNING") and name in line for line in progress.lines)
+    with pytest.raises(ConfigError, match=name):
+        converted(tmp_path / "out", tmp_path / "back", "huggingface")
 
 
 @pytest.mark.parametrize(

@@ -298,12 +298,20 @@ def test_a_capacity_keeps_the_first_or_the_likeliest() -> None:
 
 
 def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="pre_softmax"):
-        RouterOptions(num_experts=4, topk=1).check()
     with pytest.raises(ConfigError, match="topk is 5"):
         RouterOptions(num_experts=4, topk=5).check()
     with pytest.raises(ConfigError, match="softmax or sigmoid"):
         choose_experts(torch.zeros(1, 4), RouterOptions(num_experts=4, topk=2, score_function="tanh"))
+
+
+def test_one_expert_by_softmax_of_the_chosen_has_weight_one() -> None:
+    """Hugging Face's Mixtral with one expert per token."""
+    logits = torch.randn(9, 4)
+    options = RouterOptions(num_experts=4, topk=1)
+    options.check()
+    routing = choose_experts(logits, options)
+    assert torch.equal(routing.weights, torch.ones(9, 1))
+    assert torch.equal(routing.indices[:, 0], logits.argmax(dim=1))
 
 
 @pytest.mark.parametrize("version", [2, 3])

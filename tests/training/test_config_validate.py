@@ -149,11 +149,6 @@ WRONG = [
         "add_bias_linear is on with num_moe_experts 4; expected no biases",
     ),
     (
-        "--family other --num-moe-experts 4 --moe-router-topk 1",
-        1,
-        "moe_router_topk is 1 and the softmax comes after the choice",
-    ),
-    (
         "--family other --num-moe-experts 4 --moe-layer-freq [0,1]",
         1,
         "moe_layer_freq has 2 entries; expected one per layer = 4. Change --moe-layer-freq or --num-layers",

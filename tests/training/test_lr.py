@@ -125,4 +125,7 @@ def test_changes_against_a_checkpoint_are_named() -> None:
 
     saved = scheduler(10).state_dict()
     assert schedule_changes(saved, scheduler(10)) == []
-    assert schedule_changes(saved, scheduler(20)) == ["lr_decay_steps 80 -> 160", "wd_incr_steps 80 -> 160"]
+    assert schedule_changes(saved, scheduler(20)) == [
+        "lr_decay_iters 80 -> 160 samples",
+        "train_iters 80 -> 160 samples",
+    ]
