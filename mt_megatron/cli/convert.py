@@ -63,6 +63,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--hf-files", type=Path, metavar="DIR", help="folder with tokenizer files and config.json for --to-hf"
     )
+    add(
+        "--no-verify-checkpoint",
+        action="store_true",
+        help="read a Megatron checkpoint without comparing its checksums first",
+    )
     add("--workers", type=_positive, metavar="N", help="threads (the cores, at most 8)")
     add("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(func=run, config_arguments=True)
@@ -105,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 prediction=not args.no_mtp,
                 weights_only=not args.with_optimizer,
                 side_files=args.hf_files,
+                verify=not args.no_verify_checkpoint,
                 workers=workers,
             ),
             progress,

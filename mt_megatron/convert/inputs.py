@@ -67,7 +67,7 @@ def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Inpu
 def open_megatron(path: Path) -> Input:
     """A Megatron checkpoint: the folder of one, or a folder that names its newest. Raises
     ``CheckpointError``."""
-    folder = _resolved(path)
+    folder = checkpoint_folder(path)
     if (folder / METADATA).is_file():
         return _distributed(folder)
     if is_torch_folder(folder):
@@ -169,7 +169,9 @@ _OF_A_RUN = (
 """Options of the model's section that say how a run laid it out, which the result need not follow."""
 
 
-def _resolved(path: Path) -> Path:
+def checkpoint_folder(path: Path) -> Path:
+    """The folder of a Megatron checkpoint: ``path`` itself, or the newest that ``path`` names. Raises
+    ``CheckpointError``."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; expected a Megatron checkpoint")
     pointer = path / LATEST

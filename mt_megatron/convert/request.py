@@ -57,6 +57,9 @@ class Request:
     side_files: Path | None = None
     """A folder with tokenizer, generation settings and ``config.json`` for a published result."""
 
+    verify: bool = True
+    """Whether a Megatron checkpoint is compared with its checksums first."""
+
     workers: int = 2
 
 

@@ -13,7 +13,7 @@ import torch
 
 import mt_megatron
 from mt_megatron.convert.hf_files import has_tokenizer
-from mt_megatron.convert.inputs import Input, open_megatron, open_published
+from mt_megatron.convert.inputs import Input, checkpoint_folder, open_megatron, open_published
 from mt_megatron.convert.optimizer_state import Carried, carry
 from mt_megatron.convert.output import OutputFolder
 from mt_megatron.convert.outputs import (
@@ -27,6 +27,7 @@ from mt_megatron.convert.outputs import (
 from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
 from mt_megatron.convert.sources import MegatronSource, PublishedSource, Source, not_of_model
+from mt_megatron.convert.verification import read_safely
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.checkpoint_files import LATEST, folder_name, write_durably
 from mt_megatron.training.config import TrainingConfig
@@ -37,6 +38,14 @@ def convert(request: Request, progress: Progress) -> Outcome:
     it was, and what was written waits beside it for the next try."""
     started = time.monotonic()
     _check_destination(request)
+    if request.published:
+        return _convert(request, progress, started)
+    folder = checkpoint_folder(request.source)
+    with read_safely(folder, verify=request.verify, workers=request.workers, say=progress.say):
+        return _convert(dataclasses.replace(request, source=folder), progress, started)
+
+
+def _convert(request: Request, progress: Progress, started: float) -> Outcome:
     target = None if request.dtype is None else DTYPES[request.dtype]
     given = _open(request, target)
     for note in given.notes:

@@ -31,7 +31,12 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 def is_torch_folder(folder: Path) -> bool:
     """Whether ``folder`` holds a checkpoint of this form."""
-    return any(_RANK.fullmatch(each.parent.name) for each in folder.glob(f"mp_rank_*/{STATE}"))
+    return bool(rank_files(folder))
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint of this form, one for each model-parallel rank."""
+    return sorted(each for each in folder.glob(f"mp_rank_*/{STATE}") if _RANK.fullmatch(each.parent.name))
 
 
 @dataclass
