@@ -163,7 +163,7 @@ prepare_data() {
 }
 
 # Sets LAUNCH: this node's part of the run. torchrun starts the processes; above it, mt-megatron launch
-# sees to it that SIGTERM and SIGUSR1 reach them and that they have the time to save.
+# sees to it that SIGTERM, SIGUSR1 and Ctrl-C reach them and that they have the time to save.
 compose_launch() {
     NPROC_PER_NODE="${NPROC_PER_NODE:-}"
     if [[ -z $NPROC_PER_NODE ]]; then
@@ -212,7 +212,7 @@ Run again, it resumes. Variables:
                    then be on storage that all nodes share
 Every rank is traced, in RUN_DIR/scan, and a slow one is named while training; afterwards:
 mt-megatron scan report RUN_DIR. With --scan off nothing of it runs.
-SIGTERM and SIGUSR1 end a run after its step, with a checkpoint and exit code 0.
+SIGTERM, SIGUSR1 and Ctrl-C end a run after its step, with a checkpoint and exit code 0.
 --dry-run prints the commands and the environment and changes nothing.
 Exit codes: 0 trained, 1 a problem was found, 2 wrong use, 79 ended because of a slow rank
 (--scan-on-straggler).

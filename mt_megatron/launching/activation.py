@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from .._session import MEGATRON_CORE
+from ..backends.loader_workers import spawned_are_patched
 from ..errors import MtMegatronError
 from ..patching.hooks import ImportHook
 from ..patching.importlib_bootstrap import unwatch, watch
@@ -90,6 +91,7 @@ def activate(choice: Choice) -> None:
     import mt_megatron
 
     DatasetHelpers(MEGATRON_CORE).install()
+    spawned_are_patched()
     try:
         found = mt_megatron.patch(choice.backend, scope=(*choice.modules, *choice.folders))
     except MtMegatronError as error:

@@ -33,7 +33,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
     before = {number: signal.signal(number, _Note(waiting)) for number in _HANDED_ON}
     # A session of its own: Ctrl-C in a terminal must not reach torchrun past this process.
     process = subprocess.Popen(
-        list(command), env=dict(environment), start_new_session=True, preexec_fn=_end_with_parent
+        list(command), env=dict(environment), start_new_session=True, preexec_fn=_in_torchrun
     )
     try:
         return _watch(process, waiting)
@@ -109,8 +109,12 @@ def _send(worker: psutil.Process, number: signal.Signals) -> None:
         worker.send_signal(number)
 
 
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when this process dies, so that SIGKILL leaves no torchrun behind."""
+def _in_torchrun() -> None:
+    """In the child: SIGTERM when this process dies, so that SIGKILL leaves no torchrun behind.
+
+    torchrun leaves SIGUSR1 at its default, which is the end of it; Slurm may send it to every process.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -34,6 +34,7 @@ CONCERNS = (
     "optimizer",
     "events",
     "dataset_helpers",
+    "loader_workers",
     "param_groups",
     "expert_optimizer",
     "model_config",

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 ask a run to save and end; a second SIGTERM ends the process at once."""
+"""SIGTERM, SIGUSR1 and Ctrl-C ask a run to save and end; a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mt_megatron.training.process_end import end_process
 
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_ONE_REQUEST_SECONDS = {signal.SIGTERM: 5.0, signal.SIGINT: 0.5}
+"""Where the whole process group gets a signal, torchrun and ``launch`` do too, and hand it on: it arrives
+several times. Within this time of the first it is one request; later it is the demand to end at once."""
 _END = b"\0"
 
 _installed: list[signal.Signals] = []
 
 
 def _in_a_fork() -> None:
-    """Data loaders fork: their processes are told to end by others, and have their own use of SIGTERM."""
+    """A forked process takes no requests. Data loader workers are shielded by ``backends.loader_workers``."""
     if _installed:
         signal.set_wakeup_fd(-1)
         for number in _installed:
-            signal.signal(number, signal.SIG_DFL)
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
         _installed.clear()
 
 
@@ -34,14 +39,15 @@ def stop_requests() -> Iterator[threading.Event]:
     """An event that is set when the process is asked to save and end.
 
     The signals are seen by a thread of their own, because Python runs handlers in the main thread,
-    which may wait in a collective for as long as it likes. Outside of the main thread, and for a
-    signal that other native code handles, nothing is installed.
+    which may wait in a collective for as long as it likes. Outside of the main thread, for a signal
+    that other native code handles, and for a SIGINT that the shell had ignored (a job in the
+    background), nothing is installed.
     """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    taken = [number for number in _REQUESTS if signal.getsignal(number) is not None]
+    taken = [number for number in _REQUESTS if _is_free(number)]
     before = {number: signal.signal(number, lambda number, frame: event.set()) for number in taken}
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -63,12 +69,26 @@ def stop_requests() -> Iterator[threading.Event]:
         reading.close()
 
 
+def _is_free(number: signal.Signals) -> bool:
+    handler = signal.getsignal(number)
+    return handler is not None and not (number == signal.SIGINT and handler == signal.SIG_IGN)
+
+
 def _listen(reading: socket.socket, event: threading.Event) -> None:
-    terminations = 0
+    first: dict[signal.Signals, float] = {}
     while (received := reading.recv(1)) != _END:
-        number = received[0]
-        if number in _REQUESTS:
-            event.set()
-        terminations += number == signal.SIGTERM
-        if terminations > 1:
-            end_process(128 + signal.SIGTERM, f"process {os.getpid()}: ended by a second SIGTERM")
+        if received[0] not in _REQUESTS:
+            continue
+        number = signal.Signals(received[0])
+        event.set()
+        now = time.monotonic()
+        if number not in first:
+            first[number] = now
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                _say("Ctrl-C: saving after this step, then ending; Ctrl-C again ends without a checkpoint")
+        elif number in _ONE_REQUEST_SECONDS and now - first[number] >= _ONE_REQUEST_SECONDS[number]:
+            end_process(128 + number, f"process {os.getpid()}: ended by a second {number.name}")
+
+
+def _say(text: str) -> None:
+    os.write(2, f"\n{text}\n".encode())

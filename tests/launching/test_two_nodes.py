@@ -21,7 +21,7 @@ TINY = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2
     --vocab-size 4096 --seq-length 32 --swiglu --normalization RMSNorm --position-embedding-type rope
     --disable-bias-linear --untie-embeddings-and-output-weights --lr 1e-3 --mock-data
-    --tokenizer-type NullTokenizer --backend cpu --eval-iters 0 --log-interval 1 --num-workers 0
+    --tokenizer-type NullTokenizer --backend cpu --eval-iters 0 --log-interval 1 --num-workers 1
     --global-batch-size 4
 """
 
@@ -122,8 +122,12 @@ class Batch:
                 start_new_session=True,
             )
 
+    def whole_output(self) -> str:
+        return (self.folder / f"output.{self.starts}").read_text(errors="replace")
+
     def output(self) -> str:
-        return (self.folder / f"output.{self.starts}").read_text(errors="replace")[-4000:]
+        """Its end, for messages."""
+        return self.whole_output()[-4000:]
 
 
 def batch_of(folder: Path, slurm: Path, steps: int) -> Batch:
@@ -158,7 +162,8 @@ def run_until_told(job: Batch) -> None:
 def test_a_slurm_job_of_two_nodes_trains_and_saves_before_its_limit(slurm: Path, tmp_path: Path) -> None:
     job = batch_of(tmp_path, slurm, 100_000)
     run_until_told(job)
-    assert "2 processes: tensor 1, pipeline 1, data 2" in job.output()
+    # The lines of the steps, and what torchrun says of a node that ended first, push it out of the last part.
+    assert "2 processes: tensor 1, pipeline 1, data 2" in job.whole_output(), job.output()
     assert (tmp_path / "requeued").read_text() == f"{os.getpid() % 10000}\n"
     saved = sorted((tmp_path / "run").glob("iter_*"))
     assert saved and int(saved[-1].name.removeprefix("iter_")) >= 2, job.output()

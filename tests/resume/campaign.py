@@ -29,7 +29,7 @@ INTERVAL = 3
 
 LAYOUTS = {
     "dp2": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    "tp2": "--tensor-model-parallel-size 2",
+    "tp2": "--tensor-model-parallel-size 2 --num-workers 1",
     "pp2": "--pipeline-model-parallel-size 2",
     "vpp2": "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
     # The experts' biases are in no optimizer, and count what was routed since the last update.

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.errors import DataError
 from mt_megatron.layers.packed import document_mask, document_positions
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config_train import DataConfig
@@ -181,10 +182,34 @@ def fatal() -> None:
 
 
 def test_a_worker_that_dies_is_named() -> None:
-    # In a process of its own: torch notices by a signal and raises in whatever the main thread is doing,
-    # which may be the test's own end.
-    with pytest.raises(RankError, match=r"DataLoader worker \(pid(\(s\))? \d+\)"):
+    # In a process of its own, which has started no other loader.
+    with pytest.raises(RankError, match=r"DataLoader worker \(pid \d+\) ended by signal 9"):
         run_ranks(1, "tests.training.test_data_loading:fatal")
+
+
+def between_two_batches() -> dict[str, Any]:
+    """A worker is killed while the main thread is in something else; the error comes with the data."""
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = batches_of(Numbered(4096), workers=1)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(30)
+    for _ in range(100):
+        time.sleep(0.005)
+    try:
+        for _ in batches:
+            pass
+        said = ""
+    except DataError as error:
+        said = str(error)
+    return {"said": said, "kept": signal.getsignal(signal.SIGCHLD) == before}
+
+
+def test_a_worker_that_dies_does_not_interrupt_the_main_thread() -> None:
+    (found,) = run_ranks(1, HERE + "between_two_batches")
+    assert found["kept"]
+    assert "ended by signal 9" in found["said"]
 
 
 class Worker:

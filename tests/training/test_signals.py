@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 ask for an end, whatever the main thread is in; a second SIGTERM is the end."""
+"""Signals ask for an end, whatever the main thread is in; a second SIGTERM or Ctrl-C is the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.training import signals
 from mt_megatron.training.signals import stop_requests
 from tests.launch import ROOT, run_ranks
 
 # A mutex that is locked twice: the main thread is in native code and no signal gets it out.
 STUCK = """
 import ctypes, threading
+from mt_megatron.training import signals
 from mt_megatron.training.signals import stop_requests
+signals._ONE_REQUEST_SECONDS = dict.fromkeys(signals._ONE_REQUEST_SECONDS, {one_request})
 with stop_requests() as requested:
     threading.Thread(target=lambda: (requested.wait(), print("asked", flush=True)), daemon=True).start()
     print("ready", flush=True)
@@ -26,30 +29,80 @@ with stop_requests() as requested:
 """
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+def stuck(one_request: float) -> subprocess.Popen[str]:
+    """A stuck process that takes equal signals within ``one_request`` seconds as one request."""
+    code = STUCK.format(one_request=one_request)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job ignores SIGINT, and so does everything below it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_stuck_process_hears_the_request_and_ends_at_the_second(first: signal.Signals) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", STUCK]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    second = signal.SIGTERM if first is signal.SIGUSR1 else first
+    process = stuck(0.0)
     try:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(first)
         assert process.stdout.readline() == "asked\n"
         assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
         if first is signal.SIGUSR1:
+            process.send_signal(second)
             # Only the first SIGTERM so far.
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        assert "ended by a second SIGTERM" in process.stderr.read()
+        process.send_signal(second)
+        assert process.wait(timeout=60) == 128 + second
+        said = process.stderr.read()
+        assert f"ended by a second {second.name}" in said
+        assert ("Ctrl-C again ends" in said) is (first is signal.SIGINT)
     finally:
         process.kill()
         process.communicate()
 
 
-# A data loader's process is a fork that outlives the run and is ended by SIGTERM.
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_same_signal_from_several_senders_is_one_request(number: signal.Signals) -> None:
+    process = stuck(60.0)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "asked\n"
+        for _ in range(3):
+            process.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_torchrun_hands_on_is_no_second_request() -> None:
+    assert signals._ONE_REQUEST_SECONDS == {signal.SIGTERM: 5.0, signal.SIGINT: 0.5}
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_requests() as requested:
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            signal.raise_signal(signal.SIGINT)
+            assert not requested.is_set()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# A fork of the run's process is no run: SIGTERM is the end of it (loader workers shield themselves).
 FORKED = """
 import os, signal, time
 from mt_megatron.training.signals import stop_requests
@@ -79,12 +132,13 @@ def test_a_forked_process_ends_by_itself_and_holds_nobody_up() -> None:
 
 
 def test_handlers_are_given_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    every = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in every]
     with stop_requests() as requested:
         assert signal.getsignal(signal.SIGTERM) != before[0]
         signal.raise_signal(signal.SIGTERM)
         assert requested.wait(30)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in every] == before
     with stop_requests() as requested:
         assert not requested.is_set()
 

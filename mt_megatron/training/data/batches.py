@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -170,7 +173,8 @@ def _load(
         generator=torch.Generator(),
         prefetch_factor=_PREFETCHED if num_workers else None,
     )
-    iterator = iter(loader)
+    with _child_signal_kept():
+        iterator = iter(loader)
     try:
         yield from watched(iterator)
     except (RuntimeError, EOFError, OSError) as error:
@@ -183,14 +187,31 @@ def _load(
         ) from error
 
 
+@contextmanager
+def _child_signal_kept() -> Iterator[None]:
+    """Keep the handler of SIGCHLD, for which torch's loader puts its own.
+
+    That one raises in whatever the main thread does when a worker ends, such as the middle of an
+    update. The loader finds the end of a worker also by itself, when it waits for a batch.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+
+
 def _ended_worker(iterator: object, error: Exception) -> str | None:
     """Which worker's end ``error`` comes from, as a sentence; None if it has another reason.
 
-    torch itself says so in a ``RuntimeError`` with the worker's process id. When a worker ends while
-    the loader fetches a tensor from it, the connection's own error comes first and names nobody.
+    torch itself says so in a ``RuntimeError`` with the worker's process id, but not how it ended. When
+    a worker ends while the loader fetches a tensor from it, the connection's own error comes first and
+    names nobody.
     """
-    if isinstance(error, RuntimeError):
-        return str(error) if "DataLoader worker (pid" in str(error) else None
+    said = str(error) if isinstance(error, RuntimeError) else None
+    if said is not None and "DataLoader worker (pid" not in said:
+        return None
     running: dict[Any, BaseProcess] = {each.sentinel: each for each in getattr(iterator, "_workers", [])}
     deadline = time.monotonic() + _WORKER_ENDS_WITHIN
     while ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
@@ -201,7 +222,7 @@ def _ended_worker(iterator: object, error: Exception) -> str | None:
             if code := worker.exitcode:
                 by = f"by signal {-code}" if code < 0 else f"with exit code {code}"
                 return f"DataLoader worker (pid {worker.pid}) ended {by}."
-    return None
+    return said
 
 
 def _document_end(dataset: SampleDataset) -> int | None:

@@ -1,0 +1,69 @@
+"""Data loader workers outlive the signals that ask a run to save and end.
+
+Such a signal often reaches the whole process group: torchrun and Slurm send it so, and a terminal its
+Ctrl-C. The trainer then finishes its step, for which it needs the workers. They end when the trainer
+closes its loader, or, as torch provides, within seconds of its death.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any
+
+SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that end no worker."""
+
+_spawned_are_patched = False
+
+
+def spawned_are_patched() -> None:
+    """Every interpreter that this process starts is patched as well, so a spawned worker calls ``shield``."""
+    global _spawned_are_patched
+    _spawned_are_patched = True
+
+
+@contextmanager
+def starting(context: Any) -> Iterator[None]:
+    """Processes that this thread starts meanwhile begin with the signals blocked.
+
+    Without it, a signal between the start of a worker and its ``shield`` would end the worker.
+    ``context`` is multiprocessing's, or None for the default one. Where workers do not call ``shield``
+    nothing is blocked, because nobody would take the signals there.
+    """
+    method = (context or multiprocessing).get_start_method()
+    if method != "fork" and not _spawned_are_patched:
+        yield
+        return
+    if method != "fork":
+        # Its start unblocks SIGTERM and SIGINT in this thread.
+        resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def shield() -> None:
+    """In a worker: from now on only its parent can end it by SIGTERM; SIGUSR1 and SIGINT do nothing.
+
+    Programs that the worker starts have these signals blocked, unless they unblock them.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    threading.Thread(target=_take_signals, name="signals", daemon=True).start()
+
+
+def _take_signals() -> None:
+    parent = multiprocessing.parent_process()
+    parents = {os.getppid(), None if parent is None else parent.pid}
+    while True:
+        found = signal.sigwaitinfo(SHIELDED)
+        if found.si_signo == signal.SIGTERM and found.si_pid in parents:
+            # The loader ends a worker so when it does not answer; torch's own handler uses this code too.
+            os._exit(0)

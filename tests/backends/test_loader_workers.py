@@ -1,0 +1,132 @@
+"""Loader workers of a user's script: signals of the process group do not end them, their parent does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.launch import ROOT
+
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return index
+
+class Stuck(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        open(sys.argv[2], "w").close()
+        time.sleep(600)
+
+def signalled(method, after):
+    # The sender is another process: a worker obeys the SIGTERM of its parent.
+    iterator = iter(DataLoader(Numbers(), num_workers=2, multiprocessing_context=method, batch_size=None))
+    found = [int(next(iterator)) for _ in range(after)]
+    for name in sys.argv[3:]:
+        subprocess.run(["kill", "-" + name, *(str(worker.pid) for worker in iterator._workers)], check=True)
+    return found + [int(number) for number in iterator]
+
+def ended_by_parent(method):
+    iterator = iter(DataLoader(Stuck(), num_workers=1, multiprocessing_context=method, batch_size=None))
+    deadline = time.monotonic() + 60
+    while not os.path.exists(sys.argv[2]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    worker = iterator._workers[0]
+    worker.terminate()
+    worker.join(30)
+    return worker.exitcode
+
+def main():
+    method = sys.argv[1]
+    found = {"at once": signalled(method, 0), "later": signalled(method, 4)}
+    if len(sys.argv) > 3:
+        found["blocked"] = [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        found["ended by parent"] = ended_by_parent(method)
+    print(json.dumps(found), flush=True)
+    iterator = iter(DataLoader(Numbers(), num_workers=2, multiprocessing_context=method, batch_size=None))
+    next(iterator)
+    print(json.dumps([worker.pid for worker in iterator._workers]), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+PATCHED = ("-m", "mt_megatron.cli", "run", "--backend", "cpu", "--")
+
+
+def start(folder: Path, *words: str, patched: bool) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MT_MEGATRON_BACKEND"):
+        environment.pop(name, None)
+    return subprocess.Popen(
+        [sys.executable, *(PATCHED if patched else ()), "script.py", *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert line, process.stderr.read()[-3000:]
+    return json.loads(line)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_end_no_worker_but_its_parent_does(tmp_path: Path, method: str) -> None:
+    process = start(tmp_path, method, str(tmp_path / "stuck"), "TERM", "USR1", "INT", patched=True)
+    try:
+        found = line_of(process)
+        assert found["at once"] == found["later"] == list(range(32))
+        assert found["blocked"] == [], "only the workers keep the signals blocked"
+        assert found["ended by parent"] == 0
+        workers = [psutil.Process(pid) for pid in line_of(process)]
+        process.kill()
+        process.wait()
+        # torch looks for the parent every five seconds.
+        deadline = time.monotonic() + 60
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
+            assert time.monotonic() < deadline, "a worker outlived its parent"
+            time.sleep(0.1)
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize(("name", "text"), [("TERM", "Terminated"), ("USR1", "User defined signal 1")])
+def test_without_the_patch_the_signal_ends_the_worker(tmp_path: Path, name: str, text: str) -> None:
+    process = start(tmp_path, "fork", str(tmp_path / "stuck"), name, patched=False)
+    try:
+        assert process.wait(timeout=60) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "DataLoader worker (pid" in said and text in said
+    finally:
+        end(process)
