@@ -6,18 +6,24 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import BackendError
 from .base import Backend
+from .flat_collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
 from .torch_version import torch_is_before
 from .translate import DeviceTranslator
+from .uneven_collectives import (
+    all_gather_of_any_sizes,
+    all_to_all_of_any_sizes,
+    reduce_scatter_by_reduces,
+    reduce_scatter_of_any_sizes,
+)
 
 logger = logging.getLogger("mt_megatron")
 
@@ -141,74 +147,6 @@ def shared_groups() -> Iterator[None]:
         _shared = outer
 
 
-class _Works:
-    """Several pending collectives as one, and what is left to do after them."""
-
-    def __init__(self, works: list[Any], then: Callable[[], object] | None = None) -> None:
-        self._works = works
-        self._then = then
-
-    def wait(self, *args: Any) -> bool:
-        for work in self._works:
-            work.wait(*args)
-        then, self._then = self._then, None
-        if then is not None:
-            with torch.no_grad():
-                then()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-@functools.wraps(dist.all_gather)
-def all_gather_of_any_sizes(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-) -> Any:
-    """Gloo gathers equal shapes only; NCCL, for which 0.9.0 was written, gathers unequal ones too."""
-    if all(part.shape == tensor_list[0].shape for part in tensor_list):
-        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
-    # All ranks list the same shapes, so all of them come here and skip the same empty parts.
-    group = dist.group.WORLD if group is None else group
-    with torch.no_grad():
-        tensor_list[dist.get_rank(group)].copy_(tensor)
-    works = [
-        dist.broadcast(part, dist.get_global_rank(group, rank), group, async_op=True)
-        for rank, part in enumerate(tensor_list)
-        if part.numel()
-    ]
-    pending = _Works([work for work in works if work is not None])
-    if async_op:
-        return pending
-    pending.wait()
-    return None
-
-
-@functools.wraps(dist.reduce_scatter)
-def reduce_scatter_by_reduces(
-    output: torch.Tensor,
-    input_list: list[torch.Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """Gloo of older torch has no reduce_scatter of a list: one reduce to each rank instead."""
-    group = dist.group.WORLD if group is None else group
-    own = dist.get_rank(group)
-    # A reduce leaves half-made sums with the ranks that are not its target.
-    parts = [part.clone() for part in input_list]
-    works = [
-        dist.reduce(part, dist.get_global_rank(group, rank), op, group, async_op=True)
-        for rank, part in enumerate(parts)
-        if part.numel()
-    ]
-    pending = _Works([work for work in works if work is not None], then=lambda: output.copy_(parts[own]))
-    if async_op:
-        return pending
-    pending.wait()
-    return None
-
-
 def distributed_overrides(backend: Backend) -> dict[str, Any]:
     """Overrides below ``torch.distributed`` that turn NCCL requests into ``backend``'s library."""
     translator = DeviceTranslator(backend)
@@ -253,23 +191,25 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
         # Device ids choose a CUDA device for NCCL's barrier; other libraries refuse or ignore them.
         return dist.barrier(group=group, async_op=async_op)
 
-    # The names 0.9.0 calls were renamed twice; the current ones do the same without a warning.
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     overrides: dict[str, Any] = {
         "init_process_group": init_process_group,
         "new_group": new_group,
         "barrier": barrier,
-        "_all_gather_base": all_gather,
-        "all_gather_into_tensor": all_gather,
-        "_reduce_scatter_base": reduce_scatter,
-        "reduce_scatter_tensor": reduce_scatter,
+        "_all_gather_base": all_gather_flat,
+        "all_gather_into_tensor": all_gather_flat,
+        "_reduce_scatter_base": reduce_scatter_flat,
+        "reduce_scatter_tensor": reduce_scatter_flat,
         "ProcessGroupNCCL": SimpleNamespace(Options=NcclOptions),
     }
     if backend.collective == "gloo":
         overrides["all_gather"] = all_gather_of_any_sizes
+        overrides["all_to_all_single"] = all_to_all_flat
         if torch_is_before(2, 13):
             overrides["reduce_scatter"] = reduce_scatter_by_reduces
+    elif backend.collective == "mccl":
+        overrides["all_gather"] = all_gather_of_any_sizes
+        overrides["all_to_all_single"] = all_to_all_of_any_sizes
+        overrides["reduce_scatter"] = reduce_scatter_of_any_sizes
     make_mesh = getattr(dist, "init_device_mesh", None)
     if make_mesh is not None:
 

@@ -3,7 +3,8 @@
 Sources: capabilities and MCCL from torch_musa 2.7.1 (README, ``get_mtgpu_arch``, ``is_bf16_supported``, the
 test of ``_scaled_mm``; the S5000's capability from llama.cpp's table), device ids from the PCI ID database,
 peaks from the vendor's announcements as the press reported them (S80 and S3000 in November 2022, S4000 in
-December 2023). Nothing here was measured or verified on hardware.
+December 2023, S5000 in 2026, whose peak was given without a number format). Nothing here was measured or
+verified on hardware.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Card:
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
     """Dense peak by torch's dtype name, in 1e12 operations per second."""
 
+    reported: str | None = None
+    """Further figures as the press reported them, which nothing is computed from."""
+
 
 CARDS: tuple[Card, ...] = (
     Card(name="MTT S2000", capability=(1, 1), mccl=None, device_ids=(0x0123,)),
@@ -58,7 +62,13 @@ CARDS: tuple[Card, ...] = (
         mccl=True,
         peak_tflops={"float32": 25.0, "float16": 100.0, "bfloat16": 100.0},
     ),
-    Card(name="MTT S5000", capability=(3, 1), mccl=None),
+    Card(
+        name="MTT S5000",
+        capability=(3, 1),
+        mccl=None,
+        reported="80 GB of memory at 1.6 TB/s, 784 GB/s between cards, about 1,000 TFLOP/s in a number "
+        "format that was not said",
+    ),
 )
 
 
@@ -91,6 +101,12 @@ def peak_flops(name: str, dtype: str) -> float | None:
     found = card(name)
     peak = None if found is None else found.peak_tflops.get(dtype)
     return None if peak is None else peak * 1e12
+
+
+def reported(name: str) -> str | None:
+    """What the press reported of the device ``name`` beside the table's other columns; None for nothing."""
+    found = card(name)
+    return None if found is None else found.reported
 
 
 def abilities(name: str, capability: Capability | None, mccl: bool | None) -> list[str]:

@@ -67,6 +67,9 @@ def _musa(name: str, capability: tuple[int, int] | None, found_by: str) -> dict[
     known = musa_cards.card(name)
     capability = capability or (None if known is None else known.capability)
     can = musa_cards.abilities(name, capability, None if known is None else known.mccl)
+    told = musa_cards.reported(name)
+    if told is not None:
+        can = [*can, f"the press reported {told}"]
     return _entry(name, found_by, can)
 
 

@@ -136,7 +136,7 @@ class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
             build_module(layer, config=config, layer_number=depth)
             for depth, layer in enumerate(self.submodules.layer_specs, start=1)
         )
-        self._reported: Tensor | None = None
+        self._reported: list[Tensor] = []
 
     def forward(self, depth: int, embedding: Tensor, hidden_states: Tensor, **attention: Any) -> Tensor:
         """Depth ``depth``, from 1 on; see ``MultiTokenPredictionLayer.forward``."""
@@ -144,13 +144,20 @@ class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
         return output
 
     def report(self, sums: Tensor) -> None:
-        """Add the depths' sums of losses and of counted tokens, float64 [D, 2], of one micro-batch."""
-        self._reported = sums if self._reported is None else self._reported + sums
+        """Add the depths' sums of losses and of counted tokens, [D, 2] of any float type, of one
+        micro-batch."""
+        self._reported.append(sums)
 
     def take_reported(self) -> Tensor | None:
-        """What was reported since the last call, float64 [D, 2]; None when nothing was."""
-        reported, self._reported = self._reported, None
-        return reported
+        """The sum of what was reported since the last call, float64 [D, 2] on the host; None when
+        nothing was."""
+        reported, self._reported = self._reported, []
+        if not reported:
+            return None
+        total = torch.zeros(reported[0].shape, dtype=torch.float64)
+        for sums in torch.stack(reported).cpu().double():
+            total += sums
+        return total
 
     def sharded_state_dict(
         self,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends.wide import wide_float
 from .packed import are_borders
 
 
@@ -95,8 +96,9 @@ class DepthLosses:
 
     def report(self, main: Tensor, depths: Sequence[Tensor]) -> None:
         """Tell the block how large the losses are."""
+        wide = wide_float(main.device)
         rows = [
-            torch.stack(((losses * counted).double().sum(), counted.double().sum()))
+            torch.stack(((losses * counted).to(wide).sum(), counted.to(wide).sum()))
             for losses, counted in zip(depths, self._counted(main), strict=True)
         ]
         self.block.report(torch.stack(rows))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.wide import has_float64
+from ..errors import ConfigError
 from .expert_bias import add_expert_bias
 from .router_capacity import Capacity, limit
 from .router_choice import RouterOptions, choose_experts, count_tokens
@@ -47,6 +49,11 @@ def logits_of(router: Any, hidden: Tensor) -> Tensor | None:
     name = router.config.moe_router_dtype
     if name is None or (hidden.dtype is _DTYPES[name] and router.weight.dtype is _DTYPES[name]):
         return None
+    if name == "fp64" and not has_float64(hidden.device):
+        raise ConfigError(
+            f"found moe_router_dtype fp64 on {hidden.device.type}, which has no float64 arithmetic; expected "
+            "fp32, or none for the model's own type. Change moe_router_dtype"
+        )
     logits: Tensor = _LinearInType.apply(hidden, router.weight, _DTYPES[name])  # type: ignore[no-untyped-call]
     return logits
 

@@ -117,7 +117,7 @@ class DecoderFamily:
         That function takes the last stage's output, one cross-entropy per token (float32 [b, s]), and
         returns the mean over the tokens that ``loss_mask`` counts and a report; or, when the
         configuration weighs tokens over the global batch (``calculate_per_token_loss``), their sum,
-        their number and the report. The report holds ``loss`` (the sum) and ``tokens``, both float64.
+        their number and the report. The report holds ``loss`` (the sum) and ``tokens``, both float32.
 
         Under context parallelism sum, number and report are of the tokens that this rank holds; the
         mean is their sum over the mean number of all its ranks, so that the average of the

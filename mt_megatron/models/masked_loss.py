@@ -19,7 +19,7 @@ def masked_loss(
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum()
-    report = {"loss": total.detach().double(), "tokens": tokens.double()}
+    report = {"loss": total.detach(), "tokens": tokens}
     config = get_model_config(model)
     if config.calculate_per_token_loss:
         return total, tokens.to(torch.int), report

@@ -126,6 +126,11 @@ def _without_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
             del self.optimizer.state[parameter]
 
 
+def _inverse_scale(self: Any) -> Any:
+    # A quotient in float32 is rounded once, which is as close to 1 / scale as float32 gets.
+    return self._scale.float().reciprocal()
+
+
 def patches(backend: Backend) -> list[Patch]:
     def wrap(name: str, body: Callable[..., Any], reason: str, digest: str) -> Patch:
         return Patch(
@@ -147,6 +152,16 @@ def patches(backend: Backend) -> list[Patch]:
             feature="optimizer",
             reason="the backend's fused AdamW instead of torch's loop over parameters",
             body=partial(_adam, backend=backend),
+        ),
+        Patch(
+            id="optimizer.inverse_loss_scale",
+            target="megatron.core.optimizer.grad_scaler:MegatronGradScaler.inv_scale",
+            kind="replace",
+            feature="optimizer",
+            backends=frozenset({"musa"}),
+            reason="it computes in float64 on the device, which Moore Threads cards refuse",
+            body=_inverse_scale,
+            digest="6fb7ede4a6edf0ba67192301478077d0a925aa8c0968205089ceadcfda67c899",
         ),
         wrap(
             "__init__",

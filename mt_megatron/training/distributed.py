@@ -17,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.collectives import let_group_threads_rest, prepare_environment
 from mt_megatron.backends.host_process import keep_freed_memory, set_threads
+from mt_megatron.backends.wide import has_float64
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.seams import collectives
 from mt_megatron.seams import layout as rank_layout
@@ -52,9 +53,19 @@ class Job:
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Element-wise sum of ``values`` over all ranks, in float64; every rank must call it."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.backend.device())
-        with collectives.announced("all_reduce", "world", None, total):
-            dist.all_reduce(total)
+        device = self.backend.device()
+        own = torch.tensor(values, dtype=torch.float64)
+        if has_float64(device):
+            total = own.to(device)
+            with collectives.announced("all_reduce", "world", None, total):
+                dist.all_reduce(total)
+        else:
+            # The bytes of all ranks' numbers come here, and the host adds them up in the ranks' order.
+            given = own.view(torch.uint8).to(device)
+            every = [torch.empty_like(given) for _ in range(dist.get_world_size())]
+            with collectives.announced("all_gather", "world", None, given):
+                dist.all_gather(every, given)
+            total = torch.stack(every).cpu().view(torch.float64).sum(dim=0)
         summed: list[float] = total.tolist()
         return summed
 
@@ -154,4 +165,9 @@ def require_precision(config: TrainingConfig, backend: Backend) -> None:
         raise BackendError(
             f"found --bf16 and {backend.device_name()}, which has no bf16 arithmetic; leave --bf16 out to "
             "train in fp32"
+        )
+    if config.model.moe_router_dtype == "fp64" and not has_float64(backend.device()):
+        raise BackendError(
+            f"found moe_router_dtype fp64 and {backend.device_name()}, which has no float64 arithmetic; "
+            "expected fp32, or none for the model's own type. Change moe_router_dtype"
         )

@@ -212,7 +212,8 @@ def summed(reports: list[dict[str, Any]], job: Job) -> list[float]:
     if not job.reports_loss or not reports:
         return [0.0, 0.0]
     pairs = torch.stack([torch.stack([report["loss"], report["tokens"]]) for report in reports])
-    loss, tokens = pairs.sum(dim=0).tolist()
+    # On the host, where sums can be float64 whatever the device has.
+    loss, tokens = pairs.cpu().double().sum(dim=0).tolist()
     return [loss, tokens]
 
 

@@ -351,3 +351,42 @@ def test_without_torch_musa_its_patches_can_be_listed_and_not_used() -> None:
             raise AssertionError("patched without a device")
     """
     run(code, patched=False)
+
+
+def test_the_loss_scale_is_inverted_without_float64() -> None:
+    run("""
+        from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+        import torch
+        from torch_musa import refusals
+        for scale in (3.0, 1000.0, 2.0**20, 65537.0):
+            found = ConstantGradScaler(scale).inv_scale
+            wanted = torch.tensor([1 / scale])
+            assert found.device.type == "musa" and found.cpu().equal(wanted), (scale, found)
+        assert not refusals.counts
+        mt_megatron.unpatch()
+        from megatron.core.optimizer import grad_scaler
+        made = object.__new__(ConstantGradScaler)
+        made._scale = wanted.to("musa")
+        try:
+            made.inv_scale
+        except refusals.RefusedByCards:
+            pass
+        else:
+            raise AssertionError("upstream's own is not refused: the patch is not needed any more")
+    """)
+
+
+def test_a_router_in_float64_is_refused_before_it_computes() -> None:
+    run("""
+        import torch, types
+        from mt_megatron.layers.router import logits_of
+        router = types.SimpleNamespace(
+            config=types.SimpleNamespace(moe_router_dtype="fp64"), weight=torch.ones(2, 3, device="musa")
+        )
+        try:
+            logits_of(router, torch.ones(1, 3, device="musa"))
+        except mt_megatron.errors.ConfigError as error:
+            assert "found moe_router_dtype fp64 on musa" in str(error) and "expected fp32" in str(error)
+        else:
+            raise AssertionError("not refused")
+    """)

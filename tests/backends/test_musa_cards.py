@@ -53,3 +53,10 @@ def test_what_a_card_can_do_is_said() -> None:
     said = " ".join(musa_cards.abilities(s4000.name, s4000.capability, s4000.mccl))
     assert "capability 2.2" in said and "no FP8 GEMM" in said and "bf16 in hardware" in said
     assert "not in this version's table" in musa_cards.abilities("MTT X1", None, None)[0]
+
+
+def test_what_the_press_reported_is_told_and_not_computed_with() -> None:
+    told = musa_cards.reported("MTT S5000")
+    assert told is not None and "80 GB" in told and "1.6 TB/s" in told and "784 GB/s" in told
+    assert musa_cards.peak_flops("MTT S5000", "bfloat16") is None
+    assert musa_cards.reported("MTT S4000") is None and musa_cards.reported("somebody's card") is None

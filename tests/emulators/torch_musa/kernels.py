@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import generator
+from . import generator, refusals
 from .storage import _CPU, allocate, device_storage, host_view, moved, on_device, place
 
 aten = torch.ops.aten
@@ -92,6 +92,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     call = _Call()
     _require_one_device(op, args)
+    refusals.running(op.name())
+    refusals.sorting(op.name(), args)
     result = op(
         *(call.to_host(each) for each in _with_tensors(op, args)),
         **{name: call.to_host(each) for name, each in kwargs.items()},
@@ -140,6 +142,7 @@ def _empty(
     pin_memory: Any = None,
     memory_format: Any = None,
 ) -> torch.Tensor:
+    refusals.running("aten::empty")
     like = torch.empty(size, dtype=dtype, memory_format=memory_format, device="meta")
     return allocate(like.shape, like.stride(), like.dtype)
 
@@ -153,6 +156,7 @@ def _empty_strided(
     device: Any = None,
     pin_memory: Any = None,
 ) -> torch.Tensor:
+    refusals.running("aten::empty_strided")
     return allocate(size, stride, dtype or torch.get_default_dtype())
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from . import refusals
 from .storage import host_view
 
 _Future = Any
@@ -106,23 +107,22 @@ class EmulatedMccl(dist.ProcessGroup):
         return _Works([self._gloo.reduce(self._host(tensors), opts)], None, list(tensors))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        if all(part.shape == inputs[0].shape for part in outputs[0]):
-            work = self._gloo.allgather(self._host(outputs), self._host(inputs), c10d.AllgatherOptions())
-            return _Works([work], None, outputs)
-        works = []
-        for root, part in enumerate(self._host(outputs[0])):
-            if root == self.rank():
-                part.copy_(self._host(inputs[0]))
-            options = c10d.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            works.append(self._gloo.broadcast([part], options))
-        return _Works(works, None, outputs)
+        refusals.unequal("all_gather", [inputs[0].numel(), *(part.numel() for part in outputs[0])])
+        # As NCCL does: the number of elements decides.
+        own = self._host(inputs[0]).reshape(-1)
+        parts = [torch.empty_like(own) for _ in outputs[0]]
+        work = self._gloo.allgather([parts], [own], c10d.AllgatherOptions())
+
+        def back() -> None:
+            for into, part in zip(self._host(outputs[0]), parts, strict=True):
+                into.copy_(part.view(into.shape))
+
+        return _Works([work], back, outputs)
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
         options = c10d.AllgatherOptions()
-        return _Works(
-            [self._gloo._allgather_base(self._host(output), self._host(input), options)], None, [output]
-        )
+        flat = self._host(output).view(-1), self._host(input).view(-1)
+        return _Works([self._gloo._allgather_base(*flat, options)], None, [output])
 
     all_gather_single = _allgather_base
 
@@ -134,6 +134,7 @@ class EmulatedMccl(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        refusals.unequal("reduce_scatter", [part.numel() for part in inputs[0]])
         work = self._gloo.reduce_scatter(self._host(outputs), self._host(inputs), opts)
         return _Works([work], None, outputs)
 
@@ -141,9 +142,9 @@ class EmulatedMccl(dist.ProcessGroup):
         average = opts.reduceOp == dist.ReduceOp.AVG
         options = c10d.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp.SUM if average else opts.reduceOp
-        host = self._host(output)
+        host = self._host(output).view(-1)
         # Gloo would sum into its input, which the caller may still need.
-        work = self._gloo._reduce_scatter_base(host, self._host(input).clone(), options)
+        work = self._gloo._reduce_scatter_base(host, self._host(input).view(-1).clone(), options)
         return _Works([work], self._average([host]) if average else None, [output])
 
     reduce_scatter_single = _reduce_scatter_base
@@ -157,14 +158,18 @@ class EmulatedMccl(dist.ProcessGroup):
     def alltoall_base(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
+        refusals.unequal("all_to_all_single", [*output_splits, *input_splits])
         options = c10d.AllToAllOptions()
         host = self._host(output), self._host(input)
+        if not output_splits and not input_splits:
+            host = host[0].view(-1), host[1].view(-1)
         return _Works([self._gloo.alltoall_base(*host, output_splits, input_splits, options)], None, [output])
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gloo has none: sends and receives."""
+        refusals.unequal("all_to_all", [each.numel() for each in (*outputs, *inputs)])
         works = []
         for peer in range(self.size()):
             if peer == self.rank():

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import refusals
+
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _ROUND = 512
 _SEGMENT = 2 << 20
@@ -170,6 +172,7 @@ def on_device(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any
 ) -> torch.Tensor:
     """A tensor on ``musa:0`` over a storage that is there."""
+    refusals.float64(dtype)
     tensor: torch.Tensor = torch._C._acc.create_empty_tensor((0,), dtype)
     place(tensor, storage, offset, shape, stride)
     return tensor

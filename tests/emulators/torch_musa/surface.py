@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from . import amp, generator, memory, streams
+from . import amp, generator, memory, refusals, streams
 from .device_index import device_index
 
 module = types.ModuleType("torch.musa", "The emulated torch.musa.")
@@ -345,3 +345,4 @@ def extend_torch() -> None:
     torch.random.fork_rng = fork_rng
     torch._C._profiler.ProfilerActivity.MUSA = torch._C._profiler.ProfilerActivity.PrivateUse1  # type: ignore[attr-defined]
     register_deserialization()
+    refusals.compiled()
