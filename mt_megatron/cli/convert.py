@@ -10,7 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.errors import ConfigError
+from mt_megatron.convert.places import check_destination, check_published, megatron_folder
+from mt_megatron.errors import CheckpointError, ConfigError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MOST_WORKERS = 8
@@ -39,7 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--from-megatron",
         type=Path,
         metavar="DIR",
-        help="checkpoint (torch_dist or torch), or a folder that names its newest",
+        help="checkpoint (torch_dist or torch), the folder --save named, or a run with 'checkpoints' in it",
     )
     destination = parser.add_mutually_exclusive_group(required=True)
     destination.add_argument("--to-hf", type=Path, metavar="DIR", help="folder that transformers loads")
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """Convert. Raises ``CheckpointError`` and ``ConfigError``."""
     # Deprecations of torch's that megatron-core's import sets off; nothing the reader can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core\.")
+    _check_places(args)
+    # Not earlier: it takes seconds to import.
     import torch
 
     from mt_megatron.cli.convert_progress import ConsoleProgress
@@ -86,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.training.checkpoint_files import write_durably
 
     if args.to_config is not None:
-        if args.from_hf is None:
-            raise ConfigError("--to-config reads the config.json of --from-hf; a checkpoint has config.yaml")
         write_durably(args.to_config, configuration_file(args.from_hf, prediction=not args.no_mtp))
         print(f"wrote {args.to_config}", file=sys.stderr)
         return 0
@@ -130,6 +131,21 @@ def run(args: argparse.Namespace) -> int:
             f"{outcome.seconds:.1f} s ({rate:,.0f} MB/s)"
         )
     return 0
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    if args.to_config is not None and args.from_hf is None:
+        raise ConfigError("--to-config reads the config.json of --from-hf; a checkpoint has config.yaml")
+    try:
+        if args.from_hf is not None:
+            check_published(args.from_hf)
+        else:
+            megatron_folder(args.from_megatron)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    destination = args.to_hf or args.to_megatron or args.to_torch
+    if destination is not None:
+        check_destination(args.from_hf or args.from_megatron, destination)
 
 
 def _positive(text: str) -> int:

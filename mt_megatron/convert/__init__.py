@@ -10,5 +10,6 @@
 * ``outputs``: what it writes. ``safetensors_writer``, ``dist_writer``, ``torch_writer`` plan files
   (``layout``, ``grouping``, ``megatron_names``), ``output`` writes them so that a kill costs one file each.
 * ``hf_config`` (``hf_families``, ``hf_rope``), ``hf_files``: ``config.json`` and the files beside weights.
+* ``places``: which folders are read and written, checked without torch.
 * ``settings``: the configuration that a conversion works by.
 """

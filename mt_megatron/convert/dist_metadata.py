@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
+from mt_megatron.convert.places import METADATA
 from mt_megatron.errors import CheckpointError
-
-METADATA = ".metadata"
 
 _PLANNER = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[str, tuple[str, ...]] = {

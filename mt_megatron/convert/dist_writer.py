@@ -20,10 +20,10 @@ import torch
 
 from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.dist_flattened import flat_place, flat_shape
-from mt_megatron.convert.dist_metadata import METADATA
 from mt_megatron.convert.layout import Piece, blocks, pieces_of
 from mt_megatron.convert.megatron_names import KeyStyle
 from mt_megatron.convert.output import FileTask, Summed
+from mt_megatron.convert.places import METADATA
 from mt_megatron.convert.sources import Rows, Source
 from mt_megatron.convert.state_names import kind_of
 from mt_megatron.convert.tensors import extra_state_of, split_axis

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.convert.published import CONFIG
+from mt_megatron.convert.places import CONFIG
 from mt_megatron.errors import CheckpointError
 
 CARRIED = "huggingface"

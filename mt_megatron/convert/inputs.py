@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from mt_megatron.convert.dist_metadata import METADATA
 from mt_megatron.convert.dist_reader import DistFolder
 from mt_megatron.convert.hf_config import options_of
 from mt_megatron.convert.hf_files import carried_files, side_files, tokenizer_files
 from mt_megatron.convert.optimizer_state import Optimizer
-from mt_megatron.convert.published import CONFIG, PublishedFolder
+from mt_megatron.convert.places import METADATA, check_published, megatron_folder
+from mt_megatron.convert.published import PublishedFolder
 from mt_megatron.convert.run_state import RunState
 from mt_megatron.convert.sources import WholeTensors
 from mt_megatron.convert.torch_args import COMMON, options_from_arguments, read_common
 from mt_megatron.convert.torch_reader import TorchFolder, is_torch_folder
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.checkpoint_files import LATEST, MANIFEST, folder_name, read_manifest
+from mt_megatron.training.checkpoint_files import MANIFEST, read_manifest
 from mt_megatron.training.config_types import options as known_options
 
 
@@ -53,8 +53,7 @@ class Input:
 
 def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Input:
     """A folder in Hugging Face's form. Raises ``CheckpointError``."""
-    if not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} has no {CONFIG}; expected a folder in Hugging Face's form")
+    check_published(path)
     folder = PublishedFolder(path, fp8_as)
     return Input(
         path=path,
@@ -67,7 +66,7 @@ def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Inpu
 def open_megatron(path: Path) -> Input:
     """A Megatron checkpoint: the folder of one, or a folder that names its newest. Raises
     ``CheckpointError``."""
-    folder = checkpoint_folder(path)
+    folder = megatron_folder(path)
     if (folder / METADATA).is_file():
         return _distributed(folder)
     if is_torch_folder(folder):
@@ -167,23 +166,3 @@ _OF_A_RUN = (
     "last_pipeline_num_layers",
 )
 """Options of the model's section that say how a run laid it out, which the result need not follow."""
-
-
-def checkpoint_folder(path: Path) -> Path:
-    """The folder of a Megatron checkpoint: ``path`` itself, or the newest that ``path`` names. Raises
-    ``CheckpointError``."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; expected a Megatron checkpoint")
-    pointer = path / LATEST
-    if not pointer.is_file():
-        return path
-    try:
-        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise CheckpointError(f"{pointer} cannot be read: {error}") from error
-    if text != "release" and not text.isdigit():
-        raise CheckpointError(f"{pointer} says {text!r}, expected a number or 'release'")
-    folder = path / (text if text == "release" else folder_name(int(text)))
-    if not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {folder.name}, which is not there")
-    return folder

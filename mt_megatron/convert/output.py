@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from mt_megatron.convert.checksums import combined
+from mt_megatron.convert.places import RECORD, record_text
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training.checkpoint_files import checksum, sync_folder
 from mt_megatron.training.file_locks import FileLock
@@ -66,6 +67,7 @@ class OutputFolder:
         self.entries: dict[str, dict[str, Any]] = {}
         """Size and CRC-32 of each complete file by name."""
 
+        self._contents = contents
         self._left: dict[str, dict[str, Any]] = {}
         self._mutex = threading.Lock()
         self._stop = threading.Event()
@@ -117,6 +119,8 @@ class OutputFolder:
 
     def publish(self) -> None:
         """Give the folder its name. Raises ``CheckpointError`` when something is there by now."""
+        self.write_text(RECORD, record_text(self._contents, self.entries))
+        del self.entries[RECORD]  # About the result, not part of it.
         self.drop_journal()
         if self.final.exists():
             if any(self.final.iterdir()):

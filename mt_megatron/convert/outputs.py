@@ -20,7 +20,7 @@ from mt_megatron.convert.inputs import Input
 from mt_megatron.convert.megatron_names import KeyStyle
 from mt_megatron.convert.optimizer_state import Carried
 from mt_megatron.convert.output import FileTask, OutputFolder
-from mt_megatron.convert.published import CONFIG
+from mt_megatron.convert.places import CONFIG
 from mt_megatron.convert.request import MAX_SHARD, Request
 from mt_megatron.convert.run_state import common_entry
 from mt_megatron.convert.safetensors_writer import SafetensorsWriter

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mt_megatron.convert.fp8_blocks import BLOCK, SUFFIX, dequantise
 from mt_megatron.convert.mapped import MappedFile
+from mt_megatron.convert.places import CONFIG
 from mt_megatron.convert.safetensors_format import Stored, read_header
 from mt_megatron.convert.table import listed
 from mt_megatron.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CONFIG = "config.json"
 
 _FP8 = torch.float8_e4m3fn
 

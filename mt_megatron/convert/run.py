@@ -13,7 +13,7 @@ import torch
 
 import mt_megatron
 from mt_megatron.convert.hf_files import has_tokenizer
-from mt_megatron.convert.inputs import Input, checkpoint_folder, open_megatron, open_published
+from mt_megatron.convert.inputs import Input, open_megatron, open_published
 from mt_megatron.convert.optimizer_state import Carried, carry
 from mt_megatron.convert.output import OutputFolder
 from mt_megatron.convert.outputs import (
@@ -24,6 +24,7 @@ from mt_megatron.convert.outputs import (
     side_files_of,
     write_our_manifest,
 )
+from mt_megatron.convert.places import check_destination, finished, holds_nothing, megatron_folder, not_empty
 from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
 from mt_megatron.convert.sources import MegatronSource, PublishedSource, Source, not_of_model
@@ -37,10 +38,12 @@ def convert(request: Request, progress: Progress) -> Outcome:
     """Convert ``request.source``. Raises ``CheckpointError`` and ``ConfigError``; the destination is then as
     it was, and what was written waits beside it for the next try."""
     started = time.monotonic()
-    _check_destination(request)
+    if request.fp8 and request.form != "huggingface":
+        raise ConfigError("FP8 weights are a published form; expected --to-hf with --fp8")
+    check_destination(request.source, request.destination)
     if request.published:
         return _convert(request, progress, started)
-    folder = checkpoint_folder(request.source)
+    folder = megatron_folder(request.source)
     with read_safely(folder, verify=request.verify, workers=request.workers, say=progress.say):
         return _convert(dataclasses.replace(request, source=folder), progress, started)
 
@@ -58,6 +61,10 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
     config = configuration(given.options, request.arguments, published=request.published, say=progress.say)
     if not request.prediction:
         config = _without_prediction(config, progress)
+    folder, contents = _final(request, given), _contents(request, given, config)
+    there = finished(folder, contents)
+    if there is None and not holds_nothing(request.destination):
+        raise not_empty(request.destination)
     model = model_of(config, tensor=config.parallel.tensor_model_parallel_size)
     source: Source = _source(request, given, model, target, progress)
     carried: Carried | None = None
@@ -70,8 +77,11 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
                 "leave --use-distributed-optimizer out"
             )
         carried, model, source = carry(given.optimizer, config, model, source, distributed=distributed)
-    folder = _final(request, given)
-    with OutputFolder(folder, _contents(request, given, config), progress.say) as output:
+    if there is not None:
+        progress.say(f"{folder} already holds the result of this command")
+        _name_newest(request, given)
+        return Outcome(folder=folder, tensors=len(model.rows), bytes=sum(there.values()), seconds=0.0)
+    with OutputFolder(folder, contents, progress.say) as output:
         if request.form == "huggingface":
             if not has_tokenizer(side_files_of(request, given)):
                 progress.say(
@@ -88,8 +98,7 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
         if request.form == "torch_dist":
             write_our_manifest(output, given, config, model, carried)
         output.publish()
-    if request.form != "huggingface":
-        write_durably(request.destination / LATEST, f"{iteration_of(given)}\n")
+    _name_newest(request, given)
     return Outcome(
         folder=folder,
         tensors=len(model.rows),
@@ -158,33 +167,15 @@ def _require_optimizer(request: Request, given: Input) -> None:
         )
 
 
+def _name_newest(request: Request, given: Input) -> None:
+    if request.form != "huggingface":
+        write_durably(request.destination / LATEST, f"{iteration_of(given)}\n")
+
+
 def _final(request: Request, given: Input) -> Path:
     if request.form == "huggingface":
         return request.destination
     return request.destination / folder_name(iteration_of(given))
-
-
-def _check_destination(request: Request) -> None:
-    destination = request.destination
-    if destination.resolve() == request.source.resolve():
-        raise ConfigError(f"{destination} is the source as well; choose another destination")
-    if destination.exists() and not destination.is_dir():
-        raise ConfigError(f"{destination} is no folder; choose another destination")
-    there = (
-        [
-            each
-            for each in destination.iterdir()
-            if not each.name.endswith((".converting", ".converting.lock"))
-        ]
-        if (destination.is_dir())
-        else []
-    )
-    if there:
-        raise ConfigError(
-            f"{destination} is not empty (it holds {there[0].name}); choose another destination or empty it"
-        )
-    if request.fp8 and request.form != "huggingface":
-        raise ConfigError("FP8 weights are a published form; expected --to-hf with --fp8")
 
 
 def _contents(request: Request, given: Input, config: TrainingConfig) -> str:
@@ -196,7 +187,7 @@ def _contents(request: Request, given: Input, config: TrainingConfig) -> str:
     options = {
         field.name: str(getattr(request, field.name))
         for field in dataclasses.fields(request)
-        if field.name != "workers"
+        if field.name not in ("workers", "verify")
     }
     return json.dumps(
         [mt_megatron.__version__, torch.__version__, stats, options, config.to_dict()], sort_keys=True

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from mt_megatron.convert.dist_metadata import METADATA
+from mt_megatron.convert.places import METADATA
 from mt_megatron.convert.torch_reader import rank_files
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training.checkpoint_files import MANIFEST, damaged_files, read_manifest

@@ -30,7 +30,8 @@ def check_published(config: TrainingConfig) -> list[str]:
     if config.checkpoint.init_from_hf is None:
         return []
     from mt_megatron.convert.hf_config import options_of
-    from mt_megatron.convert.published import CONFIG, read_json
+    from mt_megatron.convert.places import CONFIG
+    from mt_megatron.convert.published import read_json
 
     folder = Path(config.checkpoint.init_from_hf)
     options = options_of(read_json(folder / CONFIG), prediction=bool(config.model.mtp_num_layers))

@@ -116,8 +116,8 @@ def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ([], 2, "required"),
         (["--from-hf", "a", "--from-megatron", "b", "--to-hf", "c"], 2, "not allowed"),
-        (["--from-hf", "nowhere", "--to-megatron", "out"], 1, "nowhere has no config.json"),
-        (["--from-megatron", "nowhere", "--to-hf", "out"], 1, "nowhere is no folder"),
+        (["--from-hf", "nowhere", "--to-megatron", "out"], 2, "nowhere is no folder"),
+        (["--from-megatron", "nowhere", "--to-hf", "out"], 2, "nowhere is no folder"),
         (["--from-megatron", ".", "--to-config", "out"], 2, "--from-hf"),
         (["--from-hf", "a", "--to-hf", "c", "--max-shard-size", "5parsec"], 2, "5GB"),
         (["--from-hf", "a", "--to-hf", "c", "--workers", "0"], 2, "at least 1"),
