@@ -11,7 +11,7 @@ import torch
 
 from mt_megatron.convert.dist_reader import DistFolder
 from mt_megatron.convert.hf_config import options_of
-from mt_megatron.convert.hf_files import carried_files, side_files, tokenizer_files
+from mt_megatron.convert.hf_files import End, carried_files, end_of_run, side_files, tokenizer_files
 from mt_megatron.convert.optimizer_state import Optimizer
 from mt_megatron.convert.places import METADATA, check_published, megatron_folder
 from mt_megatron.convert.published import PublishedFolder
@@ -36,6 +36,9 @@ class Input:
     checkpoint: WholeTensors | None = None
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     """Tokenizer, generation settings and ``config.json``, by name."""
+
+    end: End | None = None
+    """The end of document of the run that made it."""
 
     iteration: int = 0
     """Of a Megatron checkpoint."""
@@ -97,6 +100,7 @@ def _distributed(folder: Path) -> Input:
         document = read_manifest(folder)
         config = document.get("config", {})
         options = _model_options(config)
+        found["end"] = end_of_run(document)
         progress = document.get("progress", {})
         found["iteration"] = int(progress.get("iteration", 0))
         tokenizer = config.get("data", {}).get("tokenizer_model")

@@ -51,10 +51,10 @@ def published_files(request: Request, given: Input, model: Model, source: Source
     document = config_json(
         config, dtype=_name_of_dtype(model, source), like=like, fp8_block=BLOCK if request.fp8 else None
     )
+    files[CONFIG] = (json.dumps(document, indent=2) + "\n").encode()
+    files[hf_files.GENERATION] = hf_files.generation_config(document, files)
     texts: dict[str, bytes] = {
-        **files,
-        CONFIG: (json.dumps(document, indent=2) + "\n").encode(),
-        hf_files.GENERATION: hf_files.generation_config(document, files),
+        **hf_files.with_end(files, given.end),
         **{name: text.encode() for name, text in writer.index().items()},
     }
     return writer.tasks() + _small(texts)
@@ -183,6 +183,7 @@ def write_our_manifest(
             "padded_vocab_size": model.sizes.padded_vocab_size,
             "files": dict(output.entries),
             "config": config.to_dict(),
+            **({} if given.end is None else {"tokenizer": given.end.to_dict()}),
             "converted_from": str(given.path.name),
             "versions": {"torch": torch.__version__, "mt_megatron": mt_megatron.__version__},
         },

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.checkpoint_files import LATEST, folder_name
+from mt_megatron.training.hub_names import download_hint
 
 CONFIG = "config.json"
 """Names a folder in Hugging Face's form."""
@@ -21,7 +21,6 @@ METADATA = ".metadata"
 RECORD = ".mt_megatron_conversion.json"
 """In a result: what it was made of, so that the same command knows that nothing is left to do."""
 
-_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_A_RUN = "checkpoints"
 _BEING_WRITTEN = (".converting", ".converting.lock")
 
@@ -29,10 +28,9 @@ _BEING_WRITTEN = (".converting", ".converting.lock")
 def check_published(path: Path) -> None:
     """Raise ``CheckpointError`` unless ``path`` is a folder in Hugging Face's form."""
     if not path.is_dir():
-        download = ""
-        if _HUB.fullmatch(str(path)):
-            download = f". It looks like a name on the Hub: hf download {path} --local-dir FOLDER"
-        raise CheckpointError(f"{path} is no folder here; expected one in Hugging Face's form{download}")
+        hint = download_hint(path)
+        more = f". {hint}" if hint else ""
+        raise CheckpointError(f"{path} is no folder here; expected one in Hugging Face's form{more}")
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} has no {CONFIG}; expected a folder in Hugging Face's form")
 

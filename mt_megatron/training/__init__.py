@@ -15,6 +15,7 @@ step.py          one optimizer step, and what all ranks agree on about it
 evaluate.py      validation: the same tokens every time, each counted once
 checkpoint.py    whole or absent, loadable under any layout; rng.py: a rank's random states
 preflight.py     the checks that need the device or an earlier checkpoint
+field_kinds.py   what another value of each option does to given weights; model_change.py: what is said of it
 output.py        everything a run says: display.py (panel.py, terminal.py), records.py with its places
                  (metrics.py, tensorboard.py, wandb.py), throughput.py, communication.py, picture.py;
                  summary.py: the lines at the end

@@ -108,6 +108,7 @@ class _Run:
             "config": config.to_show().to_dict(),
             "patches": json.loads(mt_megatron.report().to_json()),
             "data_order": order_fingerprint(self.datasets.train),
+            "tokenizer": {"eod": tokenizer.eod, "eod_token": getattr(tokenizer, "eod_token", None)},
         }
         self.store = CheckpointStore(
             config.checkpoint, self.trainable, job, self.manifest, self.display.say, alone=alone

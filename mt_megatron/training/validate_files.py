@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mt_megatron.errors import DataError
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.hub_names import download_hint
 
 _MOCK_VOCABULARY = 4095
 """MockGPTLowLevelDataset counts from 1 to at most 4094."""
@@ -212,7 +213,8 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
     if checkpoint.init_from_hf is not None and not is_folder(checkpoint.init_from_hf):
         found.append(
             f"init_from_hf is {checkpoint.init_from_hf}, which is no directory; expected one with "
-            "config.json and safetensors files. Correct --init-from-hf."
+            "config.json and safetensors files. "
+            + (download_hint(checkpoint.init_from_hf) or "Correct --init-from-hf.")
         )
     if checkpoint.init_from_hf is not None and checkpoint.load is not None:
         found.append(

@@ -239,6 +239,16 @@ def test_the_override_names_options_of_the_function_alone() -> None:
     )
 
 
+def test_a_name_of_the_hub_is_told_from_a_folder() -> None:
+    def said(folder: str) -> str:
+        [line] = problems(load_config([*FLAGS.split(), "--init-from-hf", folder]), world_size=1)
+        return line
+
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in said("Qwen/Qwen3-0.6B")
+    for folder in ("nowhere", "/models/x", "./a/b", "models/a/b", "tests/nowhere"):
+        assert said(folder).endswith("Correct --init-from-hf.")
+
+
 def test_a_router_without_a_gradient_is_warned_of() -> None:
     [warning] = router_notes(config(*EXPERTS, "--moe-router-topk", "1"))
     assert "--moe-router-pre-softmax" in warning

@@ -118,6 +118,8 @@ def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--from-hf", "a", "--from-megatron", "b", "--to-hf", "c"], 2, "not allowed"),
         (["--from-hf", "nowhere", "--to-megatron", "out"], 2, "nowhere is no folder"),
         (["--from-megatron", "nowhere", "--to-hf", "out"], 2, "nowhere is no folder"),
+        (["--from-hf", "Qwen/Qwen3-0.6B", "--to-hf", "o"], 2, "hf download Qwen/Qwen3-0.6B --local-dir"),
+        (["--from-hf", "Qwen/Qwen3-0.6B", "--to-config", "o"], 2, "hf download Qwen/Qwen3-0.6B"),
         (["--from-megatron", ".", "--to-config", "out"], 2, "--from-hf"),
         (["--from-hf", "a", "--to-hf", "c", "--max-shard-size", "5parsec"], 2, "5GB"),
         (["--from-hf", "a", "--to-hf", "c", "--workers", "0"], 2, "at least 1"),

@@ -124,7 +124,7 @@ def stored_configuration(folder: str) -> dict[str, Any]:
         "refused": other["error"],
         "kept": [each.name for each in files.complete_checkpoints(Path(folder) / "kept")],
         "same": again.to_dict() == yaml.safe_load(text) == document["config"],
-        "manifest": {key: document[key] for key in ("progress", "layout", "versions", "format")},
+        "manifest": {key: document[key] for key in ("progress", "layout", "versions", "format", "tokenizer")},
         "patches": len(document["patches"]),
         "listed": sorted(document["files"]),
         "there": sorted(str(each.relative_to(beside)) for each in beside.rglob("*") if each.is_file()),

@@ -53,6 +53,8 @@ def test_what_lies_beside_a_checkpoint_starts_the_same_run_and_what_is_kept(tmp_
     found = run_ranks(1, RANKS + "stored_configuration", str(tmp_path))[0]
     assert found["same"]
     assert found["manifest"]["progress"]["iteration"] == 2
+    assert found["manifest"]["tokenizer"].keys() == {"eod", "eod_token"}
+    assert isinstance(found["manifest"]["tokenizer"]["eod"], int)
     assert {"python", "torch", "numpy", "megatron-core", "mt_megatron", "backend"} <= set(
         found["manifest"]["versions"]
     )
