@@ -21,7 +21,7 @@ def asked_on_one_rank(folder: str) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     stop_listening = events.subscribe(listener)
-    result = run(f"--save {folder}/asked --train-iters 50", folder, "asked")
+    result = run(f"--save {folder}/asked --train-iters 50 --num-workers 1", folder, "asked")
     stop_listening()
     # It was asked after the wishes of step 3 were read, so step 4 is the first to carry them.
     return {**result, "asked_in": 4}
