@@ -7,10 +7,8 @@ faster than products in a row.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from ..errors import ConfigError
 from . import gemm as _single
 from . import onednn
 from .gemm import GemmRole, gemm
+from .grouped_probe import verdict
 
-_log = logging.getLogger("mt_megatron")
 _ALIGNMENT = 16  # bytes; torch's grouped kernels refuse other strides
 
 
@@ -102,11 +100,20 @@ def grouped_gemm(
 
 
 def _by_kernel(role: GemmRole, a: Tensor, b: Tensor, groups: TokenGroups) -> Tensor:
+    if not groups.rows:
+        # Kernels need not know products of nothing.
+        if role == "wgrad":
+            return a.new_zeros(groups.ends.numel(), a.shape[1], b.shape[1])
+        return a.new_empty(0, b.shape[1 if role == "fprop" else 2])
     if role == "fprop":
-        b = b.transpose(-2, -1)
-    elif role == "wgrad":
-        a = a.t()
-    return torch._grouped_mm(a, b, offs=groups.ends)
+        return torch._grouped_mm(a, b.transpose(-2, -1), offs=groups.ends)
+    if role == "dgrad":
+        return torch._grouped_mm(a, b, offs=groups.ends)
+    result = torch._grouped_mm(a.t(), b, offs=groups.ends)
+    if verdict(a.device.type, a.device.index, a.dtype) == "mask":
+        counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+        result.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+    return result
 
 
 def _one_by_one(
@@ -154,24 +161,4 @@ def has_grouped_kernel(a: Tensor, b: Tensor) -> bool:
         return False
     if any(size * a.element_size() % _ALIGNMENT for size in (*a.shape[1:], *b.shape[1:])):
         return False
-    return _kernel_works(a.device.type, a.device.index)
-
-
-@cache
-def _kernel_works(kind: str, index: int | None) -> bool:
-    """Asked of the device itself: which torch has the kernel for which of them changes often."""
-    device = torch.device(kind, index) if index is not None else torch.device(kind)
-    if hasattr(torch, "_grouped_mm"):
-        rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-        weights = torch.ones(2, 16, 16, dtype=torch.bfloat16, device=device)
-        try:
-            torch._grouped_mm(rows, weights, offs=torch.tensor([8, 16], dtype=torch.int32, device=device))
-            return True
-        except (RuntimeError, NotImplementedError) as error:
-            why = str(error).splitlines()[0]
-    else:
-        why = f"torch {torch.__version__} has none"
-    _log.warning(
-        "experts: torch._grouped_mm was asked for on %s; products one by one are used: %s", kind, why
-    )
-    return False
+    return verdict(a.device.type, a.device.index, a.dtype) != "none"
