@@ -6,15 +6,20 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from mt_megatron.cli.progress import ConsoleProgress
+from mt_megatron.errors import ConfigError
 from mt_megatron.training.data.corpus import (
     DEFAULT_MAX_TRAIN_TOKENS,
     DEFAULT_VALIDATION_FRACTION,
     DEFAULT_VOCAB_SIZE,
 )
+
+_SMALLEST_VOCABULARY = 257
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -37,7 +42,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=Path,
         metavar="PATH",
         help="a folder of texts (one document a file), a .jsonl file (a document a line under the key "
-        "'text') or one text file; default: Python's standard library",
+        "'text'; for another key or several use mt-megatron preprocess --json-keys) or one text file, all in "
+        "UTF-8; default: Python's standard library",
     )
     add(
         "--vocab-size",
@@ -74,23 +80,59 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the corpus. Raises ``DataError`` when it cannot be made."""
+    _check(args)
     # Deprecations of torch's that megatron-core's import sets off; nothing the reader can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core\.")
     from mt_megatron.training.data.prepare import prepare_corpus
 
-    corpus = prepare_corpus(
-        args.output,
-        corpus=args.corpus,
-        vocab_size=args.vocab_size,
-        max_train_tokens=args.max_tokens or None,
-        validation_fraction=args.validation_fraction,
-        tokenizer=args.tokenizer,
-        force=args.force,
-        log=lambda line: print(line, file=sys.stderr if args.json else sys.stdout, flush=True),
-    )
+    # A bar and lines on one terminal go through the bar; elsewhere each has its own stream.
+    with _Progress(plain=not (sys.stderr.isatty() and (args.json or sys.stdout.isatty()))) as progress:
+        corpus = prepare_corpus(
+            args.output,
+            corpus=args.corpus,
+            vocab_size=args.vocab_size,
+            max_train_tokens=args.max_tokens or None,
+            validation_fraction=args.validation_fraction,
+            tokenizer=args.tokenizer,
+            force=args.force,
+            log=lambda line: progress.log(line, sys.stderr if args.json else sys.stdout),
+            advance=progress.advance,
+        )
     if args.json:
         print(json.dumps(dataclasses.asdict(corpus) | {"directory": str(corpus.directory)}, indent=2))
     return 0
+
+
+class _Progress(ConsoleProgress):
+    """Documents and tokens of each pass over the text."""
+
+    command = "prepare"
+
+    def log(self, line: str, stream: TextIO) -> None:
+        """A line about a step, where the command's lines go."""
+        if self.has_bar:
+            self.say(line.removeprefix("data: "))
+        else:
+            print(line, file=stream, flush=True)
+
+    def advance(self, done: int, total: int, documents: int, tokens: int) -> None:
+        """How far a pass is."""
+        figures = (
+            f"{documents:,} documents encoded, {tokens:,} tokens" if tokens else f"{documents:,} documents"
+        )
+        self.show(time.monotonic(), done, total, figures)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be wrong with the words themselves: said before anything is imported for the work."""
+    for option, path in (("--corpus", args.corpus), ("--tokenizer", args.tokenizer)):
+        if path is not None and not path.exists():
+            raise ConfigError(f"{option} {path}: there is nothing; check the path")
+    if args.tokenizer is None and args.vocab_size < _SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"--vocab-size {args.vocab_size}: expected at least {_SMALLEST_VOCABULARY} (256 bytes and the "
+            "end-of-document token)"
+        )
 
 
 def _positive(text: str) -> int:

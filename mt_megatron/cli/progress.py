@@ -51,6 +51,11 @@ class ConsoleProgress:
         if self._bar is not None:
             self._bar.stop()
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether there is a bar, above which lines have to go through ``say``."""
+        return self._bar is not None
+
     def say(self, line: str) -> None:
         """One line for a person, above the bar."""
         if self._bar is not None:

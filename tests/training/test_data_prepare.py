@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -233,3 +234,67 @@ def test_a_killed_preparation_leaves_nothing_that_counts(texts: Path, tmp_path: 
     _prepare(output, texts)
     assert _digest(output) == _digest(tmp_path / "reference")
     assert not (output / ".building").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("caf\xe9\n".encode("latin-1") * 2000, "corpus.txt: not UTF-8 (byte 3)"),
+        ("text\n".encode("utf-16"), "corpus.txt: not UTF-8 (byte 0)"),
+        (b"", "corpus.txt: empty"),
+        (b"hello world\n", "12 characters, yield only 266 tokens"),
+    ],
+)
+def test_what_is_wrong_with_the_text_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(says)):
+        prepare_corpus(tmp_path / "out", corpus=tmp_path / "corpus.txt", log=lambda line: None)
+
+
+def test_a_folder_without_a_usable_file_names_them(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "texts" / "b.txt").touch()
+    with pytest.raises(DataError, match="can be used for training") as caught:
+        prepare_corpus(tmp_path / "out", corpus=tmp_path / "texts", log=lambda line: None)
+    assert "a.txt: not UTF-8 (byte 3)" in str(caught.value) and "b.txt: empty" in str(caught.value)
+
+
+def test_another_key_leads_to_preprocess(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match="preprocess --json-keys"):
+        prepare_corpus(tmp_path / "out", corpus=tmp_path / "docs.jsonl", log=lambda line: None)
+
+
+@pytest.mark.parametrize("limit", [None, 2000])
+def test_progress_reaches_the_end_of_both_passes(texts: Path, tmp_path: Path, limit: int | None) -> None:
+    seen: list[tuple[int, int, int, int]] = []
+    corpus, _ = _prepare(
+        tmp_path / "out", texts, max_train_tokens=limit, advance=lambda *now: seen.append(now)
+    )
+    reading = [now for now in seen if now[3] == 0]
+    encoding = [now for now in seen if now[3] > 0]
+    for one in (reading, encoding):
+        assert [now[0] for now in one] == sorted(now[0] for now in one)
+        assert one[-1][0] == pytest.approx(one[-1][1], rel=0.05)
+    assert encoding[-1][3] == corpus.train_tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--corpus absent", "--corpus absent: there is nothing"),
+        ("--tokenizer absent.json", "--tokenizer absent.json: there is nothing"),
+        ("--vocab-size 100", "--vocab-size 100: expected at least 257"),
+    ],
+)
+def test_wrong_words_are_refused_before_torch_is_imported(words: str, says: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom mt_megatron.cli.main import main\n"
+        f"code = main(['prepare', '--output', 'out', *{words.split()!r}])\n"
+        "print(code, 'torch' in sys.modules, 'megatron.core' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 False False\n" and says in done.stderr

@@ -114,7 +114,8 @@ def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]
     text file that was named is cut at line ends into documents of about 64 KiB, so that
     there is something to hold out. Files that are not UTF-8 and empty documents are skipped.
 
-    Raises ``DataError`` for a line of a ``.jsonl`` file that is not such an object.
+    Raises ``DataError`` for a line of a ``.jsonl`` file that is not such an object, and for one file that
+    was named and cannot be used.
     """
     for file in source.files:
         name = source.relative(file)
@@ -125,8 +126,15 @@ def read_documents(source: Source, skipped: list[Skipped]) -> Iterator[Document]
             # Not read_text: it would turn every CRLF into LF, and the text is to be taken as it is.
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
+            if source.named_file:
+                raise DataError(
+                    f"{file}: not UTF-8 (byte {error.start}); expected text in UTF-8. Convert it (iconv -f "
+                    "ENCODING -t UTF-8), or give another --corpus"
+                ) from error
             skipped.append(Skipped(name=name, reason=f"not UTF-8 (byte {error.start})"))
             continue
+        if source.named_file and not text.strip():
+            raise DataError(f"{file}: empty; expected text in UTF-8. Give another --corpus")
         if not text.strip():
             skipped.append(Skipped(name=name, reason="empty"))
         elif source.named_file:
@@ -182,7 +190,8 @@ def _json_lines(file: Path, name: str, skipped: list[Skipped]) -> Iterator[Docum
                 ) from error
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                 raise DataError(
-                    f"{file}, line {number}: expected an object with a string under the key 'text'"
+                    f"{file}, line {number}: expected an object with a string under the key 'text'; "
+                    "for another key: mt-megatron preprocess --json-keys KEY"
                 )
             if _lone_surrogate(record["text"]):
                 skipped.append(

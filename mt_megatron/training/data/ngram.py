@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.datasets import SampleDataset
+
+if TYPE_CHECKING:
+    from mt_megatron.training.data.datasets import SampleDataset
 
 Tokens = npt.NDArray[np.integer[Any]]
 

@@ -38,6 +38,12 @@ _TOKENIZER_CHARACTERS = 200_000_000
 _BATCH = 64
 
 Log = Callable[[str], None]
+Advance = Callable[[int, int, int, int], None]
+"""Told how far a pass over the corpus is: bytes done and in all, documents, training tokens."""
+
+
+def _nobody(done: int, total: int, documents: int, tokens: int) -> None:
+    """Where nobody watches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,7 @@ def prepare_corpus(
     tokenizer: Path | None = None,
     force: bool = False,
     log: Log = print,
+    advance: Advance = _nobody,
 ) -> Corpus:
     """Write ``tokenizer.json``, ``train.bin/.idx``, ``valid.bin/.idx`` and ``corpus.json`` to ``output_dir``.
 
@@ -104,7 +111,7 @@ def prepare_corpus(
     A folder that already holds this very corpus is left as it is. Processes that start together
     wait for one another; a folder whose preparation was interrupted is prepared anew, since
     ``corpus.json`` is written last. A folder prepared from other inputs or options is never
-    overwritten unless ``force`` is set. ``log`` gets one line per step.
+    overwritten unless ``force`` is set. ``log`` gets one line per step, ``advance`` how far it is.
 
     Raises ``DataError`` when there is nothing to read, too little of it, or the folder holds
     something else.
@@ -134,7 +141,7 @@ def prepare_corpus(
             if existing is not None:
                 log(f"data: {output_dir} is already prepared ({existing.train_tokens:,} training tokens)")
                 return existing
-        return _build(output_dir, source, options, given, log)
+        return _build(output_dir, source, options, given, log, advance)
 
 
 def load_corpus(directory: Path) -> Corpus:
@@ -225,7 +232,14 @@ def _reusable(directory: Path, source: Source, options: _Options, log: Log) -> C
     return _corpus(directory, manifest)
 
 
-def _build(directory: Path, source: Source, options: _Options, given: Tokenizer | None, log: Log) -> Corpus:
+def _build(
+    directory: Path,
+    source: Source,
+    options: _Options,
+    given: Tokenizer | None,
+    log: Log,
+    advance: Advance,
+) -> Corpus:
     building = directory / _BUILDING
     if building.exists():
         shutil.rmtree(building)
@@ -240,11 +254,11 @@ def _build(directory: Path, source: Source, options: _Options, given: Tokenizer 
         tokenizer = Tokenizer(building / "tokenizer.json")
     else:
         log(f"data: training a byte-level BPE of {options.vocab_size:,} tokens")
-        texts = _training_texts(source, fraction)
+        texts = _training_texts(source, fraction, advance)
         tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, output=building / "tokenizer.json")
     log("data: encoding")
     skipped: list[Skipped] = []
-    documents, tokens = _encode(source, options, tokenizer, building, skipped)
+    documents, tokens = _encode(source, options, tokenizer, building, skipped, advance)
     for split in ("train", "valid"):
         if documents[split] == 0:
             raise DataError(
@@ -296,30 +310,57 @@ def _skipped_line(skipped: Sequence[Skipped]) -> str:
     return f"skipped {len(skipped) - len(unreadable)} empty and {len(unreadable)} not in UTF-8{named}"
 
 
-def _training_texts(source: Source, fraction: float) -> Iterator[str]:
+def _training_texts(source: Source, fraction: float, advance: Advance) -> Iterator[str]:
     left = _TOKENIZER_CHARACTERS
-    for document in read_documents(source, []):
+    skipped: list[Skipped] = []
+    total, done, used = _bytes(source), 0, 0
+    for document in read_documents(source, skipped):
+        done += len(document.text.encode())
         if split_of(document.name, fraction) == "train":
             yield document.text
+            used += 1
             left -= len(document.text)
             if left <= 0:
-                return
+                break
+        advance(max(done, int(total * (1 - left / _TOKENIZER_CHARACTERS))), total, used, 0)
+    if not used:
+        named = "; ".join(f"{entry.name}: {entry.reason}" for entry in skipped[:5])
+        raise DataError(
+            f"no document of {source.label} can be used for training "
+            f"({named or 'all are held out for validation'}{'; ...' if len(skipped) > 5 else ''}); expected "
+            "texts in UTF-8"
+        )
+
+
+def _bytes(source: Source) -> int:
+    return sum(file.stat().st_size for file in source.files)
 
 
 def _encode(
-    source: Source, options: _Options, tokenizer: Tokenizer, folder: Path, skipped: list[Skipped]
+    source: Source,
+    options: _Options,
+    tokenizer: Tokenizer,
+    folder: Path,
+    skipped: list[Skipped],
+    advance: Advance,
 ) -> tuple[dict[Split, int], dict[Split, int]]:
     """Write both splits, one document per sequence with its end; returns documents and tokens."""
     splits: tuple[Split, ...] = ("train", "valid")
     writers = {split: IndexedWriter(folder / split, tokenizer.vocab_size) for split in splits}
     documents: dict[Split, int] = dict.fromkeys(splits, 0)
     tokens: dict[Split, int] = dict.fromkeys(splits, 0)
+    total, done = _bytes(source), 0
+    limit = options.max_train_tokens
     for document, ids in _encoded(read_documents(source, skipped), tokenizer):
         split = split_of(document.name, options.validation_fraction)
         writers[split].add([*ids, tokenizer.eod])
         documents[split] += 1
         tokens[split] += len(ids) + 1
-        if options.max_train_tokens is not None and tokens["train"] >= options.max_train_tokens:
+        done += len(document.text.encode())
+        # Whichever ends the pass first: the text, or the limit on tokens.
+        share = 0.0 if limit is None else tokens["train"] / limit
+        advance(max(done, int(total * min(1.0, share))), total, sum(documents.values()), tokens["train"])
+        if limit is not None and tokens["train"] >= limit:
             break
     for split in splits:
         writers[split].finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -209,11 +209,19 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> T
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer=trainer)
+    characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield text
+
+    bpe.train_from_iterator(counted(), trainer=trainer)
     if bpe.get_vocab_size() != vocab_size:
         raise DataError(
-            f"the texts yield only {bpe.get_vocab_size()} tokens, fewer than vocab_size={vocab_size}; use "
-            "more text or a smaller vocabulary"
+            f"the training texts, {characters:,} characters, yield only {bpe.get_vocab_size()} tokens, fewer "
+            f"than vocab_size={vocab_size}; use more text or a smaller vocabulary"
         )
     bpe.save(str(output), pretty=False)
     return Tokenizer(output)
