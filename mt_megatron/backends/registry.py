@@ -49,6 +49,17 @@ def names() -> list[str]:
     return sorted(_references())
 
 
+def check_name(name: str) -> None:
+    """Raise ``BackendError`` unless ``name`` is ``auto`` or an installed backend; imports no backend."""
+    known = names()
+    if name == "auto" or name in known:
+        return
+    # With another first letter it is another device (tpu, gpu), not a slip.
+    near = difflib.get_close_matches(name, [each for each in known if each[:1] == name[:1]], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise BackendError(f"no backend is called {name!r}; installed are {', '.join(known)}{hint}")
+
+
 def get(name: str) -> Backend:
     """The backend object called ``name``, made once per process.
 
@@ -59,10 +70,7 @@ def get(name: str) -> Backend:
         return _instances[name]
     references = _references()
     if name not in references:
-        near = difflib.get_close_matches(name, references, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        installed = ", ".join(sorted(references))
-        raise BackendError(f"no backend is called {name!r}; installed are {installed}{hint}")
+        check_name(name)
     from .base import Backend  # here, since the names can be asked for without importing torch
 
     backend = _load(references[name])()

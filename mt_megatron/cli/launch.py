@@ -235,6 +235,11 @@ def _devices_here(options: list[str]) -> int:
 
 def _rendered(args: argparse.Namespace, job: LaunchJob, excluded: list[Host]) -> str:
     if args.form == "slurm":
+        if args.cpus_per_node is None:
+            _say(
+                "--cpus-per-node is not set, so the script asks for no cores: Slurm may give one to "
+                f"the {job.processes_per_node} processes of a machine. Give the number of a machine's cores"
+            )
         return slurm_script(
             job,
             SlurmOptions(

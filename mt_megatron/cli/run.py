@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron import _session
-from mt_megatron.errors import RunError, UpstreamVersionError
+from mt_megatron.errors import BackendError, RunError, UpstreamVersionError
 from mt_megatron.launching.choice import BACKEND, Choice
 from mt_megatron.launching.run_of_one import rendezvous_defaults
 from mt_megatron.launching.script import find
@@ -86,13 +86,11 @@ def _existing(folder: str) -> Path:
 
 def _check_backend(name: str) -> None:
     from mt_megatron.backends import registry
-    from mt_megatron.patching.plan import suggest
 
-    if name != "auto" and name not in registry.names():
-        known = registry.names()
-        raise RunError(
-            f"no backend is called {name!r}; installed are {', '.join(known)}{suggest(name, known)}"
-        )
+    try:
+        registry.check_name(name)
+    except BackendError as error:
+        raise RunError(str(error)) from error
 
 
 def _check_interpreter() -> None:

@@ -190,7 +190,8 @@ def _names(owner: ModuleType | type, ids: Set[int]) -> Iterator[tuple[Attribute,
 
 def _classes(module: ModuleType) -> Collection[type]:
     values = list(vars(module).values())
-    own = (one for one in values if isinstance(one, type) and one.__module__ == module.__name__)
+    # Not isinstance, which also reads __class__: objects that warn of their deprecation then do so.
+    own = (one for one in values if issubclass(type(one), type) and one.__module__ == module.__name__)
     return {id(one): one for one in own}.values()  # once each, whatever a metaclass says of equality
 
 

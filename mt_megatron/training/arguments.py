@@ -12,6 +12,7 @@ from mt_megatron.models import presets
 from mt_megatron.near_names import hint
 from mt_megatron.training.arguments_megatron import ALIASES, SET, Alias
 from mt_megatron.training.arguments_refused import REFUSED, RENAMED
+from mt_megatron.training.arguments_samples import Samples, divide_samples
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_resolve import assemble
 from mt_megatron.training.config_types import (
@@ -57,12 +58,13 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
         for entry in read_yaml(presets.path(preset)):
             from_preset.take_entry(entry)
     values = from_preset.values | from_yaml.values | from_flags.values
+    counted = divide_samples(values, reader.problems)
     aliases = from_preset.aliases + from_yaml.aliases + from_flags.aliases
     reader.problems.extend(_unmet(aliases, values))
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
     notes = tuple(dict.fromkeys(f"--{alias.name}: {alias.note}" for alias in aliases if alias.note))
-    return assemble(values, notes)
+    return assemble(values, (*notes, *counted))
 
 
 def option_help() -> str:
@@ -215,6 +217,8 @@ class _Reader:
             # Megatron-LM's spelling of "no experts".
             none = alias.to == "num_moe_experts" and value in ("0", 0)
             self._convert(known[alias.to], "none" if none else value, where)
+            if alias.in_samples and isinstance(self.values.get(alias.to), int):
+                self.values[alias.to] = Samples(count=self.values[alias.to], where=where)
         elif alias.takes_value and (isinstance(value, list | dict) or str(value) not in alias.values):
             self.problems.append(
                 f"{where}: {alias.name} is {shown(value)}; expected {' or '.join(alias.values)}: "

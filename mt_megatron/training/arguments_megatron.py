@@ -40,6 +40,9 @@ class Alias:
     needs: tuple[str, Any] | None = None
     """Option and value that must hold in the end; the value ``SET`` means any but None."""
 
+    in_samples: bool = False
+    """Whether its value counts samples, and ``to`` steps of a global batch."""
+
     note: str = ""
     """What to tell the user when it sets nothing."""
 
@@ -73,6 +76,10 @@ _ALIASES = (
     _rename("encoder-num-layers", "num_layers"),
     _rename("encoder-seq-length", "seq_length"),
     _rename("persistent-save-interval", "save_interval"),
+    *(
+        Alias(name=f"{name}-samples", to=f"{name.replace('-', '_')}_iters", in_samples=True)
+        for name in ("train", "lr-decay", "lr-warmup")
+    ),
     # Switches.
     _switch("swiglu", activation_func="silu", gated_linear_unit=True),
     _switch("squared-relu", activation_func="squared_relu"),
@@ -115,6 +122,7 @@ _ALIASES = (
     _anyway(
         "no-async-tensor-model-parallel-allreduce", "megatron-core 0.9.0 ignores the option it turns off"
     ),
+    _anyway("log-throughput", "every report has the throughput"),
     _anyway("no-barrier-with-level-1-timing", "the trainer has no Megatron timers"),
     _anyway("use-dist-ckpt", "checkpoints are always distributed checkpoints"),
     _anyway("ckpt-fully-parallel-save", "it has no effect in Megatron-LM 0.9 either"),

@@ -21,7 +21,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     # Runs are measured in steps.
     (
         "runs are measured in steps; divide by the global batch size and use the argument ending in -iters",
-        "train-samples lr-decay-samples lr-warmup-samples lr-wsd-decay-samples",
+        "lr-wsd-decay-samples",
     ),
     (
         "a global batch size that does not fit is an error; change --global-batch-size",
@@ -145,7 +145,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (
         "every report holds what there is, and goes to --metrics-path and --tensorboard-dir; leave it out",
         (
-            "tensorboard-log-interval log-params-norm log-throughput log-progress "
+            "tensorboard-log-interval log-params-norm log-progress "
             "timing-log-option tensorboard-queue-size log-timers-to-tensorboard "
             "no-log-loss-scale-to-tensorboard "
             "log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard "

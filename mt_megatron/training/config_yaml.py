@@ -11,6 +11,8 @@ import yaml
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.config_types import SECTIONS, options, shown
 
+_SHOWN = 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class YamlEntry:
@@ -33,6 +35,11 @@ def read_yaml(path: Path) -> list[YamlEntry]:
     """Every entry of the file, in order. Raises ``ConfigError`` for anything but sections of keys."""
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the configuration file {path} cannot be read: not UTF-8 (byte {error.start}). Expected YAML in "
+            "UTF-8; give another --config."
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the configuration file {path} cannot be read: {error}. Check its path."
@@ -47,9 +54,21 @@ def read_yaml(path: Path) -> list[YamlEntry]:
             loader.dispose()
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         # Not YAMLError alone: 2024-13-45 is taken for a date, and a million brackets for a nest.
-        raise ConfigError(
-            f"{path} is no valid YAML: {' '.join(str(error).split())}. Correct the file."
-        ) from error
+        raise ConfigError(_invalid(path, text, error)) from error
+
+
+def _invalid(path: Path, text: str, error: Exception) -> str:
+    """Where libyaml stopped, what it says, and the line itself."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        at = error.problem_mark
+        # libyaml notices some things at the end of the file only.
+        lines = [line.strip() for line in text.splitlines()[: at.line + 1] if line.strip()]
+        near = f" Correct the line {lines[-1][:_SHOWN]!r} or the one before it." if lines else ""
+        what = f"{error.problem}{f' {error.context}' if error.context else ''}"
+        return f"{path}:{at.line + 1} is no valid YAML at column {at.column + 1}: {what}.{near}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{path} is no valid YAML: character {error.position} is {error.character!r:.20}, no text."
+    return f"{path} is no valid YAML: {' '.join(str(error).split())}. Correct the file."
 
 
 def _entries(loader: yaml.SafeLoader, root: yaml.Node, path: Path) -> list[YamlEntry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.validate_backend import backend_problems
 from mt_megatron.training.validate_checkpoint import checkpoint_problems
 from mt_megatron.training.validate_experts import expert_problems
 from mt_megatron.training.validate_files import file_problems
@@ -45,5 +46,5 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *checkpoint_problems(config),
         *rampup_problems(config, world_size),
         *scan_problems(config),
-        *(file_problems(config) if check_files else []),
+        *([*backend_problems(config), *file_problems(config)] if check_files else []),
     ]

@@ -56,6 +56,17 @@ def test_an_ipv6_head_is_bracketed(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "--rdzv-endpoint '[2001:db8::1]:29500'" in text and "--local-addr 2001:db8::2" in text
 
 
+@pytest.mark.parametrize("cores", [None, "96"])
+def test_a_slurm_job_without_its_cores_is_warned_of(
+    capsys: pytest.CaptureFixture[str], cores: str | None
+) -> None:
+    given = () if cores is None else ("--cpus-per-node", cores)
+    assert main(["launch", "--print", "slurm", "--gpus-per-node", "8", *given, "--", *TRAIN]) == 0
+    said = capsys.readouterr()
+    assert ("--cpus-per-task=96" in said.out) == (cores is not None)
+    assert ("--cpus-per-node is not set" in said.err) == (cores is None)
+
+
 def test_every_form_is_printed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     many = ("--nodes", "4", "--gpus-per-node", "8", "--job-name", "llama")
     script = printed(capsys, "--print", "slurm", *many)

@@ -96,3 +96,9 @@ def test_changelog_has_this_version() -> None:
 def test_packages_have_an_init_so_that_wheels_hold_them() -> None:
     for path in (ROOT / "mt_megatron").rglob("*.py"):
         assert (path.parent / "__init__.py").is_file(), path.parent
+
+
+def test_type_checkers_of_users_are_told_of_the_annotations() -> None:
+    assert (ROOT / "mt_megatron" / "py.typed").is_file()
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "py.typed" in document["tool"]["setuptools"]["package-data"]["mt_megatron"]

@@ -38,6 +38,8 @@ def command(
         ((), "nothing says what to train"),
         (("--num-layer", "4"), "Did you mean --num-layers"),
         (("--model", "llama3_tiny"), "the configuration has"),
+        (("--model", "llama3_tiny", "--mock-data", "--backend", "tpu"), "installed are cpu, cuda, musa\n"),
+        (("--model", "llama3_tiny", "--mock-data", "--backend", "cpuu"), "did you mean 'cpu'?\n"),
     ],
 )
 def test_wrong_use_is_said_without_a_traceback(words: tuple[str, ...], message: str) -> None:

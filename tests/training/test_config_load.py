@@ -157,7 +157,12 @@ def test_a_value_without_an_option_is_named(argv: list[str]) -> None:
         ("model: [", "is no valid YAML"),
         ("? [a, b]\n: 1", "expected"),
         ("model: {? [a] : 1}", "is unknown"),
-        ("train: {train_samples: 3}", "refused: runs are measured in steps"),
+        ("train: {lr_wsd_decay_samples: 3}", "refused: runs are measured in steps"),
+        (
+            "train: {train_samples: 3, global_batch_size: 4}",
+            "expected at least one global batch of 4 samples",
+        ),
+        ("train: {train_samples: 8, rampup_batch_size: [1, 1, 4]}", "--rampup-batch-size takes in steps"),
         ("train: {override_opt_param_scheduler: true}", "refused: the schedule always comes"),
         ("model: !!python/object/apply:os.getcwd []", "is no valid YAML"),
     ],
@@ -254,3 +259,45 @@ def test_what_is_shown_of_it_holds_no_secret() -> None:
     config = load_config(["--scan-webhook", "https://host/secret", "--scan", "full"])
     assert "secret" in config.to_yaml() and "secret" not in config.to_show().to_yaml()
     assert config.to_show().to_dict()["scan"] == {**config.to_dict()["scan"], "scan_webhook": None}
+
+
+def test_samples_are_divided_by_the_global_batch(tmp_path: Path) -> None:
+    """Rounded down, as Megatron-LM does; the batch may be given before, after or in the file."""
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {global_batch_size: 8, train_iters: 3}\n")
+    words = ["--train-samples", "1007", "--lr-decay-samples", "800", "--lr-warmup-samples", "4"]
+    config = load_config(words, yaml_path=path)
+    assert (config.train.train_iters, config.train.lr_decay_iters, config.train.lr_warmup_iters) == (
+        125,
+        100,
+        0,
+    )
+    assert any("--train-samples 1007: --train-iters 125" in note for note in config.notes)
+    assert load_config([*words, "--global-batch-size", "100"], yaml_path=path).train.train_iters == 10
+    assert load_config([*words, "--train-iters", "7"], yaml_path=path).train.train_iters == 7
+
+
+def test_throughput_is_logged_anyway() -> None:
+    config = load_config(["--log-throughput"])
+    assert any(note.startswith("--log-throughput: every report has the throughput") for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b"model:\n  num_layers: [1\ntrain: {}\n",
+            "run.yaml:3 is no valid YAML at column 6: expected ',' or ']'",
+        ),
+        (b"model: {\n", "Correct the line 'model: {'"),
+        (b"\x80\x00\x01binary", "run.yaml cannot be read: not UTF-8 (byte 0)"),
+        (b"model: \x01\n", "run.yaml is no valid YAML: character 7"),
+    ],
+)
+def test_what_is_no_yaml_is_said_on_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config([], yaml_path=path)
+    assert says in str(caught.value) and "<unicode string>" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "Check its path" not in str(caught.value)
