@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_megatron.convert import hf_families as families
+from mt_megatron.convert.hf_reader import Reader, wrong_entry
 from mt_megatron.convert.hf_rope import rope_options, rope_settings
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.config_types import options
@@ -30,11 +31,14 @@ class Architecture:
     name: str
     """The class in transformers that ``architectures`` names."""
 
-    read: Callable[[families.Reader], Options]
+    read: Callable[[Reader], Options]
     """The options beside those that all architectures have."""
 
     write: Callable[[Any], dict[str, Any]]
     """The entries beside those that all architectures have, from a ``ModelConfig``."""
+
+    defaults: Mapping[str, Any]
+    """What transformers takes for entries that are not there, where the function depends on them."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -43,42 +47,61 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         name="LlamaForCausalLM",
         read=families.read_llama,
         write=families.write_llama,
+        defaults={"num_key_value_heads": None, "head_dim": None},
     ),
     "mixtral": Architecture(
         family="mixtral",
         name="MixtralForCausalLM",
         read=families.read_mixtral,
         write=families.write_mixtral,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_theta": 1000000.0,
+        },
     ),
     "deepseek_v2": Architecture(
         family="deepseek",
         name="DeepseekV2ForCausalLM",
         read=families.read_deepseek_v2,
         write=families.write_deepseek_v2,
+        defaults={"first_k_dense_replace": 0, "n_shared_experts": 2},
     ),
     "deepseek_v3": Architecture(
         family="deepseek",
         name="DeepseekV3ForCausalLM",
         read=families.read_deepseek_v3,
         write=families.write_deepseek_v3,
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+        },
     ),
     "qwen2": Architecture(
         family="qwen",
         name="Qwen2ForCausalLM",
         read=families.read_qwen2,
         write=families.write_qwen2,
+        defaults={"num_key_value_heads": 32, "head_dim": None},
     ),
     "qwen3": Architecture(
         family="qwen",
         name="Qwen3ForCausalLM",
         read=families.read_qwen3,
         write=families.write_qwen3,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
     "qwen3_moe": Architecture(
         family="qwen",
         name="Qwen3MoeForCausalLM",
         read=families.read_qwen3_moe,
         write=families.write_qwen3_moe,
+        defaults={"num_key_value_heads": 4, "head_dim": None},
     ),
 }
 """``model_type`` -> what it is."""
@@ -97,36 +120,45 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
             f"config.json has the model_type {kind!r}; expected one of {', '.join(ARCHITECTURES)}"
         )
     architecture = ARCHITECTURES[kind]
-    reader = families.Reader(document)
-    reader.require("hidden_act", "silu", default="silu")
-    reader.require("attention_bias", False, default=False)
-    reader.require("mlp_bias", False, default=False)
-    heads = reader.get("num_attention_heads")
+    reader = Reader(document, architecture.defaults)
+    # swish is silu's other name.
+    reader.require("hidden_act", "silu", "swish")
+    reader.require("attention_bias", False)
+    reader.require("mlp_bias", False)
+    layers, heads = reader.integer("num_hidden_layers"), reader.integer("num_attention_heads")
+    kinds = reader.get("layer_types", None)
+    if kinds is not None and kinds != ["full_attention"] * layers:
+        raise wrong_entry("layer_types", kinds, f"{layers} times 'full_attention'")
+    hidden = reader.integer("hidden_size")
     found: Options = {
         "family": architecture.family,
-        "num_layers": reader.get("num_hidden_layers"),
-        "hidden_size": reader.get("hidden_size"),
-        "ffn_hidden_size": reader.get("intermediate_size"),
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": reader.integer("intermediate_size"),
         "num_attention_heads": heads,
-        "vocab_size": reader.get("vocab_size"),
-        "max_position_embeddings": reader.get("max_position_embeddings"),
+        "vocab_size": reader.integer("vocab_size"),
+        "max_position_embeddings": reader.integer("max_position_embeddings"),
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
-        "layernorm_epsilon": reader.get("rms_norm_eps"),
-        "init_method_std": reader.get("initializer_range", 0.02),
+        "layernorm_epsilon": reader.number("rms_norm_eps"),
+        "init_method_std": reader.number("initializer_range", 0.02),
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": not reader.get("tie_word_embeddings", False),
-        "attention_dropout": float(reader.get("attention_dropout", 0.0) or 0.0),
+        "untie_embeddings_and_output_weights": not reader.flag("tie_word_embeddings", False),
+        "attention_dropout": reader.number("attention_dropout", 0.0),
         "hidden_dropout": 0.0,
-        **rope_options(document),
+        **rope_options(document, theta=architecture.defaults.get("rope_theta", 10000.0)),
         **architecture.read(reader),
     }
     if not found.get("multi_latent_attention"):
-        found["num_query_groups"] = reader.get("num_key_value_heads", heads) or heads
-        head = reader.get("head_dim", None)
-        found["kv_channels"] = head or found["hidden_size"] // heads
+        found["num_query_groups"] = reader.optional_integer("num_key_value_heads") or heads
+        head = reader.optional_integer("head_dim")
+        if head is None and hidden % heads:
+            raise wrong_entry(
+                "hidden_size", hidden, f"a multiple of num_attention_heads = {heads}, or head_dim"
+            )
+        found["kv_channels"] = head or hidden // heads
     if not prediction:
         found.pop("mtp_num_layers", None)
     return found

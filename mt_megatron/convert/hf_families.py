@@ -5,42 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.convert.hf_reader import Reader, wrong_entry
+from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_fields import moe_pattern
 
-_ABSENT = object()
 _Options = dict[str, Any]
-
-
-_ALSO = {
-    "num_experts": "num_local_experts",
-    "n_routed_experts": "num_local_experts",
-    "num_nextn_predict_layers": "num_mtp_layers",
-}
-"""Names that transformers 5 writes in the place of the published ones."""
-
-
-class Reader:
-    """A ``config.json`` whose entries are asked for by name."""
-
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        self._document = document
-
-    def get(self, name: str, default: Any = _ABSENT) -> Any:
-        """The entry, under either of its names, or the default of its architecture. Raises
-        ``CheckpointError`` without any."""
-        value = self._document.get(name, self._document.get(_ALSO.get(name, ""), default))
-        if value is _ABSENT:
-            raise CheckpointError(f"config.json has no {name}, which its architecture needs")
-        return value
-
-    def require(self, name: str, expected: Any, *, default: Any) -> None:
-        """Raise ``CheckpointError`` unless the entry has the only value that is understood."""
-        value = self._document.get(name, default)
-        if value != expected:
-            raise CheckpointError(
-                f"config.json has {name} = {value!r}; expected {expected!r}: a model here cannot do otherwise"
-            )
 
 
 def read_llama(reader: Reader) -> _Options:
@@ -53,10 +22,10 @@ def write_llama(model: Any) -> dict[str, Any]:
 
 
 def read_mixtral(reader: Reader) -> _Options:
-    reader.require("sliding_window", None, default=None)
+    reader.require("sliding_window", None)
     return {
         **_experts(reader, "num_local_experts"),
-        "moe_aux_loss_coeff": float(reader.get("router_aux_loss_coef", 0.001)),
+        "moe_aux_loss_coeff": reader.number("router_aux_loss_coef", 0.001),
         "moe_router_load_balancing_type": "aux_loss",
     }
 
@@ -109,16 +78,17 @@ def write_qwen3(model: Any) -> dict[str, Any]:
 
 def read_qwen3_moe(reader: Reader) -> _Options:
     _no_window(reader)
-    step, dense = reader.get("decoder_sparse_step", 1), set(reader.get("mlp_only_layers", None) or [])
-    layers = reader.get("num_hidden_layers")
+    step, only = reader.integer("decoder_sparse_step", 1), reader.get("mlp_only_layers", None)
+    layers = reader.integer("num_hidden_layers")
+    dense = _layer_numbers("mlp_only_layers", only, layers)
     pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
     return {
         "qk_layernorm": True,
         **_experts(reader, "num_experts"),
-        "moe_ffn_hidden_size": reader.get("moe_intermediate_size"),
+        "moe_ffn_hidden_size": reader.integer("moe_intermediate_size"),
         "moe_layer_freq": 1 if all(pattern) else pattern,
-        "moe_router_pre_softmax": not reader.get("norm_topk_prob", False),
-        "moe_aux_loss_coeff": float(reader.get("router_aux_loss_coef", 0.001)),
+        "moe_router_pre_softmax": not reader.flag("norm_topk_prob", False),
+        "moe_aux_loss_coeff": reader.number("router_aux_loss_coef", 0.001),
         "moe_router_load_balancing_type": "aux_loss",
     }
 
@@ -145,29 +115,27 @@ def write_qwen3_moe(model: Any) -> dict[str, Any]:
 
 
 def read_deepseek_v2(reader: Reader) -> _Options:
+    reader.require("topk_method", "greedy", "group_limited_greedy")
+    reader.require("scoring_func", "softmax")
+    # transformers does not read it: weights are never normalised there.
+    reader.require("norm_topk_prob", False, None)
     method = reader.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise CheckpointError(
-            f"config.json has topk_method = {method!r}; expected 'greedy' or 'group_limited_greedy'"
-        )
-    reader.require("scoring_func", "softmax", default="softmax")
-    normalised = bool(reader.get("norm_topk_prob", False))
     options = {
         **_deepseek(reader),
-        "moe_router_pre_softmax": not normalised,
-        "moe_router_topk_scaling_factor": _unless_one(reader.get("routed_scaling_factor", 1.0)),
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": _unless_one(reader.number("routed_scaling_factor", 1.0)),
     }
     if method == "group_limited_greedy":
         options |= {
-            "moe_router_num_groups": reader.get("n_group"),
-            "moe_router_group_topk": reader.get("topk_group"),
+            "moe_router_num_groups": reader.integer("n_group"),
+            "moe_router_group_topk": reader.integer("topk_group"),
             "moe_router_group_score_topk": 1,
         }
     return options
 
 
 def write_deepseek_v2(model: Any) -> dict[str, Any]:
-    _require(model, moe_router_enable_expert_bias=False, mtp_num_layers=None)
+    _require(model, moe_router_enable_expert_bias=False, mtp_num_layers=None, moe_router_pre_softmax=True)
     grouped = model.moe_router_num_groups is not None
     if grouped and _scores_of_group(model) != 1:
         raise ConfigError(
@@ -177,7 +145,7 @@ def write_deepseek_v2(model: Any) -> dict[str, Any]:
     return _deepseek_entries(model) | {
         "topk_method": "group_limited_greedy" if grouped else "greedy",
         "scoring_func": "softmax",
-        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "norm_topk_prob": False,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
@@ -187,24 +155,26 @@ def write_deepseek_v2(model: Any) -> dict[str, Any]:
 
 
 def read_deepseek_v3(reader: Reader) -> _Options:
-    reader.require("topk_method", "noaux_tc", default="noaux_tc")
-    reader.require("scoring_func", "sigmoid", default="sigmoid")
-    reader.require("norm_topk_prob", True, default=True)
-    reader.require("rope_interleave", True, default=True)
-    groups = reader.get("n_group", 8)
+    reader.require("topk_method", "noaux_tc")
+    reader.require("scoring_func", "sigmoid")
+    reader.require("norm_topk_prob", True)
+    reader.require("rope_interleave", True)
+    groups = reader.integer("n_group")
+    if reader.integer("num_experts_per_tok") == 1:
+        raise wrong_entry("num_experts_per_tok", 1, "at least 2: the only weight would be normalised to 1")
     options = {
         **_deepseek(reader),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": _unless_one(reader.get("routed_scaling_factor", 2.5)),
+        "moe_router_topk_scaling_factor": _unless_one(reader.number("routed_scaling_factor", 2.5)),
     }
-    if groups and groups > 1:
+    if groups > 1:
         options |= {
             "moe_router_num_groups": groups,
-            "moe_router_group_topk": reader.get("topk_group", 4),
+            "moe_router_group_topk": reader.integer("topk_group"),
             "moe_router_group_score_topk": 2,
         }
-    depths = reader.get("num_nextn_predict_layers", 0)
+    depths = reader.integer("num_nextn_predict_layers", 0, least=0)
     if depths:
         options["mtp_num_layers"] = depths
     return options
@@ -250,11 +220,20 @@ def require_published(model: Any) -> None:
 
 
 def _deepseek(reader: Reader) -> _Options:
-    reader.require("ep_size", 1, default=1)
-    layers, first = reader.get("num_hidden_layers"), reader.get("first_k_dense_replace", 0)
-    step, shared = reader.get("moe_layer_freq", 1), reader.get("n_shared_experts", None)
-    width = reader.get("moe_intermediate_size")
-    pattern = [int(index >= first and index % step == 0) for index in range(layers)]
+    reader.require("ep_size", 1)
+    # transformers does not read it: all layers behind the dense ones have experts there.
+    reader.require("moe_layer_freq", 1)
+    heads = reader.integer("num_attention_heads")
+    reader.require("num_key_value_heads", heads, None)
+    # The norms of the latent vectors have this epsilon in transformers, whatever the others have.
+    reader.require("rms_norm_eps", LATENT_EPSILON)
+    layers, first = reader.integer("num_hidden_layers"), reader.integer("first_k_dense_replace", least=0)
+    shared, width = reader.integer("n_shared_experts"), reader.integer("moe_intermediate_size")
+    pattern = [int(index >= first) for index in range(layers)]
+    if not any(pattern):
+        raise wrong_entry(
+            "first_k_dense_replace", first, f"fewer than num_hidden_layers = {layers}: some layer has experts"
+        )
     options: _Options = {
         **_experts(reader, "n_routed_experts"),
         "moe_ffn_hidden_size": width,
@@ -262,21 +241,20 @@ def _deepseek(reader: Reader) -> _Options:
         "moe_router_dtype": "fp32",
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": reader.get("q_lora_rank"),
-        "kv_lora_rank": reader.get("kv_lora_rank"),
-        "qk_head_dim": reader.get("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": reader.get("qk_rope_head_dim"),
-        "v_head_dim": reader.get("v_head_dim"),
-        "moe_aux_loss_coeff": float(reader.get("aux_loss_alpha", 0.001)),
+        "q_lora_rank": reader.optional_integer("q_lora_rank"),
+        "kv_lora_rank": reader.integer("kv_lora_rank"),
+        "qk_head_dim": reader.integer("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": reader.integer("qk_rope_head_dim"),
+        "v_head_dim": reader.integer("v_head_dim"),
+        "moe_aux_loss_coeff": reader.number("aux_loss_alpha", 0.001),
         "moe_router_load_balancing_type": "seq_aux_loss" if reader.get("seq_aux", True) else "aux_loss",
     }
-    if shared:
-        options["moe_shared_expert_intermediate_size"] = shared * width
+    options["moe_shared_expert_intermediate_size"] = shared * width
     return options
 
 
 def _deepseek_entries(model: Any) -> dict[str, Any]:
-    _require(model, multi_latent_attention=True, qk_layernorm=True)
+    _require(model, multi_latent_attention=True, qk_layernorm=True, layernorm_epsilon=LATENT_EPSILON)
     if model.num_moe_experts is None:
         raise ConfigError("a DeepSeek-V2 or V3 has experts; found num_moe_experts unset")
     pattern = moe_pattern(model.moe_layer_freq, model.num_layers)
@@ -287,10 +265,10 @@ def _deepseek_entries(model: Any) -> dict[str, Any]:
             f"{list(pattern)}"
         )
     shared = model.moe_shared_expert_intermediate_size or 0
-    if shared % width:
+    if shared % width or not shared:
         raise ConfigError(
-            f"a published DeepSeek has whole shared experts; expected moe_shared_expert_intermediate_size "
-            f"{shared} to be a multiple of moe_ffn_hidden_size {width}"
+            f"a published DeepSeek has whole shared experts, at least one; expected "
+            f"moe_shared_expert_intermediate_size {shared} to be a multiple of moe_ffn_hidden_size {width}"
         )
     return {
         "attention_bias": False,
@@ -299,7 +277,7 @@ def _deepseek_entries(model: Any) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "moe_intermediate_size": width,
         "n_routed_experts": model.num_moe_experts,
-        "n_shared_experts": shared // width or None,
+        "n_shared_experts": shared // width,
         "num_experts_per_tok": model.moe_router_topk,
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,
@@ -320,14 +298,21 @@ _PLAIN_ROUTER: Mapping[str, Any] = {
 
 def _experts(reader: Reader, count: str) -> _Options:
     return {
-        "num_moe_experts": reader.get(count),
-        "moe_router_topk": reader.get("num_experts_per_tok"),
+        "num_moe_experts": reader.integer(count),
+        "moe_router_topk": reader.integer("num_experts_per_tok"),
         "moe_token_dispatcher_type": "alltoall",
     }
 
 
 def _no_window(reader: Reader) -> None:
-    reader.require("use_sliding_window", False, default=False)
+    reader.require("use_sliding_window", False)
+
+
+def _layer_numbers(name: str, value: Any, layers: int) -> set[int]:
+    found = [] if value is None else value
+    if not isinstance(found, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in found):
+        raise wrong_entry(name, value, f"a list of numbers of layers from 0 to {layers - 1}")
+    return set(found)
 
 
 def _without_window(model: Any) -> dict[str, Any]:
@@ -362,3 +347,7 @@ def _require(model: Any, **expected: Any) -> None:
                 f"{name} is {found!r}; expected {value!r}: the published architecture of the family "
                 f"{model.family} has nothing else"
             )
+
+
+LATENT_EPSILON = 1e-6
+"""Of the norms of DeepSeek's latent vectors in transformers."""

@@ -11,13 +11,16 @@ from typing import Any
 import yaml
 
 from mt_megatron.convert.table import Sizes, expand
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
+from mt_megatron.training.config_resolve import assemble
 from mt_megatron.training.config_types import options as known_options
 from mt_megatron.training.model_change import changes_from, notes, override_problems, refused
+from mt_megatron.training.validate_experts import expert_problems
+from mt_megatron.training.validate_model import model_problems
 
 _NAMES_A_MODEL = ("--config", "--model", "--preset")
 
@@ -43,6 +46,8 @@ def configuration(
     ``argv`` may describe the model itself (``--config``, ``--model``) or parts of it. Raises ``ConfigError``
     that names every difference from the source; ``say`` takes those that are about training alone.
     """
+    if published:
+        _require_buildable(options)
     if any(word.split("=")[0] in _NAMES_A_MODEL for word in argv):
         config = load_config(argv)
     else:
@@ -63,6 +68,17 @@ def configuration(
     for line in notes(found, config, "the source"):
         say(line)
     return config
+
+
+def _require_buildable(options: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for a model that no run could be of."""
+    config = assemble(options)
+    found = [*model_problems(config), *expert_problems(config, 1)]
+    if found:
+        raise CheckpointError(
+            "config.json describes a model that cannot be built; expected, in terms of the options that it "
+            "is read as:\n" + "\n".join(f"- {line}" for line in found) + "\nCorrect its entries"
+        )
 
 
 def as_yaml(options: Mapping[str, Any]) -> str:

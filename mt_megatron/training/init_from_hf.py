@@ -6,6 +6,7 @@ its weights or its function depend on; every difference is named.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from mt_megatron.training.model_change import changes_from, notes, refused
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from mt_megatron.convert.place import Part
     from mt_megatron.convert.sources import PublishedSource
@@ -61,17 +63,28 @@ def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:
 
     folder = Path(config.checkpoint.init_from_hf or "")
     with synchronised_parameters(trainable):
-        opened = _together(folder, lambda: _opened(config, folder, trainable))
-        source, wanted = opened
-        reading = _Reading(source)
-        _together(folder, lambda: fill(wanted, reading.part))
+        source, wanted = _together(folder, lambda: _opened(config, folder, trainable.bare_chunks()))
+        _together(folder, lambda: fill(wanted, _Reading(source).part))
         trainable.optimizer.reload_model_params()
     left = source.folder.config.get("num_nextn_predict_layers") if not config.model.mtp_num_layers else 0
     more = f", without its {left} layers of multi-token prediction" if left else ""
     return f"starting from the published weights of {folder}{more}"
 
 
-def _opened(config: TrainingConfig, folder: Path, trainable: Trainable) -> tuple[PublishedSource, list[Part]]:
+def fill_from(folder: Path, config: TrainingConfig, chunks: Sequence[Module]) -> None:
+    """Fill this rank's bare model ``chunks`` of ``config`` from a folder in Hugging Face's form.
+
+    Raises ``CheckpointError`` when a tensor is missing, unknown or of another shape.
+    """
+    from mt_megatron.convert.place import fill
+
+    source, wanted = _opened(config, folder, chunks)
+    fill(wanted, _Reading(source).part)
+
+
+def _opened(
+    config: TrainingConfig, folder: Path, chunks: Sequence[Module]
+) -> tuple[PublishedSource, list[Part]]:
     from mt_megatron.convert.place import check_parts, parts
     from mt_megatron.convert.published import PublishedFolder
     from mt_megatron.convert.settings import model_of
@@ -89,7 +102,7 @@ def _opened(config: TrainingConfig, folder: Path, trainable: Trainable) -> tuple
             published.tensors, model.config.model.num_layers, prediction=bool(config.model.mtp_num_layers)
         ),
     )
-    wanted = [replace(part, name=local_name(part.name)) for part in parts(trainable.bare_chunks())]
+    wanted = [replace(part, name=local_name(part.name)) for part in parts(chunks)]
     shapes = {}
     for name, row in model.rows.items():
         shape = shape_of(name, model.config.model)

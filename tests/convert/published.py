@@ -32,7 +32,7 @@ def draw(family: str, rng: random.Random) -> Drawn:
         "num_key_value_heads": groups,
         "intermediate_size": unit * rng.randint(16 // unit, 48 // unit),
         "max_position_embeddings": 64,
-        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "rms_norm_eps": 1e-6 if family.startswith("deepseek") else rng.choice([1e-5, 1e-6]),
         "rope_theta": rng.choice([10000.0, 500000.0]),
         "tie_word_embeddings": rng.random() < 0.3,
     }

@@ -17,7 +17,7 @@ from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.field_kinds import Kind
 from mt_megatron.training.model_change import changes_from
-from tests.convert import published
+from tests.convert import drawn_configs, published
 from tests.convert.published import FAMILIES
 
 PRESETS = sorted(path.stem for path in presets.path("llama3_8b").parent.glob("*.yaml"))
@@ -112,6 +112,74 @@ def test_what_has_no_published_form_is_refused(preset: str, options: list[str], 
     config = load_config(["--model", preset, *options])
     with pytest.raises(ConfigError, match=said):
         config_json(config.model, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_are_resolved_as_transformers_does(family: str) -> None:
+    """Both spellings, one beside the other, nulls, defaults of the architecture: or refused."""
+    from transformers import AutoConfig
+
+    rng = random.Random(f"rotary {family}")
+    both = 0
+    for _ in range(150):
+        document = {"model_type": family, **drawn_configs.plain(family, rng)}
+        for name in ("rope_scaling", "rope_parameters"):
+            if rng.random() < 0.6:
+                document[name] = rng.choice([drawn_configs.rotary(rng), None, {}])
+        if rng.random() < 0.4:
+            del document["rope_theta"]
+        try:
+            options = options_of(document)
+        except CheckpointError:
+            continue
+        theirs = AutoConfig.for_model(**json.loads(json.dumps(document))).rope_parameters
+        both += 1
+        assert theirs["rope_theta"] == options["rotary_base"], document
+        assert theirs["rope_type"].replace("default", "rope") == options["rope_type"], document
+        for name, ours in (
+            ("factor", "rotary_scaling_factor"),
+            ("original_max_position_embeddings", "original_max_position_embeddings"),
+            ("beta_slow", "beta_slow"),
+            ("high_freq_factor", "rope_high_freq_factor"),
+        ):
+            if theirs.get(name) is not None and options["rope_type"] != "rope":
+                assert theirs[name] == options[ours], document
+    assert both > 30
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "said"),
+    [
+        ("llama", {"rope_theta": None}, "rope_theta = None; expected a number above 0"),
+        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers = '3'; expected a whole number"),
+        ("llama", {"hidden_size": 72.0}, "hidden_size = 72.0; expected a whole number"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("llama", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True; expected False"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05; expected 1e-06"),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, "some layer has experts"),
+        ("deepseek_v3", {"n_group": 3}, "cannot be built"),
+        ("deepseek_v3", {"topk_group": 5, "n_group": 4}, "cannot be built"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "at least 2"),
+    ],
+)
+def test_what_a_reader_takes_otherwise_is_refused(family: str, entries: dict[str, Any], said: str) -> None:
+    document = {"model_type": family, **drawn_configs.plain(family, random.Random(5)), "num_hidden_layers": 3}
+    configuration(options_of(document), [], published=True, say=print)
+    with pytest.raises(CheckpointError) as caught:
+        configuration(options_of({**document, **entries}), [], published=True, say=print)
+    assert said in str(caught.value)
+
+
+def test_defaults_are_the_architectures() -> None:
+    """A Mixtral without rope_theta has another one than a Llama."""
+    for family, theta in (("mixtral", 1e6), ("llama", 1e4)):
+        document = {"model_type": family, **drawn_configs.plain(family, random.Random(5))}
+        del document["rope_theta"]
+        assert options_of(document)["rotary_base"] == theta
+        assert options_of({**document, "hidden_act": "swish"}) == options_of(document)
 
 
 def test_yarn_without_its_factors_is_what_transformers_takes_it_for() -> None:
