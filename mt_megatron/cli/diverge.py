@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run both sides, compare, report. Returns 0 without a difference, 1 with one."""
-    from mt_megatron.diverge.side import check_pair, make_side
+    from mt_megatron.diverge.side import check_devices, check_pair, make_side
 
     a, b = (
         make_side(
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         for side in "ab"
     )
     notes = check_pair(a, b)
+    check_devices(a, b)
     folder = _prepare(args.output)
     # Not earlier: torch takes seconds to import, and the checks above need none of it.
     from mt_megatron.diverge.compare import compare, read_record
@@ -94,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.diverge.report import as_json, as_markdown, jump, verdict
 
     for side in (a, b):
+        began = time.monotonic()
+        counted = "1 process" if side.processes == 1 else f"{side.processes} processes"
+        _say(f"side {side.name}: {side.backend}, {counted} ...")
         run_side(side, folder, args.timeout)
+        _say(f"side {side.name}: done in {time.monotonic() - began:.0f} s")
+    _say("comparing")
     found = compare(
         read_record(folder / "a", a.processes),
         read_record(folder / "b", b.processes),
@@ -118,6 +126,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"note: {note}")
         print(f"report: {folder / 'report.md'}")
     return 0 if found.first is None else 1
+
+
+def _say(text: str) -> None:
+    print(f"diverge: {text}", file=sys.stderr, flush=True)
 
 
 def _prepare(folder: Path) -> Path:

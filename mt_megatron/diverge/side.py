@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.validate import problems
+
+_MOCK_VOCABULARY = 4096
+"""Megatron-Core's generated tokens go up to 4095."""
 
 _SAME_TOKENS = "both sides must compute the same loss from the same tokens"
 
@@ -66,6 +69,12 @@ def make_side(
     wrong for that many."""
     arguments = [*common, *own, "--backend", backend]
     config = load_config(arguments)
+    if config.data.mock_data and config.data.tokenizer_model is None:
+        # Generated tokens need no text.
+        if config.data.tokenizer_type == "HuggingFaceTokenizer":
+            arguments += ["--tokenizer-type", "NullTokenizer"]
+        if config.model.vocab_size is None:
+            arguments += ["--vocab-size", str(_MOCK_VOCABULARY)]
     if config.train.train_iters is None:
         arguments += ["--train-iters", "1"]
     dropout = bool(_core_value(config, "hidden_dropout") or _core_value(config, "attention_dropout"))
@@ -123,6 +132,17 @@ def check_pair(a: Side, b: Side) -> list[str]:
     if a.dropout_switched_off or b.dropout_switched_off:
         notes.append("dropout is switched off on both sides: its masks differ between layouts and devices")
     return notes
+
+
+def check_devices(*sides: Side) -> None:
+    """Raise ``ConfigError`` when a side's backend cannot be used here. Imports torch."""
+    from mt_megatron.backends.registry import select
+
+    for side in sides:
+        try:
+            select(side.backend)
+        except BackendError as error:
+            raise ConfigError(f"side {side.name}: {error}") from error
 
 
 def _core_value(config: TrainingConfig, name: str) -> object:

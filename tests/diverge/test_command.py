@@ -8,6 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from mt_megatron.cli.main import main
+from mt_megatron.diverge import processes
+from mt_megatron.diverge.side import make_side
+from mt_megatron.training.arguments import load_config
 from tests.diverge.faults import FAULTS
 from tests.diverge.recordings import MODEL
 
@@ -45,6 +51,14 @@ def test_a_fault_in_imported_code_is_named(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["suspect"] == FAULTS["missing_all_reduce"][1]
     assert report["sides"]["b"]["processes"] == 2 and report["equal"] is False
+    said = [line.split(" in ")[0] for line in done.stderr.splitlines() if line.startswith("diverge: ")]
+    assert said == [
+        "diverge: side a: cpu, 1 process ...",
+        "diverge: side a: done",
+        "diverge: side b: cpu, 2 processes ...",
+        "diverge: side b: done",
+        "diverge: comparing",
+    ]
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
     assert "**first**" in (tmp_path / "run" / "report.md").read_text()
     assert (tmp_path / "run" / "picture.svg").read_text().startswith("<svg")
@@ -56,3 +70,36 @@ def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stdout == ""
     assert "SideFailedError: side a (cpu): rank 0 ended with exit code 1" in done.stderr
     assert "my code is broken" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ("cpuu", "no backend is called 'cpuu'; installed are cpu, cuda, musa; did you mean 'cpu'?"),
+        ("musa", "side b: backend 'musa' was asked for but cannot be used here"),
+    ],
+)
+def test_both_backends_are_checked_before_a_side_starts(
+    backend: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the first example of --help, whose mock data names no tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "run_side", lambda *_: pytest.fail("it was started"))
+    words = "--model llama3_tiny --mock-data --global-batch-size 2 --lr 1e-3"
+    assert main(["diverge", "--a", "cpu", "--b", backend, *words.split()]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_mock_data_needs_no_tokenizer() -> None:
+    common = ["--mock-data", "--global-batch-size", "2", "--lr", "1e-3"]
+    tiny = make_side("a", backend="cpu", common=[*common, "--model", "llama3_tiny"]).config()
+    assert (tiny.data.tokenizer_type, tiny.model.vocab_size) == ("NullTokenizer", 4096)
+    given = make_side("a", backend="cpu", common=[*common, "--model", "llama3_tiny", "--vocab-size", "5000"])
+    assert given.config().model.vocab_size == 5000
+    published = load_config(["--model", "llama3.1_8b"]).model.vocab_size
+    named = make_side("a", backend="cpu", common=[*common, "--model", "llama3.1_8b"], check_files=False)
+    assert published is not None and named.config().model.vocab_size == published
