@@ -204,6 +204,15 @@ def latest_named(directory: Path) -> Path | None:
     return folder
 
 
+def pointed_at(folder: Path) -> bool:
+    """Whether ``folder`` is complete and its directory says that it is the newest."""
+    try:
+        text = (folder.parent / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return False
+    return text == str(iteration_of(folder)) and (folder / MARKER).is_file()
+
+
 def resolve_checkpoint(path: Path) -> Path:
     """``path`` itself when it is a checkpoint, else the newest one below it.
 

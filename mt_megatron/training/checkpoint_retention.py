@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mt_megatron.training import checkpoint_files as files
+from mt_megatron.training.checkpoint_write import Task
+from mt_megatron.training.config_process import CheckpointConfig
 from mt_megatron.training.file_locks import FileLock
 
 _HIDDEN = re.compile(
@@ -77,17 +79,22 @@ def is_alive(process: int) -> bool:
 
 
 def prune(
-    directory: Path, *, keep_last: int | None, retain_interval: int | None, say: Say = _nothing
+    directory: Path,
+    *,
+    keep_last: int | None,
+    retain_interval: int | None,
+    proven: int | None = None,
+    say: Say = _nothing,
 ) -> list[Path]:
     """Remove superseded checkpoints; returns those that are gone.
 
-    Kept are the newest one (of ``LATEST``), the ``keep_last`` latest steps up to it, steps that
-    ``retain_interval`` divides, later steps (another branch of the run, which this one did not
-    supersede), and any that a process is reading. None of both options keeps all.
+    Kept are the newest one (the step ``proven``, or that of ``LATEST``), the ``keep_last`` latest steps up to
+    it, steps that ``retain_interval`` divides, later steps (another branch of the run, which this one did
+    not supersede), and any that a process is reading. None of both options keeps all.
     """
     if keep_last is None and retain_interval is None:
         return []
-    newest = int((directory / files.LATEST).read_text(encoding="utf-8"))
+    newest = int((directory / files.LATEST).read_text(encoding="utf-8")) if proven is None else proven
     candidates = [f for f in files.complete_checkpoints(directory) if (files.iteration_of(f) or 0) <= newest]
     removed = []
     for folder in candidates[: -(keep_last or 1)]:
@@ -105,6 +112,60 @@ def prune(
         shutil.rmtree(hidden)
         removed.append(folder)
     return removed
+
+
+def supersedes(options: CheckpointConfig) -> bool:
+    """Whether older checkpoints go at all."""
+    return options.save_keep_last is not None or options.save_retain_interval is not None
+
+
+class Retention:
+    """When superseded checkpoints of one run go: once the one that supersedes them is known to be sound.
+
+    That is when a step trained from its weights, or one after them, was applied, or when it was read back.
+    For rank 0; the files are removed by a thread.
+    """
+
+    def __init__(self, options: CheckpointConfig, say: Say) -> None:
+        """``say`` takes lines for the log."""
+        self._options = options
+        self._say = say
+        self._directory = Path(options.save or ".")
+        self._newest: Path | None = None
+        self._removing: Task | None = None
+
+    def superseding(self, folder: Path) -> None:
+        """``folder`` is complete; nothing shows yet that it is sound."""
+        if folder.absolute().parent == self._directory.absolute() and supersedes(self._options):
+            self._newest = folder
+
+    def proven(self) -> None:
+        """The checkpoint of the last ``superseding`` is sound: what it supersedes is removed."""
+        newest, self._newest = self._newest, None
+        if newest is None:
+            return
+        self.close()
+        self._removing = Task(lambda: self._remove(files.iteration_of(newest)), "checkpoint-prune")
+
+    def close(self) -> None:
+        """Wait until what is being removed is gone."""
+        task, self._removing = self._removing, None
+        for line in task.result() if task is not None else ():
+            self._say(f"note: {line}")
+
+    def _remove(self, proven: int | None) -> list[str]:
+        lines: list[str] = []
+        try:
+            prune(
+                self._directory,
+                keep_last=self._options.save_keep_last,
+                retain_interval=self._options.save_retain_interval,
+                proven=proven,
+                say=lines.append,
+            )
+        except OSError as error:
+            lines.append(f"older checkpoints could not be removed: {error}")
+        return lines
 
 
 @contextmanager

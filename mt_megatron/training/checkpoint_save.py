@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class SaveReport:
     error: str | None = None
     """Why not, naming rank, file and reason."""
 
-    notes: tuple[str, ...] = ()
-    """What else the log should say."""
+    not_finite: bool = False
+    """Whether that is a weight or an optimizer's state that is not finite."""
 
     size: int = 0
     """Bytes of all files."""
@@ -60,22 +60,14 @@ class SaveReport:
 class Saver:
     """What the saves of one run share: the plan, the host memory, the name of their partial folders."""
 
-    def __init__(
-        self,
-        directory: Path,
-        job: Job,
-        manifest: Mapping[str, Any],
-        *,
-        after: Callable[[], list[str]] = list,
-    ) -> None:
-        """``after`` runs on rank 0 when a checkpoint is published and returns notes. Collective."""
+    def __init__(self, directory: Path, job: Job, manifest: Mapping[str, Any]) -> None:
+        """Collective."""
         name = [files.owner_name()]
         with collectives.announced("broadcast_object", "world", None):
             dist.broadcast_object_list(name, src=0)
         self.directory = directory
         self.job = job
         self.manifest = manifest
-        self.after = after
         self.owner: str = name[0]
         self.planner = Planner(job)
         self.snapshot = Snapshot(job.backend)
@@ -117,7 +109,8 @@ class Save:
             if job.is_main:
                 parts.append(("common.pt", lambda: common))
             if tensors or objects:
-                parts.append((plan.file_name, lambda: tensor_file(tensors, objects)))
+                names = [name for name, _ in plan.tensor_keys]
+                parts.append((plan.file_name, lambda: tensor_file(tensors, names, objects)))
             if self._background:
                 self._writing = Task(lambda: self._write(parts), "checkpoint-write")
             else:
@@ -183,11 +176,31 @@ class Save:
         self.stall_seconds += time.monotonic() - started
         return replace(report, stall_seconds=self.stall_seconds)
 
+    def finish_alone(self, seconds: float) -> SaveReport | None:
+        """The outcome of a checkpoint that all ranks have written, without another word to them, for a run
+        that ends by an error; None when it is not known within ``seconds``."""
+        if not self.collected:
+            return None
+        if self._publishing is not None:
+            done = self._publishing.result() if isinstance(self._publishing, Task) else self._publishing
+            return done if isinstance(done, SaveReport) else None
+        # Rank 0 publishes it, and whoever ends first takes it along.
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if files.pointed_at(self._final):
+                return SaveReport(iteration=self.iteration, folder=self._final)
+            time.sleep(0.05)
+        return None
+
     def _publish(self, plan: Plan, parts: list[Written], results: list[list[Any]]) -> SaveReport:
         failed = [part.error for part in parts if part.error is not None]
         if failed:
             shutil.rmtree(self._partial, ignore_errors=True)
-            return SaveReport(iteration=self.iteration, error="; ".join(failed))
+            return SaveReport(
+                iteration=self.iteration,
+                error="; ".join(failed),
+                not_finite=any(part.not_finite for part in parts),
+            )
         try:
             files.reached("written")
             listed = {name: entry for part in parts for name, entry in part.files.items()}
@@ -207,15 +220,10 @@ class Save:
             return SaveReport(
                 iteration=self.iteration, error=f"rank 0 cannot complete {self._final}: {reason}"
             )
-        try:
-            notes = self._saver.after()
-        except OSError as error:
-            notes = [f"older checkpoints could not be removed: {error}"]
         files.reached("done")
         return SaveReport(
             iteration=self.iteration,
             folder=self._final,
-            notes=tuple(notes),
             size=sum(entry["bytes"] for entry in listed.values()),
             seconds=time.monotonic() - self._began,
         )

@@ -7,6 +7,7 @@ in ``has_written`` before each step, and calls ``advance`` with what all agreed 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,20 @@ from mt_megatron.errors import CheckpointError
 from mt_megatron.training import checkpoint_files as files
 from mt_megatron.training.checkpoint import damage, load_checkpoint, load_weights
 from mt_megatron.training.checkpoint_lock import on_main
-from mt_megatron.training.checkpoint_retention import prune, recover
+from mt_megatron.training.checkpoint_retention import Retention, recover, supersedes
 from mt_megatron.training.checkpoint_save import Save, Saver, SaveReport
 from mt_megatron.training.checkpoint_versions import versions
 from mt_megatron.training.config_process import CheckpointConfig
 from mt_megatron.training.distributed import Job
+from mt_megatron.training.divergence import ADVICE
 from mt_megatron.training.model import Trainable
 from mt_megatron.training.progress import Progress
+
+DEFAULT_MINUTES = 30.0
+"""Between two checkpoints of a run that has ``save`` and no interval: what an error costs at most."""
+
+_SECONDS_TO_COMPLETE = 60.0
+"""How long a run that ends by an error waits for rank 0 to publish what all ranks have written."""
 
 
 class Agreed(Protocol):
@@ -31,6 +39,10 @@ class Agreed(Protocol):
     @property
     def save_written(self) -> bool:
         """All ranks have written their part."""
+
+    @property
+    def save(self) -> bool:
+        """A rank wants to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +87,12 @@ class CheckpointStore:
         self._pending: Save | None = None
         self._lost: SaveReport | None = None
         self._untold: list[SaveReport] = []
+        self._retention = Retention(options, say) if options.save is not None and job.is_main else None
+        self._saved_at = time.monotonic()
         self._saver: Saver | None = None
         if options.save is not None:
             document = {"versions": versions(job), **manifest}
-            self._saver = Saver(Path(options.save), job, document, after=self._prune)
+            self._saver = Saver(Path(options.save), job, document)
 
     def resume(self) -> Resumed:
         """Continue as ``--resume`` says, or start from given weights, or start anew.
@@ -100,6 +114,7 @@ class CheckpointStore:
             if verify and "files" not in files.read_manifest(folder):
                 notes.append(f"{folder} was written without checksums: its files are taken as they are")
             self.newest = folder
+            self._superseding(folder)
             lines.append(f"continuing from {folder} at step {progress.iteration}")
             return Resumed(progress=progress, folder=folder, lines=tuple(lines), notes=tuple(notes))
         if options.load is not None:
@@ -108,14 +123,39 @@ class CheckpointStore:
             lines.append(f"starting from the weights of {start}")
         return Resumed(progress=Progress(), lines=tuple(lines))
 
-    def save(self, progress: Progress, *, final: bool = False) -> list[SaveReport]:
+    @property
+    def run_name(self) -> str | None:
+        """A name of this run that all ranks know and no other run has; None when it saves nothing."""
+        return None if self._saver is None else self._saver.owner
+
+    def wants_to_save(self) -> bool:
+        """Whether a checkpoint is due by the clock; rank 0's decides, and the others agree."""
+        minutes = save_interval_in_mins(self.options)
+        return minutes is not None and self._job.is_main and time.monotonic() - self._saved_at > 60 * minutes
+
+    def is_due(self, progress: Progress, agreed: Agreed) -> bool:
+        """Whether a checkpoint is due after the step that led to ``progress``, by steps or by the clock."""
+        interval = self.options.save_interval
+        return agreed.save or (interval is not None and progress.iteration % interval == 0)
+
+    def save(self, progress: Progress, *, final: bool = False, read_back: bool = False) -> list[SaveReport]:
         """Write a checkpoint of ``progress``, in the background with ``async_save``; ``final`` waits.
 
         One that is still being written is waited for first. Returns what became of those that ended.
         A failure raises nothing: training goes on with the last good one (see ``raise_if_lost``).
+        ``read_back``: no step will show that the last one is sound, so that it is compared with its
+        checksums before what it supersedes goes.
         """
         if self._saver is None:
             return []
+        self._saved_at = time.monotonic()
+        reports = self._save(progress, final=final)
+        if read_back:
+            self._read_back()
+        return reports
+
+    def _save(self, progress: Progress, *, final: bool) -> list[SaveReport]:
+        assert self._saver is not None
         ended = self._wait()
         if self.is_saved(progress):
             return ended
@@ -136,9 +176,12 @@ class CheckpointStore:
         a failure when the phase ends."""
         return self._pending is not None and self._pending.ready
 
-    def advance(self, agreed: Agreed) -> list[SaveReport]:
-        """Take the next step of a save in the background when all ranks are ready for it."""
+    def advance(self, agreed: Agreed, *, sound: bool) -> list[SaveReport]:
+        """Take the next step of a save in the background when all ranks are ready for it. ``sound``: the
+        step just made was applied, so that the newest complete checkpoint was trained from."""
         told, self._untold = self._untold, []
+        if sound and self._retention is not None:
+            self._retention.proven()
         if self._pending is None or not agreed.save_written:
             return told
         if self._pending.collected:
@@ -156,23 +199,37 @@ class CheckpointStore:
             raise CheckpointError(
                 "there is no complete checkpoint to go back to; set --save and a smaller --save-interval"
             )
+        self._trainable.update_is_half_done = True
         progress, _ = load_checkpoint(
             self.newest, self._trainable, self._job, verify=self.options.verify_checkpoint
         )
+        self._trainable.update_is_half_done = False
         return progress
 
     def raise_if_lost(self) -> None:
         """Raise ``CheckpointError`` when the last checkpoint that was asked for could not be written."""
         if self._lost is not None:
             kept = "none is complete" if self.newest is None else f"the newest complete one is {self.newest}"
+            advice = "Free space or mend the folder, then start again: the run continues from there"
+            if self._lost.not_finite:
+                advice = f"{ADVICE}, then start again: the run continues from there"
             raise CheckpointError(
-                f"the checkpoint of step {self._lost.iteration} is lost: {self._lost.error}; {kept}. Free "
-                "space or mend the folder, then start again: the run continues from there"
+                f"the checkpoint of step {self._lost.iteration} is lost: {self._lost.error}; {kept}. {advice}"
             )
 
     def close(self) -> None:
-        """Leave an unfinished save to its end; call when the run is over, for whatever reason."""
-        self._pending = None
+        """End what is under way; call when the run is over, for whatever reason. Not collective: a save that
+        all ranks have written is completed, any other is given up, and ``say`` hears of both."""
+        save, self._pending = self._pending, None
+        if save is not None:
+            report = save.finish_alone(_SECONDS_TO_COMPLETE)
+            if report is not None and report.folder is not None:
+                self._say(f"step {save.iteration}: the checkpoint that was being written is complete")
+            else:
+                why = "not every rank is there to complete it" if report is None else report.error
+                self._say(f"step {save.iteration}: the checkpoint that was being written is given up: {why}")
+        if self._retention is not None:
+            self._retention.close()
 
     def _wait(self) -> list[SaveReport]:
         save, self._pending = self._pending, None
@@ -190,20 +247,25 @@ class CheckpointStore:
             )
         else:
             self._lost, self.newest = None, report.folder
-        for note in report.notes:
-            self._say(f"note: {note}")
+            self._superseding(report.folder)
         return [report]
 
-    def _prune(self) -> list[str]:
-        assert self.options.save is not None
-        notes: list[str] = []
-        prune(
-            Path(self.options.save),
-            keep_last=self.options.save_keep_last,
-            retain_interval=self.options.save_retain_interval,
-            say=notes.append,
-        )
-        return notes
+    def _superseding(self, folder: Path) -> None:
+        if self._retention is not None:
+            self._retention.superseding(folder)
+
+    def _read_back(self) -> None:
+        if self.newest is None or not supersedes(self.options) or self._lost is not None:
+            return
+        found = damage(self.newest)
+        if found:
+            self._lost = SaveReport(
+                iteration=files.iteration_of(self.newest) or 0,
+                error="it is not what was written when it is read again: " + "; ".join(found),
+            )
+            self._say(f"{self.newest} is DAMAGED: {'; '.join(found)}; older checkpoints are kept")
+        elif self._retention is not None:
+            self._retention.proven()
 
     def _find(self) -> Path | None:
         options = self.options
@@ -234,6 +296,13 @@ class CheckpointStore:
                 f"--resume {good}"
             )
         return good, [f"DAMAGED: {said}\ncontinuing from {good} instead (--resume-skip-damaged)"]
+
+
+def save_interval_in_mins(options: CheckpointConfig) -> float | None:
+    """After how many minutes a checkpoint is due; None: the clock does not decide."""
+    if options.save_interval_in_mins is not None:
+        return options.save_interval_in_mins or None
+    return DEFAULT_MINUTES if options.save is not None and options.save_interval is None else None
 
 
 def _about_restarts(options: CheckpointConfig) -> list[str]:

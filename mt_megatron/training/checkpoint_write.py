@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,13 @@ class Written:
     error: str | None = None
     """Why it is not complete, naming file and reason."""
 
+    not_finite: bool = False
+    """Whether that is a tensor that is not finite, rather than a file."""
+
+
+class NotFiniteError(ValueError):
+    """A tensor that is to be saved holds NaN or infinity."""
+
 
 FileParts = tuple[str, Callable[[], Iterable[Any]]]
 """A file's name, and what makes the buffers it consists of."""
@@ -50,6 +57,8 @@ def write_files(folder: Path, files: Iterable[FileParts], rank: int) -> Written:
             written.files[name] = _write(path, parts())
         for path in {(folder / name).parent for name in written.files}:
             sync_folder(path)
+    except NotFiniteError as error:
+        written.error, written.not_finite = f"rank {rank}: {error}", True
     except Exception as error:  # noqa: BLE001 (all ranks have to hear of it, whatever it is)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         written.error = f"rank {rank} cannot write {path}: {reason}"
@@ -69,11 +78,29 @@ def _write(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
-def tensor_file(tensors: Iterable[Tensor], objects: Iterable[bytes]) -> Iterator[Any]:
-    """The buffers of a torch_dist file. A tensor on a device comes to the host when it is its turn."""
+def tensor_file(tensors: Sequence[Tensor], names: Sequence[str], objects: Iterable[bytes]) -> Iterator[Any]:
+    """The buffers of a torch_dist file. A tensor on a device comes to the host when it is its turn.
+
+    Raises ``NotFiniteError`` before the first buffer: such a checkpoint would take the place of a sound one.
+    """
+    for tensor, name in zip(tensors, names, strict=True):
+        require_finite(tensor, name)
     for tensor in tensors:
         yield from pieces(tensor.to("cpu").contiguous())
     yield from objects
+
+
+def require_finite(tensor: Tensor, name: str) -> None:
+    """Raise ``NotFiniteError`` when ``tensor`` holds NaN or infinity."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    values = tensor.detach()
+    if values.element_size() == 1:
+        values = values.float()  # FP8 has no reductions.
+    # One pass and no memory: NaN goes through both, infinity is one of them.
+    ends = torch.stack(torch.aminmax(values))
+    if not bool(torch.isfinite(ends).all()):
+        raise NotFiniteError(f"{name} is not finite (smallest {float(ends[0])}, largest {float(ends[1])})")
 
 
 def saved(value: Any) -> bytes:

@@ -14,7 +14,10 @@ class CheckpointConfig:
     """Directory to write checkpoints to. None: none are written."""
 
     save_interval: int | None = None
-    """Write one every so many steps. None: only at the end."""
+    """Write one every so many steps. None: ``save_interval_in_mins`` decides."""
+
+    save_interval_in_mins: float | None = None
+    """Write one every so many minutes; 0: never by the clock. None: 30 when ``save_interval`` is not set."""
 
     load: str | None = None
     """Directory to start from when ``resume`` finds nothing in ``save``; it must hold a checkpoint."""

@@ -19,6 +19,7 @@ from mt_megatron.training.checkpoint_store import CheckpointStore
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_build import model_shape
 from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
+from mt_megatron.training.data.sample_need import require_samples
 from mt_megatron.training.data.tokenizer import load_tokenizer
 from mt_megatron.training.depth_losses import depth_values
 from mt_megatron.training.distributed import Job, joined, require_precision, world_size
@@ -33,6 +34,7 @@ from mt_megatron.training.preflight import check_before_start, check_folder
 from mt_megatron.training.rampup import batch_sizes
 from mt_megatron.training.recovery import Recovery
 from mt_megatron.training.scan_session import tracing_of
+from mt_megatron.training.shared_error import save_last_sound_step
 from mt_megatron.training.signals import stop_requests
 from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
 from mt_megatron.training.steps import Steps, touching
@@ -148,6 +150,15 @@ class _Run:
         self.output.close()
 
     def run(self, stop_requested: threading.Event) -> Outcome:
+        try:
+            outcome = self._train(stop_requested)
+        except Exception as error:
+            self._saved(save_last_sound_step(error, self.steps, self.store, self.display.say))
+            raise
+        self.store.raise_if_lost()
+        return outcome
+
+    def _train(self, stop_requested: threading.Event) -> Outcome:
         window = self.output.window()
         result: StepResult | None = None
         self.tracing.start()
@@ -159,9 +170,10 @@ class _Run:
                 save_written=self.store.has_written(),
                 measure=self.tracing.wants_measurement,
                 leave=leave,
+                save=self.store.wants_to_save(),
             )
             result = self.steps.take(wishes)
-            self._saved(self.store.advance(result.wishes))
+            self._saved(self.store.advance(result.wishes, sound=not result.skipped))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
             if self._due(self.config.logging.log_interval):
@@ -172,14 +184,15 @@ class _Run:
             with window.paused():
                 if result.wishes.measure:
                     self.tracing.measure()
-                if self._due(self.config.checkpoint.save_interval):
-                    self._save()
+                if self.store.is_due(self.progress, result.wishes):
+                    self._saved(self.store.save(self.progress))
                 if self._due(self.config.train.eval_interval) and not self._finished():
                     self._evaluate()
         if result is not None:
             if window.results:
                 self._report(window, result)
-            self._save(final=True)
+            # Whoever asked for the end waits for this; nothing older goes then.
+            self._saved(self.store.save(self.progress, final=True, read_back=not result.wishes.stop))
         if result is not None and result.wishes.stop:
             # Whoever asked is waiting: every rank agreed on this with the loss.
             self.display.say(f"stopped on request after step {self.progress.iteration}")
@@ -188,7 +201,6 @@ class _Run:
         self._summary(result)
         if self.tracing.folder is not None:
             self.display.say(f"trace: {self.tracing.folder}")
-        self.store.raise_if_lost()
         return Outcome(
             progress=self.progress,
             finished=self._finished(),
@@ -246,6 +258,9 @@ class _Run:
                 f"{resumed.folder} cannot be continued exactly (--strict): {'; '.join(notes)}"
             )
         self.checkpoint = resumed.folder
+        require_samples(
+            len(self.datasets.train), resumed.progress, self.train_iters, self.batch_sizes, self.config.data
+        )
         return resumed.progress
 
     def _announce(self) -> None:
@@ -326,9 +341,6 @@ class _Run:
             f"step {self.progress.iteration}: validation loss {self.validation.loss:.4f} nats per token, "
             f"perplexity {values['perplexity']:.2f}, over {self.validation.tokens:,} tokens"
         )
-
-    def _save(self, *, final: bool = False) -> None:
-        self._saved(self.store.save(self.progress, final=final))
 
     def _saved(self, reports: list[SaveReport]) -> None:
         """Tell what became of checkpoints; those that failed the store has told already."""

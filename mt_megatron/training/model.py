@@ -19,7 +19,7 @@ _BUILT_IN = ("llama", "mixtral", "deepseek", "qwen")
 """Families with a module of their name in ``mt_megatron.models``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Trainable:
     """Everything of this rank that training changes."""
 
@@ -34,6 +34,9 @@ class Trainable:
 
     scheduler: Any
     """An ``OptimizerParamScheduler``; it counts samples."""
+
+    update_is_half_done: bool = False
+    """Whether an update of the weights, or a load into them, was begun and has not ended."""
 
     def bare_chunks(self) -> list[torch.nn.Module]:
         """The chunks without their wrappers."""

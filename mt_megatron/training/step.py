@@ -60,6 +60,9 @@ class Wishes:
     leave: bool = False
     """End the run because of a straggler; with ``stop``."""
 
+    save: bool = False
+    """Save a checkpoint after this step."""
+
 
 NO_WISHES = Wishes()
 
@@ -79,6 +82,9 @@ class AgreedWishes:
 
     leave: bool = False
     """Any rank wants to end the run because of a straggler."""
+
+    save: bool = False
+    """Any rank wants to save a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +175,13 @@ def train_step(
             diverged = watch.judge(loss=agreed.loss, norm=norm, norm_is_bad=agreed.norm_is_bad)
         skipped = agreed.overflowed or diverged is not None
         if not skipped:
+            trainable.update_is_half_done = True
             clip_and_apply(optimizer, norm)
             update_expert_bias(trainable.chunks)
     if not skipped:
         trainable.scheduler.step(samples)
         watch.mean.add(agreed.loss)
+        trainable.update_is_half_done = False
     return StepResult(
         loss=agreed.loss,
         tokens=agreed.tokens,
@@ -235,7 +243,15 @@ def _agree(
     overflowed: bool,
     norm_is_bad: bool,
 ) -> _Agreed:
-    said = (wishes.stop, wishes.save_written, overflowed, norm_is_bad, wishes.measure, wishes.leave)
+    said = (
+        wishes.stop,
+        wishes.save_written,
+        overflowed,
+        norm_is_bad,
+        wishes.measure,
+        wishes.leave,
+        wishes.save,
+    )
     loss, tokens, *rest = job.sum_over_ranks([*sums, *map(float, said)])
     depths, counts = rest[: len(sums) - 2], rest[len(sums) - 2 :]
     if tokens == 0:
@@ -243,7 +259,7 @@ def _agree(
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
             "(--eod-mask-loss) and the data"
         )
-    stop, written, overflows, bad_norms, measure, leave = (round(count) for count in counts)
+    stop, written, overflows, bad_norms, measure, leave, save = (round(count) for count in counts)
     return _Agreed(
         loss=loss / tokens,
         tokens=round(tokens),
@@ -254,6 +270,7 @@ def _agree(
             save_written=written == job.layout.world_size,
             measure=measure > 0,
             leave=leave > 0,
+            save=save > 0,
         ),
         depth_losses=depth_means(depths),
     )

@@ -21,6 +21,7 @@ from mt_megatron.training.progress import Progress
 from mt_megatron.training.rampup import BatchSizes
 from mt_megatron.training.recovery import Recovery
 from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, train_step
+from mt_megatron.training.update import loss_scales
 from mt_megatron.training.watchdog import NoWatchdog, Watchdog
 
 
@@ -64,6 +65,7 @@ class Steps:
         self._watch.mean = LossMean(progress.loss_mean, progress.loss_mean_steps)
         self._draws_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
         self._is_first = True
+        self._undo: Callable[[], None] | None = None
         self._batches = self._batches_after(progress, num_workers=config.data.num_workers)
 
     def take(self, wishes: Wishes) -> StepResult:
@@ -75,6 +77,7 @@ class Steps:
         rounds = self._sizes.at(before.consumed_samples) // self._shape.micro_batch_size
         shape = replace(self._shape, num_microbatches=rounds // self._job.layout.dp)
         random_states = RandomStates.now(self._job) if self._draws_dropout else None
+        self._undo = self._undoing(before, random_states)
         # Kernels are compiled and data loaders started in the first step of a process.
         limit = self._watchdog.unlimited if self._is_first else self._watchdog.progress
         limit(f"step {iteration}")
@@ -100,7 +103,34 @@ class Steps:
                 roll_back=self._roll_back,
             )
             self._watch.mean = LossMean(self.progress.loss_mean, self.progress.loss_mean_steps)
+        self._undo = None
         return result
+
+    @property
+    def update_is_half_done(self) -> bool:
+        """Whether an update was begun and not ended: the weights are those of no step."""
+        return self._trainable.update_is_half_done
+
+    def back_to_last_sound(self) -> Progress:
+        """The progress whose weights are live, after a step that raised an error before its update or after
+        one that was completed. Random states and the loss scale go back to where they were then."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        return self.progress
+
+    def _undoing(self, before: Progress, states: RandomStates | None) -> Callable[[], None]:
+        """Takes back what a step changes before its update."""
+        scales = loss_scales(self._trainable.optimizer)
+
+        def undo() -> None:
+            self.progress = before
+            self._watch.mean = LossMean(before.loss_mean, before.loss_mean_steps)
+            scales()
+            if states is not None:
+                states.restore(self._job)
+
+        return undo
 
     def _advance(self, result: StepResult) -> None:
         done = self.progress

@@ -7,6 +7,7 @@ norm and the update. The parts are its own functions in its own order, to the bi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -45,6 +46,21 @@ def loss_scale_is_stuck(optimizer: Any) -> bool:
     scaler = getattr(_parts(optimizer)[0], "grad_scaler", None)
     minimum = getattr(scaler, "min_scale", None)
     return minimum is None or float(optimizer.get_loss_scale()) <= float(minimum)
+
+
+def loss_scales(optimizer: Any) -> Callable[[], None]:
+    """Remembers the loss scale and its counters; what is returned brings them back."""
+    scalers = [
+        part.grad_scaler for part in _parts(optimizer) if getattr(part, "grad_scaler", None) is not None
+    ]
+    # An update makes a new scale rather than change the tensor.
+    states = [(scaler, dict(scaler.state_dict())) for scaler in scalers]
+
+    def restore() -> None:
+        for scaler, state in states:
+            scaler.load_state_dict(state)
+
+    return restore
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -47,6 +47,12 @@ def _counts(config: TrainingConfig) -> list[str]:
     ):
         if minutes is not None and minutes <= 0:
             found.append(f"{name} is {minutes}; expected more than 0. Set --{name.replace('_', '-')}.")
+    minutes = config.checkpoint.save_interval_in_mins
+    if minutes is not None and minutes < 0:
+        found.append(
+            f"save_interval_in_mins is {minutes}; expected more than 0, or 0 for never. "
+            "Set --save-interval-in-mins."
+        )
     return found
 
 
