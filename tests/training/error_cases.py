@@ -53,7 +53,7 @@ def all_cases(folder: str) -> dict[str, Any]:
         case("half")
     with slow("written", 0.7), raising(5, lambda rank: DataError("all ranks meet it")):
         case("in_flight", "--save-interval 3 --async-save")
-    with slow("manifest", 2.0), raising(6, _of_its_own):
+    with slow("manifest", 2.0), raising(6, _of_its_own, pause=0.5):
         case("published_alone", "--save-interval 3 --async-save")
     with spoilt_weight(4):
         case("not_finite", "--save-interval 2 --save-keep-last 1 --no-check-for-nan-in-grad")
@@ -75,13 +75,16 @@ def _of_its_own(rank: int) -> Exception:
 
 
 @contextmanager
-def raising(at: int, error: Callable[[int], Exception]) -> Iterator[None]:
-    """The forward pass of step ``at`` raises what ``error`` makes for the rank."""
+def raising(at: int, error: Callable[[int], Exception], pause: float = 0.0) -> Iterator[None]:
+    """The forward pass of step ``at`` raises what ``error`` makes for the rank; the two steps before it
+    take ``pause`` seconds longer, in which files are written."""
     original, count = step.forward_backward, [0]
 
     def forward_backward(*args: Any) -> Any:
         count[0] += 1
         reports = original(*args)
+        if at - 2 <= count[0] < at:
+            time.sleep(pause)
         if count[0] == at:
             raise error(dist.get_rank())
         return reports
