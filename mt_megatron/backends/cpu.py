@@ -17,6 +17,7 @@ from ..errors import BackendError
 from . import telemetry
 from .collectives import distributed_overrides, translate_process_group_backend
 from .cpu_namespace import cuda_namespace
+from .cpu_random import device_generator, host_overrides
 from .histc import histc_of_any_dtype
 from .translate import DeviceTranslator, torch_factories
 
@@ -88,13 +89,13 @@ class CpuBackend:
         """Every operation has finished when it returns."""
 
     def manual_seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
+        device_generator().manual_seed(int(seed))
 
     def get_rng_state(self) -> torch.Tensor:
-        return torch.default_generator.get_state()
+        return device_generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.default_generator.set_state(state)
+        device_generator().set_state(state)
 
     def memory_allocated(self) -> int | None:
         """Resident set of this process: torch counts no bytes on the CPU."""
@@ -156,6 +157,7 @@ class CpuBackend:
     def torch_overrides(self) -> Mapping[str, Any]:
         translator = DeviceTranslator(self)
         overrides = torch_factories(translator)
+        overrides |= host_overrides(overrides, translator.is_foreign)
         overrides["cuda"] = cuda_namespace(self)
         overrides["histc"] = histc_of_any_dtype(torch.float64)
         for name, value in distributed_overrides(self).items():

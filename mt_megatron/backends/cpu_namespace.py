@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from .cpu_random import device_generator
 from .cpu_streams import Event, Stream, StreamContext, StreamTable
 from .namespace import DeviceNamespace
 from .telemetry_types import number
@@ -72,7 +73,7 @@ def _amp(backend: CpuBackend) -> DeviceNamespace:
 
 
 def _rng(backend: CpuBackend) -> dict[str, Any]:
-    generator = torch.default_generator
+    generator = device_generator()
 
     def get_rng_state(device: Any = None) -> torch.Tensor:
         _index(backend, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from mt_megatron.errors import CheckpointError
 from mt_megatron.training.distributed import Job
+
+log = logging.getLogger(__name__)
 
 
 def rng_file_name(rank: int) -> str:
@@ -29,6 +32,7 @@ def capture_rng(job: Job) -> dict[str, Any]:
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "device": job.backend.get_rng_state(),
+        "device_is_separate": True,
         "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
     }
 
@@ -53,6 +57,11 @@ def _restore(state: dict[str, Any], job: Job) -> None:
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if not state.get("device_is_separate") and job.backend.name == "cpu":
+        log.warning(
+            "the checkpoint was written when the host and the cpu backend's device drew random numbers from "
+            "one stream: both go on from its state, and dropout draws what it would have drawn"
+        )
     torch.set_rng_state(state["torch"])
     job.backend.set_rng_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

@@ -204,9 +204,11 @@ def test_lazy_call_runs_at_once_and_rng_state_is_the_device_state() -> None:
         torch, seen = probe.torch, []
         probe.call_lazily(lambda: seen.append(1))
         assert seen == [1]
-        torch.cuda.manual_seed(3); state = torch.cuda.get_rng_state(); first = torch.rand(3)
+        torch.cuda.manual_seed(3); state = torch.cuda.get_rng_state()
+        draw = lambda: torch.rand(3, device="cuda")
+        first = draw()
         torch.cuda.set_rng_state(state)
-        assert torch.equal(first, torch.rand(3)) and not torch.equal(first, torch.rand(3))
+        assert torch.equal(first, draw()) and not torch.equal(first, draw())
     """)
 
 

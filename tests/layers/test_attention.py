@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -185,7 +186,11 @@ def test_later_tokens_change_nothing_before_them():
     assert torch.equal(layer(q, k, v, None)[:7], before[:7])
 
 
-def test_dropout_drops_and_keeps_the_mean():
+def test_dropout_drops_and_keeps_the_mean(monkeypatch):
+    from megatron.core import tensor_parallel
+
+    # Without patches the tracker's streams are CUDA's.
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext))
     layer = module(attention_dropout=0.5, sequence_parallel=True)
     q, k, v = qkv()
     torch.manual_seed(0)

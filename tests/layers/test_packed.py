@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,8 +102,12 @@ def test_borders_are_read_again_when_they_change() -> None:
     check(layer, *qkv(), borders, forbidden(borders))
 
 
-def test_dropout_still_drops() -> None:
+def test_dropout_still_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    from megatron.core import tensor_parallel
+
+    # Without patches the tracker's streams are CUDA's.
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext))
     layer = module(attention_dropout=0.5, sequence_parallel=True)
     q, k, v = qkv()
     assert not torch.equal(layer(q, k, v, BORDERS), layer(q, k, v, BORDERS))

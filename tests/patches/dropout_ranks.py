@@ -51,6 +51,8 @@ def passes(mtp: bool, **options: Any) -> dict[str, Any]:
     """Two micro-batches through a small model, twice from equal random states."""
     from megatron.core import parallel_state, tensor_parallel
 
+    import mt_megatron
+
     dropouts = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
     cp = parallel_state.get_context_parallel_world_size()
     config = (mtp_model.config if mtp else small_gpt.transformer_config)(
@@ -63,10 +65,12 @@ def passes(mtp: bool, **options: Any) -> dict[str, Any]:
         model = small_gpt.build(config)
     model.train()
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = torch.get_rng_state(), dict(tracker.get_states())
+    backend = mt_megatron.backend()
+    states = torch.get_rng_state(), backend.get_rng_state(), dict(tracker.get_states())
     first = _run(model)
     torch.set_rng_state(states[0])
-    tracker.set_states(dict(states[1]))
+    backend.set_rng_state(states[1])
+    tracker.set_states(dict(states[2]))
     again = _run(model)
     return {**first, "resumed": first == again}
 

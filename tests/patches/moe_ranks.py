@@ -255,6 +255,7 @@ def unset_fields() -> dict[str, Any]:
         layout.initialize(layout.RankLayout(world_size=1), mt_megatron.backend())
         balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
         for name, overrides in (("dense", {"num_moe_experts": None}), ("experts", balanced)):
+            torch.manual_seed(1)
             tensor_parallel.model_parallel_cuda_manual_seed(1)
             models[name].append(_one_pass(gpt(config(**overrides))))
         layout.destroy()

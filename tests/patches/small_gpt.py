@@ -27,6 +27,7 @@ def start(tp: int = 1, pp: int = 1, cp: int = 1, **patching: Any) -> None:
     layout.initialize(
         layout.RankLayout(world_size=dist.get_world_size(), tp=tp, pp=pp, cp=cp), mt_megatron.backend()
     )
+    torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mt_megatron
 from tests.coverage_gate.case import case
 from tests.coverage_gate.target import torch
 
@@ -52,13 +53,14 @@ def model_parallel_seed_differs_by_rank_only_where_it_should() -> None:
 def state_is_set_for_every_way_to_name_the_device() -> None:
     from megatron.core.tensor_parallel.random import _set_cuda_rng_state
 
-    torch.manual_seed(99)
-    state = torch.get_rng_state()
-    expected = torch.rand(4)
+    backend = mt_megatron.backend()
+    backend.manual_seed(99)
+    state = backend.get_rng_state()
     for device in (-1, 0, "cuda", "cuda:0"):
-        torch.manual_seed(1)
+        backend.manual_seed(1)
+        assert not torch.equal(backend.get_rng_state(), state)
         _set_cuda_rng_state(state, device)
-        assert torch.equal(torch.rand(4), expected), device
+        assert torch.equal(backend.get_rng_state(), state), device
 
 
 @case(world=1)
