@@ -26,7 +26,7 @@ from mt_megatron.convert.output import FileTask, Summed
 from mt_megatron.convert.places import METADATA
 from mt_megatron.convert.sources import Rows, Source
 from mt_megatron.convert.state_names import kind_of
-from mt_megatron.convert.tensors import extra_state_of, split_axis
+from mt_megatron.convert.tensors import extra_state_of, require_one_dtype, split_axis
 from mt_megatron.training.checkpoint_items import frame_of, memory_of
 
 
@@ -91,6 +91,9 @@ class DistWriter:
                 _Item(key=place.key, piece=piece, lead=place.index, dtype=source.dtype(name), flat=flat)
                 for piece in pieces
             ]
+        require_one_dtype(
+            (item.key, name, item.dtype) for name, items in self._items.items() for item in items
+        )
         self._groups = [list(group) for group in groups]
         self._states = _extra_states(rows, style)
         self._state = _serialised([None])
@@ -189,9 +192,7 @@ def _extra_states(rows: Rows, style: KeyStyle) -> list[str]:
     """Keys of the empty objects that Megatron's linears ask for when they load."""
     keys = []
     for name in rows:
-        state = extra_state_of(name)
-        if "_down_proj." in name and not style.transformer_engine:
-            continue  # ``layers.mla_replicated`` has none, and a run that is resumed wants no other keys.
+        state = extra_state_of(name, transformer_engine=style.transformer_engine)
         if state is not None:
             place = style.place(state)
             index = ".".join(map(str, place.index or (0,)))

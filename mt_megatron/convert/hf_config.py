@@ -40,6 +40,9 @@ class Architecture:
     defaults: Mapping[str, Any]
     """What transformers takes for entries that are not there, where the function depends on them."""
 
+    derived: frozenset[str] = frozenset()
+    """Entries for which it takes null and computes them from others."""
+
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
@@ -48,6 +51,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=families.read_llama,
         write=families.write_llama,
         defaults={"num_key_value_heads": None, "head_dim": None},
+        derived=frozenset({"num_key_value_heads", "head_dim"}),
     ),
     "mixtral": Architecture(
         family="mixtral",
@@ -61,6 +65,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_experts_per_tok": 2,
             "rope_theta": 1000000.0,
         },
+        derived=frozenset({"head_dim"}),
     ),
     "deepseek_v2": Architecture(
         family="deepseek",
@@ -75,6 +80,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=families.read_deepseek_v3,
         write=families.write_deepseek_v3,
         defaults={
+            "num_key_value_heads": 128,
             "first_k_dense_replace": 3,
             "n_shared_experts": 1,
             "n_group": 8,
@@ -88,6 +94,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=families.read_qwen2,
         write=families.write_qwen2,
         defaults={"num_key_value_heads": 32, "head_dim": None},
+        derived=frozenset({"num_key_value_heads"}),
     ),
     "qwen3": Architecture(
         family="qwen",
@@ -95,6 +102,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=families.read_qwen3,
         write=families.write_qwen3,
         defaults={"num_key_value_heads": 32, "head_dim": 128},
+        derived=frozenset({"num_key_value_heads"}),
     ),
     "qwen3_moe": Architecture(
         family="qwen",
@@ -152,6 +160,9 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
         **architecture.read(reader),
     }
     if not found.get("multi_latent_attention"):
+        for name in ("num_key_value_heads", "head_dim"):
+            if document.get(name, 0) is None and name not in architecture.derived:
+                raise wrong_entry(name, None, "a whole number")
         found["num_query_groups"] = reader.optional_integer("num_key_value_heads") or heads
         head = reader.optional_integer("head_dim")
         if head is None and hidden % heads:

@@ -159,7 +159,9 @@ def read_deepseek_v3(reader: Reader) -> _Options:
     reader.require("scoring_func", "sigmoid")
     reader.require("norm_topk_prob", True)
     reader.require("rope_interleave", True)
-    groups = reader.integer("n_group")
+    groups, used = reader.integer("n_group"), reader.integer("topk_group")
+    if used > groups:
+        raise wrong_entry("topk_group", used, f"at most n_group = {groups}")
     if reader.integer("num_experts_per_tok") == 1:
         raise wrong_entry("num_experts_per_tok", 1, "at least 2: the only weight would be normalised to 1")
     options = {
@@ -171,7 +173,7 @@ def read_deepseek_v3(reader: Reader) -> _Options:
     if groups > 1:
         options |= {
             "moe_router_num_groups": groups,
-            "moe_router_group_topk": reader.integer("topk_group"),
+            "moe_router_group_topk": used,
             "moe_router_group_score_topk": 2,
         }
     depths = reader.integer("num_nextn_predict_layers", 0, least=0)

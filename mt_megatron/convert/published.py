@@ -130,6 +130,17 @@ def _places(folder: Path) -> dict[str, tuple[Path, Stored]]:
     if absent:
         raise CheckpointError(f"{folder} lacks {len(absent)} files that its index names: {listed(absent)}")
     headers = {path: read_header(path) for path in sorted(files)}
+    twice = sorted(
+        f"{name} in {path.name} and {weight_map[name]}"
+        for path, header in headers.items()
+        for name in header
+        if name in weight_map and weight_map[name] != path.name
+    )
+    if twice:
+        raise CheckpointError(
+            f"{len(twice)} tensors are in another file than {index} says as well: {listed(twice)}. Give the "
+            "files of one save, without those of another"
+        )
     missing = sorted(name for name, file in weight_map.items() if name not in headers[folder / file])
     unnamed = sorted(name for header in headers.values() for name in header if name not in weight_map)
     if missing or unnamed:

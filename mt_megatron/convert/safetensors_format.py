@@ -64,7 +64,11 @@ def read_header(path: Path) -> dict[str, Stored]:
     if not isinstance(header, dict):
         raise CheckpointError(_damaged(path, "its header is no object"))
     header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    end = max((each.offset + each.length for each in found.values()), default=8 + length)
+    if end != size:
+        raise CheckpointError(_damaged(path, f"it has {size} bytes and its tensors end at {end}"))
+    return found
 
 
 def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:

@@ -4,8 +4,10 @@ along which tensor parallelism divides it (Megatron-Core 0.12's modules)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from mt_megatron.convert.state_names import kind_of, weight_name
 from mt_megatron.errors import CheckpointError
@@ -76,10 +78,26 @@ def split_axis(name: str) -> int | None:
     return _kind(name)[0]
 
 
-def extra_state_of(name: str) -> str | None:
+def extra_state_of(name: str, *, transformer_engine: bool) -> str | None:
     """The name of the (empty) extra state that Megatron's linears keep beside a weight, if it is one."""
+    if "_down_proj." in name and not transformer_engine:
+        return None  # ``layers.mla_replicated`` has none, and takes none when it is loaded strictly.
     matched = _WITH_STATE.fullmatch(name) if kind_of(name) is None else None
     return None if matched is None else f"{matched[1]}._extra_state"
+
+
+def require_one_dtype(stored: Iterable[tuple[str, str, torch.dtype]]) -> None:
+    """Raise ``CheckpointError`` where tensors that lie in one have different types. ``stored`` are the name
+    of the one, that of the tensor, and its type."""
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for together, name, dtype in stored:
+        other, its = first.setdefault(together, (name, dtype))
+        if its != dtype:
+            raise CheckpointError(
+                f"{other} is {str(its).removeprefix('torch.')} and {name} is "
+                f"{str(dtype).removeprefix('torch.')}, and a Megatron checkpoint holds both in one tensor, "
+                f"{together}. Choose a type for all with --dtype"
+            )
 
 
 def _kind(name: str) -> tuple[int | None, Callable[[Any], Shape]]:

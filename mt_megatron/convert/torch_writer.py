@@ -7,6 +7,7 @@ and removed again, so that memory holds one tensor at a time.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +27,11 @@ from mt_megatron.convert.output import FileTask
 from mt_megatron.convert.settings import Model
 from mt_megatron.convert.sources import Source
 from mt_megatron.convert.state_names import kind_of, state_name
-from mt_megatron.convert.tensors import extra_state_of, split_axis
+from mt_megatron.convert.tensors import extra_state_of, require_one_dtype, split_axis
 from mt_megatron.convert.torch_names import ChunkNames
 from mt_megatron.convert.torch_optimizer import optimizer_document
 from mt_megatron.convert.torch_reader import STATE
+from mt_megatron.errors import CheckpointError
 from mt_megatron.layers.transformer_fields import moe_layer_pattern
 
 _GROUPED = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.linear_fc([12])\.weight")
@@ -90,7 +92,11 @@ class TorchWriter:
         self._together = bool(config.model.moe_grouped_gemm and not self._fused)
 
     def tasks(self) -> list[FileTask]:
-        """One file for each rank."""
+        """One file for each rank. Raises ``CheckpointError`` where experts that lie together have different
+        types."""
+        for rank in self._ranks():
+            for chunk in self._chunks(rank):
+                require_one_dtype((held.name, held.whole, held.dtype) for held in chunk)
         return [self._task(rank) for rank in self._ranks()]
 
     def _ranks(self) -> Iterator[_Rank]:
@@ -213,7 +219,7 @@ class TorchWriter:
             states: list[dict[str, Tensor | None]] = []
             for chunk in filled[None]:
                 # Linears ask for it when they are loaded strictly; local ones have nothing there.
-                extra = (extra_state_of(name) for name in chunk)
+                extra = (extra_state_of(name, transformer_engine=self._fused) for name in chunk)
                 states.append({**chunk, **{name: None for name in extra if name is not None}})
             document: dict[str, Any] = {
                 "args": self._arguments,
@@ -272,6 +278,8 @@ class _Memory:
         sizes: dict[torch.dtype, int] = {}
         for each in held:
             sizes[each.dtype] = sizes.get(each.dtype, 0) + torch.Size(each.shape).numel()
+        for index, (dtype, size) in enumerate(sizes.items()):
+            _reserve(folder / str(index), max(1, size) * dtype.itemsize)
         self._storages = {
             dtype: torch.from_file(f"{folder}/{index}", shared=True, size=max(1, size), dtype=dtype)
             for index, (dtype, size) in enumerate(sizes.items())
@@ -283,6 +291,22 @@ class _Memory:
         start, count = self._used[dtype], torch.Size(shape).numel()
         self._used[dtype] += count
         return self._storages[dtype][start : start + count].view(shape)
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Take the space for a file that is written by memory: without it the process would end by a signal.
+
+    Raises ``CheckpointError`` when there is not enough.
+    """
+    try:
+        with open(path, "wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, size)
+    except OSError as error:
+        raise CheckpointError(
+            f"{size} bytes for a rank's state cannot be taken in {path.parent.parent}: "
+            f"{error.strerror or error}. Rank files take their size twice while they are written, for as "
+            "many ranks at once as there are --workers: free space, lower --workers, or choose another place"
+        ) from error
 
 
 class _Writer:

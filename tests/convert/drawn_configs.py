@@ -228,7 +228,7 @@ def theirs(folder: Path, family: str, shape: Document, document: Document, seed:
 
     shutil.rmtree(folder, ignore_errors=True)
     error, model = "", None
-    for entries in (document, shape):
+    for entries in (document, _with_floats(document), shape):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps({"model_type": family, **entries}))
         try:
@@ -242,11 +242,22 @@ def theirs(folder: Path, family: str, shape: Document, document: Document, seed:
         except Exception as raised:  # noqa: BLE001, whatever transformers raises
             error = error or f"{type(raised).__name__}: {raised}"
             continue
+        if entries is not shape:
+            error = ""
         break
     assert model is not None, f"the plain model is refused: {error}"
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": family, **document}))
     return error or model
+
+
+def _with_floats(document: Document) -> Document:
+    """The same numbers in the type that transformers insists on."""
+    whole = {name for name in _FLOATS if type(document.get(name)) is int}
+    return {**document, **{name: float(document[name]) for name in whole}}
+
+
+_FLOATS = ("attention_dropout", "routed_scaling_factor", "rms_norm_eps", "initializer_range")
 
 
 def _fill(model: Any, seed: int) -> None:

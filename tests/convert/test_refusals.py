@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import random
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mt_megatron.convert import torch_writer
 from mt_megatron.convert.dist_metadata import read_metadata
 from mt_megatron.errors import CheckpointError, ConfigError
 from tests.convert import published
@@ -75,6 +77,74 @@ def test_another_shape_is_named(mixtral: Path, tmp_path: Path) -> None:
     source = changed(mixtral, tmp_path / "cut", cut)
     with pytest.raises(CheckpointError, match="experts.1.w2.weight.*expected"):
         converted(source, tmp_path / "out", "torch_dist")
+
+
+def test_types_that_one_tensor_cannot_hold_are_refused_or_made_one(mixtral: Path, tmp_path: Path) -> None:
+    def one_expert(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EXPERT] = tensors[EXPERT].float()
+
+    def one_layer(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.input_layernorm.weight"
+        tensors[name] = tensors[name].float()
+
+    expert = changed(mixtral, tmp_path / "expert", one_expert)
+    layer = changed(mixtral, tmp_path / "layer", one_layer)
+    for source, form in ((expert, "torch_dist"), (layer, "torch_dist"), (expert, "torch")):
+        with pytest.raises(CheckpointError, match="bfloat16.*float32.*in one tensor.*--dtype"):
+            converted(source, tmp_path / "out", form)
+        converted(source, tmp_path / f"{source.name}_{form}", form, dtype="bf16")
+        converted(tmp_path / f"{source.name}_{form}", tmp_path / f"{source.name}_{form}_back", "huggingface")
+        # A number of bfloat16 is the same in float32, so nothing is lost.
+        back = read(tmp_path / f"{source.name}_{form}_back")
+        assert differing(back, read(mixtral)) == []
+    # Layers are tensors of their own in rank files, and everything is in Hugging Face's form.
+    converted(layer, tmp_path / "ranks", "torch")
+    converted(tmp_path / "ranks", tmp_path / "ranks_back", "huggingface")
+    assert differing(read(tmp_path / "ranks_back"), read(layer)) == []
+    converted(expert, tmp_path / "again", "huggingface")
+    assert differing(read(tmp_path / "again"), read(expert)) == []
+
+
+def test_space_for_rank_files_is_taken_before_it_is_written_to(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a file without space ends a process by a signal."""
+    reserve, reserved = torch_writer._reserve, []
+
+    def measured(path: Path, size: int) -> None:
+        reserve(path, size)
+        reserved.append((size, 512 * path.stat().st_blocks))
+
+    monkeypatch.setattr(torch_writer, "_reserve", measured)
+    converted(mixtral, tmp_path / "out", "torch")
+    assert reserved and all(blocks >= size > 0 for size, blocks in reserved)
+
+    def full(stream: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch_writer.os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match="No space left on device.*lower --workers"):
+        converted(mixtral, tmp_path / "full", "torch")
+
+
+def test_a_tensor_in_two_files_and_bytes_behind_the_last_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    tensors = read(mixtral)
+    name = "model.norm.weight"
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors")}
+    for folder in ("twice", "longer"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_bytes((mixtral / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "twice" / "a.safetensors")
+    save_file({name: tensors[name] + 1, "b": torch.zeros(1)}, tmp_path / "twice" / "b.safetensors")
+    index["weight_map"]["b"] = "b.safetensors"
+    (tmp_path / "twice" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{name} in b.safetensors and a.safetensors"):
+        converted(tmp_path / "twice", tmp_path / "out", "torch_dist")
+    save_file(tensors, tmp_path / "longer" / "model.safetensors", metadata={"format": "pt"})
+    with open(tmp_path / "longer" / "model.safetensors", "ab") as stream:
+        stream.write(bytes(8))
+    with pytest.raises(CheckpointError, match="its tensors end at"):
+        converted(tmp_path / "longer", tmp_path / "out", "torch_dist")
 
 
 def test_swapped_heads_and_experts_are_noticed(mixtral: Path, tmp_path: Path) -> None:
