@@ -28,6 +28,7 @@ from mt_megatron.training.init_from_hf import init_from_hf
 from mt_megatron.training.metrics import perplexity
 from mt_megatron.training.model import Trainable, build, family_of
 from mt_megatron.training.moe_metrics import ExpertLoads
+from mt_megatron.training.next_steps import next_lines
 from mt_megatron.training.outcome import Outcome
 from mt_megatron.training.output import Output
 from mt_megatron.training.preflight import check_before_start, check_folder
@@ -179,6 +180,8 @@ class _Run:
             if self._due(self.config.logging.log_interval):
                 self._report(window, result)
                 window = self.output.window()
+            else:
+                self.output.between(self.progress.iteration, window, self._values(result))
             if result.wishes.stop or self._due(self.config.train.exit_interval):
                 break
             with window.paused():
@@ -199,8 +202,8 @@ class _Run:
         else:
             self._evaluate()
         self._summary(result)
-        if self.tracing.folder is not None:
-            self.display.say(f"trace: {self.tracing.folder}")
+        for line in next_lines(self.config, self.progress.iteration, self.checkpoint, self.tracing.folder):
+            self.display.say(line)
         return Outcome(
             progress=self.progress,
             finished=self._finished(),
@@ -303,13 +306,15 @@ class _Run:
         limit = self.config.train.exit_duration_in_mins
         return limit is not None and self.job.is_main and time.monotonic() - self.started > 60 * limit
 
+    def _values(self, result: StepResult) -> dict[str, float | None]:
+        skipped = self.progress.skipped_iterations
+        return {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_iterations": skipped}
+
     def _report(self, window: Window, result: StepResult) -> None:
         values = {
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
+            **self._values(result),
             "consumed_samples": self.progress.consumed_samples,
             "consumed_tokens": self.progress.consumed_tokens,
-            "skipped_iterations": self.progress.skipped_iterations,
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
             **depth_values(window.results),
             **self.expert_loads.collect(),

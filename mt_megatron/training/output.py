@@ -17,6 +17,7 @@ from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.display import Display
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.metrics import Metrics, metrics_path
+from mt_megatron.training.pace import Pace
 from mt_megatron.training.picture import write_picture
 from mt_megatron.training.records import Records, Sink
 from mt_megatron.training.tensorboard import TensorBoard
@@ -60,6 +61,7 @@ class Output:
             subtitle=_subtitle(job, config),
         )
         self.records = Records(sinks, self.display.say)
+        self._pace = Pace(config.logging.log_interval)
         self._clock: CommunicationClock | None = None
         self._told = False
         self._drawn = False
@@ -91,7 +93,8 @@ class Output:
         }
         self.records.record("start", iteration, {**values, **facts})
         self.display.tick(iteration)
-        if self.peak.flops is None:
+        # No CPU is in the tables: there the line would be about nothing that went wrong.
+        if self.peak.flops is None and self._job.backend.device_type != "cpu":
             device = self._job.backend.device_name()
             self.display.say(
                 f"MFU: unknown peak of {device} in {self._config.params_dtype}, give --peak-tflops"
@@ -111,12 +114,24 @@ class Output:
         """The steps of ``window``, the last of which was ``iteration``, to every place."""
         if not self._job.is_main:
             return
+        found = self._state(iteration, window, values)
+        self.records.record("train", iteration, found)
+        self.display.step(iteration, found)
+        self._pace.told()
+
+    def between(self, iteration: int, window: Window, values: Mapping[str, Any]) -> None:
+        """After a step that no report follows: a line where one is due (``Pace``), and no record."""
+        if self._job.is_main and self._pace.due(iteration):
+            self.display.step(iteration, self._state(iteration, window, values))
+            self._pace.told()
+
+    def _state(self, iteration: int, window: Window, values: Mapping[str, Any]) -> dict[str, Any]:
         speed = window.speed(
             flops_per_token=self._flops_per_token,
             world_size=self._job.layout.world_size,
             peak=self.peak,
         )
-        found = {
+        return {
             **values,
             "loss": window.loss(),
             **dataclasses.asdict(speed),
@@ -124,8 +139,6 @@ class Output:
             "eta_seconds": (self._train_iters - iteration) * speed.step_seconds,
             **device_state(self._job.backend),
         }
-        self.records.record("train", iteration, found)
-        self.display.step(iteration, found)
 
     def end(self, iteration: int, values: Mapping[str, Any], lines: Sequence[str]) -> None:
         """The run ends as it should: its last record, the picture, and ``lines`` about it all."""

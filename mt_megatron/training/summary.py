@@ -36,10 +36,11 @@ def summary_lines(
             f"{perplexity(validation.loss):.2f}, over {validation.tokens:,} tokens"
         )
     if validation is not None and baselines is not None:
-        side = "below" if validation.loss < baselines.bigram else "not below"
+        better = validation.loss < baselines.bigram
         lines.append(
             f"on the same tokens: training unigrams {baselines.unigram:.4f}, interpolated training bigrams "
-            f"{baselines.bigram:.4f}; this model is {side} the bigrams"
+            f"{baselines.bigram:.4f}; this model is {'below' if better else 'not below'} the bigrams"
+            + ("" if better else ": it predicts worse than a table of token pairs, train longer")
         )
     lines.append(f"checkpoint: {checkpoint}" if checkpoint is not None else "checkpoint: none (no --save)")
     config = None if checkpoint is None else checkpoint / "config.yaml"

@@ -42,6 +42,7 @@ def runs(folder: str) -> dict[str, Any]:
         "first": said(f"{tensor} --save {folder}/run --exit-interval 3 {board}"),
         "second": said(f"{tensor} --save {folder}/run {board}"),
         "full": said("--metrics-path /dev/full --train-iters 3"),
+        "paced": said("--log-interval 100 --train-iters 6"),
         "broken": broken(folder),
         "unopened": unopened(folder),
     }

@@ -94,3 +94,22 @@ def test_no_rank_waits_for_one_that_cannot_write(found: tuple[list[Found], Path]
     for rank in found[0]:
         assert "ConfigError" in rank["unopened"]["error"]
         assert "change --metrics-path" in rank["unopened"]["error"]
+
+
+def test_a_long_interval_is_not_silent(found: tuple[list[Found], Path]) -> None:
+    """Without a record of its own; rank 1 says nothing, and neither does a CPU without a peak about it."""
+    lines = found[0][0]["paced"]["lines"]
+    steps = [line.split("  ")[0] for line in lines if line.startswith("step ") and "loss" in line]
+    assert [step for step in steps if "/6" in step] == ["step 1/6", "step 2/6", "step 5/6", "step 6/6"]
+    assert not any("MFU" in line for line in lines)
+    assert found[0][1]["paced"]["lines"] == []
+
+
+def test_the_last_lines_say_what_can_be_done_next(found: tuple[list[Found], Path]) -> None:
+    ranks, folder = found
+    first, second = (ranks[0][name]["lines"] for name in ("first", "second"))
+    assert "next: the same command goes on from step 3" in first
+    assert "next: the same command with a larger --train-iters trains on" in second
+    export = f"next: mt-megatron convert --from-megatron {folder}/run --to-hf FOLDER"
+    assert any(line.startswith(export) for line in first) and any(line.startswith(export) for line in second)
+    assert not any(line.startswith("next: ") for line in ranks[0]["paced"]["lines"]), "nothing was kept"

@@ -1,0 +1,33 @@
+"""What can be done with a run that has ended: commands to copy."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from mt_megatron.training.config import TrainingConfig
+
+_PUBLISHED = ("llama", "mixtral", "deepseek", "qwen")
+"""Families that ``mt-megatron convert --to-hf`` knows."""
+
+
+def next_lines(
+    config: TrainingConfig, iteration: int, checkpoint: Path | None, trace: Path | None
+) -> list[str]:
+    """Where the ``trace`` lies, and one line per possibility, each beginning with ``next:``."""
+    lines = [] if trace is None else [f"trace: {trace}"]
+    save = config.checkpoint.save
+    if checkpoint is not None and save is not None:
+        total = config.train.train_iters
+        if total is not None and iteration < total:
+            lines.append(f"next: the same command goes on from step {iteration}")
+        else:
+            lines.append("next: the same command with a larger --train-iters trains on")
+        if config.model.family in _PUBLISHED:
+            folder = shlex.quote(str(save))
+            lines.append(
+                f"next: mt-megatron convert --from-megatron {folder} --to-hf FOLDER  (for transformers, vLLM)"
+            )
+    if trace is not None:
+        lines.append(f"next: mt-megatron scan report {shlex.quote(str(trace))}  (what held the run up)")
+    return lines
