@@ -155,12 +155,25 @@ def _show(found: Suggestion, argv: list[str], top: int) -> None:
         more = len(found.choices) - top
         if more > 0:
             console.print(f"and {more} more (--top {len(found.choices)} shows them)")
-        console.print("\nThe first one, with what is still missing (data, steps, --save) to be added:")
+        console.print(f"\nThe first one, with what is still missing to be added ({_missing(found, argv)}):")
         console.print("  " + command(found.choices[0].layout, found, argv))
     else:
         console.print("No layout fits.")
     for line in _why_not(found):
         console.print(line)
+
+
+def _missing(found: Suggestion, argv: list[str]) -> str:
+    """Options that the command needs and lacks, and those that only seem to lack."""
+    lr, train = found.config.optimizer.lr, found.config.train
+    lacking = "data, steps, --save" if lr is not None else "data, steps, --lr, --save"
+    given = {word.partition("=")[0] for word in argv}
+    inherited = [] if lr is None or "--lr" in given else [f"--lr {lr:g}"]
+    inherited += [
+        f"--{name}" for name in ("bf16", "fp16") if getattr(train, name) and f"--{name}" not in given
+    ]
+    source = "the preset" if found.config.model.preset is not None else "the configuration"
+    return f"{lacking}; {' and '.join(inherited)} from {source}" if inherited else lacking
 
 
 _COLUMNS = (
@@ -226,7 +239,7 @@ def _row(choice: Choice) -> dict[str, str]:
 def _why_not(found: Suggestion) -> list[str]:
     lines: list[str] = []
     if found.rejected or found.too_large:
-        lines += ["", "The others:"]
+        lines += ["", "The others:" if found.choices else "Why not:"]
     for each in found.rejected:
         lines.append(f"  {each.count:>5} break a rule: {each.example}")
     if found.too_large and found.near_miss is not None:

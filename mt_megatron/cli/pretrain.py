@@ -11,6 +11,7 @@ from typing import Any
 
 import mt_megatron
 from mt_megatron.errors import ConfigError
+from mt_megatron.models import presets
 from mt_megatron.training.arguments import load_config, option_help
 from mt_megatron.training.validate import validate
 from mt_megatron.training.validate_environment import check_environment
@@ -22,13 +23,20 @@ class _ListOptions(argparse.Action):
         parser.exit()
 
 
+class _ListModels(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: Any) -> None:
+        print(presets.listing())
+        parser.exit()
+
+
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "pretrain",
         description="Train a model on prepared data. Alone it is a run of one process; torchrun starts\n"
         "several. Options are Megatron-Core's field names and Megatron-LM 0.9's argument names, over a\n"
-        "YAML file (--config FILE), over a preset (--model NAME); --list-options names them all.",
+        "YAML file (--config FILE), over a preset (--model NAME); --list-options and --list-models name\n"
+        "them all.",
         epilog="example:\n"
         "  mt-megatron prepare --output data\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli pretrain --model llama3_tiny \\\n"
@@ -39,6 +47,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "or gone; 79 a straggler was confirmed (--scan-on-straggler)",
     )
     parser.add_argument("--list-options", action=_ListOptions, nargs=0, help="print every option and stop")
+    parser.add_argument(
+        "--list-models", action=_ListModels, nargs=0, help="print every preset of --model and stop"
+    )
     parser.set_defaults(func=run, config_arguments=True)
     return parser
 

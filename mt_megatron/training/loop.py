@@ -39,7 +39,7 @@ from mt_megatron.training.shared_error import save_last_sound_step
 from mt_megatron.training.signals import stop_requests
 from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
 from mt_megatron.training.steps import Steps, touching
-from mt_megatron.training.summary import corpus_baselines, summary_lines
+from mt_megatron.training.summary import corpus_baselines, layout_text, summary_lines
 from mt_megatron.training.throughput import Window
 from mt_megatron.training.watchdog import NoWatchdog, Watchdog, watched
 
@@ -181,7 +181,7 @@ class _Run:
                 self._report(window, result)
                 window = self.output.window()
             else:
-                self.output.between(self.progress.iteration, window, self._values(result))
+                self.output.between(self.progress, window, result)
             if result.wishes.stop or self._due(self.config.train.exit_interval):
                 break
             with window.paused():
@@ -285,12 +285,8 @@ class _Run:
             },
             resumed_from=self.checkpoint,
         )
-        processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
-        chunks = f" x {layout.vpp} chunks" if layout.interleaved else ""
-        context = f"context {layout.cp}, " if layout.cp > 1 else ""
         self.display.say(
-            f"{backend.name} ({backend.device_name()}), {processes}: tensor {layout.tp}, "
-            f"pipeline {layout.pp}{chunks}, {context}data {layout.dp}; {parameters:,} parameters in "
+            f"{backend.name} ({backend.device_name()}), {layout_text(layout)}; {parameters:,} parameters in "
             f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
             f"{self.train_iters} steps"
         )
@@ -306,15 +302,13 @@ class _Run:
         limit = self.config.train.exit_duration_in_mins
         return limit is not None and self.job.is_main and time.monotonic() - self.started > 60 * limit
 
-    def _values(self, result: StepResult) -> dict[str, float | None]:
-        skipped = self.progress.skipped_iterations
-        return {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_iterations": skipped}
-
     def _report(self, window: Window, result: StepResult) -> None:
         values = {
-            **self._values(result),
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
             "consumed_samples": self.progress.consumed_samples,
             "consumed_tokens": self.progress.consumed_tokens,
+            "skipped_iterations": self.progress.skipped_iterations,
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
             **depth_values(window.results),
             **self.expert_loads.collect(),

@@ -19,7 +19,9 @@ from mt_megatron.training.distributed import Job
 from mt_megatron.training.metrics import Metrics, metrics_path
 from mt_megatron.training.pace import Pace
 from mt_megatron.training.picture import write_picture
+from mt_megatron.training.progress import Progress
 from mt_megatron.training.records import Records, Sink
+from mt_megatron.training.step import StepResult
 from mt_megatron.training.tensorboard import TensorBoard
 from mt_megatron.training.throughput import Peak, Window, peak_of
 from mt_megatron.training.wandb import WeightsAndBiases
@@ -119,10 +121,12 @@ class Output:
         self.display.step(iteration, found)
         self._pace.told()
 
-    def between(self, iteration: int, window: Window, values: Mapping[str, Any]) -> None:
+    def between(self, progress: Progress, window: Window, result: StepResult) -> None:
         """After a step that no report follows: a line where one is due (``Pace``), and no record."""
-        if self._job.is_main and self._pace.due(iteration):
-            self.display.step(iteration, self._state(iteration, window, values))
+        if self._job.is_main and self._pace.due(progress.iteration):
+            skipped = progress.skipped_iterations
+            values = {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_iterations": skipped}
+            self.display.step(progress.iteration, self._state(progress.iteration, window, values))
             self._pace.told()
 
     def _state(self, iteration: int, window: Window, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> l
             f"weights, gradients and optimizer state need {gibibytes(fixed)} GiB per process (pipeline stage "
             f"{state.stage}); expected at most the {device}. Raise {experts}--tensor-model-parallel-size or "
             "--pipeline-model-parallel-size, set --use-distributed-optimizer or --bf16, or choose a smaller "
-            "model"
+            f"model; layouts that fit: {_suggest_command(config, world_size, total)}"
         )
         if config.launch.check_memory:
             raise ConfigError(f"{line}; --no-check-memory starts all the same.")
@@ -79,6 +79,14 @@ def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> l
             "--recompute-granularity."
         ]
     return []
+
+
+def _suggest_command(config: TrainingConfig, world_size: int, total: int) -> str:
+    model = f"--model {config.model.preset}" if config.model.preset else "--config FILE"
+    # The known peaks are those of 16-bit formats.
+    peak = "" if config.train.bf16 or config.train.fp16 else " --device-tflops TFLOPS"
+    memory = f"--world-size {world_size} --device-memory {total / 2**30:.0f}GiB"
+    return f"mt-megatron plan {model} --suggest {memory}{peak}"
 
 
 def device_memory(backend: Backend, environment: Mapping[str, str]) -> int | None:

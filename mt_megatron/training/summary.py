@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mt_megatron.seams.layout import RankLayout
 from mt_megatron.training.checkpoint import Progress
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.datasets import SampleDataset
@@ -47,6 +48,14 @@ def summary_lines(
     if config is not None and config.is_file():
         lines.append(f"config: {config}")
     return lines
+
+
+def layout_text(layout: RankLayout) -> str:
+    """How many processes there are and how they share the work."""
+    processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
+    chunks = f" x {layout.vpp} chunks" if layout.interleaved else ""
+    context = f"context {layout.cp}, " if layout.cp > 1 else ""
+    return f"{processes}: tensor {layout.tp}, pipeline {layout.pp}{chunks}, {context}data {layout.dp}"
 
 
 def corpus_baselines(

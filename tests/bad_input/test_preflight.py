@@ -70,6 +70,10 @@ def test_state_beyond_the_device_is_an_error_and_activations_a_warning() -> None
     text = str(caught.value)
     assert "weights, gradients and optimizer state need" in text and "GiB of card" in text
     assert "--tensor-model-parallel-size" in text and "--no-check-memory" in text
+    with pytest.raises(
+        ConfigError, match=r"plan --config FILE --suggest --world-size 1 --device-memory \d+GiB"
+    ):
+        memory_notes(config(), Device(state - 1), 1)
     (going_on,) = memory_notes(config("--no-check-memory"), Device(state - 1), 1)
     assert going_on.startswith("WARNING: weights, gradients and optimizer state need")
 

@@ -203,6 +203,14 @@ def test_suggestions_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("8 x H100", "not measurements", "TP", "MFU", "more (--top", "The others:", "GiB"):
         assert part in text
     assert max(map(len, text.splitlines())) > 120, "the command is one line to paste"
+    assert "still missing to be added (data, steps, --save; --lr 0.0003 and --bf16 from the preset)" in text
+
+
+def test_nothing_that_fits_leaves_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--suggest", "--world-size", "1", "--device-memory", "8GiB")
+    assert main(["plan", "--model", "llama3_8b", *words]) == 1
+    text = capsys.readouterr().out
+    assert "No layout fits.\n\nWhy not:\n" in text and "The others:" not in text
 
 
 def test_the_table_has_expert_parallelism_where_there_are_experts(

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mt_megatron.cli.main import main
+from mt_megatron.models import presets
 from tests.launch import ROOT
 from tests.training.loop_cases import MODEL, TRAINING
 
@@ -77,3 +79,12 @@ def test_trains_under_torchrun_and_says_where_everything_is(tmp_path: Path) -> N
     assert manifest["config"]["train"]["bf16"] is True
     assert manifest["patches"]["backend"] == "cpu" and manifest["patches"]["patches"]
     assert "Warning" not in done.stderr, done.stderr
+
+
+def test_models_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["pretrain", "--list-models"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == presets.names()
+    assert "llama3_8b         Llama 3 8B, released 2024-04-18" in lines
