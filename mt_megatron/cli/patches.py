@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_megatron import _session
@@ -69,18 +73,65 @@ def _declared(name: str) -> tuple[Backend, str, list[Patch]]:
 def _list(args: argparse.Namespace) -> int:
     from mt_megatron.patching.plan import select_patches
 
-    backend, why, patches = _declared(args.backend)
-    _, left_out = select_patches(patches, backend.name, None)
+    found = _without_torch(args.backend)
+    if found is None:
+        backend, why, patches = _declared(args.backend)
+        found = backend.name, why, patches
+    name, why, patches = found
+    _, left_out = select_patches(patches, name, None)
     reasons = {patch.id: reason for patch, reason in left_out}
     if args.json:
         print(json.dumps([_as_data(patch, reasons.get(patch.id)) for patch in patches], indent=2))
         return 0
-    print(f"backend {backend.name} ({why}): {len(patches) - len(reasons)} of {len(patches)} patches apply")
-    for patch in patches:
-        mark = "-" if patch.id in reasons else "+"
-        print(f"{mark} {patch.id:<44} {patch.kind:<9} {patch.target}")
-        print(f"    {patch.reason}" + (f" [left out: {reasons[patch.id]}]" if patch.id in reasons else ""))
+    features = dict.fromkeys(patch.feature for patch in patches)
+    lines = [
+        f"backend {name} ({why}): {len(patches) - len(reasons)} of {len(patches)} patches apply, "
+        f"{len(features)} features",
+        "'+' applies, '-' is left out; 'mt-megatron patches explain ID' shows one with its source",
+    ]
+    for feature in features:
+        members = [patch for patch in patches if patch.feature == feature]
+        applied = sum(patch.id not in reasons for patch in members)
+        lines += ["", f"{feature} ({applied} of {len(members)} apply)"]
+        for patch in members:
+            left = f" [left out: {reasons[patch.id]}]" if patch.id in reasons else ""
+            lines.append(f"  {'-' if left else '+'} {patch.id:<44} {patch.kind:<9} {patch.target}")
+            lines.append(f"      {patch.reason}{left}")
+    _page("\n".join(lines))
     return 0
+
+
+def _without_torch(asked: str) -> tuple[str, str, list[Patch]] | None:
+    """Name, reason and patches of the backend where they are known without torch: the cpu's, of a torch
+    that was built for no accelerator. None: look at the machine."""
+    from mt_megatron.backends import registry
+    from mt_megatron.patches import catalogue
+
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or asked not in ("auto", "cpu"):
+        return None
+    if asked == "cpu":
+        why = f"cpu was asked for: {os.cpu_count()} cores, Gloo"
+    else:
+        built = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+        for_cuda = re.search(r"^cuda\b.*= None$", built, re.MULTILINE) is None
+        if for_cuda or importlib.util.find_spec("torch_musa") or registry.names() != ["cpu", "cuda", "musa"]:
+            return None
+        missing = "cuda: this torch was built without CUDA; musa: torch_musa is not installed"
+        why = f"auto: no accelerator ({missing})"
+    patches = catalogue.recorded("cpu")
+    return None if patches is None else ("cpu", why, patches)
+
+
+def _page(text: str) -> None:
+    """Print ``text``, on a terminal through its pager."""
+    if sys.stdout.isatty():
+        import pydoc
+
+        os.environ.setdefault("LESS", "-FRX")
+        pydoc.pager(text)
+    else:
+        print(text)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -160,12 +211,13 @@ def _print_check(result: dict[str, Any]) -> None:
 
 def _record(args: argparse.Namespace) -> int:
     from mt_megatron.backends import registry
-    from mt_megatron.patches import collect
+    from mt_megatron.patches import catalogue, collect
     from mt_megatron.patching.digest import source_of
     from mt_megatron.patching.drift import write_fingerprints
 
     _session.check_upstream_version()
-    declared = [patch for name in registry.names() for patch in collect(registry.get(name))]
+    by_backend = {name: collect(registry.get(name)) for name in registry.names()}
+    declared = [patch for found in by_backend.values() for patch in found]
     targets = {patch.target: patch for patch in declared if patch.digest}
     sources = [source_of(target) for target in targets]
     stale = [source for source in sources if source.digest != targets[source.target].digest]
@@ -178,6 +230,7 @@ def _record(args: argparse.Namespace) -> int:
     if stale:
         return 1
     write_fingerprints(_session.FINGERPRINTS, sources)
+    catalogue.write({"cpu": by_backend["cpu"]})
     print(f"{len(sources)} targets recorded in {_session.FINGERPRINTS}")
     return 0
 

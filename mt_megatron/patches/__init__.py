@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from ..backends.base import Backend
 from ..patching.spec import Patch
+
+if TYPE_CHECKING:
+    from ..backends.base import Backend
 
 CONCERNS = (
     "device",

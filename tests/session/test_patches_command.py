@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -123,3 +124,34 @@ def test_record_rewrites_the_line_hashes(
     code, text, _ = output(capsys, "record")
     assert code == 0 and f"{len(committed)} targets recorded" in text
     assert read_fingerprints(tmp_path / "upstream.json") == committed
+
+
+def test_the_recorded_list_is_what_is_declared() -> None:
+    """Or ``mt-megatron patches record`` has to be run. For another torch the list is made anew."""
+    from mt_megatron.backends import registry
+    from mt_megatron.cli.patches import _as_data
+    from mt_megatron.patches import catalogue, collect
+
+    recorded = catalogue.recorded("cpu")
+    if recorded is None:
+        written = json.loads(catalogue.PATH.read_text(encoding="utf-8"))["of"]
+        assert catalogue._of()["torch"] != written["torch"], "run 'mt-megatron patches record'"
+        return
+    declared = collect(registry.get("cpu"))
+    assert [_as_data(patch, None) for patch in recorded] == [_as_data(patch, None) for patch in declared]
+
+
+def test_the_list_needs_no_torch(tmp_path: Path) -> None:
+    """Importing it takes longer than the list; the list is grouped by feature."""
+    code = (
+        "import sys\n"
+        "from mt_megatron.cli.main import main\n"
+        "code = main(['patches', 'list', '--backend', 'cpu'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\nmoe (" in done.stdout and "\nerrata (" in done.stdout

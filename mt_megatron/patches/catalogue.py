@@ -1,0 +1,61 @@
+"""The declared patches as a file, so that they can be listed without importing torch.
+
+``mt-megatron patches record`` writes it. It is used only while it is certain to be true: for the versions of
+torch and of this package's source that it was written with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..patching.spec import Patch
+
+PATH = Path(__file__).with_name("declared.json")
+_FOLDERS = ("patches", "backends")
+_FIELDS = ("id", "target", "kind", "reason", "feature", "digest", "after", "scope")
+
+
+def recorded(backend: str) -> list[Patch] | None:
+    """The patches of ``backend`` without their bodies; None where the file may be out of date."""
+    try:
+        found = json.loads(PATH.read_text(encoding="utf-8"))
+        if found["of"] != _of():
+            return None
+        return [_patch(each) for each in found["patches"][backend]]
+    except (OSError, ValueError, KeyError, PackageNotFoundError):
+        return None
+
+
+def write(patches: Mapping[str, Sequence[Patch]]) -> None:
+    """Record the patches of each backend."""
+    listed = {name: [_data(patch) for patch in found] for name, found in sorted(patches.items())}
+    PATH.write_text(json.dumps({"of": _of(), "patches": listed}, indent=1) + "\n", encoding="utf-8")
+
+
+def _of() -> dict[str, str]:
+    digest = hashlib.sha256()
+    for folder in _FOLDERS:
+        for path in sorted((Path(__file__).parent.parent / folder).rglob("*.py")):
+            digest.update(f"{folder}/{path.name}\n".encode() + path.read_bytes())
+    return {"torch": version("torch").split("+")[0], "source": digest.hexdigest()}
+
+
+def _data(patch: Patch) -> dict[str, Any]:
+    return {
+        **{name: getattr(patch, name) for name in _FIELDS if getattr(patch, name)},
+        "backends": None if patch.backends is None else sorted(patch.backends),
+        "requires": dict(patch.requires),
+    }
+
+
+def _patch(data: dict[str, Any]) -> Patch:
+    given = {**data, "body": None}
+    given["backends"] = None if data["backends"] is None else frozenset(data["backends"])
+    for name in ("after", "scope"):
+        given[name] = tuple(data.get(name, ()))
+    return Patch(**given)
