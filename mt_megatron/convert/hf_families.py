@@ -227,6 +227,8 @@ def _deepseek(reader: Reader) -> _Options:
     reader.require("moe_layer_freq", 1)
     heads = reader.integer("num_attention_heads")
     reader.require("num_key_value_heads", heads, None)
+    # Rotary frequencies follow from it in transformers.
+    reader.require("head_dim", reader.integer("qk_rope_head_dim"))
     # The norms of the latent vectors have this epsilon in transformers, whatever the others have.
     reader.require("rms_norm_eps", LATENT_EPSILON)
     layers, first = reader.integer("num_hidden_layers"), reader.integer("first_k_dense_replace", least=0)

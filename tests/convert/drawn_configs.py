@@ -215,7 +215,8 @@ class Outcome:
     """What both sides made of one configuration."""
 
     kind: str
-    """converted, refused, lenient (transformers cannot build it, ours can), different, crashed."""
+    """converted, refused by ours, refused by both, lenient (transformers cannot build it, ours can),
+    different, crashed."""
 
     said: str = ""
     difference: float = 0.0
@@ -306,7 +307,8 @@ def outcome(
     try:
         found = ours(folder, job)
     except MtMegatronError as error:
-        return Outcome("refused", str(error)), document
+        kind = "refused by both" if isinstance(model, str) else "refused by ours"
+        return Outcome(kind, str(error)), document
     except Exception as error:  # noqa: BLE001, no refusal, whatever it is
         return Outcome("crashed", f"{type(error).__name__}: {error}"), document
     if isinstance(model, str):
@@ -344,7 +346,8 @@ def by_command(folder: Path, family: str, seed: int) -> tuple[Outcome, Document]
             return Outcome("crashed", f"{type(error).__name__}: {error}"), document
         if code:
             text = said.getvalue()
-            return Outcome("crashed" if "Traceback" in text else "refused", text), document
+            kind = "refused by both" if isinstance(model, str) else "refused by ours"
+            return Outcome("crashed" if "Traceback" in text else kind, text), document
     if isinstance(model, str):
         return Outcome("lenient", model), document
     again = AutoModelForCausalLM.from_pretrained(
@@ -354,9 +357,9 @@ def by_command(folder: Path, family: str, seed: int) -> tuple[Outcome, Document]
     return Outcome("converted" if difference == 0 else "different", difference=difference), document
 
 
-def everything(folder: str, family: str, count: int, commands: int) -> dict[str, list[Any]]:
-    """``count`` configurations of a family in this process, and ``commands`` through the command line. The
-    last are plain models of which our side is told something wrong."""
+def everything(folder: str, family: str, first: int, count: int, commands: int) -> dict[str, list[Any]]:
+    """``count`` configurations of a family from the seed ``first`` on in this process, and ``commands``
+    through the command line. The last are plain models of which our side is told something wrong."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -367,12 +370,12 @@ def everything(folder: str, family: str, count: int, commands: int) -> dict[str,
     latent = family.startswith("deepseek")
     spoils = [{"rope_theta": 300.0}, {"routed_scaling_factor": 1.1} if latent else {"rms_norm_eps": 1e-2}]
     with joined(load_config(_SMALLEST.split()), mt_megatron.backend()) as job:
-        for seed in range(count):
+        for seed in range(first, first + count):
             found["process"].append(_row(seed, *outcome(Path(folder) / "process", family, seed, job)))
         for seed, spoil in enumerate(spoils):
             result = outcome(Path(folder) / "spoiled", family, seed, job, spoil)
             found["spoiled"].append(_row(seed, *result))
-    for seed in range(10_000, 10_000 + commands):
+    for seed in range(first + 10_000, first + 10_000 + commands):
         found["command"].append(_row(seed, *by_command(Path(folder) / "command", family, seed)))
     return found
 

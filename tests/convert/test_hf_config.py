@@ -161,6 +161,7 @@ def test_rotary_settings_are_resolved_as_transformers_does(family: str) -> None:
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05; expected 1e-06"),
         ("deepseek_v3", {"first_k_dense_replace": 3}, "some layer has experts"),
         ("deepseek_v3", {"n_group": 3}, "cannot be built"),
+        ("deepseek_v3", {"head_dim": 6}, "head_dim = 6"),
         ("deepseek_v3", {"topk_group": 5, "n_group": 4}, "at most n_group = 4"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 3}, "cannot be built"),
         ("mixtral", {"num_key_value_heads": None}, "num_key_value_heads = None"),
