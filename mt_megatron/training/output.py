@@ -199,7 +199,7 @@ class Output:
         if not self._job.is_main or path is None or picture is None:
             return
         try:
-            write_picture(path, picture)
+            write_picture(path, picture, _title(self._config))
             self._drawn = True
         except ValueError:
             # No step was reported: there is nothing to see.

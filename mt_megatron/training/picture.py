@@ -1,17 +1,30 @@
-"""The loss of a run over its tokens as an SVG, from the records that it wrote; needs nothing but Python."""
+"""A run over its tokens as an SVG: loss, learning rate and throughput, from the records that it wrote."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.training.metrics import read_records
+from mt_megatron.training.picture_panels import (
+    GRID,
+    Box,
+    line,
+    panel,
+    round_step,
+    token_ticks,
+    token_unit,
+    words,
+)
 
-_WIDTH, _HEIGHT = 760, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 16, 44
-_TRAIN, _VALID, _LINE, _GRID, _TEXT = "#2f6fde", "#d9480f", "#868e96", "#e9ecef", "#343a40"
+_WIDTH, _HEIGHT = 760, 384
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 138, 44, 44
+_BELOW = 150
+"""Height of the panels under the loss."""
+
+_TRAIN, _VALID, _LINE, _RATE, _SPEED = "#2f6fde", "#d9480f", "#868e96", "#7048e8", "#2b8a3e"
 _MOST_POINTS = 500
 _LABEL_HEIGHT = 15
 
@@ -24,17 +37,20 @@ class Curve:
     valid: list[tuple[float, float]]
     unigram: float | None
     bigram: float | None
+    lr: list[tuple[float, float]] = field(default_factory=list)
+    speed: list[tuple[float, float]] = field(default_factory=list)
+    """Tokens per second."""
 
 
-def write_picture(metrics: Path, picture: Path) -> None:
-    """Draw the records of ``metrics`` into ``picture``.
+def write_picture(metrics: Path, picture: Path, title: str | None = None) -> None:
+    """Draw the records of ``metrics`` into ``picture``; without a ``title`` their folder's name is it.
 
     Raises ``ValueError`` when there is nothing to draw and ``OSError`` when a file cannot be used.
     """
     if not metrics.is_file():
         # A device or a pipe has no past to read, and may have no end either.
         raise ValueError(f"{metrics} is no file")
-    svg = draw(read_curve(metrics))
+    svg = draw(read_curve(metrics), metrics.absolute().parent.name if title is None else title)
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text(svg, encoding="utf-8")
 
@@ -65,16 +81,27 @@ def read_curve(path: Path) -> Curve:
         valid=[(step * per_step, loss) for step, loss in sorted(valid.items())],
         unigram=baselines["unigram"],
         bigram=baselines["bigram"],
+        lr=_over_tokens(train, "lr"),
+        speed=_over_tokens(train, "tokens_per_second"),
     )
 
 
-def draw(curve: Curve) -> str:
+def _over_tokens(train: dict[int, dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [
+        (record["consumed_tokens"], record[name])
+        for _, record in sorted(train.items())
+        if record.get(name) is not None
+    ]
+
+
+def draw(curve: Curve, title: str = "") -> str:
     """The SVG text. It has a background of its own, so that it reads on a dark page too.
 
     Training loss is a line (of many records: means, within a band from lowest to highest), validation
-    a dot each, unigrams and bigrams of the training data dashed.
+    a dot each, unigrams and bigrams of the training data dashed. Below are the learning rate and the
+    throughput, where they are known.
     """
-    return _Drawing(curve).text()
+    return _Drawing(curve, title).text()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +113,9 @@ class _Bin:
 
 
 class _Drawing:
-    def __init__(self, curve: Curve) -> None:
+    def __init__(self, curve: Curve, title: str) -> None:
         self.curve = curve
+        self.title = title
         self.bins = _binned(curve.train)
         self.lines = [
             (name, value)
@@ -103,15 +131,19 @@ class _Drawing:
         self.most = max(1.0, *(tokens for tokens, _ in [*curve.train, *curve.valid]))
 
     def text(self) -> str:
+        below = self._below()
+        height = _HEIGHT + _BELOW * bool(below)
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
             'font-family="system-ui, sans-serif" font-size="12">',
-            f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="6" fill="#ffffff"/>',
+            f'<rect width="{_WIDTH}" height="{height}" rx="6" fill="#ffffff"/>',
+            f'<g font-size="14" font-weight="600">{words(_LEFT, 24, self.title)}</g>',
             *self._axes(),
             *self._baselines(),
             *self._training(),
             *self._validation(),
             *self._labels(),
+            *below,
         ]
         return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -125,16 +157,25 @@ class _Drawing:
         right, parts = _WIDTH - _RIGHT, []
         for i in range(round((self.high - self.low) / self.step) + 1):
             loss = self.low + i * self.step
-            parts.append(f'<path d="M{_LEFT} {self._y(loss):.1f}H{right}" stroke="{_GRID}"/>')
-            parts.append(_words(_LEFT - 8, self._y(loss) + 4, f"{loss:.6g}", anchor="end"))
-        size, unit = token_unit(self.most)
-        tick = round_step(self.most / 5)
-        for i in range(int(self.most / tick + 1e-6) + 1):
-            at = self._x(i * tick)
-            parts.append(_words(at, _HEIGHT - _BOTTOM + 18, f"{i * tick / size:g}", anchor="middle"))
-        middle = (_LEFT + right) / 2
-        parts.append(_words(middle, _HEIGHT - 8, f"{unit}tokens of training", anchor="middle"))
-        parts.append(_words(right - 8, _TOP + 14, "training loss, nats per token", anchor="end", fill=_TRAIN))
+            parts.append(f'<path d="M{_LEFT} {self._y(loss):.1f}H{right}" stroke="{GRID}"/>')
+            parts.append(words(_LEFT - 8, self._y(loss) + 4, f"{loss:.6g}", anchor="end"))
+        parts += token_ticks(self._x, _HEIGHT - _BOTTOM + 18, self.most, count=5)
+        _, unit = token_unit(self.most)
+        parts.append(words((_LEFT + right) / 2, _HEIGHT - 8, f"{unit}tokens of training", anchor="middle"))
+        middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+        upright = words(0, 0, "loss, nats per token", anchor="middle")
+        parts.append(f'<g transform="translate(18 {middle:.1f}) rotate(-90)">{upright}</g>')
+        return parts
+
+    def _below(self) -> list[str]:
+        parts: list[str] = []
+        panels = (("learning rate", self.curve.lr, _RATE), ("tokens per second", self.curve.speed, _SPEED))
+        width = (_WIDTH - 40) / 2
+        for index, (name, points, colour) in enumerate(panels):
+            finite = [(tokens, value) for tokens, value in points if math.isfinite(value) and value >= 0]
+            if finite:
+                box = Box(left=12 + index * (width + 8), top=_HEIGHT + 4, width=width, height=_BELOW - 12)
+                parts += panel(finite, box, name=name, most=self.most, colour=colour)
         return parts
 
     def _baselines(self) -> list[str]:
@@ -145,15 +186,14 @@ class _Drawing:
         ]
 
     def _training(self) -> list[str]:
-        parts = []
+        parts: list[str] = []
         if len(self.bins) < len(self.curve.train):
             upper = [f"{self._x(each.tokens):.1f} {self._y(each.high):.1f}" for each in self.bins]
             lower = [f"{self._x(each.tokens):.1f} {self._y(each.low):.1f}" for each in self.bins]
             band = "L".join([*upper, *reversed(lower)])
             parts.append(f'<path d="M{band}Z" fill="{_TRAIN}" fill-opacity="0.18"/>')
-        path = "L".join(f"{self._x(each.tokens):.1f} {self._y(each.mean):.1f}" for each in self.bins)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{_TRAIN}" stroke-width="1.6"/>')
-        return parts
+        places = [(self._x(each.tokens), self._y(each.mean)) for each in self.bins]
+        return parts + line(places, _TRAIN)
 
     def _validation(self) -> list[str]:
         return [
@@ -173,10 +213,10 @@ class _Drawing:
         parts, free = [], -math.inf
         # From the bottom up they would leave the picture: the lowest decides how far all may go down.
         lowest = _HEIGHT - _BOTTOM - (len(labels) - 1) * _LABEL_HEIGHT
-        for index, (y, words, colour) in enumerate(labels):
+        for index, (y, text, colour) in enumerate(labels):
             at = max(min(y, lowest + index * _LABEL_HEIGHT), free)
             free = at + _LABEL_HEIGHT
-            parts.append(_words(_WIDTH - _RIGHT + 8, at + 4, words, fill=colour))
+            parts.append(words(_WIDTH - _RIGHT + 8, at + 4, text, fill=colour))
         return parts
 
 
@@ -189,21 +229,3 @@ def _binned(points: list[tuple[float, float]]) -> list[_Bin]:
         middle = sum(tokens for tokens, _ in part) / len(part)
         bins.append(_Bin(tokens=middle, mean=sum(losses) / len(part), low=min(losses), high=max(losses)))
     return bins
-
-
-def _words(x: float, y: float, words: str, *, anchor: str = "start", fill: str = _TEXT) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{words}</text>'
-
-
-def token_unit(most: float) -> tuple[float, str]:
-    """What the axis counts in, and its name, for a run of ``most`` tokens."""
-    for size, name in ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1e3, "thousand ")):
-        if most >= size:
-            return size, name
-    return 1.0, ""
-
-
-def round_step(size: float) -> float:
-    """1, 2 or 5 times a power of ten, not below ``size``."""
-    power = 10.0 ** math.floor(math.log10(size))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= size * 0.999)

@@ -87,7 +87,7 @@ def test_a_run_that_fails_leaves_its_records_and_its_picture(found: tuple[list[F
     ranks, folder = found
     assert all("the third step failed" in rank["broken"]["error"] for rank in ranks)
     assert f"picture: {folder}/broken/metrics.svg" in ranks[0]["broken"]["lines"]
-    assert "training loss" in (folder / "broken" / "metrics.svg").read_text()
+    assert ">loss, nats per token<" in (folder / "broken" / "metrics.svg").read_text()
 
 
 def test_no_rank_waits_for_one_that_cannot_write(found: tuple[list[Found], Path]) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -261,3 +262,33 @@ def test_any_losses_can_be_drawn(losses: list[float]) -> None:
     points = [(float(i + 1), loss) for i, loss in enumerate(losses)]
     picture = draw(Curve(train=points, valid=points, unigram=2.0, bigram=2.0))
     assert "nan" not in picture and "inf" not in picture
+
+
+def test_the_picture_has_a_title_and_panels_of_what_is_known(tmp_path: Path) -> None:
+    points = [(1000.0, 5.0), (2000.0, 4.0)]
+    curve = Curve(
+        train=points,
+        valid=[],
+        unigram=None,
+        bigram=None,
+        lr=[(1000.0, 2e-5), (2000.0, 1e-5)],
+        speed=[(1000.0, 12_000.0), (2000.0, float("nan"))],
+    )
+    picture = draw(curve, "llama3_tiny \u00b7 a <run>")
+    ElementTree.fromstring(picture)
+    assert ">llama3_tiny \u00b7 a &lt;run&gt;<" in picture
+    for words in ("loss, nats per token", "learning rate", "2e-5", "tokens per second", "10k", "15k"):
+        assert f">{words}<" in picture
+    assert picture.count('r="2.5"') == 2 + 2 + 1, "few points are marked"
+    bare = draw(Curve(train=points, valid=[], unigram=None, bigram=None))
+    assert "learning rate" not in bare and "tokens per second" not in bare
+    many = [(float(at), 4.0) for at in range(1, 100)]
+    assert 'r="2.5"' not in draw(Curve(train=many, valid=[], unigram=None, bigram=None))
+
+
+def test_the_folder_is_the_title_where_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "my-run" / "m.jsonl"
+    path.parent.mkdir()
+    path.write_text(lines(train_record(3, 4.0)))
+    write_picture(path, tmp_path / "m.svg")
+    assert ">my-run<" in (tmp_path / "m.svg").read_text()
