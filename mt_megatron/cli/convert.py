@@ -116,7 +116,12 @@ def run(args: argparse.Namespace) -> int:
             ),
             progress,
         )
-    rate = outcome.bytes / 1e6 / max(1e-9, outcome.seconds)
+    # A result that was there already took no time: it has no rate.
+    took = (
+        f" in {outcome.seconds:.1f} s ({outcome.bytes / 1e6 / outcome.seconds:,.0f} MB/s)"
+        if outcome.seconds
+        else ""
+    )
     if args.json:
         result = {
             "folder": str(outcome.folder),
@@ -126,10 +131,7 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(result, indent=2))
     else:
-        print(
-            f"{outcome.folder}: {outcome.tensors:,} tensors, {outcome.bytes / 1e6:,.0f} MB in "
-            f"{outcome.seconds:.1f} s ({rate:,.0f} MB/s)"
-        )
+        print(f"{outcome.folder}: {outcome.tensors:,} tensors, {outcome.bytes / 1e6:,.0f} MB{took}")
     return 0
 
 

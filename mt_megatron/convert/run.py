@@ -56,7 +56,11 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
     if not request.weights_only:
         _require_optimizer(request, given)
     elif given.has_optimizer:
-        how = given.flat_optimizer or "--with-optimizer converts it as well"
+        how = given.flat_optimizer or (
+            "only --to-megatron and --to-torch take --with-optimizer"
+            if request.form == "huggingface"
+            else "--with-optimizer converts it as well"
+        )
         progress.say(f"the optimizer's state is left behind, the result holds weights only ({how})")
     config = configuration(given.options, request.arguments, published=request.published, say=progress.say)
     if not request.prediction:

@@ -19,12 +19,17 @@ def next_lines(
     save = config.checkpoint.save
     if checkpoint is not None and save is not None:
         total = config.train.train_iters
+        # Any other --resume than auto does at the next start what it did at this one.
+        automatic = config.checkpoint.resume == "auto"
         if total is not None and iteration < total:
-            lines.append(f"next: the same command goes on from step {iteration}")
+            how = "" if automatic else " with --resume auto"
+            lines.append(f"next: the same command{how} goes on from step {iteration}")
         else:
-            lines.append("next: the same command with a larger --train-iters trains on")
+            how = "" if automatic else "--resume auto and "
+            lines.append(f"next: the same command with {how}a larger --train-iters trains on")
         if config.model.family in _PUBLISHED:
-            folder = shlex.quote(str(save))
+            # A run without a step of its own has nothing in --save: its checkpoint is the one it began from.
+            folder = shlex.quote(str(save if checkpoint.parent == Path(save) else checkpoint))
             lines.append(
                 f"next: mt-megatron convert --from-megatron {folder} --to-hf FOLDER  (for transformers, vLLM)"
             )

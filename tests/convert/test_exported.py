@@ -108,6 +108,9 @@ def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     back = ["convert", "--from-megatron", str(tmp_path / "megatron"), "--to-hf", str(tmp_path / "back")]
     assert main([*back, "--max-shard-size", "30KB", "--workers", "2"]) == 0
     assert "MB/s" in capsys.readouterr().out
+    assert main([*back, "--max-shard-size", "30KB", "--workers", "2"]) == 0
+    again = capsys.readouterr().out
+    assert "tensors" in again and "MB/s" not in again
     assert differing(read(tmp_path / "back"), read(source)) == []
 
 

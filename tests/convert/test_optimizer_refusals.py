@@ -97,6 +97,10 @@ def test_without_the_option_the_state_is_left_behind_and_said(weights: Path, tmp
     converted(source, tmp_path / "dist", "torch_dist", *VOCABULARY, progress=progress)
     assert any("left behind" in line and "--with-optimizer" in line for line in progress.lines)
     assert not open_megatron(tmp_path / "dist").has_optimizer
+    published_form = Quiet()
+    converted(source, tmp_path / "hf", "huggingface", *VOCABULARY, progress=published_form)
+    # The option is refused there: it is not offered.
+    assert any("left behind" in line and "only --to-megatron" in line for line in published_form.lines)
 
 
 def _drop_parameter(state: dict[str, Any]) -> None:

@@ -58,3 +58,16 @@ def test_only_what_can_be_done_is_offered() -> None:
     ]
     assert "--from-megatron 'runs/a b' --to-hf" in lines[2] and "scan report 'runs/a b/scan'" in lines[3]
     assert "goes on from step 3" in next_lines(trained, 3, Path("x"), None)[0]
+
+
+def test_the_next_command_does_what_its_line_says() -> None:
+    """A given checkpoint is taken at every start; a run that made no step wrote none into ``--save``."""
+    branch = load_config(["--save", "runs/b", "--train-iters", "5", "--resume", "runs/a/iter_0000002"])
+    own, given = Path("runs/b/iter_0000003"), Path("runs/a/iter_0000007")
+    assert next_lines(branch, 3, own, None)[0] == (
+        "next: the same command with --resume auto goes on from step 3"
+    )
+    lines = next_lines(branch, 7, given, None)
+    assert lines[0] == "next: the same command with --resume auto and a larger --train-iters trains on"
+    assert "--from-megatron runs/a/iter_0000007 --to-hf" in lines[1]
+    assert "--from-megatron runs/b --to-hf" in next_lines(branch, 3, own, None)[1]
