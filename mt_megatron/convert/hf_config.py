@@ -165,6 +165,9 @@ def options_of(document: Mapping[str, Any], *, prediction: bool = True) -> Optio
                 raise wrong_entry(name, None, "a whole number")
         found["num_query_groups"] = reader.optional_integer("num_key_value_heads") or heads
         head = reader.optional_integer("head_dim")
+        if head is None and kind == "mixtral" and found["rope_type"] == "yarn":
+            # transformers takes null for the size and cannot build the model.
+            raise wrong_entry("head_dim", None, f"a number with YaRN, such as {hidden // heads}")
         if head is None and hidden % heads:
             raise wrong_entry(
                 "hidden_size", hidden, f"a multiple of num_attention_heads = {heads}, or head_dim"

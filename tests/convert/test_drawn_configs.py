@@ -13,7 +13,7 @@ from tests.convert.published import FAMILIES
 from tests.launch import run_ranks
 
 SOAK = bool(os.environ.get("MT_MEGATRON_SOAK"))
-FIRST, COUNT, COMMANDS = (2000, 200, 10) if SOAK else (0, 10, 1)
+FIRST, COUNT, COMMANDS = (3000, 200, 10) if SOAK else (0, 10, 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,6 +20,7 @@ from mt_megatron.training.model_change import changes_from
 from tests.convert import drawn_configs, published
 from tests.convert.published import FAMILIES
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 PRESETS = sorted(path.stem for path in presets.path("llama3_8b").parent.glob("*.yaml"))
 
 
@@ -162,6 +163,7 @@ def test_rotary_settings_are_resolved_as_transformers_does(family: str) -> None:
         ("deepseek_v3", {"first_k_dense_replace": 3}, "some layer has experts"),
         ("deepseek_v3", {"n_group": 3}, "cannot be built"),
         ("deepseek_v3", {"head_dim": 6}, "head_dim = 6"),
+        ("mixtral", {"head_dim": None, "rope_scaling": _YARN}, "a number with YaRN"),
         ("deepseek_v3", {"topk_group": 5, "n_group": 4}, "at most n_group = 4"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 3}, "cannot be built"),
         ("mixtral", {"num_key_value_heads": None}, "num_key_value_heads = None"),
