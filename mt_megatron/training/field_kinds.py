@@ -98,7 +98,8 @@ _DECLARED: Mapping[Kind, str] = {
         grad_norm_threshold eval_interval eval_iters
         data_cache_path num_workers mmap_bin_files packed_sequences
         save save_interval load init_from_hf allow_function_change resume resume_skip_damaged
-        verify_checkpoint async_save save_keep_last save_retain_interval
+        verify_checkpoint async_save save_interval_in_mins save_keep_last save_retain_interval
+        save_over_others
         log_interval metrics_path display peak_tflops tensorboard_dir wandb_project wandb_exp_name
         wandb_save_dir config_logger_dir
         backend distributed_timeout_minutes watchdog_seconds cpu_threads strict check_memory print_config

@@ -39,6 +39,7 @@ def test_documented_option_names_exist() -> None:
         "pipeline_dtype",
         "batch_p2p_comm",
         "config",
+        "list_models",
         "list_options",
         "no_sequence_parallel",
     }
