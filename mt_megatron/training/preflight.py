@@ -13,7 +13,7 @@ from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.tokenizer import load_tokenizer
-from mt_megatron.training.field_kinds import changes
+from mt_megatron.training.field_kinds import Kind, changes
 from mt_megatron.training.init_from_hf import check_published
 from mt_megatron.training.memory_estimate import memory_of
 from mt_megatron.training.model_change import flat, notes, refused
@@ -109,7 +109,8 @@ def check_checkpoint(config: TrainingConfig) -> list[str]:
 
 def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
     """``check_checkpoint`` for the checkpoint ``folder``."""
-    document = read_manifest(folder).get("config")
+    manifest = read_manifest(folder)
+    document = manifest.get("config")
     if not isinstance(document, Mapping) or not isinstance(document.get("model"), Mapping):
         return []
     before, now = flat(document), flat(config.to_dict())
@@ -127,6 +128,9 @@ def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
             + "\n".join(f"- {line}" for line in wrong)
             + "\nSet these options as they were, or name another --save, --resume or --load."
         )
+    if manifest.get("weights_only"):
+        # A conversion wrote it: its options of training are defaults, which nobody chose.
+        found = [each for each in found if each.kind is not Kind.OBJECTIVE]
     return notes(found, config, f"the checkpoint {folder}")
 
 

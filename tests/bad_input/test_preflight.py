@@ -220,6 +220,10 @@ def test_what_training_does_differently_is_a_note_and_layout_is_nothing(tmp_path
     folder = saved(tmp_path / "run", attention_dropout=0.3, recompute_granularity="selective", preset="x")
     [note] = check_checkpoint(config("--save", str(folder), "--micro-batch-size", "4"))
     assert note.endswith("attention_dropout 0.3 -> 0.1") and str(folder) in note
+    # What a conversion wrote has defaults there, which are nobody's choice.
+    manifest = folder / "iter_0000005" / "mt_megatron.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "weights_only": True}))
+    assert check_checkpoint(config("--load", str(folder))) == []
 
 
 def test_options_that_an_older_checkpoint_does_not_name_had_their_defaults(tmp_path: Path) -> None:
