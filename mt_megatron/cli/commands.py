@@ -27,6 +27,23 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 """Group -> subcommand -> one line about it."""
 
+NEXT: dict[str, str] = {
+    "doctor": "mt-megatron prepare --output data; where there is a problem, what its line says",
+    "prepare": "mt-megatron pretrain --train-data-path DIR/train --valid-data-path DIR/valid "
+    "--tokenizer-model DIR/tokenizer.json",
+    "preprocess": "mt-megatron pretrain --data-path PREFIX_text_document --tokenizer-model tokenizer.json",
+    "plan": "mt-megatron launch with the options of the layout you chose",
+    "pretrain": "the same command resumes; mt-megatron convert --from-megatron SAVE --to-hf FOLDER; "
+    "mt-megatron scan report SAVE/scan",
+    "launch": "the same command resumes; mt-megatron scan status RUN while it trains",
+    "run": "mt-megatron patches list shows what was changed for the script",
+    "scan": "mt-megatron scan status RUN while a run trains, scan report RUN afterwards",
+    "diverge": "read OUTPUT/report.md; the first module that differs is where to look",
+    "convert": "AutoModelForCausalLM.from_pretrained(FOLDER), or mt-megatron pretrain --load DIR",
+    "patches": "mt-megatron patches explain ID; mt-megatron patches check after an update",
+}
+"""Subcommand -> what to do after it, the last line of its ``--help``."""
+
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 """Subcommands, in the order of ``--help``; each is a module of this package."""
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import mt_megatron
-from mt_megatron.cli.commands import COMMANDS, listing
+from mt_megatron.cli.commands import COMMANDS, NEXT, listing
 from mt_megatron.cli.parser import Parser
 from mt_megatron.errors import ConfigError, MtMegatronError, RunError
 from mt_megatron.near_names import hint
@@ -27,7 +27,9 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     """The parser of one subcommand; its module is imported here and not before."""
     parser = Parser(prog="mt-megatron")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    import_module(f"mt_megatron.cli.{command}").add_parser(subparsers)
+    added = import_module(f"mt_megatron.cli.{command}").add_parser(subparsers)
+    if command in NEXT:
+        added.epilog = f"{added.epilog}\n\nnext: {NEXT[command]}"
     return parser
 
 

@@ -36,6 +36,7 @@ def test_every_subcommand_has_help_with_an_example(name: str, capsys: pytest.Cap
         f"mt-megatron {name}" in text.split("example")[1]
         or f"mt_megatron.cli {name}" in text.split("example")[1]
     )
+    assert text.rstrip().splitlines()[-1].startswith("next: "), "what to do afterwards"
 
 
 def test_help_lists_the_subcommands_and_exit_codes_and_imports_no_torch() -> None:
