@@ -128,7 +128,7 @@ def test_text_is_the_default_and_the_exit_code_tells_of_problems(
 
 
 def test_parts_are_named_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first words come before torch is there, and what it costs beside torch's import is little."""
+    """The first words come before torch is there."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mt_megatron.cli", "doctor"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
@@ -276,3 +276,13 @@ def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, repor
 
     monkeypatch.setattr(_session, "TESTED", {"numpy": "<1"})
     assert any(line.startswith("numpy ") and "<1" in line for line in doctor._warnings(report))
+
+
+def test_torch_is_imported_by_one_process_only(tmp_path: Path) -> None:
+    """Which is what the report costs: each process that imports it takes more than all the rest."""
+    (tmp_path / "torch").mkdir()
+    asked = tmp_path / "asked"
+    source = f"import os\nopen({str(asked)!r}, 'a').write(f'{{os.getpid()}}\\n')\nraise ImportError('none')\n"
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    assert run("--json", path=tmp_path).returncode == 1
+    assert len(set(asked.read_text().split())) == 1
