@@ -101,6 +101,13 @@ def holds_nothing(destination: Path) -> bool:
     return not _held(destination)
 
 
+def belongs(path: Path, destination: Path) -> bool:
+    """Whether ``path`` is of the result or of its making: a destination may lie in the source's folder."""
+    place, final = path.absolute(), destination.absolute()
+    making = [final.with_name(f".{final.name}{ending}") for ending in _BEING_WRITTEN]
+    return any(place.is_relative_to(each) for each in (final, *making))
+
+
 def _held(destination: Path) -> list[Path]:
     if not destination.is_dir():
         return []

@@ -24,7 +24,14 @@ from mt_megatron.convert.outputs import (
     side_files_of,
     write_our_manifest,
 )
-from mt_megatron.convert.places import check_destination, finished, holds_nothing, megatron_folder, not_empty
+from mt_megatron.convert.places import (
+    belongs,
+    check_destination,
+    finished,
+    holds_nothing,
+    megatron_folder,
+    not_empty,
+)
 from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
 from mt_megatron.convert.sources import MegatronSource, PublishedSource, Source, not_of_model
@@ -83,7 +90,9 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
         carried, model, source = carry(given.optimizer, config, model, source, distributed=distributed)
     if there is not None:
         progress.say(f"{folder} already holds the result of this command")
-        _name_newest(request, given)
+        # A run may have gone on in this folder since, and the name of its newest checkpoint stays.
+        if not (request.destination / LATEST).exists():
+            _name_newest(request, given)
         return Outcome(folder=folder, tensors=len(model.rows), bytes=sum(there.values()), seconds=0.0)
     with OutputFolder(folder, contents, progress.say) as output:
         if request.form == "huggingface":
@@ -184,7 +193,9 @@ def _final(request: Request, given: Input) -> Path:
 
 def _contents(request: Request, given: Input, config: TrainingConfig) -> str:
     """What the result is made of, to the last option: only the same work is taken up again."""
-    files: Sequence[Path] = sorted(each for each in given.path.rglob("*") if each.is_file())
+    files: Sequence[Path] = sorted(
+        each for each in given.path.rglob("*") if each.is_file() and not belongs(each, request.destination)
+    )
     stats = [
         [str(each.relative_to(given.path)), each.stat().st_size, each.stat().st_mtime_ns] for each in files
     ]

@@ -70,11 +70,23 @@ def _by_manifest(folder: Path, workers: int) -> list[str] | None:
 
 
 def _by_archive(paths: list[Path], workers: int) -> list[str] | None:
-    archives = [path for path in paths if zipfile.is_zipfile(path) or _begins_as_zip(path)]
+    archives = [path for path in paths if _has_checksums(path)]
     if not archives:
         return None
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="verify") as pool:
         return [line for line in pool.map(_damage_of_archive, archives) if line is not None]
+
+
+def _has_checksums(path: Path) -> bool:
+    """False for an archive that torch wrote without them (``set_crc32_options(False)``), which has zeros."""
+    if not zipfile.is_zipfile(path):
+        return _begins_as_zip(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError):
+        return True
+    return not members or any(member.CRC for member in members)
 
 
 def _begins_as_zip(path: Path) -> bool:

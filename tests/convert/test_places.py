@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,30 @@ def test_the_same_command_again_finds_its_result(mixtral: Path, tmp_path: Path) 
         largest.write_bytes(largest.read_bytes()[:-1])
         with pytest.raises(ConfigError, match="files changed since"):
             converted(mixtral, out, form)
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_run_that_went_on_in_the_result_keeps_its_newest(mixtral: Path, tmp_path: Path, form: str) -> None:
+    made = converted(mixtral, tmp_path / "out", form)
+    later = made.folder.with_name("iter_0000500")
+    made.folder.rename(later)
+    made.folder.symlink_to(later)  # Both are there.
+    (tmp_path / "out" / LATEST).write_text("500\n")
+    assert converted(mixtral, tmp_path / "out", form).folder == made.folder
+    assert (tmp_path / "out" / LATEST).read_text() == "500\n"
+
+
+@pytest.mark.parametrize("form", ["huggingface", "torch_dist", "torch"])
+def test_a_destination_in_the_source_is_taken_up_and_known(mixtral: Path, tmp_path: Path, form: str) -> None:
+    shutil.copytree(mixtral, tmp_path / "in")
+    out = tmp_path / "in" / "out"
+    made = converted(tmp_path / "in", out, form)
+    progress = Quiet()
+    assert converted(tmp_path / "in", out, form, progress=progress).folder == made.folder
+    assert any("already holds the result" in line for line in progress.lines)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")  # Another source.
+    with pytest.raises(ConfigError, match="holds another conversion"):
+        converted(tmp_path / "in", out, form)
 
 
 def test_a_run_is_taken_for_the_checkpoints_in_it(mixtral: Path, tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_rank_files_as_torch_saves_them_are_sound(sources: Path, tmp_path: Path)
         converted(tmp_path / "in", tmp_path / "again", "huggingface")
 
 
+def test_rank_files_that_torch_saved_without_checksums_are_read(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.serialization.config.save, "compute_crc32", False)
+    shutil.copytree(sources / "torch", tmp_path / "in")
+    for path in (tmp_path / "in").rglob("*.pt"):
+        torch.save(torch.load(path, weights_only=False), path)
+    progress = Quiet()
+    converted(tmp_path / "in", tmp_path / "out", "huggingface", progress=progress)
+    assert any("has no checksums" in line for line in progress.lines)
+    assert differing(read(tmp_path / "out"), read(sources / "huggingface")) == []
+
+
 def test_the_source_is_not_pruned_meanwhile(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
