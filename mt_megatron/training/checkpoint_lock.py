@@ -55,7 +55,8 @@ class RunLock:
         if lock.state == "unsupported":
             self.unsupported = f"its storage has no file locks ({lock.reason})"
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+        process = os.getpid()
+        holder = {"host": socket.gethostname(), "pid": process, "began": _beginning(process), "since": since}
         _write(lock, (json.dumps(holder) + "\n").encode())
         self._lock = lock
 
@@ -143,7 +144,21 @@ def _holder(content: bytes) -> dict[str, object]:
 
 def _runs_here(said: dict[str, object]) -> bool:
     process = said.get("pid")
-    return said.get("host") == socket.gethostname() and isinstance(process, int) and is_alive(process)
+    if said.get("host") != socket.gethostname() or not isinstance(process, int) or not is_alive(process):
+        return False
+    # Its number may be another's by now: a container that starts again counts from 1 again.
+    began, now = said.get("began"), _beginning(process)
+    return began is None or now is None or began == now
+
+
+def _beginning(process: int) -> int | None:
+    """When a process of this host began, in ticks since the host did; None where that is not known."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        # The name of the program comes before it, in parentheses, and may hold anything.
+        return int(text.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _words(said: dict[str, object]) -> str:

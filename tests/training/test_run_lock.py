@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -81,6 +82,17 @@ def test_without_locks_the_process_is_looked_for_and_the_rest_is_said(
     lock = RunLock(tmp_path)
     assert lock.unsupported is not None and "No locks available" in lock.unsupported
     lock.close()
+
+
+def test_without_locks_a_number_that_another_process_has_by_now_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was killed and starts again: numbers are given anew from 1 on."""
+    monkeypatch.setattr(file_locks.fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    with another_run(tmp_path):
+        said = json.loads((tmp_path / LOCK).read_text())
+        (tmp_path / LOCK).write_text(json.dumps(said | {"began": said["began"] - 1}))
+        RunLock(tmp_path).close()
 
 
 def hidden(directory: Path, iteration: int, owner: str, kind: str) -> Path:

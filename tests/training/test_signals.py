@@ -143,6 +143,25 @@ def test_handlers_are_given_back() -> None:
         assert not requested.is_set()
 
 
+def test_a_signal_within_a_handler_waits_for_no_lock() -> None:
+    """A handler may be interrupted by the next signal's anywhere, also where it holds the event's lock."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        with stop_requests() as requested:
+            with requested._cond:
+                signal.setitimer(signal.ITIMER_REAL, 10)
+                signal.raise_signal(signal.SIGTERM)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert requested.wait(30)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_thread_installs_nothing() -> None:
     found = []
 
