@@ -19,6 +19,8 @@ from typing import Any
 SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that end no worker."""
 
+_LOOK_SECONDS = 5.0
+
 _spawned_are_patched = False
 
 
@@ -37,7 +39,8 @@ def starting(context: Any) -> Iterator[None]:
     nothing is blocked, because nobody would take the signals there.
     """
     method = (context or multiprocessing).get_start_method()
-    if method != "fork" and not _spawned_are_patched:
+    # Processes of a fork server begin as the server did, and so would all that it makes later.
+    if method == "forkserver" or (method != "fork" and not _spawned_are_patched):
         yield
         return
     if method != "fork":
@@ -62,8 +65,27 @@ def shield() -> None:
 def _take_signals() -> None:
     parent = multiprocessing.parent_process()
     parents = {os.getppid(), None if parent is None else parent.pid}
-    while True:
-        found = signal.sigwaitinfo(SHIELDED)
-        if found.si_signo == signal.SIGTERM and found.si_pid in parents:
+    while parent is None or not _has_ended(parent):
+        found = signal.sigtimedwait(SHIELDED, _LOOK_SECONDS)
+        if found is not None and found.si_signo == signal.SIGTERM and found.si_pid in parents:
             # The loader ends a worker so when it does not answer; torch's own handler uses this code too.
             os._exit(0)
+    os._exit(1)
+
+
+def _has_ended(parent: Any) -> bool:
+    """Whether the trainer is gone.
+
+    torch's own look takes whoever is the parent by then for it: of a trainer that died before, it never
+    hears, and nobody else ends a shielded worker.
+    """
+    if os.getppid() == parent.pid:
+        return False
+    try:
+        os.kill(parent.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    # With a fork server the trainer is no parent. Elsewhere its number may be another's by now.
+    return not parent.is_alive()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,8 @@ if __name__ == "__main__":
 PATCHED = ("-m", "mt_megatron.cli", "run", "--backend", "cpu", "--")
 
 
-def start(folder: Path, *words: str, patched: bool) -> subprocess.Popen[str]:
-    (folder / "script.py").write_text(SCRIPT)
+def start(folder: Path, *words: str, patched: bool, script: str = SCRIPT) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MT_MEGATRON_BACKEND"):
         environment.pop(name, None)
@@ -95,9 +97,18 @@ def line_of(process: subprocess.Popen[str]) -> Any:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
+    # The group is still there when only workers are left, and they hold the pipes.
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def wait_for_end(workers: list[psutil.Process]) -> None:
+    # They look for their parent every five seconds.
+    deadline = time.monotonic() + 60
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -111,13 +122,72 @@ def test_signals_end_no_worker_but_its_parent_does(tmp_path: Path, method: str) 
         workers = [psutil.Process(pid) for pid in line_of(process)]
         process.kill()
         process.wait()
-        # torch looks for the parent every five seconds.
-        deadline = time.monotonic() + 60
-        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
-            assert time.monotonic() < deadline, "a worker outlived its parent"
-            time.sleep(0.1)
+        wait_for_end(workers)
     finally:
         end(process)
+
+
+# The trainer is gone before a worker has begun to work.
+ORPHANS = """
+import os, signal, sys
+from torch.utils.data import DataLoader
+
+def main():
+    iterator = iter(DataLoader(range(8), num_workers=2, multiprocessing_context=sys.argv[1]))
+    print([worker.pid for worker in iterator._workers], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_workers_of_a_parent_that_died_early_end(tmp_path: Path, method: str) -> None:
+    process = start(tmp_path, method, patched=True, script=ORPHANS)
+    try:
+        workers = [psutil.Process(pid) for pid in line_of(process) if psutil.pid_exists(pid)]
+        process.wait(60)
+        wait_for_end(workers)
+    finally:
+        end(process)
+
+
+# A fork server hands its blocked signals on to every process that it makes.
+OTHERS = """
+import multiprocessing, sys, time
+from mt_megatron.backends.loader_workers import spawned_are_patched, starting
+
+def main():
+    spawned_are_patched()
+    context = multiprocessing.get_context(sys.argv[1])
+    worker, other = (context.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2))
+    with starting(context):
+        worker.start()
+    other.start()
+    other.terminate()
+    other.join(20)
+    print(other.exitcode)
+    worker.kill()
+    other.kill()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_processes_started_after_the_workers_can_be_ended(tmp_path: Path, method: str) -> None:
+    (tmp_path / "script.py").write_text(OTHERS)
+    ended = subprocess.run(
+        [sys.executable, "script.py", method],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout == f"{-signal.SIGTERM}\n", ended.stderr
 
 
 @pytest.mark.parametrize(("name", "text"), [("TERM", "Terminated"), ("USR1", "User defined signal 1")])
