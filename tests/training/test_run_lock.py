@@ -91,7 +91,7 @@ def test_without_locks_a_number_that_another_process_has_by_now_is_no_run(
     monkeypatch.setattr(file_locks.fcntl, "flock", flock_that_fails(errno.ENOLCK))
     with another_run(tmp_path):
         said = json.loads((tmp_path / LOCK).read_text())
-        (tmp_path / LOCK).write_text(json.dumps(said | {"began": said["began"] - 1}))
+        (tmp_path / LOCK).write_text(json.dumps(said | {"began": said.get("began", 1) - 1}))
         RunLock(tmp_path).close()
 
 
