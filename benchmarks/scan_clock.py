@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from recording import machine, record, table
 
-from mt_megatron.scan.clock import Clocks, fit_clocks
-from mt_megatron.scan.pings import ClockPings
-from mt_megatron.scan.records import KIND, PING, SPAN
+from mt_megatron.scan.clock.fit import Clocks, fit_clocks
+from mt_megatron.scan.clock.pings import ClockPings
+from mt_megatron.scan.format.records import KIND, PING, SPAN
 
 MESSAGE_PAUSE = 0.01
 START_SECONDS = 100.0

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from mt_megatron.scan.levels import Level
+from mt_megatron.scan.record.levels import Level
+from mt_megatron.scan.record.writer import BEAT_SECONDS
 from mt_megatron.scan.session import Session
-from mt_megatron.scan.writer import BEAT_SECONDS
 from mt_megatron.seams import events
 
 _BEAT_NS = round(BEAT_SECONDS * 1e9)

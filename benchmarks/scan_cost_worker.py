@@ -18,7 +18,7 @@ import torch.distributed as dist
 from scan_cost_held import Cores, HeldSession
 from throughput_sides import Case, Ours, token_ids
 
-from mt_megatron.scan.levels import Level
+from mt_megatron.scan.record.levels import Level
 
 LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
 ROUNDS = (("off again", "base") * 3, ("full",))
@@ -174,9 +174,9 @@ def main() -> None:
 
 def events_per_step(run: Path, rank: int, steps: list[int]) -> float:
     """Begins and ends recorded in one of ``steps``, mean."""
-    from mt_megatron.scan.records import KIND
-    from mt_megatron.scan.run_files import run_files
-    from mt_megatron.scan.segments import read_rank
+    from mt_megatron.scan.format.records import KIND
+    from mt_megatron.scan.format.run_files import run_files
+    from mt_megatron.scan.format.segments import read_rank
 
     spans = read_rank(run_files(run).rank_folder(rank)).spans
     spans = spans[spans["kind"] != KIND["pause"]]

@@ -5,7 +5,7 @@
 Each seed is one run of each category: one slow rank (+20 %, +10 %), a slow link (+5 ms or a quarter of the
 bandwidth) in a PP, TP, DP and EP group, two faults at once, and two of the other causes in turn. The
 detector gets the run's folder and nothing else. How a diagnosis is judged is written in
-``mt_megatron/scan/simulate/scores.py``; how runs are drawn in ``trials.py`` beside it. What is simulated is
+``tools/scan_simulator/scores.py``; how runs are drawn in ``trials.py`` beside it. What is simulated is
 not measured: real faults are judged by ``scan_live.py``.
 """
 
@@ -28,10 +28,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 from recording import machine, record, table  # noqa: E402
 
-from mt_megatron.scan.diagnose import diagnose  # noqa: E402
-from mt_megatron.scan.simulate import Layout, simulate  # noqa: E402
-from mt_megatron.scan.simulate.scores import Verdict, confusion, f1_by_cause, judged  # noqa: E402
-from mt_megatron.scan.simulate.trials import SINGLE, Trial, clean, double, single  # noqa: E402
+from mt_megatron.scan.diagnose.run import diagnose  # noqa: E402
+from tools.scan_simulator import Layout, simulate  # noqa: E402
+from tools.scan_simulator.scores import Verdict, confusion, f1_by_cause, judged  # noqa: E402
+from tools.scan_simulator.trials import SINGLE, Trial, clean, double, single  # noqa: E402
 
 EVERY_SEED = ("compute +20%", "compute +10%", "link pp", "link tp", "link dp", "link ep", "two at once")
 IN_TURN = tuple(name for name in SINGLE if name not in EVERY_SEED)

@@ -22,10 +22,10 @@ from collections.abc import Callable
 
 import torch
 
-from mt_megatron.scan.encode import SpanEncoder
-from mt_megatron.scan.levels import Level
-from mt_megatron.scan.names import Names
-from mt_megatron.scan.recorder import Recorder
+from mt_megatron.scan.format.names import Names
+from mt_megatron.scan.record.encoder import SpanEncoder
+from mt_megatron.scan.record.levels import Level
+from mt_megatron.scan.record.recorder import Recorder
 from mt_megatron.seams import events
 
 ROUNDS, BURST = 60, 1_000

@@ -22,9 +22,9 @@ from scan_live_network import Hosts
 
 sys.path.insert(0, str(ROOT))
 
-from mt_megatron.scan.attendant import drill_path  # noqa: E402
-from mt_megatron.scan.faults import parse_fault  # noqa: E402
-from mt_megatron.scan.run_files import run_files, write_private  # noqa: E402
+from mt_megatron.scan.drill.faults import parse_fault  # noqa: E402
+from mt_megatron.scan.format.run_files import run_files, write_private  # noqa: E402
+from mt_megatron.scan.respond.agent import drill_path  # noqa: E402
 
 RANKS = 4
 

@@ -177,7 +177,7 @@ class Job:
         while time.monotonic() < deadline:
             self.check()
             children = psutil.Process(self.processes[0].pid).children(recursive=True)
-            found = [each.pid for each in children if "mt_megatron.scan.watch" in each.cmdline()]
+            found = [each.pid for each in children if "mt_megatron.scan.monitor.watch" in each.cmdline()]
             if found:
                 return found
             time.sleep(0.2)

@@ -22,11 +22,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mt_megatron.scan.diagnose import Diagnoser, read_part  # noqa: E402
-from mt_megatron.scan.findings import Finding  # noqa: E402
-from mt_megatron.scan.telling import Telling  # noqa: E402
-from mt_megatron.scan.trace import open_trace  # noqa: E402
-from mt_megatron.scan.watch import FEWEST_STEPS, LOOKS, WARM_UP, WINDOW  # noqa: E402
+from mt_megatron.scan.analysis.trace import open_trace  # noqa: E402
+from mt_megatron.scan.diagnose.run import Diagnoser, read_part  # noqa: E402
+from mt_megatron.scan.findings.finding import Finding  # noqa: E402
+from mt_megatron.scan.monitor.alert_policy import Telling  # noqa: E402
+from mt_megatron.scan.monitor.watch import FEWEST_STEPS, LOOKS, WARM_UP, WINDOW  # noqa: E402
 
 LATE = 1.5
 SECONDS, STEPS = 15.0, 10

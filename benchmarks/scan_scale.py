@@ -25,7 +25,7 @@ from typing import Any
 
 from recording import machine, record, table
 
-from mt_megatron.scan.simulate import Fault, Job, Layout, simulate, with_events
+from tools.scan_simulator import Fault, Job, Layout, simulate, with_events
 
 LIMITS = {256: (20.0, 2 << 30), 1024: (120.0, None)}
 """Ranks -> seconds and bytes that are allowed."""

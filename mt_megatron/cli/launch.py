@@ -346,7 +346,7 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
     # torchrun ends with 1 whatever its processes ended with.
     if code == 1 and _content(listed) != before:
         _say(f"a straggler's host is listed in {listed}; start again with --exclude-hosts {listed}")
-        from mt_megatron.scan.act import EXIT_CODE
+        from mt_megatron.scan.respond.straggler_policy import EXIT_CODE
 
         return EXIT_CODE
     return code
@@ -354,8 +354,8 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
 
 def _list_of_excluded(config: TrainingConfig) -> Path | None:
     # Not earlier: they import torch, which what only prints does without.
-    from mt_megatron.scan.act import excluded_path
-    from mt_megatron.scan.run_files import run_files
+    from mt_megatron.scan.format.run_files import run_files
+    from mt_megatron.scan.respond.straggler_policy import excluded_path
     from mt_megatron.training.metrics import metrics_path
     from mt_megatron.training.scan_session import trace_folder
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     mt_megatron.patch(config.launch.backend)
     outcome = train(config)
     if outcome.straggler:
-        from mt_megatron.scan.act import EXIT_CODE
+        from mt_megatron.scan.respond.straggler_policy import EXIT_CODE
 
         return EXIT_CODE
     return 0

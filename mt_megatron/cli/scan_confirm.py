@@ -38,9 +38,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, wait for the answer, show it."""
-    from mt_megatron.scan.attendant import measurements_path, request_path
-    from mt_megatron.scan.confirm import Request, check_request
-    from mt_megatron.scan.run_files import existing_run, read_run, write_private
+    from mt_megatron.scan.format.run_files import existing_run, read_run, write_private
+    from mt_megatron.scan.respond.agent import measurements_path, request_path
+    from mt_megatron.scan.respond.confirm import Request, check_request
 
     if not args.timeout > 0:
         raise ConfigError(f"--timeout is {args.timeout:g}; expected more than 0 seconds")
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[bool]:
     """Whether nobody else asks this run for a measurement: there is one place for it. Waits for others."""
-    from mt_megatron.scan.run_files import open_lock
+    from mt_megatron.scan.format.run_files import open_lock
 
     with open_lock(path) as lock:
         while True:

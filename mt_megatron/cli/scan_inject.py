@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.2
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the subcommand."""
-    from mt_megatron.scan.faults import KINDS
+    from mt_megatron.scan.drill.faults import KINDS
 
     kinds = []
     for kind, (meaning, figures) in KINDS.items():
@@ -46,9 +46,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Ask the ranks, wait, and take it back."""
-    from mt_megatron.scan.attendant import drill_log_path, drill_path
-    from mt_megatron.scan.faults import LONGEST_SECONDS, parse_fault
-    from mt_megatron.scan.run_files import existing_run, read_run, write_private
+    from mt_megatron.scan.drill.faults import LONGEST_SECONDS, parse_fault
+    from mt_megatron.scan.format.run_files import existing_run, read_run, write_private
+    from mt_megatron.scan.respond.agent import drill_log_path, drill_path
 
     if not 0 < args.seconds <= LONGEST_SECONDS:
         raise ConfigError(

@@ -11,7 +11,7 @@ _EXAMPLE = "example:\n  mt-megatron scan level RUN full\n\nexit codes: 0 fine, 1
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the action."""
-    from mt_megatron.scan.levels import LEVELS
+    from mt_megatron.scan.record.levels import LEVELS
 
     text = "set what a training run records, from its next step on"
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -31,8 +31,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Write it into the control file; returns the exit code."""
     from mt_megatron.cli.scan_window import say_who_hears
-    from mt_megatron.scan.control import change_control
-    from mt_megatron.scan.run_files import existing_run
+    from mt_megatron.scan.format.run_files import existing_run
+    from mt_megatron.scan.record.control import change_control
 
     files = existing_run(args.run)
     change_control(files, {"level": args.level})

@@ -54,8 +54,7 @@ def check_steps(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report and print its gist; returns the exit code."""
-    from mt_megatron.scan.report import write_report
-    from mt_megatron.scan.wording import (
+    from mt_megatron.scan.findings.text import (
         MOST_WEAK,
         WEAK_SIGNALS,
         cost,
@@ -64,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         sentence,
         weak_signal,
     )
+    from mt_megatron.scan.report.gather import write_report
 
     check_steps(args)
     files = write_report(args.run, args.output, first_step=args.first_step, last_step=args.last_step)

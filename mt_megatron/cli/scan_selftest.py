@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         prepare_environment,
         single_node,
     )
-    from mt_megatron.scan.measures import Measures
-    from mt_megatron.scan.selftest import selftest
+    from mt_megatron.scan.respond.measures import Measures
+    from mt_megatron.scan.respond.selftest import selftest
 
     backend, _ = registry.select(args.backend)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -74,7 +74,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
-    from mt_megatron.scan.simulate import (
+    from tools.scan_simulator import (
         Job,
         parse_fault,
         parse_layout,

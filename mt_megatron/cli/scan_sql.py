@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer; returns the exit code."""
-    from mt_megatron.scan.sql import query
+    from mt_megatron.scan.export.sql import query
 
     answer = query(args.run, sys.stdin.read() if args.statement == "-" else args.statement)
     if args.format == "json":

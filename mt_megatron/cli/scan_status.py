@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mt_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mt_megatron.scan.status import RunStatus
+    from mt_megatron.scan.monitor.status import RunStatus
 
 _EXAMPLE = """examples:
   mt-megatron scan status RUN
@@ -46,8 +46,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the status; returns the exit code."""
-    from mt_megatron.scan.report_data import finite
-    from mt_megatron.scan.status import run_status
+    from mt_megatron.scan.monitor.status import run_status
+    from mt_megatron.scan.report.data import finite
 
     if args.every is not None and not args.every > 0:
         raise ConfigError(f"--every is {args.every:g}; expected seconds above 0")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def text(status: RunStatus) -> str:
     """For people: the whole in a line, then ranks that are worth one, then the findings."""
-    from mt_megatron.scan.wording import cost, headline, named_before, number_of_ranks, rank_list
+    from mt_megatron.scan.findings.text import cost, headline, named_before, number_of_ranks, rank_list
 
     seconds = status.step_seconds
     simulated = " (simulated)" if status.simulated else ""

@@ -46,8 +46,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file; returns the exit code."""
-    from mt_megatron.scan.rank_stream import Selection
-    from mt_megatron.scan.trace import open_trace
+    from mt_megatron.scan.analysis.trace import open_trace
+    from mt_megatron.scan.export.rank_stream import Selection
 
     check_steps(args)
     spans = None if args.ranks is None else parse_ranks(args.ranks)
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     selection = Selection(ranks=wanted, first_step=args.first_step, last_step=args.last_step)
     output = args.output or trace.files.root / _ENDINGS[args.format]
     if args.format == "chrome":
-        from mt_megatron.scan.chrome import write_chrome
+        from mt_megatron.scan.export.chrome import write_chrome
 
         done = write_chrome(trace, output, selection)
     else:
-        from mt_megatron.scan.pftrace import write_pftrace
+        from mt_megatron.scan.export.pftrace import write_pftrace
 
         done = write_pftrace(trace, output, selection)
     print(f"{done.path}: {done.events} events of {done.ranks} ranks, {done.bytes / 1e6:.1f} MB")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mt_megatron.scan.run_files import RunFiles
+    from mt_megatron.scan.format.run_files import RunFiles
 
 _EXAMPLE = (
     "examples:\n  mt-megatron scan window RUN 100:2:full\n  mt-megatron scan window RUN none\n\n"
@@ -35,9 +35,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Write it into the control file; returns the exit code."""
-    from mt_megatron.scan.control import change_control
-    from mt_megatron.scan.levels import Window
-    from mt_megatron.scan.run_files import existing_run
+    from mt_megatron.scan.format.run_files import existing_run
+    from mt_megatron.scan.record.control import change_control
+    from mt_megatron.scan.record.levels import Window
 
     window = None if args.window == "none" else Window.parse(args.window)
     files = existing_run(args.run)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def say_who_hears(files: RunFiles) -> None:
     """Whether ranks are there to take it up: those that write do so several times a second."""
-    from mt_megatron.scan.run_files import segment_paths
+    from mt_megatron.scan.format.run_files import segment_paths
 
     newest: dict[int, float] = {}
     for rank in files.ranks():

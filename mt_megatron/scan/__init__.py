@@ -1,5 +1,18 @@
-"""MegaScan: records what every rank does, puts it on one clock, and says who holds the others up.
+"""MegaScan: trace every rank, put all traces on one clock, name who delays the run.
 
-``records`` what is recorded, ``segments`` the files, ``run_files`` where they lie in a run's folder,
-``findings`` what a diagnosis says. Reading and analysing need numpy alone: no torch, no Megatron.
+A room imports only rooms below it in this table (``tests/test_layering.py``). Reading and analysing need
+numpy alone: neither torch nor Megatron.
+
+session   context manager: trace a training from its begin to its end
+respond   reactions while training: measurements, self-test, exclusion of a host
+drill     faults made on purpose, for drills and tests
+monitor   the watcher: judge a growing trace, alerts, status
+report    report of a run: JSON, Markdown, HTML
+export    traces for other tools: Chrome, Perfetto, Parquet and SQL
+diagnose  who delays the run, and why
+findings  the result of a diagnosis: data, words, findings on record
+analysis  operations matched across ranks, tables of steps, statistics
+clock     clocks of all ranks: measure while training, fit afterwards
+record    recording inside a rank
+format    the files of a trace
 """

@@ -25,18 +25,18 @@ import numpy as np
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import PatchError
-from mt_megatron.scan.act import OnStraggler
-from mt_megatron.scan.attendant import Attendant
-from mt_megatron.scan.board import StoreBoard
-from mt_megatron.scan.depth import Depth
-from mt_megatron.scan.levels import Level, Window, level_of
-from mt_megatron.scan.machine import boot_id
-from mt_megatron.scan.permissions import set_group_readable
-from mt_megatron.scan.pings import ClockPings
-from mt_megatron.scan.recorder import Recorder
-from mt_megatron.scan.run_files import belongs_to, run_files, write_run
-from mt_megatron.scan.segments import sessions
-from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
+from mt_megatron.scan.clock.machine import boot_id
+from mt_megatron.scan.clock.pings import ClockPings
+from mt_megatron.scan.clock.store_messages import StoreBoard
+from mt_megatron.scan.format.permissions import set_group_readable
+from mt_megatron.scan.format.run_files import belongs_to, run_files, write_run
+from mt_megatron.scan.format.segments import sessions
+from mt_megatron.scan.monitor.watcher_process import Alerting, WatcherProcess
+from mt_megatron.scan.record.instrumentation import Depth
+from mt_megatron.scan.record.levels import Level, Window, level_of
+from mt_megatron.scan.record.recorder import Recorder
+from mt_megatron.scan.respond.agent import Attendant
+from mt_megatron.scan.respond.straggler_policy import OnStraggler
 from mt_megatron.seams import collectives
 from mt_megatron.seams.layout import RankLayout
 

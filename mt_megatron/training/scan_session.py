@@ -93,9 +93,9 @@ def tracing_of(
         say("no trace is kept: give --save or --scan-dir (or --scan off)")
         return Tracing()
     # Not earlier: a run that is not traced need not load any of it.
-    from mt_megatron.scan.levels import Window
+    from mt_megatron.scan.monitor.watcher_process import Alerting
+    from mt_megatron.scan.record.levels import Window
     from mt_megatron.scan.session import Session
-    from mt_megatron.scan.watcher_process import Alerting
 
     scan, model = config.scan, config.model
     alerting = Alerting(

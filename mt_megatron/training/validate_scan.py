@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.scan.levels import LEVELS, Window
+from mt_megatron.scan.record.levels import LEVELS, Window
 from mt_megatron.training.config import TrainingConfig
 
 _LARGEST_PORT = 65535

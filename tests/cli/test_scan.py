@@ -11,8 +11,8 @@ from mt_megatron.cli import scan_inject
 from mt_megatron.cli.main import main
 from mt_megatron.cli.scan_trace import parse_ranks
 from mt_megatron.errors import ConfigError
-from mt_megatron.scan.attendant import drill_log_path
-from mt_megatron.scan.run_files import run_files, write_run
+from mt_megatron.scan.format.run_files import run_files, write_run
+from mt_megatron.scan.respond.agent import drill_log_path
 
 
 def test_a_place_that_cannot_be_written_is_no_traceback(
@@ -39,10 +39,10 @@ def test_an_error_that_is_of_no_place_stays_what_it_is(
         raise OSError(28, "No space left on device")
 
     write_run(run_files(tmp_path), {"world_size": 1})
-    monkeypatch.setattr("mt_megatron.scan.control.change_control", lost)
+    monkeypatch.setattr("mt_megatron.scan.record.control.change_control", lost)
     with pytest.raises(ConnectionResetError):
         main(["scan", "level", str(tmp_path), "full"])
-    monkeypatch.setattr("mt_megatron.scan.control.change_control", full)
+    monkeypatch.setattr("mt_megatron.scan.record.control.change_control", full)
     assert main(["scan", "level", str(tmp_path), "full"]) == 1
     assert "No space left" in capsys.readouterr().err
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mt_megatron.scan.records import COUNTER, KIND, OPEN, PING, SPAN
-from mt_megatron.scan.run_files import run_files, segment_path, write_run
-from mt_megatron.scan.segments import Group, SegmentWriter
+from mt_megatron.scan.format.records import COUNTER, KIND, OPEN, PING, SPAN
+from mt_megatron.scan.format.run_files import run_files, segment_path, write_run
+from mt_megatron.scan.format.segments import Group, SegmentWriter
 
 MS = 1_000_000
 STRINGS = (

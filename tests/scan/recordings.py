@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.scan.recorder import Recorder
-from mt_megatron.scan.records import KINDS
-from mt_megatron.scan.segments import RankTrace, read_rank
+from mt_megatron.scan.format.records import KINDS
+from mt_megatron.scan.format.segments import RankTrace, read_rank
+from mt_megatron.scan.record.recorder import Recorder
 from mt_megatron.seams import events
 
 MEMBERS = (0, 1, 2, 3)

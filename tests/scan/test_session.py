@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.scan.control import change_control
-from mt_megatron.scan.levels import Window
-from mt_megatron.scan.records import KIND
-from mt_megatron.scan.run_files import read_run, run_files
-from mt_megatron.scan.segments import read_rank, sessions
+from mt_megatron.scan.format.records import KIND
+from mt_megatron.scan.format.run_files import read_run, run_files
+from mt_megatron.scan.format.segments import read_rank, sessions
+from mt_megatron.scan.monitor.watcher_process import Alerting, WatcherProcess
+from mt_megatron.scan.record.control import change_control
+from mt_megatron.scan.record.levels import Window
 from mt_megatron.scan.session import session
-from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
 from mt_megatron.seams import events
 
 
@@ -146,7 +146,7 @@ def test_a_watcher_that_ends_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
 KILLED = """
 import sys, time
 from pathlib import Path
-from mt_megatron.scan.watcher_process import Alerting, WatcherProcess
+from mt_megatron.scan.monitor.watcher_process import Alerting, WatcherProcess
 watcher = WatcherProcess(Path(sys.argv[1]), Alerting(), start_after=0.0)
 watcher.start()
 while watcher.process is None:

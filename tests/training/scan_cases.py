@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mt_megatron.scan.segments import read_rank, sessions
+from mt_megatron.scan.format.segments import read_rank, sessions
 from mt_megatron.seams import events
 from mt_megatron.training import scan_session
 from mt_megatron.training.arguments import load_config

@@ -1,0 +1,149 @@
+"""Brings the sides of every communication together, rank by rank, and keeps only what they say in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_megatron.scan.diagnose.slow_transfer.slow_units import Unit, edge_name
+
+from .batched_p2p import own_ends
+from .matched_ops import (
+    Edge,
+    Group,
+    Labels,
+    RankExchanges,
+    Rows,
+    Samples,
+    SideLog,
+    Transfers,
+    edge_rows,
+    edge_transfers,
+    group_rows,
+)
+from .trace import Place
+
+
+class ExchangeStore:
+    """Times of all groups and edges of which every side was added."""
+
+    def __init__(self, places: Mapping[int, Place], clock_error: Callable[[tuple[int, ...]], float]) -> None:
+        """``clock_error``: ns by which the clocks of some ranks may be wrong against each other."""
+        self._places = places
+        self._clock_error = clock_error
+        self.labels = Labels()
+        self._groups: dict[Group, dict[int, SideLog]] = {}
+        self._sends: dict[Edge, SideLog] = {}
+        self._receives: dict[Edge, SideLog] = {}
+        self._together: dict[Edge, Transfers] = {}
+        self._rows: dict[tuple[str, tuple[int, ...], bool], list[Rows]] = {}
+        self._samples: dict[Group, list[Samples]] = {}
+
+    def add(self, part: RankExchanges) -> None:
+        """One rank's side; a group or edge is worked out when its last side is there."""
+        for group, log in part.groups.items():
+            sides = self._groups.setdefault(group, {})
+            sides[part.rank] = log
+            if len(sides) == len(group[1]):
+                self._group(group, [self._groups[group][rank] for rank in group[1]])
+                del self._groups[group]
+        self._sends.update(part.sends)
+        self._receives.update(part.receives)
+        for edge in [*part.sends, *part.receives]:
+            if edge in self._sends and edge in self._receives:
+                send, receive = self._sends.pop(edge), self._receives.pop(edge)
+                transfers = edge_transfers(send, receive, self.labels)
+                if send.shared.any() or receive.shared.any():
+                    self._together[edge] = transfers
+                else:
+                    self._edge(edge, transfers, None)
+
+    def settle(self) -> None:
+        """All sides that will come are there: work out what shares its calls with others, drop the rest."""
+        for edge, chosen in own_ends(self._together).items():
+            self._edge(edge, self._together[edge], chosen)
+        self._together.clear()
+        self._groups.clear()
+        self._sends.clear()
+        self._receives.clear()
+
+    def forget(self, before_step: int) -> None:
+        """Drop earlier steps."""
+        for key, parts in self._rows.items():
+            self._rows[key] = [part for part in parts if part.iteration.max(initial=-1) >= before_step]
+        for group, samples in self._samples.items():
+            self._samples[group] = [each for each in samples if each.iteration.max(initial=-1) >= before_step]
+
+    def units(self) -> list[Unit]:
+        """Everything that was worked out."""
+        found = []
+        for (name, ranks, is_edge), parts in self._rows.items():
+            if not parts:
+                continue
+            rows = _joined_rows(parts)
+            kept = None if is_edge else _joined_samples(self._samples.get((name, ranks), []))
+            samples = [] if kept is None else _by_label(kept, rows)
+            nodes = {self._places[rank].node for rank in ranks if rank in self._places}
+            found.append(
+                Unit(
+                    name=name,
+                    ranks=ranks,
+                    is_edge=is_edge,
+                    crosses=len(nodes) > 1,
+                    rows=rows,
+                    samples=samples[0] if samples else None,
+                    others=tuple(samples[1:2]),
+                    clock_error=self._clock_error(ranks),
+                )
+            )
+        return found
+
+    def _group(self, group: Group, logs: list[SideLog]) -> None:
+        error = self._clock_error(group[1])
+        rows, samples = group_rows(logs, self.labels, error, samples=len(logs) > 2)
+        if len(rows.time):
+            self._rows.setdefault((*group, False), []).append(rows)
+        if samples is not None and len(samples.iteration):
+            self._samples.setdefault(group, []).append(samples)
+
+    def _edge(self, edge: Edge, transfers: Transfers, chosen: NDArray[np.bool_] | None) -> None:
+        rows = edge_rows(transfers, self._clock_error(edge), chosen)
+        if len(rows.time):
+            name = edge_name(self._place, *edge)
+            self._rows.setdefault((name, edge, True), []).append(rows)
+
+    def _place(self, rank: int) -> Place:
+        return self._places.get(rank) or Place(rank=rank)
+
+
+def _joined_rows(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        iteration=np.concatenate([part.iteration for part in parts]),
+        label=np.concatenate([part.label for part in parts]),
+        count=np.concatenate([part.count for part in parts]),
+        time=np.concatenate([part.time for part in parts]),
+    )
+
+
+def _by_label(samples: Samples, rows: Rows) -> list[Samples]:
+    """``samples`` of each label by itself, that first which takes most time in all."""
+    total = np.bincount(rows.label, weights=rows.time * rows.count)
+    labels = sorted(np.unique(samples.label).tolist(), key=lambda each: -float(total[each]))
+    return [samples.take(samples.label == each) for each in labels]
+
+
+def _joined_samples(parts: list[Samples]) -> Samples | None:
+    if not parts:
+        return None
+    return replace(
+        parts[0],
+        iteration=np.concatenate([part.iteration for part in parts]),
+        label=np.concatenate([part.label for part in parts]),
+        arrival=np.concatenate([part.arrival for part in parts]),
+        exit=np.concatenate([part.exit for part in parts]),
+    )

@@ -1,0 +1,195 @@
+"""A run's trace for the analysis: who is where, every rank's records one rank at a time, one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_megatron.errors import ScanError
+from mt_megatron.scan.clock.fit import Clocks, fit_clocks
+from mt_megatron.scan.format.records import PING
+from mt_megatron.scan.format.run_files import RunFiles, existing_run, read_run, segment_paths
+from mt_megatron.scan.format.segments import PINGS, RankTrace, read_blocks, read_rank, segment_meta, sessions
+
+COORDINATES = ("dp", "pp", "tp", "cp", "ep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs and what it is responsible for."""
+
+    rank: int
+    host: str = ""
+    node: int = 0
+    dp: int = 0
+    pp: int = 0
+    tp: int = 0
+    cp: int = 0
+    ep: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One session of a run. Ranks are read when asked for and not kept."""
+
+    files: RunFiles
+    facts: Mapping[str, Any]
+    """``run.json``."""
+
+    session: int
+    ranks: tuple[int, ...]
+    """Those whose files can be read, ascending."""
+
+    missing: tuple[int, ...]
+    """Those of the run that left nothing."""
+
+    places: Mapping[int, Place]
+    clocks: Clocks
+    notes: tuple[str, ...] = field(default=())
+
+    def rank(self, rank: int) -> RankTrace:
+        """Everything ``rank`` wrote, times by its own clock. Raises ``ScanError`` as ``read_rank``."""
+        return read_rank(self.files.rank_folder(rank), session=self.session)
+
+    def clock_error(self, ranks: Iterable[int]) -> float:
+        """ns by which times of these ranks may be wrong against each other; 0 on one clock."""
+        return clock_error(self.clocks, ranks)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a simulator made it."""
+        return bool(self.facts.get("simulated", False))
+
+
+def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
+    """The newest session of ``run`` (a run's folder or its ``scan`` folder), clocks fitted; with
+    ``causality`` so that nothing is received before it was sent, which reads every rank once.
+
+    Raises ``ScanError`` when there is no trace or none of its ranks can be read.
+    """
+    files = existing_run(run)
+    notes: list[str] = []
+    try:
+        facts = read_run(files)
+    except ScanError as error:
+        # Rank 0's disk may be the one that failed: what the ranks say of themselves is enough.
+        facts = {}
+        notes.append(f"{error}; places are taken from the ranks' own files")
+    by_rank = {rank: sessions(files.rank_folder(rank)) for rank in files.ranks()}
+    newest = max((each[-1] for each in by_rank.values() if each), default=None)
+    if newest is None:
+        raise ScanError(
+            f"found no readable segment below {files.root}; expected files such as rank-00000/000000.scan"
+        )
+    # The whole of one rank at a time.
+    shared: dict[str, Any] = {}
+    light = {rank: _Light(files, rank, newest, shared) for rank, each in by_rank.items() if newest in each}
+    world = int(facts.get("world_size", max(light) + 1))
+    missing = tuple(rank for rank in range(world) if rank not in light)
+    if missing:
+        notes.append(
+            f"{len(missing)} of {world} ranks left no readable file ({_few(missing)}): groups with them are "
+            "not judged by their transfers"
+        )
+    clocks = fit_clocks(light, causality=causality)
+    return Trace(
+        files=files,
+        facts=facts,
+        session=newest,
+        ranks=tuple(sorted(light)),
+        missing=missing,
+        places=places_of(facts, {rank: each.meta for rank, each in light.items()}),
+        clocks=clocks,
+        notes=(*notes, *clocks.notes),
+    )
+
+
+def clock_error(clocks: Clocks, ranks: Iterable[int]) -> float:
+    """ns by which times of ``ranks`` may be wrong against each other; 0 on one clock, inf if unknown."""
+    members = list(ranks)
+    if len({clocks.domains.get(rank, rank) for rank in members}) < 2:
+        return 0.0
+    worst = 0.0
+    for rank in members:
+        known = clocks.residuals.get(rank)
+        if known is None:
+            return float("inf")
+        if known.source == "reference" or (known.source == "same clock" and not known.hops):
+            continue
+        if known.source not in ("pings", "same clock"):
+            return float("inf")
+        parts = [part for part in (known.residual_p99, known.triangle) if part == part]
+        if not parts:
+            parts = [known.uncertainty]
+        worst = max(worst, *parts)
+    return 2.0 * worst if worst == worst else float("inf")
+
+
+def places_of(facts: Mapping[str, Any], metas: Mapping[int, Mapping[str, Any]]) -> dict[int, Place]:
+    """Who is where: ``run.json``'s word, and where it is silent the ranks' own (their first notes)."""
+    found = {rank: _place(rank, meta) for rank, meta in metas.items()}
+    for row in facts.get("ranks", ()):
+        rank = int(row["rank"])
+        found[rank] = _place(rank, {**metas.get(rank, {}), **row})
+    return found
+
+
+def _place(rank: int, said: Mapping[str, Any]) -> Place:
+    inner = said.get("coordinates")
+    facts = {**inner, **said} if isinstance(inner, Mapping) else said
+    numbers = {axis: int(facts.get(axis) or 0) for axis in COORDINATES}
+    host = str(facts.get("host") or "")
+    return Place(rank=rank, host=host, node=int(facts.get("node") or 0), **numbers)
+
+
+def _few(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:6])
+    return shown + (" ..." if len(ranks) > 6 else "")
+
+
+class _Light:
+    """What the clock fit needs of a rank; its spans are read only if the fit asks for them."""
+
+    def __init__(self, files: RunFiles, rank: int, session: int, shared: dict[str, Any]) -> None:
+        self._folder = files.rank_folder(rank)
+        self._session = session
+        self._shared = shared
+        metas = ((path, segment_meta(path)) for path in segment_paths(self._folder))
+        kept = [(path, meta) for path, meta in metas if meta and int(meta.get("session", 0)) == session]
+        self._paths = [path for path, _ in kept]
+        self.meta: dict[str, Any] = kept[0][1]
+
+    @cached_property
+    def pings(self) -> NDArray[np.void]:
+        """``PING`` records of all segments."""
+        found = []
+        for path in self._paths:
+            found += [payload for kind, payload, _ in read_blocks(path) if kind == PINGS]
+        return np.concatenate(found) if found else np.empty(0, dtype=PING)
+
+    @property
+    def spans(self) -> NDArray[np.void]:
+        """Read when asked for, and kept until another rank's are."""
+        return self._whole().spans
+
+    @property
+    def groups(self) -> Mapping[int, Any]:
+        """Groups by number."""
+        return self._whole().groups
+
+    @property
+    def strings(self) -> list[str]:
+        """Names by number."""
+        return self._whole().strings
+
+    def _whole(self) -> RankTrace:
+        if self._shared.get("folder") != self._folder:
+            self._shared.update(folder=self._folder, trace=read_rank(self._folder, session=self._session))
+        found: RankTrace = self._shared["trace"]
+        return found

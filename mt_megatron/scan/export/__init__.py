@@ -1,0 +1,12 @@
+"""Traces for other tools.
+
+chrome        Chrome trace event format
+pftrace       Perfetto protobuf
+protobuf      wire format of protocol buffers
+tracks        tracks of a rank in a trace viewer
+rank_stream   records of a rank in pieces of whole steps
+export_index  first pass over a trace: steps, matched transfers
+parquet       columns on disk (Parquet)
+sql           SQL on these columns (DuckDB)
+output_file   output that appears whole or not at all
+"""

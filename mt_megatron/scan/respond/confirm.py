@@ -1,0 +1,216 @@
+"""The paired measurement that tells whether a suspect is really slower: about one second, between two steps.
+
+Suspects and others do the same at the same time, block by block, and only the ratios within a block count:
+what holds up all of them at once cancels. Each verdict needs more than its median: with twelve blocks the
+third smallest and third largest ratio are the ends of a 96 % interval of the median.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mt_megatron.errors import ConfigError
+
+from .measures import LARGE_BYTES, SMALL_BYTES, Measures
+
+BLOCKS = 12
+_COMPUTE_SECONDS = 0.4
+_SLOWER = 1.05
+_LINK_SLOWER = 1.3
+_LINK_SECONDS = 2e-4
+_CONTROLS = 3
+_INNER = 2
+
+MEASURABLE = {
+    "slow_compute": "compute",
+    "host_contention": "compute",
+    "slow_link": "link",
+    "slow_node_link": "link",
+}
+"""Causes that a measurement can confirm, and which one; others leave no trace between two steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be measured."""
+
+    identity: str
+    what: Literal["compute", "link"]
+    ranks: tuple[int, ...]
+    """The suspects; for a link its two ends."""
+
+    def to_json(self) -> str:
+        """As text that ``request_from`` reads."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmation:
+    """What came out."""
+
+    identity: str
+    what: str
+    ranks: tuple[int, ...]
+    verdict: Literal["confirmed", "refuted", "inconclusive"]
+    ratio: float
+    """Suspects' time over the others', the median of the blocks."""
+
+    low: float
+    high: float
+    """A 96 % interval of it."""
+
+    seconds: float
+    """How long the measurement took."""
+
+    text: str
+    """In words, with the figures."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def request_from(text: str, world_size: int) -> Request:
+    """What ``Request.to_json`` gave. Raises ``ConfigError`` for what cannot be measured."""
+    try:
+        given = json.loads(text)
+        ranks = tuple(int(rank) for rank in given["ranks"])
+        request = Request(identity=str(given["identity"]), what=given["what"], ranks=ranks)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"found {text[:200]!r}; expected identity, what and ranks as JSON") from error
+    check_request(request, world_size)
+    return request
+
+
+def check_request(request: Request, world_size: int) -> None:
+    """Raises ``ConfigError`` for what cannot be measured among ``world_size`` ranks."""
+    ranks = set(request.ranks)
+    if request.what not in ("compute", "link"):
+        raise ConfigError(f"found a measurement of {request.what!r}; expected compute or link")
+    if len(ranks) != len(request.ranks) or not ranks or not ranks <= set(range(world_size)):
+        raise ConfigError(
+            f"found ranks {list(request.ranks)}; expected different ones of 0 to {world_size - 1}"
+        )
+    if request.what == "link" and len(ranks) != 2:
+        raise ConfigError(f"found {len(ranks)} ranks for a link; expected its two ends")
+    if request.what == "link" and world_size < 3:
+        raise ConfigError("found 2 ranks; expected a third one, or there is no other pair to compare with")
+    if request.what == "compute" and len(ranks) >= world_size:
+        raise ConfigError("found every rank suspected; expected one that is not, to compare with")
+
+
+def measure(request: Request, measures: Measures, rank: int, world_size: int) -> Confirmation:
+    """Measure as ``request``, the same on all ranks, says; collective. The same result on every rank."""
+    began = time.monotonic()
+    if request.what == "compute":
+        ratios, extra = _compute(request, measures)
+        least = 0.0
+    else:
+        ratios, extra, least = _link(request, measures, rank, world_size)
+    limit = _SLOWER if request.what == "compute" else _LINK_SLOWER
+    return judged(request, ratios, limit, least, extra, time.monotonic() - began)
+
+
+def judged(
+    request: Request, ratios: Sequence[float], limit: float, least: float, extra: str, seconds: float
+) -> Confirmation:
+    """The verdict on ``ratios``, one per block. ``least``: by how many seconds less than
+    what would matter the suspects' time differs; above 0 nothing is confirmed."""
+    ordered = sorted(ratios)
+    low, high = ordered[_INNER], ordered[-1 - _INNER]
+    median = statistics.median(ordered)
+    verdict: Literal["confirmed", "refuted", "inconclusive"] = "inconclusive"
+    if low > limit and least <= 0:
+        verdict = "confirmed"
+    elif high < limit or least > 0:
+        verdict = "refuted"
+    who = "ranks " if len(request.ranks) > 1 else "rank "
+    text = (
+        f"{request.what} of {who}{', '.join(map(str, request.ranks))}: {median:.2f} times the others' time "
+        f"({low:.2f} to {high:.2f}, 96 % interval, {len(ordered)} blocks; from {limit:g} on it counts): "
+        f"{verdict}; {extra}"
+    )
+    return Confirmation(
+        identity=request.identity,
+        what=request.what,
+        ranks=request.ranks,
+        verdict=verdict,
+        ratio=median,
+        low=low,
+        high=high,
+        seconds=seconds,
+        text=text,
+    )
+
+
+def _compute(request: Request, measures: Measures) -> tuple[list[float], str]:
+    measures.products(1)
+    slowest = max(row[0] for row in measures.gather([measures.products(1)]))
+    count = max(1, round(_COMPUTE_SECONDS / BLOCKS / max(slowest, 1e-6)))
+    times = []
+    for _ in range(BLOCKS):
+        measures.barrier()
+        times.append(measures.products(count))
+    every = measures.gather(times)
+    suspects = [every[each] for each in request.ranks]
+    others = [row for each, row in enumerate(every) if each not in request.ranks]
+    # Each suspect against the median of the others; the least slow one decides.
+    ratios = [
+        min(row[block] for row in suspects) / statistics.median(row[block] for row in others)
+        for block in range(BLOCKS)
+    ]
+    rate = measures.flops_per_product * count / 1e9
+    slow = rate / statistics.median(suspects[0])
+    usual = rate / statistics.median(value for row in others for value in row)
+    return ratios, f"{slow:,.1f} against {usual:,.1f} GFLOP/s"
+
+
+def control_pairs(suspects: tuple[int, ...], world_size: int) -> list[tuple[int, int]]:
+    """Pairs to compare the pair ``suspects`` with: none of its ends if there are such, else one of them."""
+    near = [
+        (first, first + distance)
+        for distance in (1, 2, 3)
+        for first in range(world_size - distance)
+        if {first, first + distance} != set(suspects)
+    ]
+    apart = [pair for pair in near if not set(pair) & set(suspects)]
+    sharing = [pair for pair in near if set(pair) & set(suspects)]
+    return (apart + sharing)[:_CONTROLS]
+
+
+def _link(request: Request, measures: Measures, rank: int, world_size: int) -> tuple[list[float], str, float]:
+    pairs = [(min(request.ranks), max(request.ranks)), *control_pairs(request.ranks, world_size)]
+    small = [[0.0] * BLOCKS for _ in pairs]
+    large = [[0.0] * BLOCKS for _ in pairs]
+    for block in range(-1, BLOCKS):  # the first round makes the connections
+        for number, (first, second) in enumerate(pairs):
+            measures.barrier()
+            if rank not in (first, second):
+                continue
+            peer, leads = (second, True) if rank == first else (first, False)
+            quick = measures.exchange(peer, first=leads, nbytes=SMALL_BYTES, repeats=2)
+            bulk = measures.exchange(peer, first=leads, nbytes=LARGE_BYTES, repeats=1)
+            if block >= 0 and rank == first:
+                small[number][block], large[number][block] = min(quick), bulk[0]
+    gathered = measures.gather([value for row in (*small, *large) for value in row])
+    length = len(pairs) * BLOCKS
+    quick_of, bulk_of = [], []
+    for number, (first, _) in enumerate(pairs):
+        row = gathered[first]
+        quick_of.append(row[number * BLOCKS : (number + 1) * BLOCKS])
+        bulk_of.append(row[length + number * BLOCKS : length + (number + 1) * BLOCKS])
+    worst, least, extra = [0.0] * BLOCKS, 0.0, ""
+    for name, times in (("round trip", quick_of), ("1 MiB there and back", bulk_of)):
+        usual = [statistics.median(row[block] for row in times[1:]) for block in range(BLOCKS)]
+        ratios = [own / max(other, 1e-9) for own, other in zip(times[0], usual, strict=True)]
+        if sorted(ratios)[_INNER] >= sorted(worst)[_INNER]:
+            worst = ratios
+            own, other = statistics.median(times[0]), statistics.median(usual)
+            least = _LINK_SECONDS - (own - other)
+            extra = f"{name} {own * 1e3:.2f} against {other * 1e3:.2f} ms"
+    return worst, extra, least

@@ -1,0 +1,152 @@
+"""The paired measurement: verdicts, controls, and three ranks of which one works six times as much."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.cli.scan_confirm import _alone, _answer
+from mt_megatron.errors import ConfigError
+from mt_megatron.scan.respond.confirm import (
+    BLOCKS,
+    Confirmation,
+    Request,
+    control_pairs,
+    judged,
+    request_from,
+)
+from tests.launch import run_ranks
+
+COMPUTE = Request(identity="a", what="compute", ranks=(1,))
+
+
+def verdict(ratios: list[float], least: float = 0.0) -> Confirmation:
+    return judged(COMPUTE, ratios, 1.05, least, "", 1.0)
+
+
+def test_a_verdict_needs_nearly_all_blocks() -> None:
+    assert verdict([1.2] * BLOCKS).verdict == "confirmed"
+    assert verdict([1.2] * (BLOCKS - 2) + [0.9] * 2).verdict == "confirmed"
+    assert verdict([1.2] * (BLOCKS - 3) + [0.9] * 3).verdict == "inconclusive"
+    assert verdict([1.0] * BLOCKS).verdict == "refuted"
+    assert verdict([1.0] * (BLOCKS - 2) + [3.0] * 2).verdict == "refuted", "two blocks were disturbed"
+    assert verdict([1.0] * (BLOCKS - 3) + [3.0] * 3).verdict == "inconclusive"
+    assert verdict([1.2] * BLOCKS, least=1e-6).verdict == "refuted", "a ratio of times too short to matter"
+
+
+def test_half_a_line_hides_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    path.write_text('{"identity": "a", "te\n{"identity": "b"}\n{"id')
+    assert _answer(path, "b", time.monotonic() + 60) == {"identity": "b"}
+    assert _answer(path, "a", time.monotonic() - 1) is None
+
+
+def test_two_who_ask_the_same_run_wait_for_each_other(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with _alone(lock, time.monotonic() + 60) as first:
+        with _alone(lock, time.monotonic()) as second:
+            assert first and not second
+        later = threading.Thread(target=lambda: waited.append(_enter(lock)))
+        waited: list[bool] = []
+        later.start()
+        time.sleep(0.3)
+        assert not waited
+    later.join(60)
+    assert waited == [True]
+
+
+def _enter(lock: Path) -> bool:
+    with _alone(lock, time.monotonic() + 60) as alone:
+        return alone
+
+
+def test_a_pair_is_compared_with_pairs_of_others_first() -> None:
+    assert control_pairs((0, 1), 4) == [(2, 3), (1, 2), (0, 2)]
+    assert control_pairs((0, 1), 3) == [(1, 2), (0, 2)]
+    assert all(not {2, 3} & set(pair) for pair in control_pairs((2, 3), 8))
+    assert (0, 1) not in control_pairs((1, 0), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "expected identity"),
+        ("[1]", "expected identity"),
+        ('{"identity": "a", "what": "compute", "ranks": [0, 1, 2]}', "every rank suspected"),
+        ('{"identity": "a", "what": "compute", "ranks": [3]}', "expected different ones of 0 to 2"),
+        ('{"identity": "a", "what": "compute", "ranks": [1, 1]}', "expected different ones"),
+        ('{"identity": "a", "what": "link", "ranks": [1]}', "expected its two ends"),
+        ('{"identity": "a", "what": "disk", "ranks": [1]}', "expected compute or link"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anybody_waits(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        request_from(text, 3)
+
+
+def test_a_link_of_two_ranks_has_nothing_to_be_compared_with() -> None:
+    with pytest.raises(ConfigError, match="expected a third one"):
+        request_from('{"identity": "a", "what": "link", "ranks": [0, 1]}', 2)
+    assert request_from(COMPUTE.to_json(), 2) == COMPUTE
+
+
+@functools.cache
+def measured() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run_ranks(
+        3, "tests.scan.respond.live_ranks:measured", timeout=240, env={"TORCH_FR_BUFFER_SIZE": "100"}
+    )
+    return found
+
+
+def test_the_rank_with_more_work_is_confirmed_and_no_other() -> None:
+    for found in measured():
+        assert found["compute 1"]["verdict"] == "confirmed" and found["compute 1"]["ratio"] > 1.5
+        assert found["compute 0"]["verdict"] == "refuted" and found["compute 0"]["ratio"] < 1.0
+        assert found["compute 1"]["text"] == measured()[0]["compute 1"]["text"], "one result on all ranks"
+
+
+def test_the_link_with_a_wait_in_it_is_confirmed_and_no_other() -> None:
+    for found in measured():
+        assert found["link 0 2"]["verdict"] == "confirmed"
+        assert found["link 0 1"]["verdict"] == "refuted"
+
+
+def test_the_selftest_measures_all_ranks_and_pairs() -> None:
+    for found in measured():
+        products = found["selftest"]["rates"]["products"]
+        assert products[1] == min(products), (
+            "who works more has the lowest rate; whom to name is tested alone"
+        )
+        assert [(link["first"], link["second"]) for link in found["selftest"]["links"]] == [
+            (1, 2),
+            (0, 2),
+            (0, 1),
+        ]
+        assert all(min(rates) > 0 for rates in found["selftest"]["rates"].values())
+
+
+def test_a_rank_that_waits_says_in_which_collective() -> None:
+    waits, computes, _ = (found["evidence"] for found in measured())
+    assert any("all_reduce" in frame for frame in waits["stacks"]["MainThread"])
+    assert [each["op"] for each in waits["waiting"]] == ["gloo:all_reduce"] or not waits["waiting"]
+    assert not any("all_reduce" in frame for frame in computes["stacks"]["MainThread"])
+
+
+def test_skewed_routers_send_more_tokens_to_the_rank_and_recover() -> None:
+    for found in measured():
+        before, during, after = found["tokens"]
+        assert during[2] == max(during) > before[2] and sum(during) == sum(before)
+        assert after == before
+
+
+def test_every_session_numbers_collectives_alike_on_all_ranks() -> None:
+    """Ranks that listened for themselves before, and one that listened on in between, are no exception."""
+    first, second, third = zip(*(found["numbers"] for found in measured()), strict=True)
+    assert first == second == ([0, 1, 2], [0, 1, 2], [0, 1, 2])
+    # The control: a rank that has another session open keeps its numbers, and then nobody begins anew.
+    assert len({tuple(numbers) for numbers in third}) > 1

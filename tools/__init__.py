@@ -1,0 +1,1 @@
+"""Tools of a checkout: not part of the installed package."""
