@@ -26,6 +26,8 @@ from typing import Any
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from recording import machine, record, table  # noqa: E402
 
 from mt_megatron.scan.diagnose.run import diagnose  # noqa: E402

@@ -25,7 +25,9 @@ from typing import Any
 
 from recording import machine, record, table
 
-from tools.scan_simulator import Fault, Job, Layout, simulate, with_events
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.scan_simulator import Fault, Job, Layout, simulate, with_events  # noqa: E402
 
 LIMITS = {256: (20.0, 2 << 30), 1024: (120.0, None)}
 """Ranks -> seconds and bytes that are allowed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,31 @@ def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+SCAN_ROOMS = (
+    "format",
+    "record",
+    "clock",
+    "analysis",
+    "findings",
+    "diagnose.late_arrival",
+    "diagnose.hops",
+    "diagnose.slow_transfer",
+    "diagnose.hang",
+    "diagnose",
+    "export",
+    "report",
+    "monitor",
+    "drill",
+    "respond",
+    "session",
+)
+"""Folders of ``scan``, lower to upper: a room imports itself and those before it. ``session`` is a file."""
+
+MOST_MODULES = 20
+"""In one folder, ``__init__`` aside."""
+
+SMALL_FOLDERS = tuple(PACKAGE.parent / name for name in ("mt_megatron/scan", "tests/scan", "tools"))
+
 
 def module_of(path: Path) -> str:
     relative = path.relative_to(PACKAGE.parent).with_suffix("")
@@ -78,6 +104,54 @@ def test_the_patch_engine_knows_neither_torch_nor_megatron(path: Path) -> None:
 def test_every_package_has_a_level() -> None:
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert packages <= set().union(*LEVELS)
+
+
+def room_of(name: str) -> str | None:
+    """The room of ``scan`` that a module or a name of it lies in."""
+    inner = name.removeprefix("mt_megatron.scan.")
+    if inner == name:
+        return None
+    rooms = [room for room in SCAN_ROOMS if f"{inner}.".startswith(f"{room}.")]
+    return max(rooms, key=len, default=None)
+
+
+def scan_files() -> list[Path]:
+    return sorted(path for path in (PACKAGE / "scan").rglob("*.py") if path.name != "__init__.py")
+
+
+def test_the_rooms_of_scan_import_one_way() -> None:
+    for path in scan_files():
+        own = room_of(module_of(path))
+        assert own is not None, f"{path} lies in no room"
+        for name, line in imports(ast.parse(path.read_text()), module_of(path)):
+            other = room_of(name)
+            allowed = other is None or SCAN_ROOMS.index(other) <= SCAN_ROOMS.index(own)
+            assert allowed, f"{path}:{line}: {own} imports {name}, which is above it"
+
+
+def test_the_files_of_scan_import_each_other_in_no_circle() -> None:
+    modules = {module_of(path): path for path in scan_files()}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = [name for name, _ in imports(ast.parse(path.read_text()), module)]
+        graph[module] = {
+            other for other in modules if any(f"{name}.".startswith(f"{other}.") for name in names)
+        }
+    assert graph["mt_megatron.scan.diagnose.run"], "no import was recognised"
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("top", SMALL_FOLDERS, ids=lambda path: path.name)
+def test_folders_stay_small_and_have_a_table_of_contents(top: Path) -> None:
+    for folder in {path.parent for path in top.rglob("*.py")}:
+        names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert len(names) <= MOST_MODULES, f"{folder} has {len(names)} modules; expected {MOST_MODULES}"
+        if "tests" in folder.relative_to(PACKAGE.parent).parts:
+            continue
+        contents = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        named = {line.split()[0] for line in contents.splitlines() if line[:1].isalpha() and "  " in line}
+        missing = {name for name in names if name not in named}
+        assert not missing, f"{folder}/__init__.py does not list {sorted(missing)}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""``mt-megatron scan simulate``: a labelled trace of a simulated run, for drills, tests and measurements."""
+"""``mt-megatron scan simulate``: a labelled trace of a simulated run, for drills, tests and measurements.
+
+The simulator is ``tools/scan_simulator`` of a checkout; the installed package does not carry it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mt_megatron
 from mt_megatron.errors import ConfigError
+
+_CHECKOUT = Path(mt_megatron.__file__).resolve().parents[1]
 
 _DESCRIPTION = """\
 Simulate the training of a dense or expert model and write the trace that its ranks would have written.
 Waiting follows from what must have happened before; nothing is measured. run.json says "simulated": true.
 What is wrong with the run is written to --truth alone, which must lie outside OUT.
+Needs a checkout of the repository: the simulator is not part of the installed package.
 """
 
 _EPILOG = """\
@@ -74,6 +81,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
+    _find_simulator()
     from tools.scan_simulator import (
         Job,
         parse_fault,
@@ -115,3 +123,16 @@ def run(args: argparse.Namespace) -> int:
         + (f", {len(faults)} fault(s) in {args.truth}" if args.truth is not None else "")
     )
     return 0
+
+
+def _find_simulator() -> None:
+    """Make ``tools.scan_simulator`` importable. Raises ``ConfigError`` where there is no checkout."""
+    if not (_CHECKOUT / "tools" / "scan_simulator" / "__init__.py").is_file():
+        raise ConfigError(
+            f"mt_megatron is installed in {_CHECKOUT}, without tools/scan_simulator; scan simulate needs a "
+            "checkout of the repository. Clone it, install it there with pip install -e . and run the "
+            "command again"
+        )
+    # The scripts of an editable install have the package alone on their path.
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(_CHECKOUT))

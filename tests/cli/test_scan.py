@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from mt_megatron.cli.scan_trace import parse_ranks
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.format.run_files import run_files, write_run
 from mt_megatron.scan.respond.agent import drill_log_path
+from tests.launch import ROOT
 
 
 def test_a_place_that_cannot_be_written_is_no_traceback(
@@ -27,6 +31,25 @@ def test_a_place_that_cannot_be_written_is_no_traceback(
     assert main(["scan", "trace", str(run), "--output", str(file / "trace.json.gz")]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(f"{file}" in line and "expected a place" in line for line in lines)
+
+
+def test_simulate_in_an_installed_wheel_asks_for_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mt_megatron.cli.scan_simulate._CHECKOUT", tmp_path)
+    assert main(["scan", "simulate", str(tmp_path / "run")]) == 2
+    assert "needs a checkout" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_simulate_finds_the_checkout_from_any_folder(tmp_path: Path) -> None:
+    """As the script of an editable install: the package is found, the checkout is not on the path."""
+    (tmp_path / "mt_megatron").symlink_to(ROOT / "mt_megatron")
+    command = [sys.executable, "-m", "mt_megatron.cli", "scan", "simulate", "run"]
+    command += ["--layout", "dp=2", "--steps", "2", "--microbatches", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "simulated 2 steps of 2 ranks" in done.stdout, done.stderr
+    assert (tmp_path / "run" / "scan" / "run.json").is_file()
 
 
 def test_an_error_that_is_of_no_place_stays_what_it_is(

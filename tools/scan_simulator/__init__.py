@@ -2,26 +2,26 @@
 
 What it makes is called simulated: in ``run.json``, in each file's first note, and wherever it is quoted.
 
-layout         where each rank is
-job            sizes, speeds, unsteadiness
-faults         what is wrong, since when
-noise          random draws, a generator per purpose
-schedule       1F1B and interleaved pipelines as data
-work           a micro-batch in pieces
-draws          how long everything of one step takes
-links, ways    what each link takes; groups as arrays of times
-collectives    who leaves when, hop by hop
-across_stages  the collectives at a step's end
-stops, hosts   processes that stand still, quotas; each rank's processor
-engine         plays a step: waiting follows
-columns        the spans of a step without their times
-clocks         offsets, drifts, pings
-counters       host facts
-run_metadata   what a run and its ranks say of themselves
-rank_files     the files
-run            ``simulate``
-trials         draws jobs and faults for judging a detector
-scores         how it is judged
+layout       ranks on axes and hosts
+job          sizes, speeds, unsteadiness
+faults       faults and the step in which they begin
+noise        random draws, one generator per purpose
+schedule     1F1B and interleaved pipelines as data
+work         the pieces of a micro-batch
+draws        durations of everything in one step
+links        latency and bandwidth of every link
+ways         groups as arrays of link times
+collectives  exits of the members, hop by hop
+stops        stopped processes and quotas
+hosts        each rank's processor
+engine       one step after another; collectives at a step's end
+columns      the spans of a step without their times
+clocks       offsets, drifts, pings
+counters     host counters
+rank_files   ``run.json`` and the files of every rank
+run          ``simulate``: a whole run
+trials       draws of jobs and faults that judge a detector
+scores       the verdict on a detector's findings
 """
 
 from .faults import Fault, parse_fault

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import Unit, edge_name
-
 from .batched_p2p import own_ends
 from .matched_ops import (
     Edge,
@@ -25,6 +23,7 @@ from .matched_ops import (
     group_rows,
 )
 from .trace import Place
+from .units import Unit, edge_name
 
 
 class ExchangeStore:

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.scan.analysis.trace import Trace
+from mt_megatron.scan.findings.recorded import findings_on_record
 from mt_megatron.scan.findings.text import headline
 from mt_megatron.scan.format.records import KINDS
 
 from .export_index import Survey, survey, transfers
-from .output_file import Exported, findings_on_record, rank_title, whole_file
+from .output_file import Exported, rank_title, whole_file
 from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .tracks import Lanes, Plotted, counter_points, labels, slices, step_thread, track_name
 

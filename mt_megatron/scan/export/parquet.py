@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.analysis.step_features import rank_steps
 from mt_megatron.scan.analysis.trace import Trace
+from mt_megatron.scan.findings.recorded import findings_on_record
 from mt_megatron.scan.format.permissions import grant_below
 from mt_megatron.scan.format.records import ASYNC, KINDS, WAIT
 from mt_megatron.scan.format.run_files import RunFiles, make_private_folder, segment_paths, write_private
 
-from .output_file import findings_on_record
 from .rank_stream import Piece, pieces
 
 TABLES = ("spans", "counters", "ranks", "steps", "findings")

@@ -12,8 +12,8 @@ import numpy as np
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.diagnose.run import diagnose
-from mt_megatron.scan.export.output_file import findings_on_record, unclaimed
 from mt_megatron.scan.findings.finding import Finding
+from mt_megatron.scan.findings.recorded import findings_on_record, unclaimed
 from mt_megatron.scan.findings.text import claims_and_signals
 from mt_megatron.scan.format.recording_end import Ended, read_ended
 from mt_megatron.scan.format.records import KIND, OPEN

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.analysis.trace import Trace, open_trace
 from mt_megatron.scan.diagnose.run import Diagnosis, diagnose
-from mt_megatron.scan.export.output_file import findings_on_record, unclaimed
 from mt_megatron.scan.findings.finding import Finding
+from mt_megatron.scan.findings.recorded import findings_on_record, unclaimed
 from mt_megatron.scan.findings.text import claims_and_signals, named_before, rank_list
 from mt_megatron.scan.format.recording_end import ended_of
 from mt_megatron.scan.format.records import KIND, OPEN

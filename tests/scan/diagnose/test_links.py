@@ -10,10 +10,11 @@ import pytest
 
 from mt_megatron.scan.analysis.matched_ops import Rows, Samples
 from mt_megatron.scan.analysis.step_table import StepTable
+from mt_megatron.scan.analysis.units import Unit
 from mt_megatron.scan.diagnose.hops.ring_patterns import WAYS, Way, fit_pairs, fit_ring, ring_exits, rounds
 from mt_megatron.scan.diagnose.hops.slow_rings import slow_rings
 from mt_megatron.scan.diagnose.slow_transfer.links import slow_links
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import Unit, slow_units
+from mt_megatron.scan.diagnose.slow_transfer.slow_units import slow_units
 from mt_megatron.scan.findings.finding import Finding
 
 from .step_tables import MS, heavy_tailed, table

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from mt_megatron.scan.analysis.units import SlowUnit
 from mt_megatron.scan.diagnose.hops.side_effects import without_side_effects
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import SlowUnit
 from mt_megatron.scan.findings.finding import Finding
 
 from .test_starved import slow

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mt_megatron.scan.analysis.change_points import SHORTEST, stretches
 from mt_megatron.scan.analysis.matched_ops import Samples
 from mt_megatron.scan.analysis.robust import Floats
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
+from mt_megatron.scan.analysis.units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 
 from .where_slow import Located, WhereSlow
 

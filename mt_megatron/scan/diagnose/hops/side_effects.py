@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import SlowUnit
+from mt_megatron.scan.analysis.units import SlowUnit
 from mt_megatron.scan.findings.finding import Finding
 
 NEAR = 2

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.scan.analysis.matched_ops import Label, Samples
 from mt_megatron.scan.analysis.trace import Place
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
+from mt_megatron.scan.analysis.units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 
 from .hidden_links import BY_PATTERN, hidden_links
 from .ring_patterns import Hops, RingFit, fit_pairs, fit_ring

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mt_megatron.scan.analysis.matched_ops import Label, Samples
 from mt_megatron.scan.analysis.trace import Place
-from mt_megatron.scan.diagnose.slow_transfer.slow_units import Unit
+from mt_megatron.scan.analysis.units import Unit
 
 from .exit_evidence import LEAST_GAIN, Explanation, Times
 from .pair_evidence import slow_pair

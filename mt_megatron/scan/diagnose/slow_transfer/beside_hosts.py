@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from mt_megatron.scan.analysis.matched_ops import Label
 from mt_megatron.scan.analysis.step_table import StepTable
+from mt_megatron.scan.analysis.units import SlowUnit, Unit
 from mt_megatron.scan.diagnose.hops.where_slow import WhereSlow
 from mt_megatron.scan.findings.finding import Finding
 
 from .link_views import View, borders_of
 from .links import MOST_FITS
-from .slow_units import SlowUnit, Unit
 from .starved import HINDERS, overlap
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.scan.analysis.matched_ops import Rows, Samples
-
-from .slow_units import Unit
+from mt_megatron.scan.analysis.units import Unit
 
 
 def leaving_out(units: Sequence[Unit], stretches: Sequence[tuple[int, int]]) -> list[Unit]:

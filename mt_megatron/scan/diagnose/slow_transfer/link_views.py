@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from mt_megatron.scan.analysis.matched_ops import Label
 from mt_megatron.scan.analysis.step_table import StepTable
 from mt_megatron.scan.analysis.trace import Place
+from mt_megatron.scan.analysis.units import LEAST_LOSS, SlowUnit, Unit
 from mt_megatron.scan.diagnose.hops.hidden_links import said
 from mt_megatron.scan.diagnose.hops.ring_patterns import Hops, fit_pairs, fit_ring
 from mt_megatron.scan.diagnose.hops.slow_rings import crossing_hops, node_borders, node_of
 from mt_megatron.scan.diagnose.hops.where_slow import WhereSlow
-
-from .slow_units import LEAST_LOSS, SlowUnit, Unit
 
 NODE_SHARE = 0.7
 """Of the units that cross a node's border, so many must be slow to blame its border."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from mt_megatron.scan.analysis.matched_ops import Label
 from mt_megatron.scan.analysis.step_table import StepTable
 from mt_megatron.scan.analysis.trace import Place
+from mt_megatron.scan.analysis.units import LEAST_LOSS, SlowUnit, Unit
 from mt_megatron.scan.diagnose.hops.slow_rings import node_of
 from mt_megatron.scan.diagnose.hops.where_slow import WhereSlow
 from mt_megatron.scan.findings.finding import Cause, Finding
 
 from .link_views import NODE_SHARE, Pair, View, borders_of, cost_of, crosses
-from .slow_units import LEAST_LOSS, SlowUnit, Unit
 
 MOST_FITS = 24
 

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from mt_megatron.scan.analysis.robust import Floats
 from mt_megatron.scan.analysis.step_table import StepTable
+from mt_megatron.scan.analysis.units import SlowUnit, Unit
 from mt_megatron.scan.diagnose.late_arrival.usual_waits import FEWEST_BEFORE, usual_wait
 from mt_megatron.scan.findings.finding import Finding
-
-from .slow_units import SlowUnit, Unit
 
 HINDERS = ("host_contention", "host_pause")
 """Causes for which a rank transfers slowly as well."""
