@@ -140,7 +140,7 @@ def test_a_clean_run_names_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_command_says_it_in_a_few_lines(
     slow: ReportFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = slow.html.parents[3]
+    run = slow.html.parents[2]
     assert main(["scan", "report", str(run), "--output", str(tmp_path / "out")]) == 1
     out = capsys.readouterr().out
     assert "\nRank 1 (node-1) computes slowly\n  costs " in out and "next: " in out
