@@ -68,6 +68,11 @@ class DeviceGenerator(torch.Generator):
             super().manual_seed(seed)
         return self
 
+    def seed_all(self, seed: int) -> None:
+        """Seed the device's stream and the host's, wherever each of them is now."""
+        torch.default_generator.manual_seed(seed)
+        super().manual_seed(seed)
+
     def seed(self) -> int:
         """Seed the device's stream by chance; returns the seed."""
         return int(torch.default_generator.seed() if self.is_in_use else super().seed())

@@ -63,7 +63,7 @@ def _seed(original: Callable[..., None], seed: Any) -> None:
     from ..backends.cpu_random import device_generator
 
     original(seed)
-    device_generator().manual_seed(int(seed))
+    device_generator().seed_all(int(seed))
 
 
 def patches(backend: Backend) -> list[Patch]:

@@ -92,6 +92,11 @@ def streams() -> dict[str, Any]:
     found["host set in a fork"] = torch.initial_seed() == 3
     found["device after a fork"] = torch.equal(device_generator().get_state(), before[0])
     found["drawn"] = float(drawn)
+    with device_generator().in_use():
+        torch.manual_seed(8)
+        both = [torch.rand(())]
+    both.append(torch.rand(()))
+    found["seeded in a fork"] = [float(each) for each in both]
     state = torch.get_rng_state()
     seen.rand(3, device="cuda")
     found["a device's factory moves the host"] = not torch.equal(state, torch.get_rng_state())
@@ -121,6 +126,13 @@ def test_torchs_own_recomputation_replays_dropout(ranks: list[dict[str, Any]]) -
 
 def test_a_seed_of_torch_is_the_devices_too(ranks: list[dict[str, Any]]) -> None:
     assert all(found["seeds"] == [False, True] for found in ranks)
+
+
+def test_a_seed_of_torch_is_both_streams_within_device_work_too(ranks: list[dict[str, Any]]) -> None:
+    import torch
+
+    first = float(torch.rand((), generator=torch.Generator().manual_seed(8)))
+    assert all(found["seeded in a fork"] == [first, first] for found in ranks)
 
 
 def test_a_fork_knows_host_and_device(ranks: list[dict[str, Any]]) -> None:
