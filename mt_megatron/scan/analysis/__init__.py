@@ -3,8 +3,7 @@
 trace            a run's trace: places, records rank by rank, clocks
 rank_operations  communications of one rank: ready, end
 matched_ops      communications matched across their ranks
-op_table         matched operations of all groups and edges
-batched_p2p      end of each transfer in a call of several
+op_table         matched operations of all groups and edges; transfers that share a call
 units            groups and edges whose transfer times are compared
 step_features    features of each step of one rank
 step_table       steps of all ranks side by side, differences to peers

@@ -5,13 +5,9 @@ ping_plan       which ranks ping each other
 ping_wire       ping protocol over a socket
 store_messages  messages between ranks through torch's rendezvous store
 machine         identity and address of a machine
-fit             offsets of all ranks to the reference rank, with residuals
+fit             offsets of all ranks to the reference rank: domains, tree, fallback, residuals
 edges           offset between two clocks, from pings
 offset_lines    piecewise linear offsets
-tree            path from each clock to the reference
-domains         ranks that share a clock
-fallback        offsets without pings: collectives end everywhere at once
-bindings        events that bind clocks: collectives, transfers
+bindings        events that bind clocks: collectives, transfers, device anchors
 causality       smallest corrections after which no effect precedes its cause
-device_anchors  check of a device's times against its host's clock
 """

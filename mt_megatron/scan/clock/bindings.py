@@ -1,5 +1,8 @@
 """Events that bind clocks to each other: nobody leaves a collective before the last has entered it, and
-nobody has received what was not sent."""
+nobody has received what was not sent.
+
+``check_anchors``: no work of a device begins before its host asked for it, on the host's clock.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ import numpy as np
 
 from mt_megatron.scan.format.records import ASYNC, KIND, OPEN, WAIT
 
-from .device_anchors import AnchorCheck, check_anchors
-from .offset_lines import Times
+from .offset_lines import Times, robust_slope
 
 SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
 """Operations that end on no member before every member has entered them. Not ``broadcast``, which binds to
@@ -178,3 +180,50 @@ def _timed(spans: np.ndarray, meta: Mapping[str, Any]) -> np.ndarray:
     rows["end"] = np.where(on_device, spans["device_end"], spans["end"])
     _, first, counts = np.unique(rows["key"], return_index=True, return_counts=True)
     return np.asarray(rows[first[counts == 1]])
+
+
+_STRETCHES = 20
+TOLERATED_NS = 1_000
+"""Events of a device resolve about this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorCheck:
+    """One rank's device times beside its host's."""
+
+    spans: int
+    """Spans with device times."""
+
+    early: int
+    """Of those, begun on the device before the host began them, by more than ``TOLERATED_NS``."""
+
+    worst: float
+    """ns by which the earliest of them is early; 0 when none is."""
+
+    drift_ppm: float
+    """How much faster the device's times run: the trend of the shortest delays between host and device. Real
+    queues grow and shrink; the shortest delays of long stretches do not."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether the times can be used: at most one span in a hundred is early."""
+        return self.early <= self.spans / 100
+
+
+def check_anchors(spans: np.ndarray) -> AnchorCheck | None:
+    """Check ``SPAN`` records of one rank; None when none has device times."""
+    timed = spans[(spans["device_end"] > 0) & (spans["end"] != OPEN)]
+    if not len(timed):
+        return None
+    delay = timed["device_begin"] - timed["begin"]
+    early = delay < -TOLERATED_NS
+    order = np.argsort(timed["begin"], kind="stable")
+    parts = np.array_split(order, min(_STRETCHES, len(order)))
+    x = np.array([float(np.median(timed["begin"][part] - timed["begin"][order[0]])) for part in parts])
+    shortest = np.array([float(delay[part].min()) for part in parts])
+    return AnchorCheck(
+        spans=len(timed),
+        early=int(early.sum()),
+        worst=float(-delay[early].min()) if early.any() else 0.0,
+        drift_ppm=robust_slope(x, shortest) * 1e6 if len(parts) > 2 else 0.0,
+    )

@@ -1,4 +1,9 @@
-"""One clock for all ranks: every rank's times on the clock of the reference rank, and how far to trust it."""
+"""One clock for all ranks: every rank's times on the clock of the reference rank, and how far to trust it.
+
+Domains: ranks of one boot of one machine share a clock, unless their pings contradict. Tree: pings between
+pairs of clocks -> one way from each clock to the reference. Without pings: a synchronising collective ends
+everywhere at about the same moment.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,15 @@ from typing import Any, Literal
 import numpy as np
 
 from .bindings import (
+    AnchorCheck,
     Bindings,
     Collectives,
     RankClockData,
     bindings,
 )
 from .causality import Repair, repair
-from .device_anchors import AnchorCheck
-from .domains import clock_domains, unix_offset
-from .fallback import line_by_collectives
-from .offset_lines import OffsetLine, Times, same_clock
-from .tree import fit_edges, most_wrong, triangles_beside, ways_home
+from .edges import EdgeFit, exchanges, fit_edge
+from .offset_lines import OffsetLine, Times, robust_slope, same_clock
 
 Source = Literal["reference", "same clock", "pings", "collectives", "unix time", "none"]
 
@@ -253,3 +256,191 @@ def _worst(values: Sequence[float]) -> float:
 def _few(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+_CONTRADICTING = 0.05
+
+
+def clock_domains(
+    metas: Mapping[int, Mapping[str, Any]], pings: Mapping[int, np.ndarray]
+) -> tuple[dict[int, int], list[str]]:
+    """Rank -> the lowest rank with the same clock, and what is odd about it.
+
+    ``metas`` are the first notes of the ranks' traces (``boot_id``, ``clock``), ``pings`` their ``PING``
+    records. A rank that does not say its ``boot_id`` has a clock of its own. Two ranks share none if more
+    than one in twenty of the exchanges between them excludes it (an answer from before its question).
+    """
+    first: dict[tuple[object, object], int] = {}
+    found: dict[int, int] = {}
+    notes: list[str] = []
+    for rank in sorted(metas):
+        boot = metas[rank].get("boot_id")
+        key = (boot or f"rank {rank}", metas[rank].get("clock"))
+        domain = first.setdefault(key, rank)
+        if domain != rank and (
+            _contradict(rank, domain, found, pings) or _differ(pings.get(rank), pings.get(domain))
+        ):
+            notes.append(
+                f"ranks {domain} and {rank} say they run on one machine and their pings exclude that they "
+                f"share a clock: rank {rank} gets its own (is it in another time namespace?)"
+            )
+            domain = rank
+        found[rank] = domain
+    return found, notes
+
+
+def _contradict(rank: int, domain: int, domains: Mapping[int, int], pings: Mapping[int, np.ndarray]) -> bool:
+    peers = {other for other, each in domains.items() if each == domain}
+    impossible = total = 0
+    own = pings.get(rank)
+    if own is not None:
+        impossible, total = _excluded(own[np.isin(own["peer"], list(peers))])
+    for peer in peers & pings.keys():
+        more, of = _excluded(pings[peer][pings[peer]["peer"] == rank])
+        impossible, total = impossible + more, total + of
+    return impossible > _CONTRADICTING * total
+
+
+def _differ(own: np.ndarray | None, other: np.ndarray | None) -> bool:
+    """Whether pings to the same third rank exclude that two ranks have one clock."""
+    if own is None or other is None:
+        return False
+    outside = total = 0
+    for peer in np.intersect1d(own["peer"], other["peer"]).tolist():
+        fit = fit_edge(exchanges([other[other["peer"] == peer]], []))
+        found = exchanges([own[own["peer"] == peer]], [])
+        if fit is None or not len(found.at):
+            continue
+        expected = fit.line(found.at) - found.at
+        spare = fit.round_trip_median
+        outside += int(((expected < found.low - spare) | (expected > found.high + spare)).sum())
+        total += len(found.at)
+    return outside > _CONTRADICTING * total
+
+
+def _excluded(pings: np.ndarray) -> tuple[int, int]:
+    early = (pings["received"] < pings["sent"]) | (pings["returned"] < pings["answered"])
+    return int(early.sum()), len(pings)
+
+
+def unix_offset(meta: Mapping[str, Any]) -> int | None:
+    """Wall clock minus this rank's clock in ns, from the pair of times in a trace's first note; None when
+    it has none."""
+    monotonic, unix = meta.get("monotonic_ns"), meta.get("unix_ns")
+    if isinstance(monotonic, int) and isinstance(unix, int):
+        return unix - monotonic
+    return None
+
+
+_PER_KNOT = 50
+_FEWEST = 5
+
+
+def line_by_collectives(
+    matched: Sequence[Collectives], own: frozenset[int], others: frozenset[int]
+) -> OffsetLine | None:
+    """From the clock of the ranks ``own`` to that of the ranks ``others``, by the medians of the
+    differences between their ends of the same collectives; None with fewer than five of those.
+
+    Wrong by what one end usually lags behind the other: tens of microseconds over loopback, more where
+    links differ. Seen on one machine between processes: median 79 us, 95th percentile 202 us.
+    """
+    at, difference = [], []
+    for each in matched:
+        mine = [index for index, rank in enumerate(each.ranks) if rank in own]
+        theirs = [index for index, rank in enumerate(each.ranks) if rank in others]
+        if mine and theirs:
+            at.append(each.ends[mine[0]])
+            difference.append(each.ends[theirs[0]] - each.ends[mine[0]])
+    if sum(len(each) for each in at) < _FEWEST:
+        return None
+    times, offsets = np.concatenate(at), np.concatenate(difference)
+    order = np.argsort(times, kind="stable")
+    times, offsets = times[order], offsets[order]
+    base, start = int(np.median(offsets)), int(times[0])
+    x, rest = (times - start).astype(np.float64), (offsets - base).astype(np.float64)
+    slope = robust_slope(x, rest) if x[-1] > 1e9 else 0.0
+    rest -= slope * x
+    parts = np.array_split(np.arange(len(x)), max(len(x) // _PER_KNOT, 1))
+    knots = np.array([np.median(x[part]) for part in parts])
+    delta = np.array([np.median(rest[part]) for part in parts]) + slope * knots
+    knots, first = np.unique(np.rint(knots).astype(np.int64), return_index=True)
+    return OffsetLine(
+        knots=start + knots, base=base, delta=delta[first], slope_before=slope, slope_after=slope
+    )
+
+
+_SPARE_NS = 200_000.0
+
+Edge = tuple[int, int]
+"""Two domains, the lower first."""
+
+
+def fit_edges(pings: Mapping[int, np.ndarray], domains: Mapping[int, int]) -> dict[Edge, EdgeFit]:
+    """The line from the lower to the higher domain for every two that exchanged pings."""
+    asked: dict[Edge, list[np.ndarray]] = {}
+    answered: dict[Edge, list[np.ndarray]] = {}
+    for rank, rows in pings.items():
+        for peer in np.unique(rows["peer"]).tolist():
+            if peer not in domains or domains[peer] == domains[rank]:
+                continue
+            own, other = domains[rank], domains[peer]
+            edge, ways = ((own, other), asked) if own < other else ((other, own), answered)
+            ways.setdefault(edge, []).append(rows[rows["peer"] == peer])
+    found = {}
+    for edge in sorted({*asked, *answered}):
+        fit = fit_edge(exchanges(asked.get(edge, []), answered.get(edge, [])))
+        if fit is not None:
+            found[edge] = fit
+    return found
+
+
+def ways_home(
+    fits: Mapping[Edge, EdgeFit], home: int
+) -> tuple[dict[int, OffsetLine], dict[int, tuple[Edge, ...]]]:
+    """Lines to ``home`` along the ways of least uncertainty (Dijkstra), and the ways."""
+    lines = {home: same_clock()}
+    ways: dict[int, tuple[Edge, ...]] = {home: ()}
+    costs = {home: 0.0}
+    while True:
+        # Few domains: the next one is looked for among all edges.
+        candidates = []
+        for (low, high), fit in fits.items():
+            for near, far in ((low, high), (high, low)):
+                if near in lines and far not in lines:
+                    candidates.append((costs[near] + fit.uncertainty, far, near, (low, high)))
+        if not candidates:
+            return lines, ways
+        cost, far, near, edge = min(candidates)
+        towards = fits[edge].line if edge == (far, near) else fits[edge].line.inverse()
+        lines[far] = towards.then(lines[near])
+        ways[far] = (*ways[near], edge)
+        costs[far] = cost
+
+
+def triangles_beside(
+    fits: Mapping[Edge, EdgeFit], lines: Mapping[int, OffsetLine], used: set[Edge]
+) -> dict[int, float]:
+    """Per domain, how far pings beside the tree are from what the tree says; ns."""
+    found: dict[int, float] = {}
+    for (low, high), fit in fits.items():
+        if (low, high) in used or low not in lines or high not in lines:
+            continue
+        at = fit.line.knots
+        difference = np.abs(lines[high](fit.line(at)) - lines[low](at))
+        disagreement = float(np.median(difference))
+        for domain in (low, high):
+            found[domain] = max(found.get(domain, 0.0), disagreement)
+    return found
+
+
+def most_wrong(fits: Mapping[Edge, EdgeFit], way: tuple[Edge, ...] | None) -> float:
+    """ns by which a line can be wrong; infinite where nothing was measured."""
+    if way is None:
+        return float("inf")
+    between = [fits[edge].left_out_p99 for edge in way]
+    return (
+        4 * sum(fits[edge].uncertainty for edge in way)
+        + 4 * sum(each for each in between if each == each)
+        + _SPARE_NS * len(way)
+    )

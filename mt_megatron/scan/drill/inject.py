@@ -3,6 +3,8 @@
 The rank listens at the event seam while a fault is asked for, and not otherwise. What it does it does inside
 the event (after the recorder has taken the begin), as a slow card or link would. Every fault has an end;
 nothing outlives the process.
+
+``skew_routers``: more tokens for one rank's experts, by adding to their scores in its routers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any
 
 from mt_megatron.seams import events
 
-from .expert_skew import skew_routers
 from .faults import Fault
 from .load import Products, busy_process, stop_this_process, write_for
 
@@ -203,3 +204,46 @@ class _Pauses:
 def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
+
+
+_ROUTER = "TopKRouter"
+
+
+def skew_routers(ranks: Sequence[int], bias: float) -> Callable[[], None]:
+    """Let the routers of this process prefer the experts of ``ranks`` from now on; returns what ends it.
+
+    Nothing happens in a process whose expert-parallel group holds none of ``ranks``, or that has no router.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_model_parallel_group()
+    members = torch.distributed.get_process_group_ranks(group)
+    places = [members.index(rank) for rank in ranks if rank in members]
+    size = len(members)
+    met: list[Any] = []
+
+    def meet(module: Any, inputs: Any) -> None:
+        if type(module).__name__ != _ROUTER or "gating" in module.__dict__:
+            return
+        gating = module.gating
+
+        def skewed(*args: Any, **kwargs: Any) -> Any:
+            logits = gating(*args, **kwargs)
+            local = logits.shape[-1] // size
+            extra = torch.zeros_like(logits[..., :1]).expand_as(logits).clone()
+            for place in places:
+                extra[..., place * local : (place + 1) * local] = bias
+            return logits + extra
+
+        module.gating = skewed
+        met.append(module)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(meet)
+
+    def end() -> None:
+        handle.remove()
+        for module in met:
+            module.__dict__.pop("gating", None)
+
+    return end

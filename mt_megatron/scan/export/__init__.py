@@ -1,8 +1,7 @@
 """Traces for other tools.
 
 chrome        Chrome trace event format
-pftrace       Perfetto protobuf
-protobuf      wire format of protocol buffers
+pftrace       Perfetto protobuf and its wire format
 tracks        tracks of a rank in a trace viewer
 rank_stream   records of a rank in pieces of whole steps
 export_index  first pass over a trace: steps, matched transfers

@@ -2,10 +2,14 @@
 
 Field numbers are those of perfetto's ``protos/perfetto/trace`` (``trace_packet.proto``,
 ``track_event/*.proto``, ``interned_data.proto``).
+
+The wire format of protocol buffers (varints, 64-bit words, length-prefixed bytes) follows the encoding
+specification at protobuf.dev, as far as it is needed here.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +21,6 @@ from mt_megatron.scan.format.records import KINDS
 from .chrome import Arrow, arrow_number, arrows_of
 from .export_index import Survey, survey
 from .output_file import Exported, rank_title, whole_file
-from .protobuf import blob, double, fixed64, integer, text
 from .rank_stream import EVERYTHING, Piece, Selection, pieces
 from .tracks import Lanes, Plotted, Slice, counter_points, labels, slices, step_thread, track_name
 
@@ -192,3 +195,44 @@ def _arguments(piece: Piece) -> Iterator[bytes]:
 def _flow(arrow: Arrow) -> bytes:
     """Both ends of an arrow carry one number."""
     return fixed64(_FLOWS, arrow_number(arrow))
+
+
+_DOUBLE = struct.Struct("<d")
+_FIXED = struct.Struct("<Q")
+
+
+def varint(value: int) -> bytes:
+    """An unsigned integer, 7 bits a byte, lowest first."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def integer(field: int, value: int) -> bytes:
+    """A varint field; negative values as two's complement of 64 bits."""
+    return varint(field << 3) + varint(value & 0xFFFFFFFFFFFFFFFF)
+
+
+def fixed64(field: int, value: int) -> bytes:
+    """An unsigned 64-bit field."""
+    return varint(field << 3 | 1) + _FIXED.pack(value)
+
+
+def double(field: int, value: float) -> bytes:
+    """A 64-bit floating-point field."""
+    return varint(field << 3 | 1) + _DOUBLE.pack(value)
+
+
+def blob(field: int, value: bytes) -> bytes:
+    """Bytes, or a message within the message."""
+    return varint(field << 3 | 2) + varint(len(value)) + value
+
+
+def text(field: int, value: str) -> bytes:
+    """A string field."""
+    return blob(field, value.encode())

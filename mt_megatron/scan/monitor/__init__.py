@@ -4,8 +4,7 @@ watch               the process: ``python -m mt_megatron.scan.monitor.watch RUN 
 watcher_process     its parent's side: start, restart, end
 incremental_reader  reader of growing segments
 alert_policy        which findings are news, which steps they spoil
-alerts              log line, ``alerts.jsonl``, webhook, metrics
-webhook             JSON posts, retried and bounded
+alerts              log line, ``alerts.jsonl``, webhook (retried, bounded), metrics
 metrics_endpoint    metrics in Prometheus text over HTTP
 status              ``scan status``: steps, silent ranks, findings so far
 """

@@ -8,10 +8,8 @@ writer           background thread: encode, append, flush
 levels           recording levels, and windows of steps with a higher one
 control          control file: change the level while training
 instrumentation  what a level adds to the events
-host_counters    host counters beside the spans
-linux_counters   run queue, steal and quota counters of Linux
-device_spans     device times of operations, read back later
-device_clock     device clock against host clock
+host_counters    counters of Linux and of the device beside the spans
+device_spans     device times of operations, read back later; the device's clock
 module_spans     spans of submodules (level ``full``)
 profiler         spans of kernels by torch's profiler (level ``kernel``)
 """

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mt_megatron.scan.diagnose.hang.hangs import find_hang
-from mt_megatron.scan.diagnose.hang.pace import Pace, processors_used
-from mt_megatron.scan.diagnose.hang.rank_ends import OpenOperation, RankEnd
+from mt_megatron.scan.diagnose.hang.rank_ends import OpenOperation, Pace, RankEnd, processors_used
 from mt_megatron.scan.format.records import COUNTER, OPEN, SPAN
 from mt_megatron.scan.format.segments import RankTrace
 

@@ -12,7 +12,7 @@ from mt_megatron.scan.diagnose.late_arrival.own_work import slow_ranks
 from mt_megatron.scan.diagnose.late_arrival.quota import short_of_quota
 from mt_megatron.scan.diagnose.late_arrival.stages import slow_stages
 from mt_megatron.scan.diagnose.late_arrival.waits import slow_checkpoints, slow_data
-from mt_megatron.scan.diagnose.slow_transfer.left_out import leaving_out
+from mt_megatron.scan.diagnose.slow_transfer.slow_units import leaving_out
 from mt_megatron.scan.diagnose.slow_transfer.starved import beyond_own_waits, beyond_waits
 
 from .step_tables import MS, table

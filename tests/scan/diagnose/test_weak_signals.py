@@ -17,8 +17,7 @@ from mt_megatron.scan.diagnose.late_arrival.own_work import slow_ranks
 from mt_megatron.scan.diagnose.late_arrival.passing import without_passing
 from mt_megatron.scan.diagnose.late_arrival.stages import slow_stages
 from mt_megatron.scan.diagnose.merge_findings import merged
-from mt_megatron.scan.diagnose.run import Diagnoser, Diagnosis
-from mt_megatron.scan.diagnose.whole_run import naming_no_rank, without_echoes
+from mt_megatron.scan.diagnose.run import Diagnoser, Diagnosis, naming_no_rank, without_echoes
 from mt_megatron.scan.findings.finding import SURE, Finding
 from mt_megatron.scan.findings.text import headline, next_step, weak_signal
 from mt_megatron.scan.format.recording_end import Ending

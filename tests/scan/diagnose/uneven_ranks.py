@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mt_megatron.scan.drill.expert_skew import skew_routers
+from mt_megatron.scan.drill.inject import skew_routers
 from mt_megatron.seams import events
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.loop import train

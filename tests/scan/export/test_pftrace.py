@@ -15,8 +15,7 @@ import pytest
 
 from mt_megatron.scan.analysis.trace import open_trace
 from mt_megatron.scan.export.chrome import write_chrome
-from mt_megatron.scan.export.pftrace import write_pftrace
-from mt_megatron.scan.export.protobuf import varint
+from mt_megatron.scan.export.pftrace import varint, write_pftrace
 from tests.scan.handmade import HandmadeRun, write_handmade
 
 

@@ -21,9 +21,8 @@ import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.findings.finding import Finding
-from mt_megatron.scan.monitor.alerts import Alerts
+from mt_megatron.scan.monitor.alerts import Alerts, Webhook
 from mt_megatron.scan.monitor.metrics_endpoint import Metrics, is_loopback
-from mt_megatron.scan.monitor.webhook import Webhook
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -287,7 +286,7 @@ def test_names_and_figures_are_as_prometheus_wants_them(tmp_path: Path) -> None:
 
 
 def test_what_waits_for_the_webhook_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mt_megatron.scan.monitor.webhook._WAITING_BYTES", 1000)
+    monkeypatch.setattr("mt_megatron.scan.monitor.alerts._WAITING_BYTES", 1000)
     said: list[str] = []
     with receiver() as there:
         hook = Webhook(there.url, say=said.append, pause=0.01)

@@ -20,8 +20,7 @@ from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.backends.cuda import CudaBackend
 from mt_megatron.scan.format.records import KIND, OPEN
 from mt_megatron.scan.format.segments import RankTrace, read_rank
-from mt_megatron.scan.record.device_clock import DeviceClock
-from mt_megatron.scan.record.device_spans import DeviceTime
+from mt_megatron.scan.record.device_spans import DeviceClock, DeviceTime
 from mt_megatron.scan.record.recorder import Recorder
 from mt_megatron.seams import events
 from tests.emulators import environment, needs_emulated_musa

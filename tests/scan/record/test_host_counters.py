@@ -19,8 +19,15 @@ import pytest
 from mt_megatron.backends.telemetry_types import Reading
 from mt_megatron.scan.format.records import KIND
 from mt_megatron.scan.format.segments import read_rank
-from mt_megatron.scan.record.host_counters import GC_SPAN_NS, GcPauses, HostFacts, counters_of
-from mt_megatron.scan.record.linux_counters import CgroupThrottling, RunQueue, StealTime
+from mt_megatron.scan.record.host_counters import (
+    GC_SPAN_NS,
+    CgroupThrottling,
+    GcPauses,
+    HostFacts,
+    RunQueue,
+    StealTime,
+    counters_of,
+)
 from mt_megatron.scan.record.recorder import Recorder
 from tests.launch import ROOT
 from tests.scan.recordings import counters, record, step
@@ -78,7 +85,7 @@ def test_a_thread_that_ends_takes_nothing_away(tmp_path: Path) -> None:
 def test_the_real_run_queue_grows_with_competition() -> None:
     code = (
         "import os, threading, time\n"
-        "from mt_megatron.scan.record.linux_counters import RunQueue\n"
+        "from mt_megatron.scan.record.host_counters import RunQueue\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "queue = RunQueue()\n"
         "before = queue.wait_ns()\n"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mt_megatron.scan import session
-from mt_megatron.scan.drill.expert_skew import skew_routers
+from mt_megatron.scan.drill.inject import skew_routers
 from mt_megatron.scan.respond.confirm import Request, measure
 from mt_megatron.scan.respond.measures import Measures
 from mt_megatron.scan.respond.selftest import selftest

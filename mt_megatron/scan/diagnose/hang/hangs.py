@@ -1,6 +1,9 @@
 """Who keeps everybody waiting when nothing ends: the rank that has not entered what the others wait in.
 
 Where that may be a rank of which there are no records (no files, or its tracing failed), nobody is named.
+
+Patience: the time that a rank may go without an event before it is taken to hang. Standstill: a hang in which
+no rank waits for another: one rank alone, or all of them before the same file system.
 """
 
 from __future__ import annotations
@@ -11,9 +14,50 @@ from typing import Any
 from mt_megatron.scan.analysis.trace import Place
 from mt_megatron.scan.findings.finding import Finding
 
-from .patience import CHECKPOINT_PATIENCE, IDLE, SILENT_NS, idle_or_slow_ns
 from .rank_ends import OpenOperation, RankEnd
-from .standstill import find_standstill
+
+SILENT_NS = 2_000_000_000
+"""A rank that wrote nothing for so much longer than the others, no beat of its recorder either, is stopped or
+dead."""
+
+IDLE = 0.8
+"""Of the time after which one that others wait for may hang: so long it has to have stood still."""
+
+COMPUTES = 0.1
+"""Processors in use by a rank that computes; one that stands still for good rather uses none."""
+
+PATIENCE = 5
+"""Times its usual pause between events a rank that computes may take."""
+
+CHECKPOINT_PATIENCE = 12
+"""Times as long a rank may write its checkpoint while the others wait, and any rank may compute."""
+
+_ALONE = 1.5
+"""Times as long a rank may stand still that holds nobody up."""
+
+
+def idle_or_slow_ns(end: RankEnd, now: int, after: int) -> float:
+    """ns without an event that are no sign of a hang in a rank that others wait for, ``after`` ns by now."""
+    least = IDLE * after
+    if is_silent(end, now) or not end.processors >= COMPUTES:
+        return least
+    return max(least, min(PATIENCE * end.usual_gap, CHECKPOINT_PATIENCE * after))
+
+
+def alone_ns(end: RankEnd, now: int, after: int) -> float:
+    """The same of a rank for which nobody waits: it has more time, as nobody else tells that it is late."""
+    most = CHECKPOINT_PATIENCE * after
+    idle = is_silent(end, now) or end.processors < COMPUTES
+    # In the first steps it is not known what is usual.
+    if not idle or not end.usual_gap or end.inside == "checkpoint":
+        return most
+    return min(max(_ALONE * after, PATIENCE * end.usual_gap), most)
+
+
+def is_silent(end: RankEnd, now: int) -> bool:
+    """Whether not even its recorder writes any more."""
+    return now - end.last_seen > SILENT_NS
+
 
 AFTER_NS = 5_000_000_000
 """An operation open for longer than this may hang."""
@@ -187,3 +231,67 @@ def _words(waiting: OpenOperation) -> str:
     if waiting.is_transfer:
         return f"the edge from rank {ranks[0]} to rank {ranks[1]}" if len(ranks) == 2 else "an edge"
     return f"the {waiting.key[0]} group"
+
+
+_MOST_TOLD = 8
+_CONFIDENCE = 0.7
+"""Set, not measured. Below what is told at once: the next look has to see it too."""
+
+
+def find_standstill(
+    recording: Mapping[int, RankEnd], places: Mapping[int, Place], now: int, after: int
+) -> Finding | None:
+    """The hang of ``recording``, the ranks whose recording goes on, if all of them stand still in the middle
+    of something that is no communication, or write nothing any more.
+
+    ``now``: ns on the common clock. ``after``: ns from which on one that others wait for may hang.
+    """
+    for end in recording.values():
+        # Between steps nothing is recorded: what is done there is not known. Who is stopped as a whole does
+        # not write what it is in, either.
+        inside = end.in_step or end.inside is not None or is_silent(end, now)
+        if end.recording_off or not inside or now - end.last_event < alone_ns(end, now, after):
+            return None
+    if not recording:
+        return None
+    ranks = sorted(recording)
+    seconds = (now - max(end.last_event for end in recording.values())) / 1e9
+    step = max(end.step for end in recording.values())
+    insides = {_inside(end) for end in recording.values()}
+    hosts = {places[rank].host for rank in ranks if rank in places}
+    evidence = [f"no event of any rank for {seconds:.1f} s, and none of them waits for another"]
+    evidence += [_stands(recording[rank], now) for rank in ranks[:_MOST_TOLD]]
+    stacks: dict[str, Any] = {}
+    for rank in ranks[:_MOST_TOLD]:
+        note = recording[rank].note
+        if note is not None:
+            stacks[str(rank)] = note.get("stacks", {})
+    return Finding(
+        cause="hang",
+        lateness="hang",
+        ranks=tuple(ranks),
+        group=None,
+        host=hosts.pop() or None if len(hosts) == 1 else None,
+        first_step=step,
+        last_step=step,
+        lost_fraction=1.0,
+        confidence=_CONFIDENCE,
+        evidence=tuple(evidence),
+        details={
+            "inside": insides.pop() if len(insides) == 1 else "a step",
+            "waiting": [],
+            "seconds": round(seconds, 1),
+            "stacks": stacks,
+        },
+    )
+
+
+def _inside(end: RankEnd) -> str:
+    return end.inside or "a step"
+
+
+def _stands(end: RankEnd, now: int) -> str:
+    if is_silent(end, now):
+        silent = (now - end.last_seen) / 1e9
+        return f"rank {end.rank} has written nothing for {silent:.1f} s: it is stopped or dead"
+    return f"rank {end.rank} is alive, in {_inside(end)}"

@@ -1,4 +1,8 @@
-"""Why a rank's own work takes longer: a slow processor, a busy host, or a stop."""
+"""Why a rank's own work takes longer: a slow processor, a busy host, or a stop.
+
+``usual_wait``: how long the ranks of a run wait for a processor when nothing is wrong; a culprit stands out
+from that.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_megatron.scan.analysis.robust import Floats
+from mt_megatron.scan.analysis.robust import Floats, lower_median
 from mt_megatron.scan.analysis.step_table import StepTable, excess_over_peers
 from mt_megatron.scan.findings.finding import Cause
-
-from .usual_waits import usual_wait
 
 HOST_SHARE = 0.35
 """Of the lost time, what waits for a processor must explain to be the cause: the waits are of the process's
@@ -213,3 +215,22 @@ def _waits_per_work(table: StepTable, row: int, peers: Sequence[int], chosen: ND
 
 def _positive(value: float) -> float:
     return value if value > 0 else 0.0
+
+
+FEWEST_BEFORE = 4
+"""Steps outside a stretch that say what was usual."""
+
+
+def usual_wait(table: StepTable, first_step: int, last_step: int) -> float:
+    """ns a step that the run's ranks wait for a processor outside these steps, or that the middle one of them
+    does in them, whichever is more. Less than this comes and goes on such a machine without a fault."""
+    waited = table.columns["run_queue_wait_ns"]
+    inside = (table.iteration >= first_step) & (table.iteration <= last_step)
+    found = [0.0]
+    before = waited[:, ~inside][np.isfinite(waited[:, ~inside])]
+    if len(before) >= FEWEST_BEFORE * len(table.ranks):
+        found.append(float(np.median(before)))
+    meanwhile = [np.nanmean(row) for row in waited[:, inside] if np.isfinite(row).any()]
+    if len(meanwhile) > 2:
+        found.append(float(lower_median(np.array(meanwhile))))
+    return max(found)

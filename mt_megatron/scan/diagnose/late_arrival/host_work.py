@@ -16,10 +16,9 @@ from mt_megatron.scan.analysis.robust import Floats
 from mt_megatron.scan.analysis.step_table import StepTable, beside_peers
 from mt_megatron.scan.findings.finding import Finding
 
-from .causes import USED_SHARE
+from .causes import USED_SHARE, usual_wait
 from .late_finding import late_arrival
 from .stages import above_past
-from .usual_waits import usual_wait
 
 LEAST = log(1.35)
 """Caches and sibling threads are shared: less than this may be a neighbour's doing."""

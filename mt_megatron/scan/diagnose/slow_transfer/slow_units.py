@@ -1,13 +1,18 @@
-"""Which groups and edges transfer more slowly than comparable ones, or than they did before."""
+"""Which groups and edges transfer more slowly than comparable ones, or than they did before.
+
+``leaving_out``: units without the steps of a fault that is over; these are not what is usual.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_megatron.scan.analysis.matched_ops import Rows, Samples
 from mt_megatron.scan.analysis.raised_levels import Raised, raised_levels
 from mt_megatron.scan.analysis.robust import Floats
 from mt_megatron.scan.analysis.units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
@@ -166,3 +171,35 @@ def _typical(reference: Floats, time: Floats) -> Floats:
         elif len(own):
             found[row] = float(np.quantile(own, 0.1))
     return found
+
+
+def leaving_out(units: Sequence[Unit], stretches: Sequence[tuple[int, int]]) -> list[Unit]:
+    """``units`` without their operations in the steps of ``stretches`` (first and last step); those of which
+    nothing is left are gone."""
+    if not stretches:
+        return list(units)
+    found = []
+    for unit in units:
+        rows = _rows(unit.rows, _outside(unit.rows.iteration, stretches))
+        samples = unit.samples
+        if samples is not None:
+            samples = _samples(samples, _outside(samples.iteration, stretches))
+        others = tuple(_samples(each, _outside(each.iteration, stretches)) for each in unit.others)
+        if len(rows.time):
+            found.append(replace(unit, rows=rows, samples=samples, others=others))
+    return found
+
+
+def _outside(iteration: NDArray[np.int64], stretches: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    outside = np.ones(len(iteration), dtype=bool)
+    for first, last in stretches:
+        outside &= (iteration < first) | (iteration > last)
+    return outside
+
+
+def _rows(rows: Rows, kept: NDArray[np.bool_]) -> Rows:
+    return Rows(**{each.name: getattr(rows, each.name)[kept] for each in fields(rows)})
+
+
+def _samples(samples: Samples, kept: NDArray[np.bool_]) -> Samples:
+    return Samples(**{each.name: getattr(samples, each.name)[kept] for each in fields(samples)})

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mt_megatron.scan.analysis.robust import Floats
 from mt_megatron.scan.analysis.step_table import StepTable
 from mt_megatron.scan.analysis.units import SlowUnit, Unit
-from mt_megatron.scan.diagnose.late_arrival.usual_waits import FEWEST_BEFORE, usual_wait
+from mt_megatron.scan.diagnose.late_arrival.causes import FEWEST_BEFORE, usual_wait
 from mt_megatron.scan.findings.finding import Finding
 
 HINDERS = ("host_contention", "host_pause")
