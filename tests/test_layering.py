@@ -57,7 +57,6 @@ SCAN_ROOMS = (
     "diagnose.late_arrival",
     "diagnose.hops",
     "diagnose.slow_transfer",
-    "diagnose.hang",
     "diagnose",
     "export",
     "report",

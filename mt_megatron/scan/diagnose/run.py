@@ -24,8 +24,6 @@ from mt_megatron.scan.analysis.step_features import RankSteps, rank_steps
 from mt_megatron.scan.analysis.step_table import StepTable, step_table
 from mt_megatron.scan.analysis.trace import Place, Trace, clock_error, open_trace
 from mt_megatron.scan.clock.fit import Clocks
-from mt_megatron.scan.diagnose.hang.hangs import find_hang
-from mt_megatron.scan.diagnose.hang.rank_ends import RankEnd, rank_end
 from mt_megatron.scan.diagnose.hops.side_effects import without_side_effects
 from mt_megatron.scan.diagnose.hops.slow_rings import slow_rings
 from mt_megatron.scan.diagnose.late_arrival.host_work import slow_on_host, starved_on_host
@@ -41,7 +39,9 @@ from mt_megatron.scan.diagnose.slow_transfer.starved import beyond_own_waits, be
 from mt_megatron.scan.findings.finding import SURE, Finding
 from mt_megatron.scan.format.segments import RankTrace
 
+from .hangs import find_hang
 from .merge_findings import merged, one_per_rank, with_true_cost
+from .rank_ends import RankEnd, rank_end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.scan.clock.fit import Clocks
-from mt_megatron.scan.diagnose.hang.rank_ends import Key, Pace, RankEnd, rank_end
+from mt_megatron.scan.diagnose.rank_ends import Key, Pace, RankEnd, rank_end
 from mt_megatron.scan.format.recording_end import Ended, read_ended
 from mt_megatron.scan.format.records import COUNTER, KIND, OPEN, PING, SPAN
 from mt_megatron.scan.format.run_files import segment_paths

@@ -26,7 +26,7 @@ from mt_megatron.errors import MtMegatronError, ScanError
 from mt_megatron.scan.analysis.step_features import RankSteps
 from mt_megatron.scan.analysis.trace import Place, places_of
 from mt_megatron.scan.clock.fit import Clocks, fit_clocks
-from mt_megatron.scan.diagnose.hang.hangs import find_hang
+from mt_megatron.scan.diagnose.hangs import find_hang
 from mt_megatron.scan.diagnose.run import Diagnoser, read_part
 from mt_megatron.scan.findings.finding import SURE, Finding
 from mt_megatron.scan.findings.text import only_host

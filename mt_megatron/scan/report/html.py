@@ -22,8 +22,8 @@ from mt_megatron.scan.findings.text import (
     time_text,
     weak_signal,
 )
+from mt_megatron.scan.report import grid, timeline
 
-from . import grid, timeline
 from .charts import (
     breakdown_bars,
     breakdown_legend,

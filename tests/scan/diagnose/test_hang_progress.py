@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_megatron.scan.diagnose.hang.hangs import find_hang
-from mt_megatron.scan.diagnose.hang.rank_ends import OpenOperation, Pace, RankEnd, processors_used
+from mt_megatron.scan.diagnose.hangs import find_hang
+from mt_megatron.scan.diagnose.rank_ends import OpenOperation, Pace, RankEnd, processors_used
 from mt_megatron.scan.format.records import COUNTER, OPEN, SPAN
 from mt_megatron.scan.format.segments import RankTrace
 

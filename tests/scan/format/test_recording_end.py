@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.cli.scan_status import text
-from mt_megatron.scan.diagnose.hang.hangs import CHECKPOINT_PATIENCE, find_hang
+from mt_megatron.scan.diagnose.hangs import CHECKPOINT_PATIENCE, find_hang
 from mt_megatron.scan.diagnose.run import diagnose
 from mt_megatron.scan.findings.text import headline, next_step
 from mt_megatron.scan.format.recording_end import Ended, Ending, ended_of, read_ended
