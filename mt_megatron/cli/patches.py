@@ -142,7 +142,10 @@ def _explain(args: argparse.Namespace) -> int:
     patch = next((patch for patch in patches if patch.id == args.id), None)
     if patch is None:
         near = suggest(args.id, [patch.id for patch in patches])
-        print(f"no patch of backend {backend.name!r} has the id {args.id!r}{near}", file=sys.stderr)
+        print(
+            f"no patch of backend {backend.name!r} has the id {args.id!r}{near}; 'patches list' shows all",
+            file=sys.stderr,
+        )
         return 2
     _, left_out = select_patches(patches, backend.name, None)
     data = _as_data(patch, next((why for other, why in left_out if other is patch), None))

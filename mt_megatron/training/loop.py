@@ -202,7 +202,9 @@ class _Run:
         else:
             self._evaluate()
         self._summary(result)
-        for line in next_lines(self.config, self.progress.iteration, self.checkpoint, self.tracing.folder):
+        # A start without a step recorded nothing that a report could show.
+        trace = None if result is None else self.tracing.folder
+        for line in next_lines(self.config, self.progress.iteration, self.checkpoint, trace):
             self.display.say(line)
         return Outcome(
             progress=self.progress,

@@ -66,6 +66,7 @@ class Output:
         self._pace = Pace(config.logging.log_interval)
         self._clock: CommunicationClock | None = None
         self._told = False
+        self._shown: int | None = None
         self._drawn = False
 
     @property
@@ -118,7 +119,8 @@ class Output:
             return
         found = self._state(iteration, window, values)
         self.records.record("train", iteration, found)
-        self.display.step(iteration, found)
+        if iteration != self._shown:
+            self.display.step(iteration, found)
         self._pace.told()
 
     def between(self, progress: Progress, window: Window, result: StepResult) -> None:
@@ -127,6 +129,7 @@ class Output:
             skipped = progress.skipped_iterations
             values = {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_iterations": skipped}
             self.display.step(progress.iteration, self._state(progress.iteration, window, values))
+            self._shown = progress.iteration
             self._pace.told()
 
     def _state(self, iteration: int, window: Window, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,12 @@ def summary_lines(
     seconds: float,
 ) -> list[str]:
     """What a person wants to know when a run has ended; ``seconds`` is how long this process took."""
-    lines = [
+    lines = []
+    if progress.iteration > train_iters:
+        lines.append(
+            f"nothing to train: the run is at step {progress.iteration}, beyond --train-iters {train_iters}"
+        )
+    lines += [
         f"done: {progress.iteration} of {train_iters} steps, {progress.consumed_tokens:,} tokens, "
         f"{progress.skipped_iterations} skipped, {duration(seconds)} of wall time"
     ]

@@ -43,6 +43,7 @@ def runs(folder: str) -> dict[str, Any]:
         "second": said(f"{tensor} --save {folder}/run {board}"),
         "full": said("--metrics-path /dev/full --train-iters 3"),
         "paced": said("--log-interval 100 --train-iters 6"),
+        "left": said("--log-interval 100 --train-iters 6 --exit-interval 2"),
         "broken": broken(folder),
         "unopened": unopened(folder),
     }

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.training.progress import Progress
+from mt_megatron.training.summary import summary_lines
 from tests.launch import run_ranks
 from tests.training.output_cases import TENSORBOARD
 
@@ -99,10 +101,23 @@ def test_no_rank_waits_for_one_that_cannot_write(found: tuple[list[Found], Path]
 def test_a_long_interval_is_not_silent(found: tuple[list[Found], Path]) -> None:
     """Without a record of its own; rank 1 says nothing, and neither does a CPU without a peak about it."""
     lines = found[0][0]["paced"]["lines"]
-    steps = [line.split("  ")[0] for line in lines if line.startswith("step ") and "loss" in line]
-    assert [step for step in steps if "/6" in step] == ["step 1/6", "step 2/6", "step 5/6", "step 6/6"]
+    assert _steps(lines) == ["step 1/6", "step 2/6", "step 5/6", "step 6/6"]
     assert not any("MFU" in line for line in lines)
+    assert _steps(found[0][0]["left"]["lines"]) == ["step 1/6", "step 2/6"], "the last one is said once"
     assert found[0][1]["paced"]["lines"] == []
+
+
+def _steps(lines: list[str]) -> list[str]:
+    steps = [line.split("  ")[0] for line in lines if line.startswith("step ") and "loss" in line]
+    return [step for step in steps if "/6" in step]
+
+
+def test_a_run_beyond_its_steps_has_nothing_to_train() -> None:
+    progress = Progress(iteration=310)
+    arguments: dict[str, Any] = dict.fromkeys(("train_loss", "validation", "baselines", "checkpoint"))
+    beyond = summary_lines(progress=progress, train_iters=20, seconds=1.0, **arguments)
+    assert beyond[0] == "nothing to train: the run is at step 310, beyond --train-iters 20"
+    assert summary_lines(progress=progress, train_iters=310, seconds=1.0, **arguments)[0].startswith("done:")
 
 
 def test_the_last_lines_say_what_can_be_done_next(found: tuple[list[Found], Path]) -> None:

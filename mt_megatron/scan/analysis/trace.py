@@ -87,6 +87,11 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         raise ScanError(
             f"found no readable segment below {files.root}; expected files such as rank-00000/000000.scan"
         )
+    if earlier := len({number for each in by_rank.values() for number in each if number < newest}):
+        notes.append(
+            f"the run was started {earlier + 1} times; this is what its last start recorded, earlier "
+            "starts are kept but not shown"
+        )
     # The whole of one rank at a time.
     shared: dict[str, Any] = {}
     light = {rank: _Light(files, rank, newest, shared) for rank, each in by_rank.items() if newest in each}

@@ -84,6 +84,7 @@ def gather(run: Path | str, *, first_step: int | None = None, last_step: int | N
         raise ScanError(
             f"found no whole step in {trace.files.root}; expected some between {first_step or 'the first'} "
             f"and {last_step or 'the last'}. Let the run finish a few steps, or ask for others"
+            + "".join(f" ({note})" for note in trace.notes)
         )
     survey.first_pass(findings)
     # Of a part of the steps nothing is known of what was named in others.

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mt_megatron.errors import ConfigError, ScanError
+from mt_megatron.scan.analysis.trace import open_trace
 from mt_megatron.scan.format.records import ASYNC, KIND, OPEN, SPAN, WAIT
 from mt_megatron.scan.format.segment_retention import SegmentRing
 from mt_megatron.scan.format.segments import Group, read_rank, sessions
@@ -353,6 +354,7 @@ def test_a_second_run_in_the_same_folder_is_a_session_of_its_own(tmp_path: Path)
     trace = record(tmp_path, lambda recorder: step(2))
     assert {row[2] for row in rows(trace, "iteration")} == {2}
     assert sessions(tmp_path / "scan" / "rank-00000") == [0, 1]
+    assert any("was started 2 times" in note for note in open_trace(tmp_path).notes)
     assert record(tmp_path, lambda recorder: None, meta={"session": 9}).meta["session"] == 9
 
 
