@@ -65,6 +65,10 @@ def all_to_all_flat(
                 f"{input.numel()}; expected equal numbers without split sizes"
             )
         output, input = _flat(output), _flat(input)
+    else:
+        # Before the library: Gloo would raise what one call did wrong in a later barrier again.
+        _require_sum("output", output, into, group)
+        _require_sum("input", input, given, group)
     return dist.all_to_all_single(output, input, into, given, group=group, async_op=async_op)
 
 
@@ -76,6 +80,18 @@ def split_sizes(given: Sequence[int] | None) -> list[int]:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     # One that has gaps is left to the library, which refuses it.
     return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
+
+
+def _require_sum(name: str, tensor: torch.Tensor, sizes: list[int], group: Any) -> None:
+    world = dist.get_world_size(group)
+    if world <= 0 or not sizes:
+        return
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if len(sizes) != world or sum(sizes) != rows:
+        raise ValueError(
+            f"all_to_all_single: found {name} of {rows} rows and split sizes {sizes}; expected {world} "
+            f"sizes, one for each rank, which add up to {rows}"
+        )
 
 
 def _require_multiple(

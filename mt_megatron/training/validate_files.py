@@ -208,7 +208,7 @@ def _checkpoints(config: TrainingConfig) -> list[str]:
     checkpoint, found = config.checkpoint, []
     if checkpoint.save_interval is not None and checkpoint.save is None:
         found.append("save_interval is set without save; expected a directory. Set --save.")
-    if checkpoint.save_interval_in_mins and checkpoint.save is None:
+    if (checkpoint.save_interval_in_mins or 0) > 0 and checkpoint.save is None:
         found.append("save_interval_in_mins is set without save; expected a directory. Set --save.")
     if checkpoint.load is not None and not is_folder(checkpoint.load):
         found.append(f"load is {checkpoint.load}, which is no directory; expected one. Correct --load.")

@@ -134,4 +134,4 @@ def fields_that_cannot_be_set(case: Case, rng: Random) -> Promise:
 def presets_with_a_typo(case: Case, rng: Random) -> Promise:
     wrong = rng.choice(["lama3_tiny", "llama3-tiny", "llama3_8B", "llama_8b", "gpt2"])
     case.extra_flags = ["--model", wrong]
-    return Promise(option="preset", found=repr(wrong), change="expected one of")
+    return Promise(option="preset", found=repr(wrong), change="--list-models names all of them")

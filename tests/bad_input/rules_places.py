@@ -62,8 +62,9 @@ def checkpoints_that_are_not_there(case: Case, rng: Random) -> Promise:
 
 @rule
 def intervals_without_a_folder(case: Case, rng: Random) -> Promise:
-    case["save_interval"] = 10
-    return promise("save_interval", "without save", "--save")
+    name = rng.choice(["save_interval", "save_interval_in_mins"])
+    case[name] = 10
+    return promise(name, "without save", "--save")
 
 
 @rule

@@ -59,6 +59,7 @@ RANGES: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("clip_grad", (-1.0,)),
     ("weight_decay", (-0.1,)),
     ("exit_duration_in_mins", (0.0, -5.0)),
+    ("save_interval_in_mins", (-1.0, -0.5)),
     ("distributed_timeout_minutes", (0.0, -5.0, 1e12)),
     ("peak_tflops", (0.0, -100.0)),
     ("initial_loss_scale", (0.0, -1.0)),

@@ -41,9 +41,9 @@ def test_a_limit_of_zero_is_none(tmp_path: Path, texts: Path, capsys: pytest.Cap
     assert 2000 <= some["train_tokens"] < everything["train_tokens"]
 
 
-def test_what_cannot_be_made_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "--output", str(tmp_path / "out"), "--corpus", str(tmp_path / "nothing")]) == 1
-    assert "found nothing at" in capsys.readouterr().err
+def test_a_missing_corpus_is_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--output", str(tmp_path / "out"), "--corpus", str(tmp_path / "nothing")]) == 2
+    assert "there is nothing; check the path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def initialize() -> int:
     os.environ.setdefault("MASTER_PORT", "0")
     dist.init_process_group("nccl", rank=rank, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     parallel_state.initialize_model_parallel()
+    torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return rank
 
