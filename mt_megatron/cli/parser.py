@@ -31,8 +31,12 @@ class Parser(argparse.ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(self._given, namespace)
         # Of several parsers it is the innermost's business, which has no subcommands.
-        if rest and self._subparsers is None and not self.get_default("config_arguments"):
-            self.error(self._unknown(rest))
+        if rest and self._subparsers is None:
+            if not self.get_default("config_arguments"):
+                self.error(self._unknown(rest))
+            from mt_megatron.training.arguments import check_names
+
+            check_names(rest, [option[2:] for option in self._options()])
         return found, rest
 
     def error(self, message: str) -> NoReturn:

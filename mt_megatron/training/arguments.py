@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.models import presets
-from mt_megatron.near_names import hint
+from mt_megatron.near_names import hint, near
 from mt_megatron.training.arguments_megatron import ALIASES, SET, Alias
 from mt_megatron.training.arguments_refused import REFUSED, RENAMED
 from mt_megatron.training.arguments_samples import Samples, divide_samples
@@ -250,6 +250,21 @@ def _unmet(aliases: Sequence[Alias], values: dict[str, Any]) -> list[str]:
                 f"--{alias.name} out or change {option.flag}."
             )
     return problems
+
+
+def check_names(argv: Sequence[str], more: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for an option in ``argv`` that no configuration has and that is nearest to one of
+    ``more``, the other options (without dashes) of the command that was typed."""
+    for word in argv:
+        dashed = word[2:].partition("=")[0]
+        name = dashed.replace("-", "_")
+        if not word.startswith("--") or not dashed or name in options() or dashed in ALIASES:
+            continue
+        if dashed in REFUSED or dashed in RENAMED or name in NOT_SETTABLE or name.startswith("no_"):
+            continue
+        known = [*more, *ALIASES, *(option.flag[2:] for option in options().values()), "config"]
+        if near(dashed, known)[:1] and near(dashed, known)[0] in more:
+            raise ConfigError(f"there is no option --{dashed}.{hint(dashed, known, '--')}")
 
 
 def _unknown(shown: str, dashed: str, section: str | None = None) -> str:

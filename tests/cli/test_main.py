@@ -201,3 +201,19 @@ def test_a_slip_gets_a_suggestion(words: str, says: str, capsys: pytest.CaptureF
         cli.main(words.split())
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("convert --from-hf . --to-hf x --dtyp bf16", "--dtype"),
+        ("plan --model llama3_tiny --sugest", "--suggest"),
+        ("pretrain --list-model", "--list-models"),
+        ("pretrain --num-layer 2", "--num-layers"),
+    ],
+)
+def test_a_slip_is_near_an_option_of_the_command_or_of_a_run(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(typed.split()) == 2
+    assert f"Did you mean {meant}" in capsys.readouterr().err

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.training.data.ngram import Baselines
+from mt_megatron.training.evaluate import Validation
 from mt_megatron.training.progress import Progress
 from mt_megatron.training.summary import summary_lines
 from tests.launch import run_ranks
@@ -128,3 +130,20 @@ def test_the_last_lines_say_what_can_be_done_next(found: tuple[list[Found], Path
     export = f"next: mt-megatron convert --from-megatron {folder}/run --to-hf FOLDER"
     assert any(line.startswith(export) for line in first) and any(line.startswith(export) for line in second)
     assert not any(line.startswith("next: ") for line in ranks[0]["paced"]["lines"]), "nothing was kept"
+
+
+def test_a_model_worse_than_pairs_of_tokens_is_told_to_train_longer() -> None:
+    baselines = Baselines(unigram=6.0, bigram=4.0, tokens=10)
+    told = {}
+    for loss in (3.5, 4.5):
+        lines = summary_lines(
+            progress=Progress(iteration=3),
+            train_iters=3,
+            train_loss=loss,
+            validation=Validation(loss=loss, tokens=10),
+            baselines=baselines,
+            checkpoint=None,
+            seconds=1.0,
+        )
+        told[loss] = any("worse than a table of token pairs, train longer" in line for line in lines)
+    assert told == {3.5: False, 4.5: True}
