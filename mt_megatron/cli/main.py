@@ -4,7 +4,7 @@ Exit codes: 0 fine, 1 a problem was found, 2 wrong use (unknown options, an impo
 configuration). A subcommand is a module ``mt_megatron.cli.<name>`` with
 ``add_parser(subparsers) -> argparse.ArgumentParser``, which sets ``func(args) -> int``. With
 ``set_defaults(config_arguments=True)`` every option that argparse does not know arrives in
-``args.config_argv``, for ``mt_megatron.training.arguments.load_config``.
+``args.config_argv``, for ``mt_megatron.config.parse.load_config``.
 """
 
 from __future__ import annotations

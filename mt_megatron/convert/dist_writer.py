@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mt_megatron.checkpoint.items import frame_of, memory_of
 from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.dist_flattened import flat_place, flat_shape
 from mt_megatron.convert.layout import Piece, blocks, pieces_of
@@ -27,7 +28,6 @@ from mt_megatron.convert.places import METADATA
 from mt_megatron.convert.sources import Rows, Source
 from mt_megatron.convert.state_names import kind_of
 from mt_megatron.convert.tensors import extra_state_of, require_one_dtype, split_axis
-from mt_megatron.training.checkpoint_items import frame_of, memory_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mt_megatron.config.field_kinds import Kind, changes
+from mt_megatron.config.types import options
 from mt_megatron.convert import hf_families as families
 from mt_megatron.convert.hf_reader import Reader, wrong_entry
 from mt_megatron.convert.hf_rope import rope_options, rope_settings
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.training.config_types import options
-from mt_megatron.training.field_kinds import Kind, changes
 
 Options = dict[str, Any]
 """Values by option name."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.convert.places import CONFIG
+from mt_megatron.data.loader.tokenizer import open_tokenizer
 from mt_megatron.errors import CheckpointError, DataError
-from mt_megatron.training.data.tokenizer import open_tokenizer
 
 CARRIED = "huggingface"
 """Folder in a Megatron checkpoint."""

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.files import checksum, sync_folder
 from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.places import RECORD, record_text
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.checkpoint_files import checksum, sync_folder
-from mt_megatron.training.file_locks import FileLock
 
 JOURNAL = "journal"
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 import mt_megatron
+from mt_megatron.checkpoint.files import write_manifest
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.convert import hf_files
 from mt_megatron.convert.dist_writer import DistWriter
 from mt_megatron.convert.fp8_blocks import BLOCK
@@ -31,8 +33,6 @@ from mt_megatron.convert.torch_args import COMMON, arguments_of
 from mt_megatron.convert.torch_writer import TorchWriter
 from mt_megatron.layers.block_spec import has_uniform_layers
 from mt_megatron.layers.transformer_fields import moe_layer_pattern
-from mt_megatron.training.checkpoint_files import write_manifest
-from mt_megatron.training.config import TrainingConfig
 
 
 def published_files(request: Request, given: Input, model: Model, source: Source) -> list[FileTask]:

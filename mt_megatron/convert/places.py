@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.files import LATEST, folder_name
+from mt_megatron.config.hub_names import download_hint
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.training.checkpoint_files import LATEST, folder_name
-from mt_megatron.training.hub_names import download_hint
 
 CONFIG = "config.json"
 """Names a folder in Hugging Face's form."""

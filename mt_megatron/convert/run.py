@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 import mt_megatron
+from mt_megatron.checkpoint.files import LATEST, folder_name, write_durably
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.convert.hf_files import has_tokenizer
 from mt_megatron.convert.inputs import Input, open_megatron, open_published
 from mt_megatron.convert.optimizer_state import Carried, carry
@@ -37,8 +39,6 @@ from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
 from mt_megatron.convert.sources import MegatronSource, PublishedSource, Source, not_of_model
 from mt_megatron.convert.verification import read_safely
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.training.checkpoint_files import LATEST, folder_name, write_durably
-from mt_megatron.training.config import TrainingConfig
 
 
 def convert(request: Request, progress: Progress) -> Outcome:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_megatron.checkpoint.items import memory_of
 from mt_megatron.convert.fp8_blocks import SUFFIX, quantise, scale_shape
 from mt_megatron.convert.output import FileTask
 from mt_megatron.convert.published import INDEX, SINGLE
 from mt_megatron.convert.safetensors_format import header_bytes
 from mt_megatron.convert.sources import Rows, Source
-from mt_megatron.training.checkpoint_items import memory_of
 
 _FP8 = torch.float8_e4m3fn
 

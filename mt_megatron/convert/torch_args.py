@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError
 from mt_megatron.patches.torch_compat import trusted_globals
-from mt_megatron.training.config import TrainingConfig
 
 COMMON = "common.pt"
 

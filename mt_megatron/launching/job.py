@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
+from mt_megatron.planning.validate.nodes import node_problems
 from mt_megatron.training.validate import problems
-from mt_megatron.training.validate_nodes import node_problems
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,47}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.packed import document_mask, document_positions, positions_restart
-from mt_megatron.models.flops import training_flops
 from mt_megatron.models.layer_spec import gpt_layer_spec
 from mt_megatron.models.masked_loss import loss_gradient, masked_loss
-from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
+from mt_megatron.planning.build import transformer_config
+from mt_megatron.planning.flops import training_flops
+from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams.context_parallel import part_of_sequence
 from mt_megatron.seams.layout import RankLayout
 from mt_megatron.seams.loss_gradient import announced_loss_gradient
@@ -47,7 +48,7 @@ class DecoderFamily:
 
         _say_documents(config)
         chunks = layout.vpp if layout.interleaved and layout.vpp else 1
-        transformer = config.transformer_config()
+        transformer = transformer_config(config)
         stage_layers(transformer)
         built = []
         for index in range(chunks):

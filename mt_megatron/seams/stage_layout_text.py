@@ -24,7 +24,7 @@ def counts_of_text(text: str, mtp_num_layers: int | None = None) -> list[int]:
     if text.strip() == "balanced":
         raise ConfigError(
             "pipeline_model_parallel_layout is 'balanced', which is resolved before a TransformerConfig is "
-            "made; expected numbers of layers here. Give them; mt_megatron.models.cost.balanced_layout has "
+            "made; expected numbers of layers here. Give them; mt_megatron.planning.cost.balanced_layout has "
             "them"
         )
     if text.strip() and all(part.strip().isdigit() for part in text.split(",")):

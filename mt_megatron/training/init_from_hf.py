@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mt_megatron.config.model_change import changes_from, notes, refused
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.model_change import changes_from, notes, refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mt_megatron.convert.place import Part
     from mt_megatron.convert.sources import PublishedSource
-    from mt_megatron.training.model import Trainable
+    from mt_megatron.parallel.trainable import Trainable
 
 
 def check_published(config: TrainingConfig) -> list[str]:
@@ -59,7 +59,7 @@ def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:
     any, and when the folder is of another model.
     """
     from mt_megatron.convert.place import fill
-    from mt_megatron.training.evaluate import synchronised_parameters
+    from mt_megatron.parallel.trainable import synchronised_parameters
 
     folder = Path(config.checkpoint.init_from_hf or "")
     with synchronised_parameters(trainable):

@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams import family as families
+from mt_megatron.parallel.job import Job
+from mt_megatron.parallel.trainable import Trainable
+from mt_megatron.planning.build import ddp_config, optimizer_config
 from mt_megatron.seams.family import ModelFamily
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.distributed import Job, seed_dropout
+from mt_megatron.training.distributed import seed_dropout
 from mt_megatron.training.lr import build_scheduler
-
-_BUILT_IN = ("llama", "mixtral", "deepseek", "qwen")
-"""Families with a module of their name in ``mt_megatron.models``."""
-
-
-@dataclass(kw_only=True)
-class Trainable:
-    """Everything of this rank that training changes."""
-
-    chunks: list[Any]
-    """``DistributedDataParallel`` modules, one per virtual pipeline stage."""
-
-    core: Any
-    """The ``TransformerConfig`` all chunks share."""
-
-    optimizer: Any
-    """A ``MegatronOptimizer``."""
-
-    scheduler: Any
-    """An ``OptimizerParamScheduler``; it counts samples."""
-
-    update_is_half_done: bool = False
-    """Whether an update of the weights, or a load into them, was begun and has not ended."""
-
-    def bare_chunks(self) -> list[torch.nn.Module]:
-        """The chunks without their wrappers."""
-        return [unwrapped(chunk) for chunk in self.chunks]
-
-    def parameters_on_this_rank(self) -> int:
-        """Number of parameter elements this rank holds."""
-        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-
-
-def family_of(config: TrainingConfig) -> ModelFamily:
-    """The configured model family. Raises ``ConfigError`` when it is not known."""
-    name = config.model.family
-    if name in _BUILT_IN:
-        importlib.import_module(f"mt_megatron.models.{name}")
-    return families.get(name)
 
 
 def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
@@ -67,7 +28,7 @@ def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
     modules = family.build_model(config, job.layout)
     core = get_model_config(modules[0])
     chunks = wrap(config, job, core, modules)
-    optimizer = get_megatron_optimizer(config.optimizer_config(), chunks)
+    optimizer = get_megatron_optimizer(optimizer_config(config), chunks)
     scheduler = build_scheduler(config, optimizer, config.global_batch_size(job.layout.world_size))
     _connect(core, chunks, optimizer)
     seed_dropout(config.train.seed, job)
@@ -81,7 +42,7 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     from megatron.core.transformer.module import Float16Module
 
     device = job.backend.device()
-    ddp = config.ddp_config()
+    ddp = ddp_config(config)
     # Upstream's check ends one rank while the others wait for it; on ours, which comes after the
     # reduction, all ranks agree (training/step.py).
     ddp.check_for_nan_in_grad = False
@@ -97,14 +58,6 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     if not chunks:
         raise ConfigError(f"the model family {config.model.family!r} built no module for rank {job.rank}")
     return chunks
-
-
-def unwrapped(module: Any) -> torch.nn.Module:
-    """``module`` without DDP and precision wrappers."""
-    while hasattr(module, "module"):
-        module = module.module
-    inner: torch.nn.Module = module
-    return inner
 
 
 def _connect(core: Any, chunks: list[Any], optimizer: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.training.evaluate import Validation
-from mt_megatron.training.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

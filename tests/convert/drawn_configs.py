@@ -16,13 +16,13 @@ import torch
 
 import mt_megatron
 from mt_megatron.cli.main import main
+from mt_megatron.config.parse import load_config
 from mt_megatron.convert.hf_config import options_of
 from mt_megatron.convert.settings import configuration
 from mt_megatron.errors import MtMegatronError
-from mt_megatron.training.arguments import load_config
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.init_from_hf import fill_from
-from mt_megatron.training.model import family_of
 
 TOKENS = 24
 VOCABULARY = 61

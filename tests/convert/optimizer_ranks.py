@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mt_megatron
+from mt_megatron.checkpoint.load import load_checkpoint
+from mt_megatron.config.parse import load_config
 from mt_megatron.convert import optimizer_state
 from mt_megatron.convert.inputs import open_megatron
 from mt_megatron.convert.module_order import module_order
 from mt_megatron.convert.settings import model_of
 from mt_megatron.convert.state_names import kind_of
 from mt_megatron.convert.torch_args import arguments_of, load_trusted
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.checkpoint import load_checkpoint
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from tests.convert.quiet import Quiet, converted
 from tests.convert.ranks import _rank_folder, resolve_by_pointer
 from tests.training.loop_cases import MODEL, TRAINING, run, start

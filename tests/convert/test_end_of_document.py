@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mt_megatron.training.checkpoint_files import read_manifest, write_manifest
-from mt_megatron.training.data.tokenizer import END_OF_DOCUMENT, Tokenizer, train_tokenizer
+from mt_megatron.checkpoint.files import read_manifest, write_manifest
+from mt_megatron.data.loader.tokenizer import END_OF_DOCUMENT, Tokenizer, train_tokenizer
 from tests.convert import published
 from tests.convert.published import read
 from tests.convert.quiet import converted

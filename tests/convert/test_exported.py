@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mt_megatron.cli.main import main
+from mt_megatron.config.model_change import changes_from
+from mt_megatron.config.parse import load_config
 from mt_megatron.convert.hf_config import options_of
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.model_change import changes_from
 from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
 from tests.convert.quiet import Quiet, converted

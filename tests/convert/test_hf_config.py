@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.config import presets
+from mt_megatron.config.field_kinds import Kind
+from mt_megatron.config.model_change import changes_from
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.convert.hf_config import ARCHITECTURES, config_json, options_of
 from mt_megatron.convert.settings import as_yaml, configuration
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.models import presets
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.field_kinds import Kind
-from mt_megatron.training.model_change import changes_from
 from tests.convert import drawn_configs, published
 from tests.convert.published import FAMILIES
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.checkpoint.files import LATEST
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.training.checkpoint_files import LATEST
 from tests.convert import published
 from tests.convert.quiet import Quiet, converted
 from tests.launch import ROOT

@@ -77,8 +77,8 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[float]:
 def of_one_layout(flags: str, bf16: bool) -> dict[str, list[float]]:
     import mt_megatron
     from mt_megatron.layers.packed import document_borders
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import family_of
 
     # The bare model has no main_grad to add to.
     flags += " --no-gradient-accumulation-fusion"
@@ -117,8 +117,9 @@ def of_a_pipeline(flags: str) -> dict[str, list[float]]:
     """Two stages, four micro-batches: loss and gradient packed, masked, and without reset."""
     import mt_megatron
     from mt_megatron.layers.packed import document_borders
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import Shape, forward_backward, make_forward_step
 
     config = config_of(Layout(name="pp", flags=flags), seed=1)
@@ -147,8 +148,8 @@ def what_a_context_rank_gets() -> dict[str, Any]:
     """The mask that a rank of two makes of borders, and of a mask given: equal to the definition."""
     import mt_megatron
     from mt_megatron.layers.packed import document_borders
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import family_of
 
     config = config_of(Layout(name="cp2", flags="--context-parallel-size 2"), seed=1)
     with joined(config, mt_megatron.backend()):

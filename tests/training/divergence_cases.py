@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_megatron.training import nan_watch, step
+from mt_megatron.training import step
+from mt_megatron.training.health import nan_watch
 from tests.training.faults import injected
 from tests.training.loop_cases import run, start
 

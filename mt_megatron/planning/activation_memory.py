@@ -1,0 +1,140 @@
+"""Bytes of activations that one micro-batch leaves behind for its backward pass, by recompute mode.
+
+Counts what the local layers of this package keep (``tests/models/test_activation_memory.py`` holds the
+formulas to what autograd really saves), with attention that never stores its s x s scores. Korthikanti
+et al. (arXiv 2205.05198), section 4, is the published form of the same count for GPT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from mt_megatron.planning.activation_options import ActivationOptions, Recompute
+from mt_megatron.planning.attention_memory import attention_bytes, statistics_bytes
+from mt_megatron.planning.expert_memory import expert_rows, feed_forward_bytes
+from mt_megatron.planning.parameter_tensors import ChunkPlace
+from mt_megatron.planning.parameters import ModelShape
+
+__all__ = [
+    "ActivationOptions",
+    "Recompute",
+    "backward_workspace",
+    "chunk_bytes",
+    "hidden_bytes",
+    "layer_bytes",
+]
+
+_FP32 = 4
+_INT64 = 8
+
+
+def hidden_bytes(shape: ModelShape, options: ActivationOptions) -> int:
+    """One residual stream of a micro-batch, as it travels between stages."""
+    return options.norm_tokens * shape.hidden_size * options.element_bytes
+
+
+def layer_bytes(shape: ModelShape, options: ActivationOptions, *, mixture: bool = False) -> int:
+    """What one transformer layer keeps; ``mixture`` says that its feed-forward network is one of experts."""
+    outer = 4 * hidden_bytes(shape, options)  # Both norms' inputs and outputs.
+    outer += 2 * statistics_bytes(shape, options) * options.norm_tokens
+    if options.hidden_dropout:
+        outer += 2 * options.norm_tokens * shape.hidden_size * options.mask_bytes
+    return outer + attention_bytes(shape, options) + feed_forward_bytes(shape, options, mixture=mixture)
+
+
+def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions) -> int:
+    """What one micro-batch keeps in one model chunk, the loss apart."""
+    hidden = hidden_bytes(shape, options)
+    recompute, kinds = options.recompute, place.kinds(shape)
+    again = recompute.recomputed_layers(place.layers)
+    sizes = _sizes(shape, options, kinds[again:])
+    kept = sum(map(sizes.__getitem__, kinds[again:]))
+    shared = options.tensor_parallel if recompute.distribute else 1
+    groups = -(-again // recompute.num_layers) if recompute.method == "uniform" else again
+    kept += groups * hidden // shared
+    kept += _angle_bytes(shape, options)
+    if place.first:
+        kept += options.tokens * _INT64
+        if options.hidden_dropout:
+            kept += options.norm_tokens * shape.hidden_size * options.mask_bytes
+    if place.last:
+        kept += 2 * hidden + (_FP32 if shape.normalization == "RMSNorm" else 0) * options.norm_tokens
+        depths = range(1, place.depths(shape) + 1)
+        kept += sum(
+            _depth_bytes(shape, options, again=recompute.recomputes_depth(place.layers, depth))
+            for depth in depths
+        )
+    elif not options.deallocate_outputs:
+        kept += hidden
+    return kept
+
+
+def _sizes(shape: ModelShape, options: ActivationOptions, kinds: Iterable[bool]) -> dict[bool, int]:
+    """What a layer of each of ``kinds`` keeps."""
+    return {kind: layer_bytes(shape, options, mixture=kind) for kind in set(kinds)}
+
+
+def _angle_bytes(shape: ModelShape, options: ActivationOptions) -> int:
+    """The angles of the rotary positions, which all layers share."""
+    positions = options.sequence // options.context_parallel
+    if shape.multi_latent_attention:
+        return positions * shape.qk_pos_emb_head_dim * _FP32
+    return positions * int(shape.kv_channels * options.rotary_share) * _FP32
+
+
+def _depth_bytes(shape: ModelShape, options: ActivationOptions, *, again: bool) -> int:
+    """What one depth of multi-token prediction keeps, its loss apart."""
+    hidden = hidden_bytes(shape, options)
+    # The embedding, and what goes into the output layer.
+    kept = 2 * hidden + options.tokens * _INT64
+    if again:
+        return kept
+    # Both side by side, a layer, and what goes into the last norm; the statistics of three norms.
+    kept += 3 * hidden + 3 * statistics_bytes(shape, options) * options.norm_tokens
+    return kept + layer_bytes(shape, options, mixture=shape.pattern[-1:] == (1,))
+
+
+def backward_workspace(
+    shape: ModelShape, place: ChunkPlace, options: ActivationOptions, weight_gradient: int
+) -> int:
+    """What the backward pass of a chunk's layers needs at its worst moment, beside what is kept then.
+
+    ``weight_gradient`` is the largest one of a layer in bytes, before it is added to the others. Before
+    recomputed layers come to their turn, the others behind them have dropped what they kept.
+    """
+    kinds, recompute = place.kinds(shape), options.recompute
+    gradients = max(
+        (_gradients(shape, options, kind) + _made_again(shape, options, kind) for kind in set(kinds)),
+        default=0,
+    )
+    gradients += weight_gradient
+    again = recompute.recomputed_layers(place.layers)
+    if not again:
+        return gradients
+    group = min(recompute.num_layers, again) if recompute.method == "uniform" else 1
+    of_kind = _sizes(shape, options, kinds)
+    sizes = [of_kind[kind] for kind in kinds]
+    dropped = sum(sizes[again:])
+    largest = max(sum(sizes[start : start + group]) for start in range(0, again, group))
+    return max(gradients if dropped else 0, largest - dropped + gradients)
+
+
+def _made_again(shape: ModelShape, options: ActivationOptions, mixture: bool) -> int:
+    """What parts of one layer that are computed again in the backward pass take then."""
+    bare = dataclasses.replace(options.recompute, mla_up_proj=False, moe_layer=False)
+    if bare == options.recompute:
+        return 0
+    whole = layer_bytes(shape, dataclasses.replace(options, recompute=bare), mixture=mixture)
+    return whole - layer_bytes(shape, options, mixture=mixture)
+
+
+def _gradients(shape: ModelShape, options: ActivationOptions, mixture: bool) -> int:
+    """Gradients of the inner activations that are alive at once."""
+    wide = 2 if shape.gated_linear_unit and options.fused_activation else 1
+    dense = shape.ffn_hidden_size // options.tensor_parallel
+    if not mixture:
+        return options.tokens * (wide * dense + shape.hidden_size) * options.element_bytes
+    width = shape.expert_size // options.tensor_parallel
+    rows = expert_rows(shape, options) * (wide * width + shape.hidden_size)
+    return (rows + options.tokens * shape.hidden_size) * options.element_bytes
