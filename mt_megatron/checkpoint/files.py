@@ -5,7 +5,7 @@
     SAVE/iter_0000100/mt_megatron.json       the manifest: progress, configuration, checksums
     SAVE/iter_0000100/COMPLETE               size and checksum of the manifest; the last file written
     SAVE/.iter_0000100.OWNER.partial/        being written, or what a kill left of it (HOST-PID-RANDOM)
-    SAVE/run.lock                            who writes here (see ``checkpoint_lock``)
+    SAVE/run.lock                            who writes here (see ``run_lock``)
 
 Nothing here knows torch or process groups.
 """

@@ -1,6 +1,6 @@
 """What a checkpoint holds of a run in Megatron-Core's terms, and how it gets back into one under any layout.
 
-The folder and its files are ``checkpoint_files``'s business, saving is ``checkpoint_store``'s.
+The folder and its files are the business of ``files``, saving that of ``store``.
 Megatron-Core reads parts of the format with pickle: load only checkpoints that you trust.
 """
 
@@ -23,13 +23,55 @@ from mt_megatron.checkpoint.files import (
     resolve_checkpoint,
     write_durably,
 )
-from mt_megatron.checkpoint.optimizer_state import complete
 from mt_megatron.checkpoint.progress import Progress, progress_from
 from mt_megatron.checkpoint.retention import in_use
 from mt_megatron.checkpoint.rng import load_rng
 from mt_megatron.errors import CheckpointError
 from mt_megatron.parallel.job import Job
 from mt_megatron.parallel.trainable import Trainable, synchronised_parameters
+
+
+def complete(optimizer: Any) -> None:
+    """Give every parameter of a Megatron optimizer the state of no update, where it has none yet.
+
+    The next update is the same with it and without it, to the bit.
+    """
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        inner = part.optimizer
+        # Megatron-Core calls this before it loads, and has None there for SGD.
+        part.init_state_fn = _complete
+        _complete(inner)
+
+
+def _complete(inner: torch.optim.Optimizer) -> None:
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if not inner.state.get(parameter):
+                initial = _initial(inner, group, parameter)
+                if initial:
+                    inner.state[parameter] = initial
+    if not any(group["params"] for group in inner.param_groups):
+        # It has no state to count updates in, and its groups do so instead.
+        for group in inner.param_groups:
+            group.setdefault("step", 0.0)
+
+
+def _initial(inner: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    from megatron.core.optimizer import distrib_optimizer
+
+    if isinstance(inner, torch.optim.SGD):
+        # A first update makes the buffer a copy of the gradient, which is what momentum * 0 + gradient is.
+        return {"momentum_buffer": torch.zeros_like(parameter.data)} if group["momentum"] else {}
+    state: dict[str, Any] = {
+        "exp_avg": torch.zeros_like(parameter.data),
+        "exp_avg_sq": torch.zeros_like(parameter.data),
+    }
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        # Apex and Transformer Engine count in the groups. Fused kernels count on the device.
+        on = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=on)
+    return state
+
 
 __all__ = [
     "LATEST",

@@ -17,7 +17,7 @@ from pathlib import Path
 from mt_megatron.checkpoint import files
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.checkpoint.write import Task
-from mt_megatron.config.process_section import CheckpointConfig
+from mt_megatron.config.schema import CheckpointConfig
 
 _HIDDEN = re.compile(
     r"\.(?P<final>iter_\d{7,})(?:\.(?P<owner>[A-Za-z0-9_-]+))?\.(?P<kind>partial|replaced|pruned)"

@@ -7,23 +7,42 @@ in ``has_written`` before each step, and calls ``advance`` with what all agreed 
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
+import mt_megatron
 from mt_megatron.checkpoint import files
 from mt_megatron.checkpoint.load import damage, load_checkpoint, load_weights
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.checkpoint.retention import Retention, recover, supersedes
 from mt_megatron.checkpoint.run_lock import on_main
 from mt_megatron.checkpoint.save import Save, Saver, SaveReport
-from mt_megatron.checkpoint.versions import versions
-from mt_megatron.config.process_section import CheckpointConfig
+from mt_megatron.config.schema import CheckpointConfig
 from mt_megatron.errors import DIVERGENCE_ADVICE, CheckpointError
 from mt_megatron.parallel.job import Job
 from mt_megatron.parallel.trainable import Trainable
+from mt_megatron.patching.plan import installed_version
+
+
+def versions(job: Job) -> dict[str, str | None]:
+    """Versions of what took part, and the device it ran on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "megatron-core": installed_version("megatron-core"),
+        "mt_megatron": mt_megatron.__version__,
+        "backend": job.backend.name,
+        "device": job.backend.device_name(),
+    }
+
 
 DEFAULT_MINUTES = 30.0
 """Between two checkpoints of a run that has ``save`` and no interval: what an error costs at most."""

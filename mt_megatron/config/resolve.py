@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mt_megatron.config.model_section import CoreOptions
-from mt_megatron.config.schema import TrainingConfig, layout_chunks
+from mt_megatron.config.schema import CoreOptions, TrainingConfig, layout_chunks
 from mt_megatron.config.types import SECTIONS, options
 
 

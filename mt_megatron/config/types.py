@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +15,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from mt_megatron.config.lists import layer_counts, layer_kinds
-from mt_megatron.config.model_section import ModelConfig, ParallelConfig
-from mt_megatron.config.process_section import CheckpointConfig, LaunchConfig, LoggingConfig
-from mt_megatron.config.scan_section import ScanConfig
-from mt_megatron.config.train_section import DataConfig, TrainConfig
+from mt_megatron.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScanConfig,
+    TrainConfig,
+)
 from mt_megatron.config.upstream_fields import (
     DDP,
     OPTIMIZER,
@@ -29,6 +35,68 @@ from mt_megatron.config.upstream_fields import (
 )
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_fields import FIELDS, LOAD_BALANCING, AddedField
+
+_COUNTS = re.compile(r"\[?\s*\d+(\s*,\s*\d+)*\s*\]?")
+_LONGEST = 100_000
+
+
+def layer_kinds(value: object) -> object:
+    """``moe_layer_freq`` as a number or a list: texts of Megatron-LM's, which it evaluates, are read here.
+
+    Understood are whole numbers, lists of them, ``+`` between lists and ``*`` with a number; anything
+    else stays as it is, for the conversion to complain of.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        found = _value(ast.parse(value.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return value
+    return found
+
+
+def layer_counts(value: object) -> object:
+    """``pipeline_model_parallel_layout``: numbers separated by commas as a list, other texts as they are."""
+    if isinstance(value, str) and _COUNTS.fullmatch(value.strip()):
+        return [int(number) for number in re.findall(r"\d+", value)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    return value
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_number(_value(element)) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _short([*_list(_value(node.left)), *_list(_value(node.right))])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _value(node.left), _value(node.right)
+        entries, times = (left, right) if isinstance(left, list) else (right, left)
+        if len(_list(entries)) * _number(times) > _LONGEST:
+            raise ValueError("too long")
+        return _list(entries) * _number(times)
+    raise ValueError("neither a number nor a list")
+
+
+def _short(entries: list[int]) -> list[int]:
+    if len(entries) > _LONGEST:
+        raise ValueError("too long")
+    return entries
+
+
+def _list(value: int | list[int]) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError("a list is expected")
+    return value
+
+
+def _number(value: int | list[int]) -> int:
+    if isinstance(value, list):
+        raise ValueError("a number is expected")
+    return value
+
 
 SECTIONS: Mapping[str, type | None] = {
     "model": ModelConfig,

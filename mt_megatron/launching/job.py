@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.planning.validate.nodes import node_problems
+from mt_megatron.planning.validate.parallel import node_problems
 from mt_megatron.training.validate import problems
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,47}[a-z0-9])?")

@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mt_megatron.config.model_section import CoreOptions
-from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.config.schema import CoreOptions, TrainingConfig
 from mt_megatron.planning.activation_options import Recompute
 from mt_megatron.planning.pipeline_layout import BALANCED
 from mt_megatron.planning.validate.model import model_problems
-from mt_megatron.planning.validate.nodes import node_problems
-from mt_megatron.planning.validate.parallel import parallel_problems
+from mt_megatron.planning.validate.parallel import node_problems, parallel_problems
 from mt_megatron.planning.validate.rampup import rampup_problems
 from mt_megatron.planning.validate.train import train_problems
 from mt_megatron.seams.stage_layers import end_counts

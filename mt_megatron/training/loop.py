@@ -34,12 +34,16 @@ from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog, watched
 from mt_megatron.training.init_from_hf import init_from_hf
 from mt_megatron.training.logging.metrics import perplexity
 from mt_megatron.training.logging.moe_metrics import ExpertLoads
-from mt_megatron.training.logging.next_steps import next_lines
 from mt_megatron.training.logging.output import Output
-from mt_megatron.training.logging.summary import corpus_baselines, layout_text, summary_lines
+from mt_megatron.training.logging.summary import (
+    Outcome,
+    corpus_baselines,
+    layout_text,
+    next_lines,
+    summary_lines,
+)
 from mt_megatron.training.logging.throughput import Window
 from mt_megatron.training.model import build
-from mt_megatron.training.outcome import Outcome
 from mt_megatron.training.preflight import check_before_start, check_folder
 from mt_megatron.training.scan_session import tracing_of
 from mt_megatron.training.signals import stop_requests

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_megatron.config.rampup import batch_sizes
-from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.config.train_section import TrainConfig
+from mt_megatron.config.schema import TrainConfig, TrainingConfig
 from mt_megatron.errors import ConfigError
 
 

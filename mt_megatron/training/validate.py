@@ -8,15 +8,12 @@ from urllib.parse import urlsplit
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.planning.validate.backend import backend_problems
-from mt_megatron.planning.validate.checkpoint import checkpoint_problems
 from mt_megatron.planning.validate.experts import expert_problems
-from mt_megatron.planning.validate.files import file_problems
+from mt_megatron.planning.validate.files import checkpoint_problems, file_problems
 from mt_megatron.planning.validate.model import model_problems
 from mt_megatron.planning.validate.parallel import parallel_problems
 from mt_megatron.planning.validate.rampup import rampup_problems
-from mt_megatron.planning.validate.sizes import size_problems
-from mt_megatron.planning.validate.supported import support_problems
+from mt_megatron.planning.validate.supported import backend_problems, size_problems, support_problems
 from mt_megatron.planning.validate.train import train_problems
 from mt_megatron.scan.record.levels import LEVELS, Window
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from mt_megatron.config.megatron_lm_arguments import ALIASES
-from mt_megatron.config.refused_arguments import REFUSED
+from mt_megatron.config.megatron_lm_arguments import ALIASES, REFUSED
 from mt_megatron.config.types import NOT_SETTABLE, SECTIONS, options
 from tests.bad_input.cases import Case, Promise, as_yaml
 from tests.bad_input.rules import flag, promise, rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from mt_megatron.config.types import options
-from mt_megatron.planning.validate.sizes import LIMITS
+from mt_megatron.planning.validate.supported import LIMITS
 from tests.bad_input.cases import Case, Promise
 from tests.bad_input.rules import alone, flag, promise, rule
 

@@ -22,9 +22,9 @@ from mt_megatron.planning.validate import experts as validate_experts
 from mt_megatron.planning.validate import files as validate_files
 from mt_megatron.planning.validate import model as validate_model
 from mt_megatron.planning.validate import parallel as validate_parallel
-from mt_megatron.planning.validate import pipeline as validate_pipeline
+from mt_megatron.planning.validate import parallel as validate_pipeline
 from mt_megatron.planning.validate import rampup as validate_rampup
-from mt_megatron.planning.validate import sizes as validate_sizes
+from mt_megatron.planning.validate import supported as validate_sizes
 from mt_megatron.planning.validate import supported as validate_supported
 from mt_megatron.planning.validate import train as validate_train
 from mt_megatron.training import validate as validate_scan

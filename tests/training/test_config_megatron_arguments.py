@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.config.megatron_lm_arguments import _LATER, ALIASES
+from mt_megatron.config.megatron_lm_arguments import _LATER, ALIASES, REFUSED, RENAMED
 from mt_megatron.config.parse import load_config
-from mt_megatron.config.refused_arguments import REFUSED, RENAMED
 from mt_megatron.config.types import NOT_SETTABLE, options
 from mt_megatron.errors import ConfigError
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mt_megatron.config.train_section import DataConfig
+from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.datasets import build_datasets, order_fingerprint
 from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_megatron.config.train_section import DataConfig
-from mt_megatron.data.loader.datasets import build_datasets, order_fingerprint
-from mt_megatron.data.loader.index_cache import filling
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.datasets import build_datasets, filling, order_fingerprint
 from mt_megatron.data.loader.tokenizer import NullTokenizer
 from tests.launch import ROOT
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_megatron.config.parse import load_config
-from mt_megatron.config.train_section import DataConfig
+from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.batches import _ended_worker, train_batches
 from mt_megatron.data.loader.datasets import build_datasets
 from mt_megatron.data.loader.tokenizer import NullTokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.config.train_section import DataConfig
+from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.tokenizer import (
     END_OF_DOCUMENT,
     NullTokenizer,

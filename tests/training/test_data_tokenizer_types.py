@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_megatron.config.parse import load_config
-from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.config.train_section import DataConfig
+from mt_megatron.config.schema import DataConfig, TrainingConfig
 from mt_megatron.data.loader.tokenizer import TOKENIZER_TYPES, load_tokenizer, open_tokenizer, train_tokenizer
 from mt_megatron.data.prepare.preprocess import preprocess
 from mt_megatron.data.prepare.sidecar import data_problems, tokenizer_problem

@@ -18,9 +18,8 @@ import pytest
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.logging.metrics import Metrics, metrics_path, read_records
+from mt_megatron.training.logging.metrics import Metrics, Records, metrics_path, read_records
 from mt_megatron.training.logging.picture import Curve, draw, read_curve, write_picture
-from mt_megatron.training.logging.records import Records
 from mt_megatron.training.logging.tensorboard import TensorBoard
 from mt_megatron.training.logging.wandb import chosen_mode
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.checkpoint.store import DEFAULT_MINUTES, save_interval_in_mins
-from mt_megatron.config.process_section import CheckpointConfig
 from mt_megatron.config.rampup import batch_sizes
-from mt_megatron.config.train_section import DataConfig
+from mt_megatron.config.schema import CheckpointConfig, DataConfig
 from mt_megatron.data.loader.sample_need import require_samples
 from mt_megatron.errors import DataError
 from mt_megatron.training.health.shared_error import ErrorMeeting, Met

@@ -13,7 +13,7 @@ import torch
 
 from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.seams import events
-from mt_megatron.training.logging.communication import CommunicationClock
+from mt_megatron.training.logging.output import CommunicationClock
 from mt_megatron.training.logging.throughput import Peak, Window, peak_of
 
 

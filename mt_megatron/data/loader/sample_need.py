@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.rampup import BatchSizes
-from mt_megatron.config.train_section import DataConfig
+from mt_megatron.config.schema import DataConfig
 from mt_megatron.errors import DataError
 
 

@@ -1,4 +1,4 @@
-"""Checks of what the configuration names on disk: data, tokenizer, checkpoints."""
+"""Checks of what the configuration names on disk: data, tokenizer, checkpoints and how they are kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,40 @@ import os
 from pathlib import Path
 
 from mt_megatron.config.hub_names import download_hint
+from mt_megatron.config.model_change import override_problems
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import DataError
+
+
+def checkpoint_problems(config: TrainingConfig) -> list[str]:
+    """One line per problem: found, expected, what to change."""
+    return [*_kept(config), *_without_a_folder(config), *override_problems(config)]
+
+
+def _kept(config: TrainingConfig) -> list[str]:
+    options = config.checkpoint
+    counts = {
+        "save_keep_last": options.save_keep_last,
+        "save_retain_interval": options.save_retain_interval,
+    }
+    return [
+        f"{name} is {count}; expected at least 1. Set --{name.replace('_', '-')}."
+        for name, count in counts.items()
+        if count is not None and count < 1
+    ]
+
+
+def _without_a_folder(config: TrainingConfig) -> list[str]:
+    options = config.checkpoint
+    if options.save is not None:
+        return []
+    used = {
+        "async_save": options.async_save,
+        "save_keep_last": options.save_keep_last is not None,
+        "save_retain_interval": options.save_retain_interval is not None,
+    }
+    return [f"{name} is set without save; expected a directory. Set --save." for name in used if used[name]]
+
 
 _MOCK_VOCABULARY = 4095
 """MockGPTLowLevelDataset counts from 1 to at most 4094."""

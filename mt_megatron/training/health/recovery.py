@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mt_megatron.checkpoint.progress import Progress
-from mt_megatron.config.train_section import TrainConfig
+from mt_megatron.config.schema import TrainConfig
 from mt_megatron.errors import DIVERGENCE_ADVICE, CheckpointError
 from mt_megatron.training.health.divergence import DivergenceError, Judgement
 

@@ -106,7 +106,7 @@ class ErrorMeeting:
 
 
 class Saves(Protocol):
-    """The part of ``checkpoint_store.CheckpointStore`` that matters here."""
+    """The part of ``checkpoint.store.CheckpointStore`` that matters here."""
 
     @property
     def run_name(self) -> str | None:

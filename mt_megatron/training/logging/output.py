@@ -1,11 +1,12 @@
-"""Everything a run says, put together: display, records, speed, and the picture at its end."""
+"""Everything a run says, put together: display, records, speed, communication, and the picture at its end."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,95 @@ from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.job import Job
-from mt_megatron.training.logging.communication import CommunicationClock
+from mt_megatron.seams import events
 from mt_megatron.training.logging.display import Display
-from mt_megatron.training.logging.metrics import Metrics, metrics_path
-from mt_megatron.training.logging.pace import Pace
+from mt_megatron.training.logging.metrics import Metrics, Records, Sink, metrics_path
 from mt_megatron.training.logging.picture import write_picture
-from mt_megatron.training.logging.records import Records, Sink
 from mt_megatron.training.logging.tensorboard import TensorBoard
 from mt_megatron.training.logging.throughput import Peak, Window, peak_of
 from mt_megatron.training.logging.wandb import WeightsAndBiases
 from mt_megatron.training.step import StepResult
+
+_COUNTED: frozenset[events.EventName] = frozenset({"collective", "p2p"})
+
+
+class CommunicationClock:
+    """Seconds within ``collective`` and ``p2p`` events of ``mt_megatron.seams.events``.
+
+    Time within nested events counts once. For an operation that was only started it is the time to
+    start it and the time of the wait that ends it, not what ran in the background meanwhile. Waiting
+    for a slower process counts as communication. Host time: on a device that queues its
+    collectives the host is elsewhere by the time they run, so there it says nothing.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._local = threading.local()
+        self._threads: list[_Thread] = []
+        self._stop = events.subscribe(self._hear, _COUNTED)
+
+    def seconds(self) -> float:
+        """Seconds so far, over all threads; one that is still inside an event counts when it leaves."""
+        return sum(thread.seconds for thread in self._threads)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._stop()
+
+    def _hear(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
+        thread: _Thread | None = getattr(self._local, "thread", None)
+        if thread is None:
+            thread = self._local.thread = _Thread()
+            self._threads.append(thread)
+        if phase == "begin":
+            if thread.depth == 0:
+                thread.began = self._now()
+            thread.depth += 1
+        elif thread.depth:
+            # An end without its begin is of an event that was open when listening started.
+            thread.depth -= 1
+            if thread.depth == 0:
+                thread.seconds += self._now() - thread.began
+
+
+class _Thread:
+    """What one thread has spent; nobody else writes to it."""
+
+    __slots__ = ("began", "depth", "seconds")
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.depth = 0
+        self.seconds = 0.0
+
+
+SILENCE_SECONDS = 30.0
+
+
+class Pace:
+    """Knows when something was last said."""
+
+    def __init__(self, log_interval: int, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._log_interval = log_interval
+        self._now = now
+        self._steps = 0
+        self._last = now()
+
+    def due(self, iteration: int) -> bool:
+        """Whether a line is due after ``iteration``, one more step of this process; a report of its own
+        says it where ``log_interval`` divides it.
+
+        Steps 1, 2, 5, 10, 20, 50 ... before the first report, and any after ``SILENCE_SECONDS``.
+        """
+        self._steps += 1
+        if iteration % self._log_interval == 0:
+            return False
+        early = self._steps < self._log_interval and str(self._steps).rstrip("0") in ("1", "2", "5")
+        return early or self._now() - self._last >= SILENCE_SECONDS
+
+    def told(self) -> None:
+        """A line was shown."""
+        self._last = self._now()
 
 
 class Output:

@@ -1,10 +1,12 @@
-"""The lines at the end of a run: its validation loss beside that of n-grams on the same tokens."""
+"""The end of a run: its outcome, its validation loss beside that of n-grams, commands to go on with."""
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
-from mt_megatron.checkpoint.load import Progress
+from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.data.prepare.ngram import Baselines, NgramModel, dataset_baselines
@@ -12,6 +14,58 @@ from mt_megatron.seams.layout import RankLayout
 from mt_megatron.training.evaluate import Validation
 from mt_megatron.training.logging.metrics import perplexity
 from mt_megatron.training.logging.quantities import duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    progress: Progress
+    finished: bool
+    """Whether all of ``train_iters`` are done."""
+
+    loss: float | None
+    """Training loss of the last step of this run; None when it made none."""
+
+    validation: Validation | None
+    """The last validation; None when there was none."""
+
+    checkpoint: Path | None
+    """The newest checkpoint; None when none is written."""
+
+    straggler: bool = False
+    """Whether the run ended because a straggler was confirmed; its host is on the list of excluded ones."""
+
+
+_PUBLISHED = ("llama", "mixtral", "deepseek", "qwen")
+"""Families that ``mt-megatron convert --to-hf`` knows."""
+
+
+def next_lines(
+    config: TrainingConfig, iteration: int, checkpoint: Path | None, trace: Path | None
+) -> list[str]:
+    """Where the ``trace`` lies, and one line per possibility, each beginning with ``next:``."""
+    lines = [] if trace is None else [f"trace: {trace}"]
+    save = config.checkpoint.save
+    if checkpoint is not None and save is not None:
+        total = config.train.train_iters
+        # Any other --resume than auto does at the next start what it did at this one.
+        automatic = config.checkpoint.resume == "auto"
+        if total is not None and iteration < total:
+            how = "" if automatic else " with --resume auto"
+            lines.append(f"next: the same command{how} goes on from step {iteration}")
+        else:
+            how = "" if automatic else "--resume auto and "
+            lines.append(f"next: the same command with {how}a larger --train-iters trains on")
+        if config.model.family in _PUBLISHED:
+            # A run without a step of its own has nothing in --save: its checkpoint is the one it began from.
+            folder = shlex.quote(str(save if checkpoint.parent == Path(save) else checkpoint))
+            lines.append(
+                f"next: mt-megatron convert --from-megatron {folder} --to-hf FOLDER  (for transformers, vLLM)"
+            )
+    if trace is not None:
+        lines.append(f"next: mt-megatron scan report {shlex.quote(str(trace))}  (what held the run up)")
+    return lines
 
 
 def summary_lines(
