@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from mt_megatron.convert.state_names import weight_name
-from mt_megatron.seams.stage_layers import end_counts, stage_layers
+from mt_megatron.parallel.stage_layers import end_counts, stage_layers
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.pipeline_layout import resolved_layout
 

@@ -17,7 +17,7 @@ import torch
 
 import mt_megatron
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.context_parallel import positions
+from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.training.checkpoint import Progress, load_weights, resolve_checkpoint
 from mt_megatron.training.checkpoint_save import save_checkpoint
 from mt_megatron.training.config import TrainingConfig

@@ -22,11 +22,11 @@ from mt_megatron.models.layer_spec import gpt_layer_spec
 from mt_megatron.models.masked_loss import loss_gradient, masked_loss
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
-from mt_megatron.seams.context_parallel import part_of_sequence
-from mt_megatron.seams.layout import RankLayout
+from mt_megatron.parallel.context_parallel import part_of_sequence
+from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.parallel.stage_layers import stage_layers
 from mt_megatron.seams.loss_gradient import announced_loss_gradient
 from mt_megatron.seams.schedule import LossFunction
-from mt_megatron.seams.stage_layers import stage_layers
 
 _log = logging.getLogger("mt_megatron")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.stage_layers import chunks_of_layout
+from mt_megatron.parallel.stage_layers import chunks_of_layout
 from mt_megatron.training.config_model import CoreOptions, ModelConfig, ParallelConfig
 from mt_megatron.training.config_process import CheckpointConfig, LaunchConfig, LoggingConfig
 from mt_megatron.training.config_scan import ScanConfig

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mt_megatron.models.activation_options import Recompute
-from mt_megatron.seams.stage_layers import end_counts
+from mt_megatron.parallel.stage_layers import end_counts
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.config_model import CoreOptions
 from mt_megatron.training.pipeline_layout import BALANCED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_megatron.models.balance import balanced_layout
 from mt_megatron.models.shape import padded_shape_of
-from mt_megatron.seams.stage_layers import Layout, divide_layers, end_counts
+from mt_megatron.parallel.stage_layers import Layout, divide_layers, end_counts
 from mt_megatron.training.config import TrainingConfig
 
 BALANCED = "balanced"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mt_megatron.seams.layout import RankLayout
+from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.training.checkpoint import Progress
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.datasets import SampleDataset

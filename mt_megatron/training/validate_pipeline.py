@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.stage_layers import divide_layers, end_counts
+from mt_megatron.parallel.stage_layers import divide_layers, end_counts
 from mt_megatron.training.config import TrainingConfig
 
 BALANCED = "balanced"
