@@ -135,7 +135,7 @@ def main() -> None:
 
     import mt_megatron
     from mt_megatron.backends.host_process import keep_freed_memory
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
     from mt_megatron.training.distributed import _init_alone
 
     torch.set_num_threads(args.threads)

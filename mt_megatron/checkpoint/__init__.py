@@ -17,6 +17,7 @@ rng         every random state of a rank, saved and restored: each rank has its 
             coordinates
 run_lock    one run at a time saves to a folder: a lock for the life of the run, and whose
             checkpoints are there
+run_parts   what a checkpoint needs of a run: the process, and what training changes
 save        one checkpoint from the live tensors to its published folder, in three steps that all
             ranks take
 store       the checkpoints of a run: where it continues from, when one is written, what is kept

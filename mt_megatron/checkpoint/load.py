@@ -26,9 +26,8 @@ from mt_megatron.checkpoint.files import (
 from mt_megatron.checkpoint.progress import Progress, progress_from
 from mt_megatron.checkpoint.retention import in_use
 from mt_megatron.checkpoint.rng import load_rng
+from mt_megatron.checkpoint.run_parts import Job, Trainable, synchronised_parameters
 from mt_megatron.errors import CheckpointError
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable, synchronised_parameters
 
 
 def complete(optimizer: Any) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mt_megatron.checkpoint.files import sync_file
 from mt_megatron.checkpoint.items import frame_of
+from mt_megatron.checkpoint.run_parts import Job
 from mt_megatron.errors import CheckpointError
-from mt_megatron.parallel.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mt_megatron.checkpoint.run_parts import Job
 from mt_megatron.errors import CheckpointError
-from mt_megatron.parallel.job import Job
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from mt_megatron.checkpoint import files
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.checkpoint.retention import is_alive
+from mt_megatron.checkpoint.run_parts import Job
 from mt_megatron.config.schema import CheckpointConfig, TrainingConfig
 from mt_megatron.errors import CheckpointError
-from mt_megatron.parallel.job import Job
 
 LOCK = "run.lock"
 

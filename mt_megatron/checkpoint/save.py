@@ -22,10 +22,9 @@ from mt_megatron.checkpoint.load import padded_vocab_size, run_state
 from mt_megatron.checkpoint.plan import Plan, Planner, write_metadata, write_results
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.checkpoint.rng import capture_rng, rng_file_name
+from mt_megatron.checkpoint.run_parts import Job, Trainable, synchronised_parameters
 from mt_megatron.checkpoint.write import Snapshot, Task, Written, saved, tensor_file, write_files
 from mt_megatron.errors import CheckpointError
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable, synchronised_parameters
 from mt_megatron.seams import collectives, events
 
 CONFIG_FILE = "config.yaml"

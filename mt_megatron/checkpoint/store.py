@@ -23,11 +23,10 @@ from mt_megatron.checkpoint.load import damage, load_checkpoint, load_weights
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.checkpoint.retention import Retention, recover, supersedes
 from mt_megatron.checkpoint.run_lock import on_main
+from mt_megatron.checkpoint.run_parts import Job, Trainable
 from mt_megatron.checkpoint.save import Save, Saver, SaveReport
 from mt_megatron.config.schema import CheckpointConfig
 from mt_megatron.errors import DIVERGENCE_ADVICE, CheckpointError
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
 from mt_megatron.patching.plan import installed_version
 
 

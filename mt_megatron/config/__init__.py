@@ -1,4 +1,4 @@
-"""Configuration: what a run is told, read from a preset, a YAML file and flags. Imports neither torch nor megatron.
+"""Configuration of a run: from a preset, a YAML file and flags. Imports neither torch nor megatron.
 
 field_kinds            what another value of each option does to a model whose weights are kept: one
                        declaration per option

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.stage_layers import chunks_of_layout
+from mt_megatron.parallel.stage_layers import chunks_of_layout
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.convert.state_names import weight_name
+from mt_megatron.parallel.stage_layers import end_counts, stage_layers
 from mt_megatron.planning.pipeline_layout import resolved_layout
-from mt_megatron.seams.stage_layers import end_counts, stage_layers
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

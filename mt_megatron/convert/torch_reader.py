@@ -22,7 +22,7 @@ from mt_megatron.convert.torch_args import load_trusted
 from mt_megatron.convert.torch_names import ChunkNames
 from mt_megatron.convert.torch_optimizer import has_state_by_parameter, state_by_parameter
 from mt_megatron.errors import CheckpointError
-from mt_megatron.seams.stage_layers import stage_layers
+from mt_megatron.parallel.stage_layers import stage_layers
 
 STATE = "model_optim_rng.pt"
 _FLAT = "distrib_optim.pt"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_megatron.parallel.trainable import Trainable
+from mt_megatron.training.model import Trainable
 
 from .pieces import Piece
 from .record import whole_name

@@ -19,8 +19,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mt_megatron.parallel.context_parallel import positions
+
 from ..errors import ConfigError
-from ..seams.context_parallel import positions
 from .causal_attention import causal_attention, suits
 from .context_parallel import Attending, attend, exchange_of, random_numbers_of
 from .packed import are_borders, attend_by_document, attend_packed
@@ -37,7 +38,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ``attention_softmax_in_fp32`` always holds. A row that may attend to nothing gives zeros.
 
     With ``config.context_parallel_size`` above 1 each rank holds two chunks of the sequence (see
-    ``seams.context_parallel``) and the others' keys and values come as ``config.cp_comm_type``
+    ``parallel.context_parallel``) and the others' keys and values come as ``config.cp_comm_type``
     says, if there is such a field: ``all_gather`` (also when it is None) or ``p2p``, a ring.
 
     Raises ConfigError for context parallelism of cross attention or of another size than that of

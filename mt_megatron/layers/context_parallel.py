@@ -1,6 +1,6 @@
 """Attention over a sequence whose tokens are spread over a context-parallel group.
 
-Each rank has the queries, keys and values of its two chunks (``seams.context_parallel``). Keys and
+Each rank has the queries, keys and values of its two chunks (``parallel.context_parallel``). Keys and
 values come from the other ranks, un-expanded (``context_parallel_exchange``); the queries attend to
 one rank's at a time (``context_parallel_blocks``), so that a rank never holds more scores than one
 fused kernel or one tile does, and under a causal mask no block needs a mask:
@@ -25,8 +25,9 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_megatron.parallel.context_parallel import chunks, positions
+
 from ..errors import ConfigError
-from ..seams.context_parallel import chunks, positions
 from .context_parallel_blocks import Merged, Scores, block_backward, block_forward
 from .context_parallel_exchange import EXCHANGES
 

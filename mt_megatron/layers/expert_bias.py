@@ -14,8 +14,9 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from mt_megatron.parallel.group_names import name_of
+
 from ..seams import collectives
-from ..seams.group_names import name_of
 from .router_passes import Passes
 
 _found: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()

@@ -23,7 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from ..seams.context_parallel import part_of_sequence
+from mt_megatron.parallel.context_parallel import part_of_sequence
+
 from .mla_checks import check_angles, check_call, check_down_projection, check_mla, check_submodules
 from .mla_recompute import Recomputation
 from .mla_rope import keys_of, rotated_queries

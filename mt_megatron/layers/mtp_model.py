@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_megatron.parallel.group_names import name_of
+
 from .. import _session
 from ..errors import ConfigError
 from ..seams import collectives
-from ..seams.group_names import name_of
 from ..seams.loss_gradient import announced, announced_loss_gradient
 from .mtp_loss import DepthLosses, document_numbers, shifted
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_megatron.parallel.group_names import name_of
+
 from ..seams import collectives
-from ..seams.group_names import name_of
 from .router_choice import RouterOptions, count_tokens
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.parallel.group_names import name_of
+
 from ..seams import collectives
-from ..seams.group_names import name_of
 
 
 def reduce_across_ranks(device: torch.device) -> None:

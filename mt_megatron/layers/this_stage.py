@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mt_megatron.parallel.stage_layers import divide_layers, end_counts
+
 from ..errors import ConfigError
-from ..seams.stage_layers import divide_layers, end_counts
 
 
 @dataclass(frozen=True, kw_only=True)

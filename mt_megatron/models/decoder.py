@@ -19,14 +19,14 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.layers.packed import document_mask, document_positions, positions_restart
 from mt_megatron.models.layer_spec import gpt_layer_spec
 from mt_megatron.models.weights import TensorRow
+from mt_megatron.parallel.context_parallel import part_of_sequence
+from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.parallel.stage_layers import stage_layers
 from mt_megatron.planning.build import transformer_config
 from mt_megatron.planning.flops import training_flops
 from mt_megatron.planning.parameters import padded_vocab_size
-from mt_megatron.seams.context_parallel import part_of_sequence
-from mt_megatron.seams.layout import RankLayout
 from mt_megatron.seams.loss_gradient import announced_loss_gradient
 from mt_megatron.seams.schedule import LossFunction, microbatches_of_this_step
-from mt_megatron.seams.stage_layers import stage_layers
 
 
 def masked_loss(

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mt_megatron.parallel.group_names import megatron_groups, name_of
+
 from ..seams import collectives
-from ..seams.group_names import megatron_groups, name_of
 
 Attributes = dict[str, Any]
 Describe = Callable[..., "Attributes | None"]

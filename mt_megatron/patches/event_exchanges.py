@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from mt_megatron.parallel.group_names import name_of
+
 from ..seams import collectives, events
-from ..seams.group_names import name_of
 
 CALLS = ("all_reduce", "broadcast")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mt_megatron.parallel.stage_layers import end_counts
+
 from ..backends.base import Backend
 from ..errors import ConfigError
 from ..patching.spec import Patch
-from ..seams.stage_layers import end_counts
 
 _BLOCK = "megatron.core.transformer.transformer_block"
 

@@ -33,5 +33,5 @@ shape               the ``ModelShape`` of a configuration's ``model`` section, a
                     form
 suggest             which layouts of a training run fit a device's memory, in the order of the time
                     that they should take
-validate/           checks of a configuration that need no process group; ``training.validate`` runs all of them
+validate/           checks of a configuration that need no process group
 """

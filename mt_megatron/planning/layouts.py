@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mt_megatron.config.schema import CoreOptions, TrainingConfig
+from mt_megatron.parallel.stage_layers import end_counts
 from mt_megatron.planning.activation_options import Recompute
 from mt_megatron.planning.pipeline_layout import BALANCED
 from mt_megatron.planning.validate.model import model_problems
 from mt_megatron.planning.validate.parallel import node_problems, parallel_problems
 from mt_megatron.planning.validate.rampup import rampup_problems
 from mt_megatron.planning.validate.train import train_problems
-from mt_megatron.seams.stage_layers import end_counts
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Micro-batch sizes that are tried unless the configuration has one above 1."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.parallel.stage_layers import Layout, divide_layers, end_counts
 from mt_megatron.planning.balance import balanced_layout
 from mt_megatron.planning.shape import padded_shape_of
-from mt_megatron.seams.stage_layers import Layout, divide_layers, end_counts
 
 BALANCED = "balanced"
 """Value of ``pipeline_model_parallel_layout`` that asks for ``balanced_layout``."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.model import Trainable
 
 if TYPE_CHECKING:
     from mt_megatron.training.step import StepResult

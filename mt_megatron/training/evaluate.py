@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.data.loader.batches import valid_batches, valid_rounds
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.errors import DataError
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable, synchronised_parameters
 from mt_megatron.seams.schedule import ForwardStep, run_schedule
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.model import Trainable
 from mt_megatron.training.step import Shape, summed
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mt_megatron.convert.place import Part
     from mt_megatron.convert.sources import PublishedSource
-    from mt_megatron.parallel.trainable import Trainable
+    from mt_megatron.training.model import Trainable
 
 
 def check_published(config: TrainingConfig) -> list[str]:
@@ -58,8 +58,8 @@ def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:
     Raises ``CheckpointError`` on every rank when a tensor is missing, unknown or of another shape on
     any, and when the folder is of another model.
     """
+    from mt_megatron.checkpoint.run_parts import synchronised_parameters
     from mt_megatron.convert.place import fill
-    from mt_megatron.parallel.trainable import synchronised_parameters
 
     folder = Path(config.checkpoint.init_from_hf or "")
     with synchronised_parameters(trainable):

@@ -21,12 +21,10 @@ from mt_megatron.data.loader.sample_need import require_samples
 from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.families import family_of
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.parameters import count_parameters
 from mt_megatron.training.depth_losses import depth_values
-from mt_megatron.training.distributed import joined, require_precision, world_size
+from mt_megatron.training.distributed import Job, joined, require_precision, world_size
 from mt_megatron.training.evaluate import Validation, evaluate
 from mt_megatron.training.health.recovery import Recovery
 from mt_megatron.training.health.shared_error import save_last_sound_step
@@ -43,7 +41,7 @@ from mt_megatron.training.logging.summary import (
     summary_lines,
 )
 from mt_megatron.training.logging.throughput import Window
-from mt_megatron.training.model import build
+from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.preflight import check_before_start, check_folder
 from mt_megatron.training.scan_session import tracing_of
 from mt_megatron.training.signals import stop_requests

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
 from mt_megatron.planning.build import ddp_config, optimizer_config
 from mt_megatron.seams.family import ModelFamily
-from mt_megatron.training.distributed import seed_dropout
+from mt_megatron.training.distributed import Job, seed_dropout
 from mt_megatron.training.lr import build_scheduler
+
+
+@dataclass(kw_only=True)
+class Trainable:
+    """Everything of this rank that training changes."""
+
+    chunks: list[Any]
+    """``DistributedDataParallel`` modules, one per virtual pipeline stage."""
+
+    core: Any
+    """The ``TransformerConfig`` all chunks share."""
+
+    optimizer: Any
+    """A ``MegatronOptimizer``."""
+
+    scheduler: Any
+    """An ``OptimizerParamScheduler``; it counts samples."""
+
+    update_is_half_done: bool = False
+    """Whether an update of the weights, or a load into them, was begun and has not ended."""
+
+    def bare_chunks(self) -> list[torch.nn.Module]:
+        """The chunks without their wrappers."""
+        return [unwrapped(chunk) for chunk in self.chunks]
+
+    def parameters_on_this_rank(self) -> int:
+        """Number of parameter elements this rank holds."""
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+
+
+def unwrapped(module: Any) -> torch.nn.Module:
+    """``module`` without DDP and precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    inner: torch.nn.Module = module
+    return inner
 
 
 def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:

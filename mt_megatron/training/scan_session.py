@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.queue_depth import micro_batches_ready
-from mt_megatron.parallel.job import Job
+from mt_megatron.training.distributed import Job
 
 if TYPE_CHECKING:
     from mt_megatron.scan.session import Session

@@ -13,14 +13,14 @@ from mt_megatron.config.rampup import BatchSizes
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.data.loader.datasets import SampleDataset
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
 from mt_megatron.seams import events
 from mt_megatron.seams.schedule import ForwardStep
+from mt_megatron.training.distributed import Job
 from mt_megatron.training.health.divergence import DivergenceWatch, LossMean
-from mt_megatron.training.health.nan_watch import RandomStates, first_finding
 from mt_megatron.training.health.recovery import Recovery
 from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog
+from mt_megatron.training.model import Trainable
+from mt_megatron.training.nan_watch import RandomStates, first_finding
 from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, train_step
 from mt_megatron.training.update import loss_scales
 

@@ -16,7 +16,7 @@ S, B, HEADS, D = 32, 2, 4, 8
 
 def start(world: int) -> None:
     import mt_megatron
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
 
     mt_megatron.patch("cpu")
     dist.init_process_group("gloo")

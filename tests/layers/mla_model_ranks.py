@@ -158,7 +158,7 @@ def context_parallel() -> dict[str, Any]:
     """A sequence over two ranks against transformers' attention of all of it."""
     from megatron.core import parallel_state
 
-    from mt_megatron.seams.context_parallel import part_of_sequence
+    from mt_megatron.parallel.context_parallel import part_of_sequence
 
     start(context_parallel_size=2)
     rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()

@@ -145,7 +145,7 @@ def _start(tp: int, pp: int, chunks: int | None) -> None:
     import torch.distributed as dist
 
     import mt_megatron
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
 
     mt_megatron.patch("cpu")
     from megatron.core import parallel_state, tensor_parallel

@@ -19,7 +19,7 @@ EXPERTS, TOPK, HIDDEN, SEQUENCE, BATCH, VOCABULARY, RATE = 8, 2, 32, 8, 2, 32, 0
 def layout(**sizes: Any) -> Iterator[None]:
     """This job's ranks as ``sizes`` say, in place of earlier groups."""
     import mt_megatron
-    from mt_megatron.seams import layout as ranks
+    from mt_megatron.parallel import rank_layout as ranks
 
     mt_megatron.patch("cpu")
     from megatron.core import parallel_state, tensor_parallel

@@ -19,11 +19,9 @@ from mt_megatron.checkpoint.load import Progress, load_weights
 from mt_megatron.checkpoint.save import save_checkpoint
 from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.models.families import family_of
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
 from mt_megatron.seams import events
-from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import build
+from mt_megatron.training.distributed import Job, joined
+from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
 from tests.parity.case import CLIP, MICRO_BATCH, SEQUENCE, STEPS, Layout, by_name, config_of, training_data
 

@@ -20,7 +20,7 @@ def start(tp: int = 1, pp: int = 1, ep: int = 1) -> None:
     mt_megatron.patch(os.environ.get("MT_MEGATRON_TEST_BACKEND", "cpu"))
     from megatron.core import parallel_state, tensor_parallel
 
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
 
     if not dist.is_initialized():
         mt_megatron.backend().set_device(0)
@@ -248,7 +248,7 @@ def unset_fields() -> dict[str, Any]:
         mt_megatron.patch("cpu", features=features)
         from megatron.core import tensor_parallel
 
-        from mt_megatron.seams import layout
+        from mt_megatron.parallel import rank_layout as layout
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")
@@ -362,7 +362,7 @@ def alone(variants: list[dict[str, Any]], left_out: str, pattern: list[int], fol
 
 
 def _in_new_groups(function: Any) -> Any:
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
 
     layout.destroy()
     mt_megatron.unpatch()

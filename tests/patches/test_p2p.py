@@ -18,7 +18,7 @@ def exchange() -> Any:
     import torch.distributed as dist
 
     import mt_megatron
-    from mt_megatron.seams.layout import RankLayout, destroy, initialize
+    from mt_megatron.parallel.rank_layout import RankLayout, destroy, initialize
 
     mt_megatron.patch("cpu")
     initialize(RankLayout(world_size=2, pp=2), mt_megatron.backend())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_megatron.training import step
-from mt_megatron.training.health import nan_watch
+from mt_megatron.training import nan_watch, step
 from tests.training.faults import injected
 from tests.training.loop_cases import run, start
 

@@ -17,6 +17,8 @@ from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.sentencepiece_tokenizer import SentencePieceTokenizer
 from mt_megatron.errors import DataError
 
+_BYTES = 256
+
 
 class ByteLevelTokenizer:
     """Every UTF-8 byte is a token, 0 to 255; 256 ends a document.
@@ -62,7 +64,6 @@ TOKENIZER_TYPES = (
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-_BYTES = 256
 
 
 class TokenizerLike(Protocol):

@@ -1,4 +1,4 @@
-"""From text to indexed files: ``mt-megatron preprocess`` for any amount, ``mt-megatron prepare`` for a small corpus.
+"""From text to indexed files: ``preprocess`` for any amount of text, ``prepare`` for a small corpus.
 
 corpus              where documents come from, in an order that never changes, and which of them are
                     held out

@@ -7,7 +7,7 @@ import os
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.stage_layers import divide_layers, end_counts
+from mt_megatron.parallel.stage_layers import divide_layers, end_counts
 
 
 def node_problems(

@@ -1,8 +1,6 @@
 """What ends a run, undoes a step or names the culprit when numbers or ranks fail.
 
 divergence         when a step counts as diverged
-nan_watch          which module first made a number that is none: the step again, with hooks on
-                   every module
 recovery           what follows a step that diverged: an error, the step without its update, or the
                    last checkpoint
 shared_error       what is saved when a run ends by an error: the last sound step, where every rank

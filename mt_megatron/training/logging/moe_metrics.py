@@ -8,8 +8,8 @@ from typing import Any
 from mt_megatron.layers.expert_bias import routers_of
 from mt_megatron.layers.router import listen
 from mt_megatron.layers.router_telemetry import EXTRA, LayerLoad, RouterLoad
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.model import Trainable
 
 LAYERS = "moe_layers"
 """Key of a record's list of layers; the other keys are numbers over all of them."""

@@ -15,8 +15,8 @@ from mt_megatron.backends.telemetry_types import Unsupported
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.parallel.job import Job
 from mt_megatron.seams import events
+from mt_megatron.training.distributed import Job
 from mt_megatron.training.logging.display import Display
 from mt_megatron.training.logging.metrics import Metrics, Records, Sink, metrics_path
 from mt_megatron.training.logging.picture import write_picture

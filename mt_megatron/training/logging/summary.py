@@ -10,7 +10,7 @@ from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.data.prepare.ngram import Baselines, NgramModel, dataset_baselines
-from mt_megatron.seams.layout import RankLayout
+from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.training.evaluate import Validation
 from mt_megatron.training.logging.metrics import perplexity
 from mt_megatron.training.logging.quantities import duration

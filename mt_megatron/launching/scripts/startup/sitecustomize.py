@@ -23,7 +23,7 @@ def _prepare(root: str) -> None:
     """Import what is needed of the package without leaving its folder on the path."""
     sys.path.insert(0, root)
     try:
-        from mt_megatron.launching.activation import prepare
+        from mt_megatron.launching.scripts.activation import prepare
     finally:
         sys.path.remove(root)
     prepare()
@@ -36,7 +36,7 @@ def _start() -> None:
     finally:
         # Another interpreter, which may be too old even to read the package, has another prefix.
         if os.environ.get("MT_MEGATRON_BACKEND") and os.environ.get("MT_MEGATRON_PREFIX") == sys.prefix:
-            _prepare(os.path.dirname(os.path.dirname(os.path.dirname(folder))))
+            _prepare(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(folder)))))
 
 
 _start()

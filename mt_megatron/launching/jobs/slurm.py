@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.job import LaunchJob
+from mt_megatron.launching.jobs.job import LaunchJob
 
 _TIME = re.compile(r"\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d+|\d+-\d+:\d{2}(:\d{2})?")
 _WORD = re.compile(r"[A-Za-z0-9_.,:+@%/-]+")

@@ -17,10 +17,9 @@ from typing import Any
 
 import mt_megatron
 from mt_megatron._session import untested_versions
-from mt_megatron.cli import doctor_cards as cards
-from mt_megatron.cli import doctor_host as host
-from mt_megatron.cli.doctor_probe import MARKER, PARTS
-from mt_megatron.cli.doctor_text import text
+from mt_megatron.cli.doctor import cards, host
+from mt_megatron.cli.doctor.probe import MARKER, PARTS
+from mt_megatron.cli.doctor.text import text
 
 _TIMEOUT = 180.0
 
@@ -111,7 +110,7 @@ def _probe(looked_at: Callable[[str], None] = lambda part: None) -> dict[str, An
     found: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mt_megatron.cli.doctor_probe"],
+            [sys.executable, "-m", "mt_megatron.cli.doctor.probe"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -142,7 +141,7 @@ def _probe(looked_at: Callable[[str], None] = lambda part: None) -> dict[str, An
 
 
 def _cards(backends: dict[str, Any], looked_at: Callable[[str], None]) -> list[dict[str, Any]]:
-    code, stdout, stderr = _run(["-m", "mt_megatron.cli.doctor_cards"])
+    code, stdout, stderr = _run(["-m", "mt_megatron.cli.doctor.cards"])
     looked_at("cards")
     _, marker, payload = stdout.partition(cards.MARKER + "\n")
     if code != 0 or not marker:

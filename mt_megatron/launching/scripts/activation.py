@@ -14,15 +14,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .._session import MEGATRON_CORE
-from ..backends.loader_workers import spawned_are_patched
-from ..errors import MtMegatronError
-from ..patching.hooks import ImportHook
-from ..patching.importlib_bootstrap import unwatch, watch
-from ..patching.scope import Scope
-from .choice import BACKEND, Choice, is_main
-from .dataset_helpers import DatasetHelpers
-from .tracebacks import keep_clean
+from mt_megatron._session import MEGATRON_CORE
+from mt_megatron.backends.loader_workers import spawned_are_patched
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.launching.scripts.choice import BACKEND, Choice, is_main
+from mt_megatron.launching.scripts.dataset_helpers import DatasetHelpers
+from mt_megatron.launching.scripts.tracebacks import keep_clean
+from mt_megatron.patching.hooks import ImportHook
+from mt_megatron.patching.importlib_bootstrap import unwatch, watch
+from mt_megatron.patching.scope import Scope
 
 
 def prepare() -> None:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from ..patching.hooks import is_hook
-from ..patching.importlib_bootstrap import is_wrapper
+from mt_megatron.patching.hooks import is_hook
+from mt_megatron.patching.importlib_bootstrap import is_wrapper
 
 _NEEDED_BY_MEGATRON_LM = ("six", "regex")
 """Imported by Megatron-LM's tokenizers whatever tokenizer is chosen; Megatron-Core does not need them."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.context_parallel import chunks, part_of_sequence, positions
+from mt_megatron.parallel.context_parallel import chunks, part_of_sequence, positions
 from tests.launch import run_ranks
 
 
@@ -29,7 +29,7 @@ def test_a_sequence_that_does_not_divide_is_refused() -> None:
 
 
 def test_the_layout_is_the_one_of_upstreams_rotary_embedding() -> None:
-    for found, expected in run_ranks(2, "tests.seams.test_context_parallel:rotary"):
+    for found, expected in run_ranks(2, "tests.parallel.test_context_parallel:rotary"):
         assert found == expected
 
 

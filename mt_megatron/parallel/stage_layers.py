@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ConfigError
-from .stage_layout_text import counts_of_text
+from mt_megatron.errors import ConfigError
+from mt_megatron.parallel.stage_layout_text import counts_of_text
 
 Layout = str | Sequence[int]
 

@@ -7,7 +7,7 @@ mean nothing. ``Et*3|(tt|)*29,m|L`` has 31 virtual stages: 3, 29 times 2, and no
 
 from __future__ import annotations
 
-from ..errors import ConfigError
+from mt_megatron.errors import ConfigError
 
 _LETTERS = "EtmL"
 _LONGEST = 100_000

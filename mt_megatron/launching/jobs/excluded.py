@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.hostfile import Host, parse_hostfile
+from mt_megatron.launching.jobs.hostfile import Host, parse_hostfile
 
 
 def read_excluded(path: Path) -> list[Host]:

@@ -1,4 +1,4 @@
-"""``mt-megatron scan``: traces of runs. Each action is a module ``mt_megatron.cli.scan_<word>``.
+"""``mt-megatron scan``: traces of runs. Each action is a module ``mt_megatron.cli.scan.<word>``.
 
 Such a module has ``add_parser(subparsers) -> argparse.ArgumentParser``, which sets ``func(args) -> int``, as
 the subcommands themselves do.
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for word in WORDS:
-        action: argparse.ArgumentParser = import_module(f"mt_megatron.cli.scan_{word}").add_parser(actions)
+        action: argparse.ArgumentParser = import_module(f"mt_megatron.cli.scan.{word}").add_parser(actions)
         action.set_defaults(func=_about_places(action.get_default("func")))
     return parser
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.cli.scan_report import add_steps, check_steps
+from mt_megatron.cli.scan.report import add_steps, check_steps
 from mt_megatron.errors import ConfigError
 
 _EXAMPLE = """examples:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ..errors import RunError
-from ..patching.scope import is_installed
+from mt_megatron.errors import RunError
+from mt_megatron.patching.scope import is_installed
 
 
 @dataclass(frozen=True, kw_only=True)

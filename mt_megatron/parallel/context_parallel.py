@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from mt_megatron.errors import ConfigError
 
 
 def chunks(rank: int, size: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.hostfile import Host
+from mt_megatron.launching.jobs.hostfile import Host
 
 
 def node_rank(hosts: Sequence[Host]) -> int:

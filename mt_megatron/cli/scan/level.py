@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Write it into the control file; returns the exit code."""
-    from mt_megatron.cli.scan_window import say_who_hears
+    from mt_megatron.cli.scan.window import say_who_hears
     from mt_megatron.scan.format.run_files import existing_run
     from mt_megatron.scan.record.control import change_control
 

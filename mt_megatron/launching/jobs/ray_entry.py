@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.job import LaunchJob
+from mt_megatron.launching.jobs.job import LaunchJob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mt_megatron.parallel.job import Job
-from mt_megatron.parallel.trainable import Trainable
 from mt_megatron.seams.schedule import ForwardStep
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.model import Trainable
 from mt_megatron.training.step import Batches, Shape, forward_backward
 
 _WEIGHT, _FORWARD, _LOSS, _BACKWARD, _GRADIENT = range(5)

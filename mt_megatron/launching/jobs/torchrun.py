@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.job import LaunchJob
+from mt_megatron.launching.jobs.job import LaunchJob
 
 DEFAULT_PORT = 29500
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core's process groups are called: by axes, as ``seams.layout`` names them.
+"""What Megatron-Core's process groups are called: by axes, as ``parallel.rank_layout`` names them.
 
 The names are read off ``megatron.core.parallel_state``, which may be somebody else's to fill: nothing here
 makes a group.

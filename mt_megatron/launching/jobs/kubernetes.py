@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.job import LaunchJob
+from mt_megatron.launching.jobs.job import LaunchJob
 
 RESOURCES = {"nvidia": "nvidia.com/gpu", "mthreads": "mthreads.com/gpu", "none": None}
 """Vendor -> the name under which its device plugin offers devices."""

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.stage_layers import (
+from mt_megatron.parallel.stage_layers import (
     chunks_of_layout,
     divide_layers,
     end_counts,
     spread,
     stage_layers,
 )
-from mt_megatron.seams.stage_layout_text import counts_of_text
+from mt_megatron.parallel.stage_layout_text import counts_of_text
 
 
 def counts(num_layers: int, **how: Any) -> list[int]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.layout import RankLayout
+from mt_megatron.parallel.rank_layout import RankLayout
 
 # Our name of a group -> (Megatron's token, whether its rank generator treats ep and dp apart).
 TOKENS = {
@@ -90,7 +90,7 @@ def parallel_state_of(sizes):
     from megatron.core import parallel_state
 
     import mt_megatron
-    from mt_megatron.seams import layout as seam
+    from mt_megatron.parallel import rank_layout as seam
 
     mt_megatron.patch("cpu")
     layout = seam.RankLayout(**sizes)
@@ -128,7 +128,7 @@ def test_initialize_makes_these_groups(sizes):
     from tests.launch import run_ranks
 
     layout = RankLayout(**sizes)
-    results = run_ranks(sizes["world_size"], "tests.seams.test_layout:parallel_state_of", sizes)
+    results = run_ranks(sizes["world_size"], "tests.parallel.test_rank_layout:parallel_state_of", sizes)
     for rank, result in enumerate(results):
         for kind, ranks in result["groups"].items():
             assert ranks in layout.groups(kind) and rank in ranks, kind
@@ -139,7 +139,7 @@ def test_initialize_makes_these_groups(sizes):
 
 def wrong_world():
     from mt_megatron.backends import registry
-    from mt_megatron.seams import layout as seam
+    from mt_megatron.parallel import rank_layout as seam
 
     try:
         seam.initialize(seam.RankLayout(world_size=4), registry.get("cpu"))
@@ -151,5 +151,5 @@ def wrong_world():
 def test_another_number_of_processes_is_refused():
     from tests.launch import run_ranks
 
-    (message,) = run_ranks(1, "tests.seams.test_layout:wrong_world")
+    (message,) = run_ranks(1, "tests.parallel.test_rank_layout:wrong_world")
     assert "1 process(es)" in message and "start 4" in message
