@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mt_megatron.backends.distributed.namespace import let_group_threads_rest, shared_groups
+
 from ..backends.base import Backend
-from ..backends.collectives import let_group_threads_rest, shared_groups
 from ..patching.spec import Patch
 
 

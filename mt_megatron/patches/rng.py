@@ -18,7 +18,7 @@ _CPU = frozenset({"cpu"})
 def _module_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    from ..backends.cpu_random import device_generator
+    from mt_megatron.backends.cpu.rng import device_generator
 
     device = device_generator()
     if device.is_in_use:
@@ -30,7 +30,7 @@ def _module_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _fork(
     original: Callable[..., AbstractContextManager[None]], self: Any, name: str = "model-parallel-rng"
 ) -> AbstractContextManager[None]:
-    from ..backends.cpu_random import device_generator
+    from mt_megatron.backends.cpu.rng import device_generator
 
     @contextmanager
     def forked() -> Any:
@@ -41,7 +41,7 @@ def _fork(
 
 
 def _on_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from ..backends.cpu_random import device_generator
+    from mt_megatron.backends.cpu.rng import device_generator
 
     with device_generator().in_use():
         return original(*args, **kwargs)
@@ -60,7 +60,7 @@ def _recomputed(
 
 def _seed(original: Callable[..., None], seed: Any) -> None:
     """``torch.manual_seed`` seeds every device beside the host."""
-    from ..backends.cpu_random import device_generator
+    from mt_megatron.backends.cpu.rng import device_generator
 
     original(seed)
     device_generator().seed_all(int(seed))

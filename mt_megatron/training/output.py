@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.telemetry_types import Unsupported
+from mt_megatron.backends.telemetry.readings import Unsupported
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.communication import CommunicationClock
 from mt_megatron.training.config import TrainingConfig

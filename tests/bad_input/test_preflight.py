@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig

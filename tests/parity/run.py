@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.backends.collectives import local_device, prepare_environment
+from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
 from mt_megatron.seams import events
 from mt_megatron.training import checkpoint
 from mt_megatron.training.checkpoint import Progress, load_weights

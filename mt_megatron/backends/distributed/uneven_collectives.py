@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .flat_collectives import all_to_all_flat, split_sizes
+from mt_megatron.backends.distributed.flat_collectives import all_to_all_flat, split_sizes
 
 
 class _Works:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .telemetry_types import Unsupported, Value
+from mt_megatron.backends.telemetry.readings import Unsupported, Value
 
 T = TypeVar("T")
 

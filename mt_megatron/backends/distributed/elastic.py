@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ..errors import BackendError
+from mt_megatron.errors import BackendError
 
 _PREFIX = "mt_megatron/attempt"
 _POLL_SECONDS = 0.02

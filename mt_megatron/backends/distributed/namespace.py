@@ -13,17 +13,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import BackendError
-from .base import Backend
-from .flat_collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
-from .torch_version import torch_is_before
-from .translate import DeviceTranslator
-from .uneven_collectives import (
+from mt_megatron.backends.base import Backend
+from mt_megatron.backends.distributed.flat_collectives import (
+    all_gather_flat,
+    all_to_all_flat,
+    reduce_scatter_flat,
+)
+from mt_megatron.backends.distributed.uneven_collectives import (
     all_gather_of_any_sizes,
     all_to_all_of_any_sizes,
     reduce_scatter_by_reduces,
     reduce_scatter_of_any_sizes,
 )
+from mt_megatron.backends.torch_version import torch_is_before
+from mt_megatron.backends.translate import DeviceTranslator
+from mt_megatron.errors import BackendError
 
 logger = logging.getLogger("mt_megatron")
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from ..errors import BackendError
-from . import musa_cards, telemetry
-from .base import TimedEvent
-from .collectives import distributed_overrides, translate_process_group_backend
-from .histc import histc_of_any_dtype
-from .musa_namespace import cuda_namespace
-from .pinning import PinnedMemory
-from .translate import DeviceTranslator, torch_factories
+from mt_megatron.backends import telemetry
+from mt_megatron.backends.base import TimedEvent
+from mt_megatron.backends.distributed.namespace import distributed_overrides, translate_process_group_backend
+from mt_megatron.backends.histc import histc_of_any_dtype
+from mt_megatron.backends.musa import cards
+from mt_megatron.backends.musa.namespace import cuda_namespace
+from mt_megatron.backends.musa.pinning import PinnedMemory
+from mt_megatron.backends.translate import DeviceTranslator, torch_factories
+from mt_megatron.errors import BackendError
 
 
 def _musa() -> Any:
@@ -107,10 +108,10 @@ class MusaBackend:
         return bool(_musa().is_bf16_supported(including_emulation=False))
 
     def fp8_granularities(self) -> tuple[str, ...]:
-        return musa_cards.fp8_granularities(_musa().get_device_capability())
+        return cards.fp8_granularities(_musa().get_device_capability())
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        return musa_cards.peak_flops(self.device_name(), str(dtype).removeprefix("torch."))
+        return cards.peak_flops(self.device_name(), str(dtype).removeprefix("torch."))
 
     def telemetry(self, index: int | None = None) -> telemetry.Reading:
         return telemetry.mtml(self.current_device() if index is None else index)

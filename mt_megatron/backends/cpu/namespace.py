@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from .cpu_random import device_generator
-from .cpu_streams import Event, Stream, StreamContext, StreamTable
-from .namespace import DeviceNamespace
-from .telemetry_types import number
+from mt_megatron.backends.cpu.rng import device_generator
+from mt_megatron.backends.cpu.streams import Event, Stream, StreamContext, StreamTable
+from mt_megatron.backends.namespace import DeviceNamespace
+from mt_megatron.backends.telemetry.readings import number
 
 if TYPE_CHECKING:
-    from .cpu import CpuBackend
+    from mt_megatron.backends.cpu.backend import CpuBackend
 
 
 def _index(backend: CpuBackend, device: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from .telemetry_types import Reading, Unsupported, Value
+from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value
 
 _NONE = Unsupported("/proc and /sys do not tell it")
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import BackendError
-from . import telemetry
-from .namespace import DeviceNamespace
-from .tensor_types import tensor_types
-from .translate import DeviceTranslator
+from mt_megatron.backends import telemetry
+from mt_megatron.backends.musa.tensor_types import tensor_types
+from mt_megatron.backends.namespace import DeviceNamespace
+from mt_megatron.backends.translate import DeviceTranslator
+from mt_megatron.errors import BackendError
 
 if TYPE_CHECKING:
-    from .musa import MusaBackend
+    from mt_megatron.backends.musa.backend import MusaBackend
 
 
 def _translated(function: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:

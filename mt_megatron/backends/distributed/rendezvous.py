@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from .torch_version import torch_is_before
+from mt_megatron.backends.torch_version import torch_is_before
 
 
 def loopback_store() -> tuple[Any, int]:

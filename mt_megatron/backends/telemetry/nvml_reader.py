@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .telemetry_library import ManagementLibrary
-from .telemetry_types import Reading, Unsupported, Value
-from .telemetry_visible import physical_index
+from mt_megatron.backends.telemetry.management_library import ManagementLibrary
+from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value
+from mt_megatron.backends.telemetry.visible_devices import physical_index
 
 _library = ManagementLibrary(
     module="pynvml",

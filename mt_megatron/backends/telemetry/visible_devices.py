@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .telemetry_types import Unsupported
+from mt_megatron.backends.telemetry.readings import Unsupported
 
 
 def physical_index(index: int, variable: str, value: str | None, uuids: Sequence[str]) -> int | Unsupported:
