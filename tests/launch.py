@@ -167,7 +167,7 @@ def _leave_process_groups() -> None:
     if distributed is not None and distributed.is_initialized():
         # A rank that exits first tears down connections its peers may still read from.
         distributed.barrier()
-        from mt_megatron.patches.groups import end_groups
+        from mt_megatron.patches.device.process_groups import end_groups
 
         end_groups()
 

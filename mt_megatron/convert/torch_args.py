@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.patches.torch_compat import trusted_globals
+from mt_megatron.patches.compat.torch_numpy import trusted_globals
 from mt_megatron.training.config import TrainingConfig
 
 COMMON = "common.pt"
