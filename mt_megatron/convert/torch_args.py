@@ -15,7 +15,7 @@ import torch
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError
-from mt_megatron.patches.torch_compat import trusted_globals
+from mt_megatron.patches.compat.torch_numpy import trusted_globals
 
 COMMON = "common.pt"
 

@@ -97,9 +97,10 @@ def optimizer_document(
     """The entry ``optimizer`` of a rank's file for the parameters of ``chunks``; ``state`` has as many chunks
     of each kind, with the same names.
 
-    What has weight decay comes first, as with ``patches/param_groups.py``. Upstream alone begins with what it
-    meets first, which differs on later pipeline stages of local layers: there it refuses groups of other
-    sizes. A stage without experts has an optimizer for them (``patches/expert_optimizer.py``).
+    Parameters with weight decay come first, as with ``patches/optimizer/param_groups.py``. Upstream alone
+    begins with the first parameter it meets, which differs on later pipeline stages of local layers: there it
+    refuses groups of other sizes. A stage without experts has an optimizer for them
+    (``patches/optimizer/expert_optimizer.py``).
     """
     parameters = dict(_parameters(chunks))
     optimizers = []

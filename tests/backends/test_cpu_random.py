@@ -16,7 +16,7 @@ def streams() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from mt_megatron.backends.cpu_random import device_generator
+    from mt_megatron.backends.cpu.rng import device_generator
     from tests.patches import small_gpt
 
     small_gpt.start(tp=2)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.backends import collectives
 from mt_megatron.backends.cuda import CudaBackend
-from mt_megatron.backends.musa import MusaBackend
+from mt_megatron.backends.distributed import namespace as collectives
+from mt_megatron.backends.musa.backend import MusaBackend
 from mt_megatron.errors import BackendError
 from tests.emulators import environment, needs_emulated_musa
 

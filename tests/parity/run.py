@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.backends.collectives import local_device, prepare_environment
+from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
 from mt_megatron.checkpoint import load as checkpoint
 from mt_megatron.checkpoint.load import Progress, load_weights
 from mt_megatron.checkpoint.save import save_checkpoint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.seams import events
 from mt_megatron.training.logging.output import CommunicationClock
 from mt_megatron.training.logging.throughput import Peak, Window, peak_of

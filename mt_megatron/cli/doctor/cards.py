@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.backends import musa_cards
+from mt_megatron.backends.musa import cards as musa_cards
 
 MARKER = "mt-megatron doctor cards:"
 
@@ -37,10 +37,9 @@ def pci_devices(root: Path = _PCI) -> list[tuple[int, int]]:
 
 def look() -> dict[str, Any]:
     """What the management libraries and the PCI bus say."""
-    from mt_megatron.backends import telemetry_mtml, telemetry_nvml
-    from mt_megatron.backends.telemetry import Unsupported
+    from mt_megatron.backends.telemetry import Unsupported, mtml_reader, nvml_reader
 
-    mtml, nvml = telemetry_mtml.names(), telemetry_nvml.capabilities()
+    mtml, nvml = mtml_reader.names(), nvml_reader.capabilities()
     return {
         "mtml": [] if isinstance(mtml, Unsupported) else mtml,
         "mtml_reason": mtml.reason if isinstance(mtml, Unsupported) else None,

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.size is not None and args.size < 1:
         raise ConfigError(f"--size is {args.size}; expected at least 1")
     from mt_megatron.backends import registry
-    from mt_megatron.backends.collectives import (
+    from mt_megatron.backends.distributed.namespace import (
         let_group_threads_rest,
         local_device,
         prepare_environment,

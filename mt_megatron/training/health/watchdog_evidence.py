@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mt_megatron.backends.flight_recorder import Waiting, waiting_collectives
+from mt_megatron.backends.distributed.flight_recorder import Waiting, waiting_collectives
 
 _FRAMES = 8
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"

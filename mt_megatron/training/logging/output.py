@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.telemetry_types import Unsupported
+from mt_megatron.backends.telemetry.readings import Unsupported
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
