@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import mt_megatron
-from mt_megatron.layers.packed import document_borders, document_mask
+from mt_megatron.layers.attention.packed import document_borders, document_mask
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import family_of

@@ -7,7 +7,7 @@ from mt_megatron.models.parameters import ModelShape
 
 _FP32 = 4
 _SHORTEST_OWN = 64
-"""Shorter sequences leave our kernel for a CPU out (``layers.causal_attention.suits``)."""
+"""Shorter sequences leave our kernel for a CPU out (``layers.attention.causal.suits``)."""
 
 
 def attention_bytes(shape: ModelShape, options: ActivationOptions) -> int:

@@ -9,11 +9,11 @@ _FP32 = 4
 _INT64 = 8
 _BLOCK_ON_CPU = 96 << 20
 _BLOCK = 1 << 30
-"""Most bytes of logits at a time when output layer and loss are one (``layers.cross_entropy_blocks``)."""
+"""Most bytes of logits at a time when output layer and loss are one (``loss.cross_entropy_blocks``)."""
 _PANEL_OF_LOGITS = 4 * 2048 * 192
 _PANEL_OF_PRODUCT = 4 << 20
 """In fp32 on a CPU most bytes of logits, and of a weight gradient, before they go where they belong
-(``layers.cross_entropy_panels``, ``seams.onednn``)."""
+(``layers.loss.cross_entropy_panels``, ``seams.onednn``)."""
 
 
 def loss_kept_bytes(shape: ModelShape, options: ActivationOptions) -> int:

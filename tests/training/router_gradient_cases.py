@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.layers import router_losses
+from mt_megatron.layers.moe import router_losses
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build, family_of

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_megatron.errors import DataError
-from mt_megatron.layers.packed import document_mask, document_positions
+from mt_megatron.layers.attention.packed import document_mask, document_positions
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config_train import DataConfig
 from mt_megatron.training.data.batches import _ended_worker, train_batches

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mt_megatron.errors import DataError
-from mt_megatron.layers.packed import document_borders
+from mt_megatron.layers.attention.packed import document_borders
 from mt_megatron.training.data.datasets import SampleDataset
 from mt_megatron.training.data.queue_depth import watched
 
