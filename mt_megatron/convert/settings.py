@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mt_megatron.convert.table import Sizes, expand
+from mt_megatron.convert.tensors.table import Sizes, expand
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow

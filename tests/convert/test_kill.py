@@ -17,7 +17,7 @@ from mt_megatron.training import file_locks
 from mt_megatron.training.file_locks import FileLock
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 from tests.launch import ROOT
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 

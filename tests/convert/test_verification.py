@@ -17,7 +17,7 @@ from mt_megatron.training import checkpoint_retention as retention
 from mt_megatron.training.checkpoint_files import MANIFEST, MARKER, folder_name
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 
 FORMS = ("huggingface", "torch_dist", "torch")
 

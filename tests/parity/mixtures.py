@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import mt_megatron
-from mt_megatron.convert.place import place
-from mt_megatron.convert.table import Sizes, to_megatron
+from mt_megatron.convert.rank_shards import place
+from mt_megatron.convert.tensors.table import Sizes, to_megatron
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.seams.schedule import run_schedule
 from mt_megatron.training.arguments import load_config

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import mt_megatron
-from mt_megatron.convert.place import parts, place
-from mt_megatron.convert.table import Sizes, to_megatron
+from mt_megatron.convert.rank_shards import parts, place
+from mt_megatron.convert.tensors.table import Sizes, to_megatron
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.distributed import joined
@@ -225,7 +225,7 @@ def _largest_gradient(
 
 def round_trip(shapes: list[Drawn]) -> list[bool]:
     """Whether the published weights come back from a model equal to the bit."""
-    from mt_megatron.convert.table import from_megatron
+    from mt_megatron.convert.tensors.table import from_megatron
 
     mt_megatron.patch("cpu")
     results = []

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import mt_megatron
-from mt_megatron.convert.table import Sizes, from_megatron
+from mt_megatron.convert.tensors.table import Sizes, from_megatron
 from mt_megatron.training.arguments import load_config
 from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.data.batches import train_batches, valid_batches

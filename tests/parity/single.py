@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mt_megatron
-from mt_megatron.convert.table import Sizes, from_megatron, to_megatron
+from mt_megatron.convert.tensors.table import Sizes, from_megatron, to_megatron
 from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.training.checkpoint import load_weights
 from mt_megatron.training.distributed import joined
