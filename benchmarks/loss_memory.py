@@ -50,7 +50,7 @@ class Head:
 
     def blocked(self) -> torch.Tensor:
         """A block of tokens at a time."""
-        from mt_megatron.layers.cross_entropy import linear_cross_entropy
+        from mt_megatron.layers.loss.cross_entropy import linear_cross_entropy
 
         return linear_cross_entropy(self.hidden, self.weight, self.labels, announced=self.gradient)
 

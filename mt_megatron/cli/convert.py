@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.convert.places import check_destination, check_published, megatron_folder
+from mt_megatron.convert.folders import check_destination, check_published, megatron_folder
 from mt_megatron.errors import CheckpointError, ConfigError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

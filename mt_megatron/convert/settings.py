@@ -15,7 +15,7 @@ from mt_megatron.config.parse import load_config
 from mt_megatron.config.resolve import assemble
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.config.types import options as known_options
-from mt_megatron.convert.table import Sizes, expand
+from mt_megatron.convert.tensors.table import Sizes, expand
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.planning.parameters import padded_vocab_size

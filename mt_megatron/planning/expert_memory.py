@@ -47,7 +47,7 @@ def expert_rows(shape: ModelShape, options: ActivationOptions) -> int:
 
 
 def expert_bytes(shape: ModelShape, options: ActivationOptions) -> int:
-    """What dispatch, experts and combination keep (``layers.token_dispatch``, ``layers.experts``)."""
+    """What dispatch, experts and combination keep (``layers.moe.token_dispatch``, ``layers.moe.experts``)."""
     rows, hidden = expert_rows(shape, options), shape.hidden_size * options.element_bytes
     width = shape.expert_size // options.tensor_parallel * options.element_bytes
     # Every row's place in the three orders that it is looked up by.

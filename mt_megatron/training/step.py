@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import DataError
-from mt_megatron.layers.expert_bias import update_expert_bias
+from mt_megatron.layers.moe.expert_bias import update_expert_bias
 from mt_megatron.seams import events
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.seams.schedule import ForwardStep, LossFunction, run_schedule

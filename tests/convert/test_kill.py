@@ -17,7 +17,7 @@ from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 from tests.launch import ROOT
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 

@@ -17,7 +17,7 @@ from mt_megatron.checkpoint.files import MANIFEST, MARKER, folder_name
 from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 
 FORMS = ("huggingface", "torch_dist", "torch")
 

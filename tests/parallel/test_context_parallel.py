@@ -37,7 +37,7 @@ def rotary() -> list[Any]:
     """Upstream's frequencies on this rank, as positions, and ours."""
     import torch.distributed as dist
 
-    from tests.layers import context_parallel_ranks
+    from tests.layers.attention import context_parallel_ranks
 
     context_parallel_ranks.start(2)
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import mt_megatron
 from mt_megatron.config.parse import load_config
-from mt_megatron.convert.place import place
-from mt_megatron.convert.table import Sizes, to_megatron
+from mt_megatron.convert.rank_shards import place
+from mt_megatron.convert.tensors.table import Sizes, to_megatron
 from mt_megatron.models.families import family_of
 from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams.schedule import run_schedule

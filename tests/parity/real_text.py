@@ -12,7 +12,7 @@ from torch.nn import functional
 import mt_megatron
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.convert.table import Sizes, from_megatron
+from mt_megatron.convert.tensors.table import Sizes, from_megatron
 from mt_megatron.data.loader.batches import train_batches, valid_batches
 from mt_megatron.data.loader.datasets import build_datasets
 from mt_megatron.data.loader.tokenizer import load_tokenizer

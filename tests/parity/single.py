@@ -9,7 +9,7 @@ import torch
 
 import mt_megatron
 from mt_megatron.checkpoint.load import load_weights
-from mt_megatron.convert.table import Sizes, from_megatron, to_megatron
+from mt_megatron.convert.tensors.table import Sizes, from_megatron, to_megatron
 from mt_megatron.models.families import family_of
 from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.training.distributed import joined

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mt_megatron
 from mt_megatron.config.parse import load_config
-from mt_megatron.layers import router_losses
+from mt_megatron.layers.moe import router_losses
 from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.layers.router_telemetry import LayerLoad, RouterLoad
+from mt_megatron.layers.moe.router_telemetry import LayerLoad, RouterLoad
 from mt_megatron.training.logging.display import format_step
 from mt_megatron.training.logging.moe_metrics import histograms, record_of, scalars
 from tests.launch import run_ranks

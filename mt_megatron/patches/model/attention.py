@@ -10,7 +10,7 @@ from mt_megatron.patching.spec import Patch
 
 
 def _local_spec(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from mt_megatron.layers.attention import DotProductAttention
+    from mt_megatron.layers.attention.core import DotProductAttention
 
     spec = original(*args, **kwargs)
     spec.submodules.self_attention.submodules.core_attention = DotProductAttention

@@ -34,7 +34,7 @@ def _init(original: Callable[..., None], self: Any, config: Any, *args: Any, **k
     if config.context_parallel_size == 1 or type(self) is not DotProductAttention:
         original(self, config, *args, **kwargs)
         return
-    from mt_megatron.layers.attention import DotProductAttention as Ours
+    from mt_megatron.layers.attention.core import DotProductAttention as Ours
 
     object.__setattr__(self, "__class__", Ours)
     Ours.__init__(self, config, *args, **kwargs)
@@ -44,7 +44,7 @@ def _forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """Refuse what cannot be right before anything is computed: upstream's rotary embedding cuts the
     frequencies of a cache and of packed sequences as if they were one sequence."""
     from mt_megatron.errors import ConfigError
-    from mt_megatron.layers.attention import DotProductAttention as Ours
+    from mt_megatron.layers.attention.core import DotProductAttention as Ours
 
     if self.config.context_parallel_size > 1 and isinstance(self.core_attention, Ours):
         for name, (position, what) in _REFUSED.items():

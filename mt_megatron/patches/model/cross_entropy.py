@@ -112,7 +112,7 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
             _say(f"a {type(self).__name__}'s output layer is not fused with its loss")
         with _unfused(self.config):
             return original(self, labels, logits)
-    from mt_megatron.layers.cross_entropy import linear_cross_entropy
+    from mt_megatron.layers.loss.cross_entropy import linear_cross_entropy
 
     gradient = announced()
     losses = linear_cross_entropy(
@@ -132,7 +132,7 @@ def _leave_padding_out(logits: Any, vocab_size: int | None) -> None:
         return
     from megatron.core import parallel_state
 
-    from mt_megatron.layers.cross_entropy_blocks import leave_out, padding_from
+    from mt_megatron.layers.loss.cross_entropy_blocks import leave_out, padding_from
 
     size = logits.shape[-1]
     first = size * parallel_state.get_tensor_model_parallel_rank()

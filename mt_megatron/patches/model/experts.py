@@ -18,13 +18,13 @@ def assert_grouped_gemm_is_available() -> None:
 
 def _grouped_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    from mt_megatron.layers.grouped_mlp import arrange_weights
+    from mt_megatron.layers.moe.grouped_mlp import arrange_weights
 
     arrange_weights(self)
 
 
 def _grouped_forward(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any) -> Any:
-    from mt_megatron.layers.grouped_mlp import forward
+    from mt_megatron.layers.moe.grouped_mlp import forward
 
     return forward(self, permuted_local_hidden_states, tokens_per_expert)
 
@@ -32,7 +32,7 @@ def _grouped_forward(self: Any, permuted_local_hidden_states: Any, tokens_per_ex
 def _grouped_sharded_state_dict(
     self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
 ) -> Any:
-    from mt_megatron.layers.experts_checkpoint import sharded_state_dict
+    from mt_megatron.layers.moe.experts_checkpoint import sharded_state_dict
 
     return sharded_state_dict(self, prefix, sharded_offsets)
 
@@ -46,7 +46,7 @@ def _layer_init(
 ) -> None:
     _require_agreement(config, submodules)
     original(self, config, submodules, layer_number)
-    from mt_megatron.layers.token_dispatch import connect
+    from mt_megatron.layers.moe.token_dispatch import connect
 
     connect(self)
 

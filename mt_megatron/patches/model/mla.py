@@ -18,7 +18,7 @@ def _spec(
     configuration, too, must ask for latent attention, and knows which layers there are."""
     spec = original(*args, **kwargs)
     if multi_latent_attention:
-        from mt_megatron.layers.mla import MLASelfAttention
+        from mt_megatron.layers.mla.self_attention import MLASelfAttention
 
         spec.submodules.self_attention.module = MLASelfAttention
     return spec

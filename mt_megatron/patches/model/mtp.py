@@ -24,7 +24,7 @@ def _init(
 ) -> None:
     depths = getattr(config, "mtp_num_layers", None)
     if depths:
-        from mt_megatron.layers.mtp_checks import check_prediction
+        from mt_megatron.layers.mtp.checks import check_prediction
 
         check_prediction(config)
     elif mtp_block_spec is not None:
@@ -34,7 +34,7 @@ def _init(
         )
     original(self, config, transformer_layer_spec, *args, **kwargs)
     if depths:
-        from mt_megatron.layers.mtp_model import add_depths
+        from mt_megatron.layers.mtp.model import add_depths
 
         add_depths(self, mtp_block_spec, transformer_layer_spec)
 
@@ -59,7 +59,7 @@ def _forward(
     has_depths = getattr(self, "mtp", None) is not None
     if not has_depths or labels is None or not self.training or not torch.is_grad_enabled():
         return call()
-    from mt_megatron.layers.mtp_model import forward
+    from mt_megatron.layers.mtp.model import forward
 
     return forward(call, self, input_ids, position_ids, attention_mask, labels, loss_mask)
 
@@ -67,7 +67,7 @@ def _forward(
 def _sharded_state_dict(
     original: Callable[..., Any], self: Any, prefix: str = "", *args: Any, **kwargs: Any
 ) -> Any:
-    from mt_megatron.layers.mtp_model import holds_copy, mark_copy_in_checkpoint
+    from mt_megatron.layers.mtp.model import holds_copy, mark_copy_in_checkpoint
 
     state = original(self, prefix, *args, **kwargs)
     if holds_copy(self):
@@ -78,14 +78,14 @@ def _sharded_state_dict(
 def _embedding_gradients(original: Callable[..., None], model: list[Any], config: Any) -> None:
     original(model, config)
     if getattr(config, "mtp_num_layers", None):
-        from mt_megatron.layers.mtp_model import sum_embedding_gradients
+        from mt_megatron.layers.mtp.model import sum_embedding_gradients
 
         sum_embedding_gradients(model, config)
 
 
 def _block_spec(config: Any, spec: Any, use_transformer_engine: bool) -> Any:
     """As in Megatron-Core 0.12: what ``GPTModel`` takes as ``mtp_block_spec``."""
-    from mt_megatron.layers.mtp_spec import gpt_mtp_block_spec
+    from mt_megatron.layers.mtp.spec import gpt_mtp_block_spec
 
     return gpt_mtp_block_spec(config, spec, use_transformer_engine)
 

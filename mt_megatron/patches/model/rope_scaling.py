@@ -44,7 +44,7 @@ def _embedding(
     rope_scaling: bool = False,
     rope_scaling_factor: float = 8.0,
 ) -> None:
-    from mt_megatron.layers.rope_embedding import scale_llama3
+    from mt_megatron.layers.rope.embedding import scale_llama3
 
     original(
         self,
@@ -62,7 +62,7 @@ def _embedding(
 
 
 def _model(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    from mt_megatron.layers.rope_embedding import fit_to_config
+    from mt_megatron.layers.rope.embedding import fit_to_config
 
     original(self, *args, **kwargs)
     fit_to_config(self)
@@ -77,7 +77,7 @@ def _gpt(
     **kwargs: Any,
 ) -> None:
     """With the two arguments of Megatron-Core 0.12."""
-    from mt_megatron.layers.rope_embedding import fit_to_config, scale_llama3
+    from mt_megatron.layers.rope.embedding import fit_to_config, scale_llama3
 
     original(self, *args, **kwargs)
     if rope_scaling and self.position_embedding_type == "rope":
@@ -89,7 +89,7 @@ def _apply(
     original: Callable[..., Any], t: Any, freqs: Any, config: Any, cu_seqlens: Any | None = None
 ) -> Any:
     if getattr(config, "rope_type", "rope") == "yarn":
-        from mt_megatron.layers.rope_embedding import apply_stretched
+        from mt_megatron.layers.rope.embedding import apply_stretched
 
         stretched = apply_stretched(t, freqs, config, cu_seqlens)
         if stretched is not None:

@@ -9,7 +9,7 @@ from mt_megatron.patching.spec import Patch
 
 
 def _apply_rotary_pos_emb_bshd(t: Any, freqs: Any, rotary_interleaved: bool = False) -> Any:
-    from mt_megatron.layers.rotary import rotate
+    from mt_megatron.layers.rope.rotation import rotate
 
     return rotate(t, freqs, rotary_interleaved)
 

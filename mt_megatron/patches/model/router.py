@@ -11,7 +11,7 @@ from mt_megatron.patching.spec import Patch
 
 def _init(original: Callable[..., None], self: Any, config: Any) -> None:
     original(self, config)
-    from mt_megatron.layers.router import prepare
+    from mt_megatron.layers.moe.router import prepare
 
     prepare(self)
 
@@ -20,7 +20,7 @@ def _apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
     """``Module._apply``, through which every cast and move goes."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from mt_megatron.layers.expert_bias import kept_in_fp32
+    from mt_megatron.layers.moe.expert_bias import kept_in_fp32
 
     inherited = super(TopKRouter, self)._apply
     return kept_in_fp32(self, lambda: inherited(fn, recurse))
@@ -32,7 +32,7 @@ def _gating(original: Callable[..., Any], self: Any, input: Any) -> Any:
         logits = original(self, input)
         if self.config.moe_router_dtype is None:
             return logits
-    from mt_megatron.layers.router import logits_of
+    from mt_megatron.layers.moe.router import logits_of
 
     logits = logits_of(self, input)
     return original(self, input) if logits is None else logits
@@ -54,19 +54,19 @@ def _routing(original: Callable[..., Any], self: Any, logits: Any) -> Any:
     if self.routing_type == "seq_aux_loss":
         batch = self.passes.now(self).batch_size
         return self.seq_aux_loss_load_balancing(logits, batch, logits.size(0) // batch)
-    from mt_megatron.layers.router import route
+    from mt_megatron.layers.moe.router import route
 
     return route(self, logits, self.routing_type)
 
 
 def _aux_loss(original: Callable[..., Any], self: Any, logits: Any) -> Any:
-    from mt_megatron.layers.router import route
+    from mt_megatron.layers.moe.router import route
 
     return route(self, logits, "aux_loss")
 
 
 def _seq_aux_loss(self: Any, logits: Any, bsz: int, seq_length: int) -> Any:
-    from mt_megatron.layers.router import route
+    from mt_megatron.layers.moe.router import route
 
     return route(self, logits, "seq_aux_loss", batch_size=bsz)
 
@@ -74,13 +74,13 @@ def _seq_aux_loss(self: Any, logits: Any, bsz: int, seq_length: int) -> Any:
 def _apply_load_balancing_loss(
     original: Callable[..., Any], self: Any, probs: Any, num_local_tokens_per_expert: Any, activation: Any
 ) -> Any:
-    from mt_megatron.layers.router_losses import attach_balancing_loss
+    from mt_megatron.layers.moe.router_losses import attach_balancing_loss
 
     return attach_balancing_loss(self, activation, probs, num_local_tokens_per_expert)
 
 
 def _apply_z_loss(original: Callable[..., Any], self: Any, logits: Any) -> Any:
-    from mt_megatron.layers.router_losses import attach_z_loss
+    from mt_megatron.layers.moe.router_losses import attach_z_loss
 
     return attach_z_loss(self, logits)
 
@@ -95,8 +95,8 @@ def _topk_softmax_with_capacity(
     deterministic_mode: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Whoever calls it by itself gets the same choice among ties as the router."""
-    from mt_megatron.layers.router_capacity import Capacity, limit
-    from mt_megatron.layers.router_choice import RouterOptions, choose_experts, count_tokens
+    from mt_megatron.layers.moe.router_capacity import Capacity, limit
+    from mt_megatron.layers.moe.router_choice import RouterOptions, choose_experts, count_tokens
 
     options = RouterOptions(num_experts=logits.size(1), topk=topk, pre_softmax=use_pre_softmax)
     options.check()
@@ -111,13 +111,13 @@ def _topk_softmax_with_capacity(
 
 def _zero_grad_buffer(original: Callable[[Any], None], self: Any) -> None:
     original(self)
-    from mt_megatron.layers.expert_bias import step_begins
+    from mt_megatron.layers.moe.expert_bias import step_begins
 
     step_begins(self)
 
 
 def _optimizer_step(original: Callable[[Any], Any], self: Any) -> Any:
-    from mt_megatron.layers.expert_bias import while_optimizer_steps
+    from mt_megatron.layers.moe.expert_bias import while_optimizer_steps
 
     return while_optimizer_steps(lambda: original(self))
 
@@ -137,7 +137,7 @@ def _forward_step(
 
     config = get_model_config(model)
     if getattr(config, "num_moe_experts", None) is not None:
-        from mt_megatron.layers.router_losses import loss_scale_factor
+        from mt_megatron.layers.moe.router_losses import loss_scale_factor
 
         factor = loss_scale_factor(config, num_microbatches)
         if factor != 1:
@@ -174,7 +174,7 @@ def patches(backend: Backend) -> list[Patch]:
         )
 
     def reduce_tracker() -> None:
-        from mt_megatron.layers.router_tracker import reduce_across_ranks
+        from mt_megatron.layers.moe.router_tracker import reduce_across_ranks
 
         reduce_across_ranks(backend.device())
 

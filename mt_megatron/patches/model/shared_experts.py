@@ -17,7 +17,7 @@ def _init(
 ) -> None:
     original(self, config, submodules, layer_number)
     if config.moe_shared_expert_intermediate_size is not None:
-        from mt_megatron.layers.shared_experts import build_shared_experts
+        from mt_megatron.layers.moe.shared_experts import build_shared_experts
 
         self.shared_experts = build_shared_experts(config, submodules)
 
@@ -26,7 +26,7 @@ def _forward(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any
     shared = getattr(self, "shared_experts", None)
     if shared is None:
         return original(self, hidden_states)
-    from mt_megatron.layers.shared_experts import with_shared_experts
+    from mt_megatron.layers.moe.shared_experts import with_shared_experts
 
     return with_shared_experts(
         partial(original, self),

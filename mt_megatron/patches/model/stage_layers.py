@@ -14,21 +14,21 @@ _BLOCK = "megatron.core.transformer.transformer_block"
 
 
 def _num_layers_to_build(original: Callable[[Any], int], config: Any) -> int:
-    from mt_megatron.layers.this_stage import share_of_this_stage
+    from mt_megatron.layers.stage_layers import share_of_this_stage
 
     share = share_of_this_stage(config)
     return original(config) if share is None else share.count
 
 
 def _layer_offset(original: Callable[[Any], int], self: Any) -> int:
-    from mt_megatron.layers.this_stage import share_of_this_stage
+    from mt_megatron.layers.stage_layers import share_of_this_stage
 
     share = share_of_this_stage(self.config)
     return original(self) if share is None else share.offset
 
 
 def _get_layer(original: Callable[[Any, int], Any], self: Any, layer_number: int) -> Any:
-    from mt_megatron.layers.this_stage import layer_or_nothing
+    from mt_megatron.layers.stage_layers import layer_or_nothing
 
     return layer_or_nothing(original, self, layer_number)
 

@@ -13,7 +13,7 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
 def permute(tokens: Any, indices: Any, num_out_tokens: Any = None, padded_mode: bool = False) -> Any:
-    from mt_megatron.layers import permutation
+    from mt_megatron.layers.moe import permutation
 
     return permutation.permute(tokens, indices, num_out_tokens, padded_mode)
 
@@ -25,31 +25,31 @@ def unpermute(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> Any:
-    from mt_megatron.layers import permutation
+    from mt_megatron.layers.moe import permutation
 
     return permutation.unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)
 
 
 def sort_chunks_by_idxs(input: Any, split_sizes: Any, sorted_idxs: Any) -> Any:
-    from mt_megatron.layers.permutation import sort_chunks
+    from mt_megatron.layers.moe.permutation import sort_chunks
 
     return sort_chunks(input, split_sizes, sorted_idxs)
 
 
 def _gather_permutation(self: Any, hidden_states: Any, max_prob: Any, max_ind: Any) -> Any:
-    from mt_megatron.layers.token_dispatch import gather_permutation
+    from mt_megatron.layers.moe.token_dispatch import gather_permutation
 
     return gather_permutation(self, hidden_states, max_prob, max_ind)
 
 
 def _gather_unpermutation(self: Any, hidden_states: Any, bias: Any = None) -> Any:
-    from mt_megatron.layers.token_dispatch import gather_unpermutation
+    from mt_megatron.layers.moe.token_dispatch import gather_unpermutation
 
     return gather_unpermutation(self, hidden_states, bias)
 
 
 def _alltoall_preprocess(original: Callable[..., Any], self: Any, indices: Any) -> Any:
-    from mt_megatron.layers.token_dispatch import local_counts, spans_ranks
+    from mt_megatron.layers.moe.token_dispatch import local_counts, spans_ranks
 
     if spans_ranks(self.config) or self.config.moe_expert_capacity_factor is not None:
         return original(self, indices)
@@ -59,7 +59,7 @@ def _alltoall_preprocess(original: Callable[..., Any], self: Any, indices: Any) 
 def _alltoall_permutation(
     original: Callable[..., Any], self: Any, hidden_states: Any, probs: Any, indices: Any
 ) -> Any:
-    from mt_megatron.layers.token_dispatch import local_permutation, stays_local
+    from mt_megatron.layers.moe.token_dispatch import local_permutation, stays_local
 
     if stays_local(self):
         return local_permutation(self, hidden_states, probs, indices)
@@ -69,7 +69,7 @@ def _alltoall_permutation(
 def _alltoall_unpermutation(
     original: Callable[..., Any], self: Any, hidden_states: Any, bias: Any = None
 ) -> Any:
-    from mt_megatron.layers.token_dispatch import local_unpermutation, stays_local
+    from mt_megatron.layers.moe.token_dispatch import local_unpermutation, stays_local
 
     if stays_local(self):
         return local_unpermutation(self, hidden_states)

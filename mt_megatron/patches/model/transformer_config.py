@@ -38,7 +38,7 @@ def _as_upstream_knows_it(config: Any) -> Iterator[None]:
 def _getattr(name: str) -> Any:
     """A module has no attribute of this name: perhaps the configuration of a later version is meant."""
     if name == "MLATransformerConfig":
-        from mt_megatron.layers.mla_transformer_config import mla_transformer_config
+        from mt_megatron.layers.mla.transformer_config import mla_transformer_config
 
         return mla_transformer_config()
     raise AttributeError(f"module 'megatron.core.transformer' has no attribute {name!r}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mt_megatron.layers.expert_bias import routers_of
-from mt_megatron.layers.router import listen
-from mt_megatron.layers.router_telemetry import EXTRA, LayerLoad, RouterLoad
+from mt_megatron.layers.moe.expert_bias import routers_of
+from mt_megatron.layers.moe.router import listen
+from mt_megatron.layers.moe.router_telemetry import EXTRA, LayerLoad, RouterLoad
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.layers import mtp_model
+from tests.layers.mtp import small_model as mtp_model
 from tests.patches import small_gpt
 
 MICROBATCHES = 2

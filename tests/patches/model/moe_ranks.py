@@ -338,7 +338,7 @@ def overlap_on_streams() -> dict[str, Any]:
     # The emulator's streams are no torch.Stream, which is all that torch takes here.
     torch.Tensor.record_stream = lambda tensor, stream: told.append([list(tensor.shape), stream])  # type: ignore[assignment, method-assign]
     start()
-    from mt_megatron.layers.shared_experts import _side_stream
+    from mt_megatron.layers.moe.shared_experts import _side_stream
 
     found = _deviations(width=12, shared=20, fields={"moe_shared_expert_overlap": True})
     side = _side_stream(mt_megatron.backend().device_type)

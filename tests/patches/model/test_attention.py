@@ -19,7 +19,7 @@ def against_upstream() -> dict[str, Any]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention as Upstream
     from megatron.core.transformer.enums import AttnMaskType
 
-    from mt_megatron.layers.attention import DotProductAttention as Ours
+    from mt_megatron.layers.attention.core import DotProductAttention as Ours
 
     sq, b, d = 12, 2, 8
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +79,7 @@ def specs() -> dict[str, Any]:
 def test_local_spec_carries_ours_until_unpatched():
     (result,) = run_ranks(1, f"{HERE}:specs")
     assert result["found"] == [
-        "mt_megatron.layers.attention",
+        "mt_megatron.layers.attention.core",
         "megatron.core.transformer.dot_product_attention",
     ]
 

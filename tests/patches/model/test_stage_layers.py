@@ -174,7 +174,7 @@ def recomputed() -> dict[str, Any]:
         "runs of 2": gradients(**runs(2)),
         "runs of 5": gradients(**runs(5)),
     }
-    from mt_megatron.layers import this_stage
+    from mt_megatron.layers import stage_layers as this_stage
 
     with mock.patch.object(
         this_stage, "layer_or_nothing", lambda original, block, index: original(block, index)
