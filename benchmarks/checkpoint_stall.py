@@ -53,8 +53,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def measure_saves(shape: str, *, background: bool) -> dict[str, Any]:
     """Train in this process and time its steps."""
+    from mt_megatron.config.parse import load_config
     from mt_megatron.seams import events
-    from mt_megatron.training.arguments import load_config
     from mt_megatron.training.loop import train
     from mt_megatron.training.validate import validate
 

@@ -44,7 +44,7 @@ class Side:
         environments: list[dict[str, str]] = [{}]
         if processes > 1:
             sys.path.insert(0, str(HERE.parent))
-            from mt_megatron.backends.rendezvous import loopback_store
+            from mt_megatron.backends.distributed.rendezvous import loopback_store
 
             self._store, port = loopback_store()
             environments = [

@@ -82,7 +82,7 @@ def main() -> None:
         args.layers, args.sequence, args.steps = 2, 128, 2
 
     import mt_megatron
-    from mt_megatron.training.model import family_of
+    from mt_megatron.models.families import family_of
 
     warnings.filterwarnings("ignore")
     mt_megatron.patch(args.backend)

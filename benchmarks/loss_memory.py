@@ -50,7 +50,7 @@ class Head:
 
     def blocked(self) -> torch.Tensor:
         """A block of tokens at a time."""
-        from mt_megatron.layers.cross_entropy import linear_cross_entropy
+        from mt_megatron.layers.loss.cross_entropy import linear_cross_entropy
 
         return linear_cross_entropy(self.hidden, self.weight, self.labels, announced=self.gradient)
 
@@ -135,7 +135,7 @@ def main() -> None:
 
     import mt_megatron
     from mt_megatron.backends.host_process import keep_freed_memory
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
     from mt_megatron.training.distributed import _init_alone
 
     torch.set_num_threads(args.threads)

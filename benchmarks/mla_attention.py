@@ -49,7 +49,7 @@ def _ours(options: argparse.Namespace, dtype: torch.dtype) -> Any:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
-    from mt_megatron.layers.mla import mla_spec
+    from mt_megatron.layers.mla.self_attention import mla_spec
 
     store = f"file://{tempfile.mkdtemp()}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
@@ -130,7 +130,7 @@ def attention(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]
 
 
 def core(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    from mt_megatron.layers.causal_attention import causal_attention
+    from mt_megatron.layers.attention.causal import causal_attention
 
     sizes = (192, 192, 128)
     given = [torch.randn(options.batch, options.heads, options.seq_length, d).to(dtype) for d in sizes]

@@ -149,7 +149,7 @@ def contenders(experts: int, dtype: torch.dtype, upstream: dict[str, Any]) -> di
     """Every side's step. What is the same for two of them is the same object."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    from mt_megatron.layers import experts as layers
+    from mt_megatron.layers.moe import experts as layers
     from mt_megatron.seams import grouped_gemm
 
     grouped = contender(layer(experts, dtype, True))

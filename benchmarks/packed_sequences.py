@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import mt_megatron
-from mt_megatron.layers.packed import document_borders, document_mask
-from mt_megatron.training.arguments import load_config
+from mt_megatron.config.parse import load_config
+from mt_megatron.layers.attention.packed import document_borders, document_mask
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import family_of
 
 VOCABULARY = 4096
 CLOCKS = ("wall", "processor")

@@ -27,8 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.training.data.corpus import Skipped, open_source, read_documents
-from mt_megatron.training.data.tokenizer import train_tokenizer
+from mt_megatron.data.loader.tokenizer import train_tokenizer
+from mt_megatron.data.prepare.corpus import Skipped, open_source, read_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -44,7 +44,7 @@ TRIMMED = 0.25
 
 def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dict[str, Any]:
     """What the workers measured: ``blocks`` of each rank (see ``scan_cost_worker.blocks``) and ``about``."""
-    from mt_megatron.backends.rendezvous import loopback_store
+    from mt_megatron.backends.distributed.rendezvous import loopback_store
 
     store, port = loopback_store()
     with tempfile.TemporaryDirectory(prefix="scan_cost_") as scratch:

@@ -116,7 +116,7 @@ LAYOUTS = {
 def write_data(prefix: Path, megabytes: int) -> None:
     """Random tokens, a few thousand documents."""
     sys.path.insert(0, str(ROOT))
-    from mt_megatron.training.data.indexed_files import IndexedWriter
+    from mt_megatron.data.prepare.indexed_files import IndexedWriter
 
     writer, random = IndexedWriter(prefix, _VOCABULARY), np.random.default_rng(1)
     for _ in range(megabytes * 2):

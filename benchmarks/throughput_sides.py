@@ -148,9 +148,10 @@ class Ours:
         self, case: Case, tokens: Tensor, more: tuple[str, ...] = (), data_parallel: int = 1
     ) -> None:
         import mt_megatron
-        from mt_megatron.training.arguments import load_config
+        from mt_megatron.config.parse import load_config
+        from mt_megatron.models.families import family_of
         from mt_megatron.training.distributed import joined
-        from mt_megatron.training.model import build, family_of
+        from mt_megatron.training.model import build
         from mt_megatron.training.step import Shape, make_forward_step
 
         self.config = load_config([*case.flags(data_parallel), *more])

@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from mt_megatron.models.hardware import DEVICES
-from mt_megatron.models.memory import MemoryCase, estimate_memory
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.memory_estimate import memory_case
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.planning.hardware import DEVICES
+from mt_megatron.planning.memory import MemoryCase, estimate_memory
+from mt_megatron.planning.memory_estimate import memory_case
 
 EXAMPLES = Path(__file__).resolve().parent
 FOLDERS = ("mixtral", "deepseekv3", "qwen3")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from mt_megatron.training.picture import write_picture
+from mt_megatron.training.logging.picture import write_picture
 
 
 def main() -> int:

@@ -92,9 +92,10 @@ def patch(
         PatchError: anything else in the way, such as another plan that is still in force.
     """
     global _applied, _backend, _request
+    from mt_megatron.patches.device.process_groups import end_groups
+    from mt_megatron.patches.device.scope import redirect
+
     from .backends.registry import select
-    from .patches.groups import end_groups
-    from .patches.scope import redirect
     from .patching.engine import commit
     from .patching.scope import Scope
 
@@ -138,12 +139,13 @@ def unpatch() -> None:
     with _changing:
         kept = _applied.revert() if _applied is not None else []
         _applied = _backend = _request = None
-        if "mt_megatron.patches.groups" in sys.modules:
-            from .patches.groups import end_groups
+        if "mt_megatron.patches.device.process_groups" in sys.modules:
+            from mt_megatron.patches.device.process_groups import end_groups
 
             atexit.unregister(end_groups)
-        if "mt_megatron.patches.scope" in sys.modules:
-            from .patches.scope import redirect
+        if "mt_megatron.patches.device.scope" in sys.modules:
+            from mt_megatron.patches.device.scope import redirect
+
             from .patching.scope import Scope
 
             redirect(Scope())

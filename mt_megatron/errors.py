@@ -53,3 +53,7 @@ class RunError(MtMegatronError):
 
 class ScanError(MtMegatronError):
     """A trace is missing, damaged, or not what was asked for."""
+
+
+DIVERGENCE_ADVICE = "Look at this iteration's data, lower --lr, or train in fp32 to see where it starts"
+"""What a message about numbers that are not finite proposes."""

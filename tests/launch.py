@@ -57,7 +57,7 @@ def run_ranks(
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a positive integer, found {world_size!r}")
     # Here, so that the ranks, which run this file too, import nothing that their target does not.
-    from mt_megatron.backends.rendezvous import loopback_store
+    from mt_megatron.backends.distributed.rendezvous import loopback_store
 
     with tempfile.TemporaryDirectory(prefix="mt_megatron_ranks_") as scratch:
         folder = Path(scratch)
@@ -255,7 +255,7 @@ def _leave_process_groups() -> None:
     if distributed is not None and distributed.is_initialized():
         # A rank that exits first tears down connections its peers may still read from.
         distributed.barrier()
-        from mt_megatron.patches.groups import end_groups
+        from mt_megatron.patches.device.process_groups import end_groups
 
         end_groups()
 

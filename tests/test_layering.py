@@ -1,52 +1,32 @@
-"""Dependencies point downwards only, and the patch engine knows nothing of torch or Megatron."""
+"""Dependencies point downwards only, no imports in circles, folders stay small and say what is in them."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "mt_megatron"
-LEVELS = (
-    {"cli"},
-    {"diverge"},
-    {"training", "convert", "scan", "scope", "launching"},
-    {"models", "fp8", "pipeline"},
-    {"comm", "patches"},
-    {"layers"},
-    {"patching", "backends", "seams"},
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mt_megatron"
+ROWS = (
+    {"cli", "diverge", "launching"},
+    {"training", "convert", "scan"},
+    {"planning", "models", "data"},
+    {"config", "checkpoint"},
+    {"__init__", "_session"},
+    {"patches", "layers"},
+    {"patching", "backends", "seams", "parallel"},
+    {"errors", "near_names"},
 )
-"""Upper to lower; a package may import its own level and below. ``errors`` is below all."""
+"""Packages and files of ``mt_megatron``, upper to lower. A package imports its own row and those below;
+within a row imports go one way, which the test of circles checks. ``__init__`` is the public API."""
 
-ALONE = {"scan", "scope", "seams"}
-"""Packages that import no other package of their own level."""
-
-PUBLIC = {"__init__", "_session", "errors"}
-"""The public API and what implements it; ``errors`` is below everything."""
-
-
-def level(package: str) -> int:
-    return next(index for index, packages in enumerate(LEVELS) if package in packages)
-
-
-def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
-    """Every absolute module name that ``tree`` imports at run time, with its line."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue  # For the type checker alone: nothing is imported.
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            name = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((f"{name}.{alias.name}", node.lineno) for alias in node.names)
-        yield from imports(node, module)
-
-
-FILES = sorted(PACKAGE.rglob("*.py"))
+APART = {"scan": {"training", "convert"}, "patching": {"backends", "seams", "parallel"}}
+"""Packages that can be used alone: what each of them does not import of its own row."""
 
 SCAN_ROOMS = (
     "format",
@@ -70,39 +50,141 @@ SCAN_ROOMS = (
 MOST_MODULES = 20
 """In one folder, ``__init__`` aside."""
 
-SMALL_FOLDERS = tuple(PACKAGE.parent / name for name in ("mt_megatron/scan", "tests/scan", "tools"))
+MOST_LINES = 600
+"""Of one file."""
+
+
+def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
+    """Every absolute module name that ``tree`` imports at run time, with its line. ``module`` is the
+    file's name; that of an ``__init__`` ends with ``.__init__``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue  # For the type checker alone: nothing is imported.
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{name}.{alias.name}", node.lineno) for alias in node.names)
+        yield from imports(node, module)
 
 
 def module_of(path: Path) -> str:
-    relative = path.relative_to(PACKAGE.parent).with_suffix("")
-    return ".".join(relative.parts)
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_downwards(path: Path) -> None:
-    module = module_of(path)
-    own = module.split(".")[1]
-    for name, line in imports(ast.parse(path.read_text()), module):
-        parts = name.split(".")
-        if parts[0] != "mt_megatron" or own in PUBLIC or len(parts) < 2 or parts[1] in PUBLIC:
-            continue
-        other = parts[1] if any(parts[1] in packages for packages in LEVELS) else own
-        assert level(own) <= level(other), f"{path}:{line}: {own} imports {name}, which is above it"
-        if own in ALONE and level(own) == level(other):
-            assert own == other or other == "backends", f"{path}:{line}: {own} imports {name}"
-        if own == "patching":
-            assert other == "patching", f"{path}:{line}: the engine imports {name}"
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+IMPORTS = {module: list(imports(ast.parse(path.read_text()), module)) for module, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "patching").glob("*.py")), ids=lambda path: path.name)
-def test_the_patch_engine_knows_neither_torch_nor_megatron(path: Path) -> None:
-    for name, line in imports(ast.parse(path.read_text()), module_of(path)):
-        assert name.split(".")[0] not in ("torch", "megatron", "numpy"), f"{path}:{line}: imports {name}"
+def imported_module(name: str) -> str | None:
+    """The module of the package that ``name``, a module or something inside one, lies in."""
+    parts = name.split(".")
+    while parts:
+        for candidate in (".".join(parts), ".".join([*parts, "__init__"])):
+            if candidate in MODULES:
+                return candidate
+        parts.pop()
+    return None
 
 
-def test_every_package_has_a_level() -> None:
-    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert packages <= set().union(*LEVELS)
+def edges() -> Iterator[tuple[str, str, int]]:
+    """Importing module, imported module and line, within the package."""
+    for module, found in IMPORTS.items():
+        for name, line in found:
+            other = imported_module(name)
+            if other is not None and other != module:
+                yield module, other, line
+
+
+def top(module: str) -> str:
+    return module.split(".")[1]
+
+
+def row(package: str) -> int:
+    return next(index for index, packages in enumerate(ROWS) if package in packages)
+
+
+def where(module: str, line: int) -> str:
+    return f"{MODULES[module].relative_to(ROOT)}:{line}"
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """One line for each circle; its edges are left out of the search for further ones."""
+    left = {node: set(others) for node, others in graph.items()}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+            return found
+        except CycleError as error:
+            circle = error.args[1]
+            found.append(" <- ".join(circle))
+            for imported, importer in zip(circle, circle[1:], strict=False):
+                left[importer].discard(imported)
+
+
+def test_every_package_has_a_row_and_every_row_exists() -> None:
+    packages = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert packages == set().union(*ROWS)
+
+
+def test_imports_point_downwards() -> None:
+    wrong = []
+    for module, other, line in edges():
+        own, its = top(module), top(other)
+        if row(own) > row(its) or its in APART.get(own, ()):
+            wrong.append(f"{where(module, line)}: {own} imports {other}, which is above it or apart from it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packages_import_each_other_in_no_circle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module, other, _ in edges():
+        if top(module) != top(other):
+            graph[top(module)].add(top(other))
+    assert graph["cli"], "no import was recognised"
+    assert not circles(graph), "\n".join(circles(graph))
+
+
+def test_rooms_of_a_package_import_each_other_in_no_circle() -> None:
+    graphs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for module, other, _ in edges():
+        if module.endswith("__init__") or other.endswith("__init__"):
+            continue  # A table of contents; what it gives to others comes from the rooms themselves.
+        own, its = module.split("."), other.split(".")
+        shared = next((i for i, (a, b) in enumerate(zip(own, its, strict=False)) if a != b), 0)
+        if shared > 1:
+            graphs[".".join(own[:shared])][own[shared]].add(its[shared])
+    assert len(graphs) > 5, "no room was recognised"
+    found = [f"{folder}: {circle}" for folder, graph in graphs.items() for circle in circles(graph)]
+    assert not found, "\n".join(found)
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module, other, _ in edges():
+        graph[module].add(other)
+    assert graph["mt_megatron.scan.diagnose.run"], "no import was recognised"
+    assert not circles(graph), "\n".join(circles(graph))
+
+
+def test_circles_are_recognised() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert len(circles({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"c"}})) == 2
+
+
+def test_the_patch_engine_knows_neither_torch_nor_megatron() -> None:
+    wrong = [
+        f"{where(module, line)}: imports {name}"
+        for module, found in IMPORTS.items()
+        if top(module) == "patching"
+        for name, line in found
+        if name.split(".")[0] in ("torch", "megatron", "numpy")
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def room_of(name: str) -> str | None:
@@ -114,43 +196,52 @@ def room_of(name: str) -> str | None:
     return max(rooms, key=len, default=None)
 
 
-def scan_files() -> list[Path]:
-    return sorted(path for path in (PACKAGE / "scan").rglob("*.py") if path.name != "__init__.py")
-
-
 def test_the_rooms_of_scan_import_one_way() -> None:
-    for path in scan_files():
-        own = room_of(module_of(path))
-        assert own is not None, f"{path} lies in no room"
-        for name, line in imports(ast.parse(path.read_text()), module_of(path)):
-            other = room_of(name)
-            allowed = other is None or SCAN_ROOMS.index(other) <= SCAN_ROOMS.index(own)
-            assert allowed, f"{path}:{line}: {own} imports {name}, which is above it"
-
-
-def test_the_files_of_scan_import_each_other_in_no_circle() -> None:
-    modules = {module_of(path): path for path in scan_files()}
-    graph: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        names = [name for name, _ in imports(ast.parse(path.read_text()), module)]
-        graph[module] = {
-            other for other in modules if any(f"{name}.".startswith(f"{other}.") for name in names)
-        }
-    assert graph["mt_megatron.scan.diagnose.run"], "no import was recognised"
-    TopologicalSorter(graph).prepare()
-
-
-@pytest.mark.parametrize("top", SMALL_FOLDERS, ids=lambda path: path.name)
-def test_folders_stay_small_and_have_a_table_of_contents(top: Path) -> None:
-    for folder in {path.parent for path in top.rglob("*.py")}:
-        names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-        assert len(names) <= MOST_MODULES, f"{folder} has {len(names)} modules; expected {MOST_MODULES}"
-        if "tests" in folder.relative_to(PACKAGE.parent).parts:
+    wrong = []
+    for module, found in IMPORTS.items():
+        if top(module) != "scan" or module.endswith("__init__"):
             continue
+        own = room_of(module)
+        assert own is not None, f"{module} lies in no room"
+        for name, line in found:
+            other = room_of(name)
+            if other is not None and SCAN_ROOMS.index(other) > SCAN_ROOMS.index(own):
+                wrong.append(f"{where(module, line)}: {own} imports {name}, which is above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def folders() -> list[Path]:
+    tops = [ROOT / name for name in ("mt_megatron", "tests", "tools", "benchmarks")]
+    return sorted({path.parent for top_folder in tops for path in top_folder.rglob("*.py")})
+
+
+def test_folders_and_files_stay_small() -> None:
+    wrong = []
+    for folder in folders():
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        if len(files) > MOST_MODULES:
+            wrong.append(f"{folder.relative_to(ROOT)} has {len(files)} modules; expected {MOST_MODULES}")
+        for path in files:
+            lines = len(path.read_text().splitlines())
+            if lines > MOST_LINES:
+                wrong.append(f"{path.relative_to(ROOT)} has {lines} lines; expected {MOST_LINES} at most")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_has_a_table_of_contents() -> None:
+    wrong = []
+    for folder in folders():
+        if folder.relative_to(ROOT).parts[0] not in ("mt_megatron", "tools") or folder == PACKAGE:
+            continue
+        names = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+        names |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
         contents = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         named = {line.split()[0] for line in contents.splitlines() if line[:1].isalpha() and "  " in line}
-        missing = {name for name in names if name not in named}
-        assert not missing, f"{folder}/__init__.py does not list {sorted(missing)}"
+        if names != named:
+            wrong.append(
+                f"{folder.relative_to(ROOT)}/__init__.py lists {sorted(named ^ names)} or lacks them"
+            )
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +255,7 @@ def test_folders_stay_small_and_have_a_table_of_contents(top: Path) -> None:
         ),
         ("mt_megatron.models.x", "import mt_megatron.cli.main", "mt_megatron.cli.main"),
         ("mt_megatron.models.x", "from . import y", "mt_megatron.models.y"),
+        ("mt_megatron.models.__init__", "from . import y", "mt_megatron.models.y"),
         ("mt_megatron.models.x", "if TYPE_CHECKING:\n    import mt_megatron.cli", None),
     ],
 )

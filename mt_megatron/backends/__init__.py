@@ -1,1 +1,17 @@
-"""What a device is: ``base`` (the protocol), ``registry`` (finding one), ``cpu``, ``cuda``."""
+"""What a device is.
+
+base            the Protocol that every backend implements
+registry        which backends exist, which one to use
+cpu/            the CPU with Gloo: the reference, and the default
+cuda            NVIDIA GPUs with NCCL: nothing is redirected
+musa/           Moore Threads GPUs with MCCL, on torch_musa
+distributed/    ``torch.distributed`` for libraries other than NCCL
+telemetry/      power, temperature, memory, utilisation of a device or the host
+namespace       module-like views: ``torch`` with some names answered differently
+translate       CUDA's device names, translated to the active backend's
+host_process    threads and freed memory of a training process
+loader_workers  data loader workers that ignore the signals to save and end
+histc           ``torch.histc`` of integers
+wide            which devices compute in float64
+torch_version   torch versions whose behaviour differs
+"""

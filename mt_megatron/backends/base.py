@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from .telemetry_types import Reading
+from mt_megatron.backends.telemetry.readings import Reading
 
 
 class TimedEvent(Protocol):

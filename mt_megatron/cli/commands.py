@@ -45,7 +45,14 @@ NEXT: dict[str, str] = {
 """Subcommand -> what to do after it, the last line of its ``--help``."""
 
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
-"""Subcommands, in the order of ``--help``; each is a module of this package."""
+"""Subcommands, in the order of ``--help``."""
+
+_IN_FOLDERS = {"doctor": "doctor.command", "scan": "scan.command"}
+
+
+def module_of(command: str) -> str:
+    """The module of a subcommand: a file of this package, or ``command`` in a folder of it."""
+    return f"mt_megatron.cli.{_IN_FOLDERS.get(command, command)}"
 
 
 def listing() -> str:

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.convert.places import check_destination, check_published, megatron_folder
+from mt_megatron.convert.folders import check_destination, check_published, megatron_folder
 from mt_megatron.errors import CheckpointError, ConfigError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     # Not earlier: it takes seconds to import.
     import torch
 
+    from mt_megatron.checkpoint.files import write_durably
     from mt_megatron.cli.convert_progress import ConsoleProgress
     from mt_megatron.convert.request import Request
     from mt_megatron.convert.run import configuration_file, convert
-    from mt_megatron.training.checkpoint_files import write_durably
 
     if args.to_config is not None:
         write_durably(args.to_config, configuration_file(args.from_hf, prediction=not args.no_mtp))

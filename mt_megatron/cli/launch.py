@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.excluded import read_excluded, remaining
-from mt_megatron.launching.hostfile import Host, read_hostfile
-from mt_megatron.launching.job import LaunchJob, check_job
-from mt_megatron.launching.kubernetes import RESOURCES, KubernetesOptions, manifest_yaml
-from mt_megatron.launching.ray_entry import RayOptions, ray_program
-from mt_megatron.launching.slurm import SlurmOptions, slurm_script
-from mt_megatron.launching.this_node import node_rank, slots_of
-from mt_megatron.launching.torchrun import DEFAULT_PORT, LOOPBACK, Meeting, torchrun_command
-from mt_megatron.training.config import TrainingConfig
+from mt_megatron.launching.jobs.excluded import read_excluded, remaining
+from mt_megatron.launching.jobs.hostfile import Host, read_hostfile
+from mt_megatron.launching.jobs.job import LaunchJob, check_job
+from mt_megatron.launching.jobs.kubernetes import RESOURCES, KubernetesOptions, manifest_yaml
+from mt_megatron.launching.jobs.ray_entry import RayOptions, ray_program
+from mt_megatron.launching.jobs.slurm import SlurmOptions, slurm_script
+from mt_megatron.launching.jobs.this_node import node_rank, slots_of
+from mt_megatron.launching.jobs.torchrun import DEFAULT_PORT, LOOPBACK, Meeting, torchrun_command
 
 _FORMS = ("command", "slurm", "k8s", "ray")
 _RESTARTS = 3
@@ -216,7 +216,7 @@ def _processes(args: argparse.Namespace, options: list[str], hosts: list[Host], 
 def _devices_here(options: list[str]) -> int:
     """One process per device; on a CPU the fewest that the layout allows."""
     from mt_megatron.backends import registry
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
 
     config = load_config(options)
     backend, reason = registry.select(config.launch.backend)
@@ -332,7 +332,7 @@ def _line(job: LaunchJob, meeting: Meeting | None) -> str:
 
 
 def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> int:
-    from mt_megatron.launching.supervise import supervise
+    from mt_megatron.launching.jobs.supervise import supervise
 
     command = torchrun_command(job, meeting)
     if config.launch.print_config:
@@ -356,7 +356,7 @@ def _list_of_excluded(config: TrainingConfig) -> Path | None:
     # Not earlier: they import torch, which what only prints does without.
     from mt_megatron.scan.format.run_files import run_files
     from mt_megatron.scan.respond.straggler_policy import excluded_path
-    from mt_megatron.training.metrics import metrics_path
+    from mt_megatron.training.logging.metrics import metrics_path
     from mt_megatron.training.scan_session import trace_folder
 
     folder = trace_folder(config, metrics_path(config))

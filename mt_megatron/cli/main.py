@@ -1,10 +1,10 @@
 """Entry point of ``mt-megatron``: finds the subcommand, shows errors, sets the exit code.
 
 Exit codes: 0 fine, 1 a problem was found, 2 wrong use (unknown options, an impossible
-configuration). A subcommand is a module ``mt_megatron.cli.<name>`` with
+configuration). A subcommand is a module ``mt_megatron.cli.<name>`` or ``mt_megatron.cli.<name>.command`` with
 ``add_parser(subparsers) -> argparse.ArgumentParser``, which sets ``func(args) -> int``. With
 ``set_defaults(config_arguments=True)`` every option that argparse does not know arrives in
-``args.config_argv``, for ``mt_megatron.training.arguments.load_config``.
+``args.config_argv``, for ``mt_megatron.config.parse.load_config``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import mt_megatron
-from mt_megatron.cli.commands import COMMANDS, NEXT, listing
+from mt_megatron.cli.commands import COMMANDS, NEXT, listing, module_of
 from mt_megatron.cli.parser import Parser
 from mt_megatron.errors import ConfigError, MtMegatronError, RunError
 from mt_megatron.near_names import hint
@@ -27,7 +27,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     """The parser of one subcommand; its module is imported here and not before."""
     parser = Parser(prog="mt-megatron")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    added = import_module(f"mt_megatron.cli.{command}").add_parser(subparsers)
+    added = import_module(module_of(command)).add_parser(subparsers)
     if command in NEXT:
         added.epilog = f"{added.epilog}\n\nnext: {NEXT[command]}"
     return parser

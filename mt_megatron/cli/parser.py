@@ -14,7 +14,7 @@ class Parser(argparse.ArgumentParser):
     """Examples keep their line breaks, ``--mod`` is not taken for ``--model``, a slip gets a suggestion.
 
     Two defaults of a parser tell what becomes of words that it does not know: ``config_arguments=True``
-    leaves them to ``mt_megatron.training.arguments``, ``after_dashes="NAME"`` says that options of NAME
+    leaves them to ``mt_megatron.config.parse``, ``after_dashes="NAME"`` says that options of NAME
     stand after ``--``.
     """
 
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         if rest and self._subparsers is None:
             if not self.get_default("config_arguments"):
                 self.error(self._unknown(rest))
-            from mt_megatron.training.arguments import check_names
+            from mt_megatron.config.parse import check_names
 
             check_names(rest, [option[2:] for option in self._options()])
         return found, rest

@@ -8,23 +8,16 @@ import json
 from typing import Any
 
 from mt_megatron.cli.plan_suggest import add_options, print_suggestion
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.models.flops import executed_flops, forward_flops
-from mt_megatron.models.memory import (
-    PARTS,
-    MemoryCase,
-    chunk_layers,
-    estimate_memory,
-    places,
-    state_memory,
-)
-from mt_megatron.models.parameters import ParameterCount, count_parameters
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_build import model_shape
-from mt_megatron.training.memory_estimate import DEFAULT_IMBALANCE, memory_case, padded_shape
-from mt_megatron.training.validate_model import model_problems
-from mt_megatron.training.validate_parallel import parallel_problems
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.flops import executed_flops, forward_flops
+from mt_megatron.planning.memory import PARTS, MemoryCase, chunk_layers, estimate_memory, places, state_memory
+from mt_megatron.planning.memory_estimate import DEFAULT_IMBALANCE, memory_case, padded_shape
+from mt_megatron.planning.parameters import ParameterCount, count_parameters
+from mt_megatron.planning.validate.model import model_problems
+from mt_megatron.planning.validate.parallel import parallel_problems
 
 _GIB = 2**30
 

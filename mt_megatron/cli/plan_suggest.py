@@ -10,12 +10,12 @@ import shutil
 import sys
 from typing import Any
 
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.models.hardware import DEVICES, Hardware, hardware_of
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.layouts import Layout
-from mt_megatron.training.pipeline_layout import chunk_layer_counts
-from mt_megatron.training.suggest import Choice, Suggestion, suggest
+from mt_megatron.planning.hardware import DEVICES, Hardware, hardware_of
+from mt_megatron.planning.layouts import Layout
+from mt_megatron.planning.pipeline_layout import chunk_layer_counts
+from mt_megatron.planning.suggest import Choice, Suggestion, suggest
 
 _GIB = 2**30
 _WIDTH = 120

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mt_megatron.cli.progress import ConsoleProgress
-from mt_megatron.errors import ConfigError
-from mt_megatron.training.data.corpus import (
+from mt_megatron.data.prepare.corpus import (
     DEFAULT_MAX_TRAIN_TOKENS,
     DEFAULT_VALIDATION_FRACTION,
     DEFAULT_VOCAB_SIZE,
 )
+from mt_megatron.errors import ConfigError
 
 _SMALLEST_VOCABULARY = 257
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     # Deprecations of torch's that megatron-core's import sets off; nothing the reader can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core\.")
-    from mt_megatron.training.data.prepare import prepare_corpus
+    from mt_megatron.data.prepare.prepare import prepare_corpus
 
     # A bar and lines on one terminal go through the bar; elsewhere each has its own stream.
     with _Progress(plain=not (sys.stderr.isatty() and (args.json or sys.stdout.isatty()))) as progress:

@@ -124,9 +124,9 @@ class _Refused(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     """Make the data. Raises ``DataError`` when that cannot be done, ``ConfigError`` for options that
     exclude each other."""
-    from mt_megatron.training.data.preprocess import preprocess
-    from mt_megatron.training.data.preprocess_options import PreprocessOptions
-    from mt_megatron.training.data.preprocess_plan import overwrite
+    from mt_megatron.data.prepare.preprocess import preprocess
+    from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
+    from mt_megatron.data.prepare.preprocess_plan import overwrite
 
     _check(args)
     options = PreprocessOptions(

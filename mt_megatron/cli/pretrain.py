@@ -10,11 +10,11 @@ import warnings
 from typing import Any
 
 import mt_megatron
+from mt_megatron.config import presets
+from mt_megatron.config.parse import load_config, option_help
 from mt_megatron.errors import ConfigError
-from mt_megatron.models import presets
-from mt_megatron.training.arguments import load_config, option_help
+from mt_megatron.planning.validate.environment import check_environment
 from mt_megatron.training.validate import validate
-from mt_megatron.training.validate_environment import check_environment
 
 
 class _ListOptions(argparse.Action):

@@ -1,15 +1,20 @@
-"""Published weights <-> Megatron's, as tables.
+"""Conversion of checkpoints: published (Hugging Face) weights and Megatron's, by tables.
 
-``run`` is one conversion from its ``request`` to the folder it leaves. What it is made of:
-
-* ``table``: whole tensors packed and unpacked by a family's rows; ``tensors``: their shapes and splits.
-* ``place``: whole tensors into the parts that a rank's live model holds.
-* ``inputs``, ``sources``: what a conversion reads. ``published`` (safetensors, ``safetensors_format``,
-  ``fp8_blocks``), ``dist_reader`` (``dist_metadata``, ``archives``), ``torch_reader`` (``torch_args``,
-  ``torch_names``), all through ``mapped`` files.
-* ``outputs``: what it writes. ``safetensors_writer``, ``dist_writer``, ``torch_writer`` plan files
-  (``layout``, ``grouping``, ``megatron_names``), ``output`` writes them so that a kill costs one file each.
-* ``hf_config`` (``hf_families``, ``hf_rope``), ``hf_files``: ``config.json`` and the files beside weights.
-* ``places``: which folders are read and written, checked without torch.
-* ``settings``: the configuration that a conversion works by.
+request          what a conversion is asked for, and its outcome
+folders          source and destination folders, checked without torch
+run_state        optimizer state beside its tensors
+output_folder    a folder written file by file, resumed after a kill
+checksums        CRC-32 of concatenated data
+settings         configuration of the model and the conversion
+tensors/         conversion tables, names, shapes and pieces of tensors
+file_groups      tensors that share a file of a distributed checkpoint
+optimizer_state  optimizer tensors by the model's tables
+hf/              config.json, safetensors and side files of a published folder
+torch_dist/      distributed checkpoints (torch_dist)
+rank_files/      checkpoints of one file a rank (torch)
+rank_shards      whole tensors into the shards of a live model
+inputs           the source: opened, its options and files
+output_files     files of each form of a result, planned
+verification     checks of a Megatron checkpoint before it is signed
+run              one conversion: open, compare, plan, write, publish
 """

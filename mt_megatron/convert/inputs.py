@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from mt_megatron.convert.dist_reader import DistFolder
-from mt_megatron.convert.hf_config import options_of
-from mt_megatron.convert.hf_files import End, carried_files, end_of_run, side_files, tokenizer_files
+from mt_megatron.checkpoint.files import MANIFEST, read_manifest
+from mt_megatron.config.types import options as known_options
+from mt_megatron.convert.folders import METADATA, check_published, megatron_folder
+from mt_megatron.convert.hf.config import options_of
+from mt_megatron.convert.hf.side_files import End, carried_files, end_of_run, side_files, tokenizer_files
+from mt_megatron.convert.hf.weights import PublishedFolder
 from mt_megatron.convert.optimizer_state import Optimizer
-from mt_megatron.convert.places import METADATA, check_published, megatron_folder
-from mt_megatron.convert.published import PublishedFolder
+from mt_megatron.convert.rank_files.arguments import COMMON, options_from_arguments, read_common
+from mt_megatron.convert.rank_files.reader import TorchFolder, is_torch_folder
 from mt_megatron.convert.run_state import RunState
-from mt_megatron.convert.sources import WholeTensors
-from mt_megatron.convert.torch_args import COMMON, options_from_arguments, read_common
-from mt_megatron.convert.torch_reader import TorchFolder, is_torch_folder
+from mt_megatron.convert.tensors.sources import WholeTensors
+from mt_megatron.convert.torch_dist.reader import DistFolder
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.checkpoint_files import MANIFEST, read_manifest
-from mt_megatron.training.config_types import options as known_options
 
 
 @dataclass(frozen=True, kw_only=True)

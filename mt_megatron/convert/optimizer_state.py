@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mt_megatron.convert.published import Kept
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.convert.hf.weights import Kept
 from mt_megatron.convert.run_state import RunState
 from mt_megatron.convert.settings import Model
-from mt_megatron.convert.sources import MegatronSource
-from mt_megatron.convert.state_names import MASTER, kind_of, state_name, weight_name
+from mt_megatron.convert.tensors.sources import MegatronSource
+from mt_megatron.convert.tensors.state_names import MASTER, kind_of, state_name, weight_name
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.config import TrainingConfig
 
 
 class HoldsState(Protocol):

@@ -12,19 +12,9 @@ from typing import Any
 import torch
 
 import mt_megatron
-from mt_megatron.convert.hf_files import has_tokenizer
-from mt_megatron.convert.inputs import Input, open_megatron, open_published
-from mt_megatron.convert.optimizer_state import Carried, carry
-from mt_megatron.convert.output import OutputFolder
-from mt_megatron.convert.outputs import (
-    distributed_files,
-    files_by_rank,
-    iteration_of,
-    published_files,
-    side_files_of,
-    write_our_manifest,
-)
-from mt_megatron.convert.places import (
+from mt_megatron.checkpoint.files import LATEST, folder_name, write_durably
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.convert.folders import (
     belongs,
     check_destination,
     finished,
@@ -32,13 +22,23 @@ from mt_megatron.convert.places import (
     megatron_folder,
     not_empty,
 )
+from mt_megatron.convert.hf.side_files import has_tokenizer
+from mt_megatron.convert.inputs import Input, open_megatron, open_published
+from mt_megatron.convert.optimizer_state import Carried, carry
+from mt_megatron.convert.output_files import (
+    distributed_files,
+    files_by_rank,
+    iteration_of,
+    published_files,
+    side_files_of,
+    write_our_manifest,
+)
+from mt_megatron.convert.output_folder import OutputFolder
 from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
-from mt_megatron.convert.sources import MegatronSource, PublishedSource, Source, not_of_model
+from mt_megatron.convert.tensors.sources import MegatronSource, PublishedSource, Source, not_of_model
 from mt_megatron.convert.verification import read_safely
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.training.checkpoint_files import LATEST, folder_name, write_durably
-from mt_megatron.training.config import TrainingConfig
 
 
 def convert(request: Request, progress: Progress) -> Outcome:

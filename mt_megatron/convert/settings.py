@@ -10,17 +10,17 @@ from typing import Any
 
 import yaml
 
-from mt_megatron.convert.table import Sizes, expand
+from mt_megatron.config.model_change import changes_from, notes, override_problems, refused
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.resolve import assemble
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.config.types import options as known_options
+from mt_megatron.convert.tensors.table import Sizes, expand
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.models.parameters import padded_vocab_size
 from mt_megatron.models.weights import TensorRow
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_resolve import assemble
-from mt_megatron.training.config_types import options as known_options
-from mt_megatron.training.model_change import changes_from, notes, override_problems, refused
-from mt_megatron.training.validate_experts import expert_problems
-from mt_megatron.training.validate_model import model_problems
+from mt_megatron.planning.parameters import padded_vocab_size
+from mt_megatron.planning.validate.experts import expert_problems
+from mt_megatron.planning.validate.model import model_problems
 
 _NAMES_A_MODEL = ("--config", "--model", "--preset")
 
@@ -94,7 +94,7 @@ def as_yaml(options: Mapping[str, Any]) -> str:
 
 def model_of(config: TrainingConfig, *, tensor: int = 1) -> Model:
     """The model of ``config``, whose vocabulary is padded for tensor-parallel size ``tensor``."""
-    from mt_megatron.training.model import family_of
+    from mt_megatron.models.families import family_of
 
     if config.model.vocab_size is None:
         raise ConfigError(

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from mt_megatron.convert.places import METADATA
-from mt_megatron.convert.torch_reader import rank_files
+from mt_megatron.checkpoint.files import MANIFEST, damaged_files, read_manifest
+from mt_megatron.checkpoint.retention import in_use
+from mt_megatron.convert.folders import METADATA
+from mt_megatron.convert.rank_files.reader import rank_files
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.checkpoint_files import MANIFEST, damaged_files, read_manifest
-from mt_megatron.training.checkpoint_retention import in_use
 
 _CHUNK = 4 << 20
 

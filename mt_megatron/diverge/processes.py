@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from mt_megatron.backends.rendezvous import loopback_store
+from mt_megatron.backends.distributed.rendezvous import loopback_store
 from mt_megatron.errors import MtMegatronError
 
 from .side import Side

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import BackendError, ConfigError
-from mt_megatron.models.parameters import padded_vocab_size
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.training.validate import problems
 
 _MOCK_VOCABULARY = 4096

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 
 import mt_megatron
+from mt_megatron.checkpoint.load import Progress, load_weights, resolve_checkpoint
+from mt_megatron.checkpoint.run_parts import synchronised_parameters
+from mt_megatron.checkpoint.save import save_checkpoint
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.batches import train_batches
+from mt_megatron.data.loader.datasets import SampleDataset, build_datasets
+from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams.context_parallel import positions
-from mt_megatron.training.checkpoint import Progress, load_weights, resolve_checkpoint
-from mt_megatron.training.checkpoint_save import save_checkpoint
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.batches import train_batches
-from mt_megatron.training.data.datasets import SampleDataset, build_datasets
-from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.models.families import family_of
+from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.training.distributed import Job, joined, require_precision
-from mt_megatron.training.evaluate import synchronised_parameters
 from mt_megatron.training.lr import learning_rate
-from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.step import Shape, forward_backward, make_forward_step, summed
 
 from .pieces import Piece, RankFacts, save, write_facts

@@ -1,5 +1,5 @@
-"""Running other people's scripts: the choice of a backend, carried into a process and its children.
+"""Starting processes.
 
-``choice`` is what travels in the environment, ``startup`` the folder whose ``sitecustomize`` reads
-it in every new interpreter, ``activation`` what happens there, ``script`` what can be run.
+scripts/  scripts that use Megatron-Core, patched without a change (``mt-megatron run``)
+jobs/     training jobs on one or many machines (``mt-megatron launch``)
 """

@@ -86,7 +86,7 @@ def _norm_is_in_linear(spec: Any) -> bool:
 def _with_attention(spec: Any, config: Any) -> Any:
     if not config.multi_latent_attention:
         return spec
-    from .mla import mla_spec
+    from mt_megatron.layers.mla.self_attention import mla_spec
 
     changes: dict[str, Any] = {"self_attention": mla_spec(spec.submodules.self_attention, config)}
     # Latent attention reads its input with several linears, none of which may have the norm inside.

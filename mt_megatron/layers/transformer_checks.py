@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from mt_megatron.layers.mtp.checks import prediction_problems
+
 from ..errors import ConfigError
-from .mtp_checks import prediction_problems
 from .transformer_fields import FIELDS, LOAD_BALANCING, moe_pattern
 
 Values = Mapping[str, Any]

@@ -1,4 +1,15 @@
-"""What is changed in Megatron-Core, one file per concern; ``collect`` gathers them for a backend."""
+"""What is changed in Megatron-Core, one file per concern; ``collect`` gathers them for a backend.
+
+device/        ``torch.cuda`` means the active backend; random numbers, process groups, transfers
+compat/        Megatron-Core 0.9.0 on newer torch, numpy, zarr; Megatron-LM's scripts
+model/         layers, layer specs and model configuration
+optimizer/     Adam without Apex, parameter groups
+events/        upstream's functions emit ``seams.events``
+errata/        defects of 0.9.0
+catalogue      the declared patches as a file, listed without importing torch
+declared.json  that file
+upstream.json  hashes of the upstream lines that the patches were written against
+"""
 
 from __future__ import annotations
 
@@ -11,46 +22,46 @@ if TYPE_CHECKING:
     from ..backends.base import Backend
 
 CONCERNS = (
-    "device",
-    "tensor_methods",
-    "moved_parameters",
-    "rng",
-    "errata",
-    "eager",
-    "groups",
-    "p2p",
-    "torch_compat",
-    "zarr_compat",
-    "checkpoint_writers",
-    "padded_vocabulary",
-    "listeners",
-    "linear",
-    "norm",
-    "attention",
-    "context_parallel",
-    "swiglu",
-    "experts",
-    "token_dispatcher",
-    "rotary",
-    "mtp",
-    "cross_entropy",
-    "optimizer",
-    "events",
-    "dataset_helpers",
-    "loader_workers",
-    "param_groups",
-    "expert_optimizer",
-    "model_config",
-    "block_spec",
-    "rope",
-    "mla",
-    "moe_ffn",
-    "moe_layer",
-    "stage_layers",
-    "router",
-    "training",
+    "device.redirection",
+    "device.tensor_methods",
+    "device.moved_parameters",
+    "device.rng",
+    "errata.wrong_results",
+    "device.eager_fusions",
+    "device.process_groups",
+    "device.pending_transfers",
+    "compat.torch_numpy",
+    "compat.zarr_v3",
+    "compat.checkpoint_writers",
+    "compat.padded_vocabulary",
+    "errata.loopback_listener",
+    "model.linear",
+    "model.norm",
+    "model.attention",
+    "model.context_parallel",
+    "model.swiglu",
+    "model.experts",
+    "model.token_dispatcher",
+    "model.rotary_kernel",
+    "model.mtp",
+    "model.cross_entropy",
+    "optimizer.fused_adam",
+    "events.emitters",
+    "compat.dataset_helpers",
+    "compat.loader_workers",
+    "optimizer.param_groups",
+    "optimizer.expert_optimizer",
+    "model.transformer_config",
+    "model.block_spec",
+    "model.rope_scaling",
+    "model.mla",
+    "model.moe_ffn",
+    "model.shared_experts",
+    "model.stage_layers",
+    "model.router",
+    "compat.megatron_lm",
 )
-"""Modules of this package; each has ``patches(backend) -> list[Patch]``."""
+"""Modules of this package, in the order of their patches; each has ``patches(backend) -> list[Patch]``."""
 
 
 def collect(backend: Backend) -> list[Patch]:

@@ -38,10 +38,10 @@ def write(patches: Mapping[str, Sequence[Patch]]) -> None:
 
 
 def _of() -> dict[str, str]:
-    digest = hashlib.sha256()
+    digest, root = hashlib.sha256(), Path(__file__).parent.parent
     for folder in _FOLDERS:
-        for path in sorted((Path(__file__).parent.parent / folder).rglob("*.py")):
-            digest.update(f"{folder}/{path.name}\n".encode() + path.read_bytes())
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return {"torch": version("torch").split("+")[0], "source": digest.hexdigest()}
 
 

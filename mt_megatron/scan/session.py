@@ -25,6 +25,7 @@ import numpy as np
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import PatchError
+from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scan.clock.pings import ClockPings
 from mt_megatron.scan.clock.store_messages import StoreBoard
@@ -38,7 +39,6 @@ from mt_megatron.scan.record.recorder import Recorder
 from mt_megatron.scan.respond.agent import Attendant
 from mt_megatron.scan.respond.straggler_policy import OnStraggler
 from mt_megatron.seams import collectives
-from mt_megatron.seams.layout import RankLayout
 
 logger = logging.getLogger("mt_megatron")
 

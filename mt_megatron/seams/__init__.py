@@ -1,4 +1,12 @@
-"""Where features plug in, each place once: GEMMs, events, the schedule, rank layout, model family.
+"""Where features plug in, each place once. Import the module you need; the package imports none by itself.
 
-Import the module you need; this package imports none of them by itself.
+gemm           the three matrix products of a linear layer, by role
+grouped_gemm   the same for one weight per expert
+grouped_probe  behaviour of torch._grouped_mm on a device for empty groups
+onednn         fp32 products by oneDNN where MKL is slower
+events         named begin and end points of a training step
+collectives    events of collectives and transfers: group, sequence number, bytes
+schedule       one call that runs the micro-batches of a step
+family         a model family: the functions by which the trainer knows it
+loss_gradient  gradient of each token's loss, announced before the loss is computed
 """

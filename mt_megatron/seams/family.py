@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mt_megatron.parallel.rank_layout import RankLayout
+
 from ..errors import ConfigError
-from .layout import RankLayout
 from .schedule import LossFunction
 
 

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mt_megatron.checkpoint.run_parts import synchronised_parameters
+from mt_megatron.data.loader.batches import valid_batches, valid_rounds
+from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.errors import DataError
 from mt_megatron.seams.schedule import ForwardStep, run_schedule
-from mt_megatron.training.data.batches import valid_batches, valid_rounds
-from mt_megatron.training.data.datasets import SampleDataset
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
 from mt_megatron.training.step import Shape, summed
@@ -103,16 +103,3 @@ def _evaluating(trainable: Trainable) -> Iterator[None]:
         finally:
             for chunk in trainable.chunks:
                 chunk.train()
-
-
-@contextmanager
-def synchronised_parameters(trainable: Trainable) -> Iterator[None]:
-    """Every parameter complete on every rank, also when gathers overlap with the forward pass."""
-    overlapping: list[Any] = [chunk for chunk in trainable.chunks if chunk.use_forward_hook]
-    for chunk in overlapping:
-        chunk.disable_forward_pre_hook()
-    try:
-        yield
-    finally:
-        for chunk in overlapping:
-            chunk.enable_forward_pre_hook()

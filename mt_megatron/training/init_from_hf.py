@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mt_megatron.config.model_change import changes_from, notes, refused
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.model_change import changes_from, notes, refused
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from mt_megatron.convert.place import Part
-    from mt_megatron.convert.sources import PublishedSource
+    from mt_megatron.convert.rank_shards import Part
+    from mt_megatron.convert.tensors.sources import PublishedSource
     from mt_megatron.training.model import Trainable
 
 
@@ -31,9 +31,9 @@ def check_published(config: TrainingConfig) -> list[str]:
     """
     if config.checkpoint.init_from_hf is None:
         return []
-    from mt_megatron.convert.hf_config import options_of
-    from mt_megatron.convert.places import CONFIG
-    from mt_megatron.convert.published import read_json
+    from mt_megatron.convert.folders import CONFIG
+    from mt_megatron.convert.hf.config import options_of
+    from mt_megatron.convert.hf.weights import read_json
 
     folder = Path(config.checkpoint.init_from_hf)
     options = options_of(read_json(folder / CONFIG), prediction=bool(config.model.mtp_num_layers))
@@ -58,8 +58,8 @@ def init_from_hf(config: TrainingConfig, trainable: Trainable) -> str:
     Raises ``CheckpointError`` on every rank when a tensor is missing, unknown or of another shape on
     any, and when the folder is of another model.
     """
-    from mt_megatron.convert.place import fill
-    from mt_megatron.training.evaluate import synchronised_parameters
+    from mt_megatron.checkpoint.run_parts import synchronised_parameters
+    from mt_megatron.convert.rank_shards import fill
 
     folder = Path(config.checkpoint.init_from_hf or "")
     with synchronised_parameters(trainable):
@@ -76,7 +76,7 @@ def fill_from(folder: Path, config: TrainingConfig, chunks: Sequence[Module]) ->
 
     Raises ``CheckpointError`` when a tensor is missing, unknown or of another shape.
     """
-    from mt_megatron.convert.place import fill
+    from mt_megatron.convert.rank_shards import fill
 
     source, wanted = _opened(config, folder, chunks)
     fill(wanted, _Reading(source).part)
@@ -85,11 +85,11 @@ def fill_from(folder: Path, config: TrainingConfig, chunks: Sequence[Module]) ->
 def _opened(
     config: TrainingConfig, folder: Path, chunks: Sequence[Module]
 ) -> tuple[PublishedSource, list[Part]]:
-    from mt_megatron.convert.place import check_parts, parts
-    from mt_megatron.convert.published import PublishedFolder
+    from mt_megatron.convert.hf.weights import PublishedFolder
+    from mt_megatron.convert.rank_shards import check_parts, parts
     from mt_megatron.convert.settings import model_of
-    from mt_megatron.convert.sources import PublishedSource, not_of_model
-    from mt_megatron.convert.tensors import shape_of
+    from mt_megatron.convert.tensors.shapes import shape_of
+    from mt_megatron.convert.tensors.sources import PublishedSource, not_of_model
     from mt_megatron.models.tables.fused import local_name
 
     check_published(config)
@@ -120,8 +120,8 @@ class _Reading:
         self._parts: list[Tensor] = []
 
     def part(self, part: Part) -> Tensor:
-        from mt_megatron.convert.layout import Piece, take
-        from mt_megatron.convert.table import pack, rows_in_parts
+        from mt_megatron.convert.tensors.pieces import Piece, take
+        from mt_megatron.convert.tensors.table import pack, rows_in_parts
 
         row = self._source.rows[part.name]
         if part.name != self._name:

@@ -10,38 +10,43 @@ from dataclasses import replace
 from pathlib import Path
 
 import mt_megatron
+from mt_megatron.checkpoint import run_lock as checkpoint_lock
+from mt_megatron.checkpoint.load import Progress, read_manifest
+from mt_megatron.checkpoint.save import SaveReport
+from mt_megatron.checkpoint.store import CheckpointStore
+from mt_megatron.config.rampup import batch_sizes
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.datasets import Datasets, build_datasets, order_fingerprint
+from mt_megatron.data.loader.sample_need import require_samples
+from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import CheckpointError, DataError
-from mt_megatron.models.parameters import count_parameters
-from mt_megatron.training import checkpoint_lock
-from mt_megatron.training.checkpoint import Progress, read_manifest
-from mt_megatron.training.checkpoint_save import SaveReport
-from mt_megatron.training.checkpoint_store import CheckpointStore
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_build import model_shape
-from mt_megatron.training.data.datasets import Datasets, build_datasets, order_fingerprint
-from mt_megatron.training.data.sample_need import require_samples
-from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.models.families import family_of
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.parameters import count_parameters
 from mt_megatron.training.depth_losses import depth_values
 from mt_megatron.training.distributed import Job, joined, require_precision, world_size
 from mt_megatron.training.evaluate import Validation, evaluate
+from mt_megatron.training.health.recovery import Recovery
+from mt_megatron.training.health.shared_error import save_last_sound_step
+from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog, watched
 from mt_megatron.training.init_from_hf import init_from_hf
-from mt_megatron.training.metrics import perplexity
-from mt_megatron.training.model import Trainable, build, family_of
-from mt_megatron.training.moe_metrics import ExpertLoads
-from mt_megatron.training.next_steps import next_lines
-from mt_megatron.training.outcome import Outcome
-from mt_megatron.training.output import Output
+from mt_megatron.training.logging.metrics import perplexity
+from mt_megatron.training.logging.moe_metrics import ExpertLoads
+from mt_megatron.training.logging.output import Output
+from mt_megatron.training.logging.summary import (
+    Outcome,
+    corpus_baselines,
+    layout_text,
+    next_lines,
+    summary_lines,
+)
+from mt_megatron.training.logging.throughput import Window
+from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.preflight import check_before_start, check_folder
-from mt_megatron.training.rampup import batch_sizes
-from mt_megatron.training.recovery import Recovery
 from mt_megatron.training.scan_session import tracing_of
-from mt_megatron.training.shared_error import save_last_sound_step
 from mt_megatron.training.signals import stop_requests
 from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
 from mt_megatron.training.steps import Steps, touching
-from mt_megatron.training.summary import corpus_baselines, layout_text, summary_lines
-from mt_megatron.training.throughput import Window
-from mt_megatron.training.watchdog import NoWatchdog, Watchdog, watched
 
 
 def train(config: TrainingConfig) -> Outcome:

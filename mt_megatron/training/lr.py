@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mt_megatron.config.rampup import batch_sizes
+from mt_megatron.config.schema import TrainConfig, TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_train import TrainConfig
-from mt_megatron.training.rampup import batch_sizes
 
 
 def build_scheduler(config: TrainingConfig, optimizer: Any, global_batch_size: int) -> Any:
@@ -74,28 +73,6 @@ def learning_rate(optimizer: Any) -> float:
         if group.get("lr_mult", 1.0) == 1.0 and not group.get("is_decoupled_lr", False):
             return float(group["lr"])
     return float(optimizer.param_groups[0]["lr"])
-
-
-def schedule_changes(saved: dict[str, Any], scheduler: Any) -> list[str]:
-    """What the configuration changes about a checkpoint's schedule, by option, one phrase each."""
-    return [
-        f"{_OPTIONS.get(name, name)} {saved[name]} -> {value}{' samples' * (name in _IN_SAMPLES)}"
-        for name, value in scheduler.state_dict().items()
-        if name != "num_steps" and name in saved and saved[name] != value
-    ]
-
-
-_IN_SAMPLES = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
-_OPTIONS = {
-    "max_lr": "lr",
-    "lr_warmup_steps": "lr_warmup_iters",
-    "lr_decay_steps": "lr_decay_iters",
-    "wd_incr_steps": "train_iters",
-    "start_wd": "start_weight_decay",
-    "end_wd": "end_weight_decay",
-    "wd_incr_style": "weight_decay_incr_style",
-}
-"""Names in the scheduler's state, and the option that each comes from. It calls samples steps."""
 
 
 def _or(value: float | None, default: float) -> float:

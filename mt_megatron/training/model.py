@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.seams import family as families
+from mt_megatron.planning.build import ddp_config, optimizer_config
 from mt_megatron.seams.family import ModelFamily
-from mt_megatron.training.config import TrainingConfig
 from mt_megatron.training.distributed import Job, seed_dropout
 from mt_megatron.training.lr import build_scheduler
-
-_BUILT_IN = ("llama", "mixtral", "deepseek", "qwen")
-"""Families with a module of their name in ``mt_megatron.models``."""
 
 
 @dataclass(kw_only=True)
@@ -47,12 +43,12 @@ class Trainable:
         return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
 
 
-def family_of(config: TrainingConfig) -> ModelFamily:
-    """The configured model family. Raises ``ConfigError`` when it is not known."""
-    name = config.model.family
-    if name in _BUILT_IN:
-        importlib.import_module(f"mt_megatron.models.{name}")
-    return families.get(name)
+def unwrapped(module: Any) -> torch.nn.Module:
+    """``module`` without DDP and precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    inner: torch.nn.Module = module
+    return inner
 
 
 def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
@@ -67,7 +63,7 @@ def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
     modules = family.build_model(config, job.layout)
     core = get_model_config(modules[0])
     chunks = wrap(config, job, core, modules)
-    optimizer = get_megatron_optimizer(config.optimizer_config(), chunks)
+    optimizer = get_megatron_optimizer(optimizer_config(config), chunks)
     scheduler = build_scheduler(config, optimizer, config.global_batch_size(job.layout.world_size))
     _connect(core, chunks, optimizer)
     seed_dropout(config.train.seed, job)
@@ -81,7 +77,7 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     from megatron.core.transformer.module import Float16Module
 
     device = job.backend.device()
-    ddp = config.ddp_config()
+    ddp = ddp_config(config)
     # Upstream's check ends one rank while the others wait for it; on ours, which comes after the
     # reduction, all ranks agree (training/step.py).
     ddp.check_for_nan_in_grad = False
@@ -97,14 +93,6 @@ def wrap(config: TrainingConfig, job: Job, core: Any, modules: list[torch.nn.Mod
     if not chunks:
         raise ConfigError(f"the model family {config.model.family!r} built no module for rank {job.rank}")
     return chunks
-
-
-def unwrapped(module: Any) -> torch.nn.Module:
-    """``module`` without DDP and precision wrappers."""
-    while hasattr(module, "module"):
-        module = module.module
-    inner: torch.nn.Module = module
-    return inner
 
 
 def _connect(core: Any, chunks: list[Any], optimizer: Any) -> None:

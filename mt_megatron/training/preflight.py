@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.checkpoint.files import latest_checkpoint, read_manifest, resolve_checkpoint
+from mt_megatron.config.field_kinds import Kind, changes
+from mt_megatron.config.model_change import flat, notes, refused
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.models.parameters import padded_vocab_size
-from mt_megatron.training.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.tokenizer import load_tokenizer
-from mt_megatron.training.field_kinds import Kind, changes
+from mt_megatron.planning.memory_estimate import memory_of
+from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.training.init_from_hf import check_published
-from mt_megatron.training.memory_estimate import memory_of
-from mt_megatron.training.model_change import flat, notes, refused
-from mt_megatron.training.quantities import gibibytes
+from mt_megatron.training.logging.quantities import gibibytes
 
 
 def check_before_start(config: TrainingConfig, backend: Backend, world_size: int) -> list[str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.queue_depth import micro_batches_ready
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.queue_depth import micro_batches_ready
 from mt_megatron.training.distributed import Job
 
 if TYPE_CHECKING:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
-from mt_megatron.training.process_end import end_process
+
+def end_process(code: int, message: str) -> NoReturn:
+    """Write ``message`` to stderr, kill child processes, and leave with ``code``.
+
+    Callable from any thread. Nothing is cleaned up: a thread that waits in a collective would wait on.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, f"{message}\n".encode(errors="replace"))
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, ValueError):
+            child.kill()
+    os._exit(code)
+
 
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _ONE_REQUEST_SECONDS = {signal.SIGTERM: 5.0, signal.SIGINT: 0.5}

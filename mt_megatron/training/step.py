@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import DataError
-from mt_megatron.layers.expert_bias import update_expert_bias
+from mt_megatron.layers.moe.expert_bias import update_expert_bias
 from mt_megatron.seams import events
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.seams.schedule import ForwardStep, LossFunction, run_schedule
 from mt_megatron.training.depth_losses import depth_means, depth_sums, forget
 from mt_megatron.training.distributed import Job
-from mt_megatron.training.divergence import DivergenceWatch, Judgement
+from mt_megatron.training.health.divergence import DivergenceWatch, Judgement
 from mt_megatron.training.lr import learning_rate
 from mt_megatron.training.model import Trainable
 from mt_megatron.training.update import (

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
+from mt_megatron.checkpoint.progress import Progress
+from mt_megatron.config.rampup import BatchSizes
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.batches import train_batches
+from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.seams import events
 from mt_megatron.seams.schedule import ForwardStep
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.batches import train_batches
-from mt_megatron.training.data.datasets import SampleDataset
 from mt_megatron.training.distributed import Job
-from mt_megatron.training.divergence import DivergenceWatch, LossMean
+from mt_megatron.training.health.divergence import DivergenceWatch, LossMean
+from mt_megatron.training.health.recovery import Recovery
+from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog
 from mt_megatron.training.model import Trainable
 from mt_megatron.training.nan_watch import RandomStates, first_finding
-from mt_megatron.training.progress import Progress
-from mt_megatron.training.rampup import BatchSizes
-from mt_megatron.training.recovery import Recovery
 from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, train_step
 from mt_megatron.training.update import loss_scales
-from mt_megatron.training.watchdog import NoWatchdog, Watchdog
 
 
 class Steps:

@@ -2,19 +2,143 @@
 
 from __future__ import annotations
 
+import re
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.validate_backend import backend_problems
-from mt_megatron.training.validate_checkpoint import checkpoint_problems
-from mt_megatron.training.validate_experts import expert_problems
-from mt_megatron.training.validate_files import file_problems
-from mt_megatron.training.validate_model import model_problems
-from mt_megatron.training.validate_parallel import parallel_problems
-from mt_megatron.training.validate_rampup import rampup_problems
-from mt_megatron.training.validate_scan import scan_problems
-from mt_megatron.training.validate_sizes import size_problems
-from mt_megatron.training.validate_supported import support_problems
-from mt_megatron.training.validate_train import train_problems
+from mt_megatron.planning.validate.experts import expert_problems
+from mt_megatron.planning.validate.files import checkpoint_problems, file_problems
+from mt_megatron.planning.validate.model import model_problems
+from mt_megatron.planning.validate.parallel import parallel_problems
+from mt_megatron.planning.validate.rampup import rampup_problems
+from mt_megatron.planning.validate.supported import backend_problems, size_problems, support_problems
+from mt_megatron.planning.validate.train import train_problems
+from mt_megatron.scan.record.levels import LEVELS, Window
+
+_LARGEST_PORT = 65535
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?")
+
+
+def scan_problems(config: TrainingConfig) -> list[str]:
+    """One line per problem: found, expected, what to change."""
+    checks = (_idle, _window, _webhook, _port, _address, _leaving)
+    return [problem for check in checks for problem in check(config)]
+
+
+def _idle(config: TrainingConfig) -> list[str]:
+    """Options that nothing would read."""
+    scan = config.scan
+    told = {
+        "scan_webhook": scan.scan_webhook is not None,
+        "scan_prometheus_port": scan.scan_prometheus_port is not None,
+        "scan_on_straggler": scan.scan_on_straggler != "continue",
+    }
+    needs_scan = {
+        "scan_window": scan.scan_window is not None,
+        "scan_dir": scan.scan_dir is not None,
+        "scan_group_readable": scan.scan_group_readable,
+        **told,
+    }
+    found: list[str] = []
+    for name, given in needs_scan.items():
+        if given and scan.scan == "off":
+            found.append(
+                f"{name} is given and scan is off; expected at least base. Set --scan base, or leave "
+                f"--{name.replace('_', '-')} out."
+            )
+    for name, given in told.items():
+        if given and scan.scan != "off" and not scan.scan_alerts:
+            found.append(
+                f"{name} is given and scan_alerts is false; expected it, since nobody would look for "
+                f"culprits. Set --scan-alerts, or leave --{name.replace('_', '-')} out."
+            )
+    return found
+
+
+def _window(config: TrainingConfig) -> list[str]:
+    text = config.scan.scan_window
+    if text is None:
+        return []
+    try:
+        window = Window.parse(text)
+    except ConfigError as error:
+        return [f"scan_window is {text!r}: {error}. Change --scan-window."]
+    if LEVELS.index(window.level) <= LEVELS.index(config.scan.scan):
+        return [
+            f"scan_window asks for {window.level} and scan is {config.scan.scan} anyway; expected a higher "
+            "level. Change --scan-window or --scan."
+        ]
+    return []
+
+
+def _webhook(config: TrainingConfig) -> list[str]:
+    url = config.scan.scan_webhook
+    if url is None:
+        return []
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname)
+        right = right and (parts.port is None or parts.port > 0)
+    except ValueError:
+        right = False
+    if right:
+        return []
+    return [f"scan_webhook is {url!r}; expected an address such as https://host/path. Set --scan-webhook."]
+
+
+def _port(config: TrainingConfig) -> list[str]:
+    port = config.scan.scan_prometheus_port
+    if port is None or 0 <= port <= _LARGEST_PORT:
+        return []
+    return [
+        f"scan_prometheus_port is {port}; expected 0 (any free one) to {_LARGEST_PORT}. Set "
+        "--scan-prometheus-port."
+    ]
+
+
+def _address(config: TrainingConfig) -> list[str]:
+    """Where Prometheus asks: an address of a machine, and names without ports."""
+    scan = config.scan
+    found: list[str] = []
+    given = {
+        "scan_prometheus_address": scan.scan_prometheus_address is not None,
+        "scan_prometheus_hosts": bool(scan.scan_prometheus_hosts),
+    }
+    for name, there in given.items():
+        if there and scan.scan_prometheus_port is None:
+            found.append(
+                f"{name} is given and scan_prometheus_port is not; expected a port, since nothing listens "
+                f"without. Set --scan-prometheus-port, or leave --{name.replace('_', '-')} out."
+            )
+    address = scan.scan_prometheus_address
+    if address is not None:
+        try:
+            ip_address(address)
+        except ValueError:
+            found.append(
+                f"scan_prometheus_address is {address!r}; expected an IP address of rank 0's machine, such "
+                "as 10.0.3.4, or 0.0.0.0 for all of them. Set --scan-prometheus-address."
+            )
+    for host in scan.scan_prometheus_hosts:
+        if not _HOST.fullmatch(host):
+            found.append(
+                f"scan_prometheus_hosts has {host!r}; expected host names without a port, such as "
+                "trainer.example. Set --scan-prometheus-hosts."
+            )
+    return found
+
+
+def _leaving(config: TrainingConfig) -> list[str]:
+    if config.scan.scan_on_straggler == "continue" or config.checkpoint.save is not None:
+        return []
+    return [
+        (
+            "scan_on_straggler is checkpoint-and-exit and save is not set; expected a directory to save to. "
+            "Set --save."
+        )
+    ]
 
 
 def validate(config: TrainingConfig, *, world_size: int = 1, check_files: bool = True) -> None:

@@ -16,7 +16,7 @@ def streams() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from mt_megatron.backends.cpu_random import device_generator
+    from mt_megatron.backends.cpu.rng import device_generator
     from tests.patches import small_gpt
 
     small_gpt.start(tp=2)
@@ -155,7 +155,7 @@ def old_checkpoint(folder: str) -> dict[str, Any]:
     mt_megatron.patch("cpu")
     from megatron.core import tensor_parallel
 
-    from mt_megatron.training import rng
+    from mt_megatron.checkpoint import rng
 
     tensor_parallel.get_cuda_rng_tracker().reset()
     backend = mt_megatron.backend()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.backends import collectives
 from mt_megatron.backends.cuda import CudaBackend
-from mt_megatron.backends.musa import MusaBackend
+from mt_megatron.backends.distributed import namespace as collectives
+from mt_megatron.backends.musa.backend import MusaBackend
 from mt_megatron.errors import BackendError
 from tests.emulators import environment, needs_emulated_musa
 
@@ -379,7 +379,7 @@ def test_the_loss_scale_is_inverted_without_float64() -> None:
 def test_a_router_in_float64_is_refused_before_it_computes() -> None:
     run("""
         import torch, types
-        from mt_megatron.layers.router import logits_of
+        from mt_megatron.layers.moe.router import logits_of
         router = types.SimpleNamespace(
             config=types.SimpleNamespace(moe_router_dtype="fp64"), weight=torch.ones(2, 3, device="musa")
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mt_megatron.backends import musa_cards
+from mt_megatron.backends.musa import cards as musa_cards
 
 
 @pytest.mark.parametrize(

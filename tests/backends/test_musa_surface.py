@@ -15,7 +15,7 @@ import pytest
 from tests.emulators import SURFACE, environment, needs_emulated_musa
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "mt_megatron" / "backends").glob("musa*.py"))
+SOURCES = sorted((ROOT / "mt_megatron" / "backends" / "musa").glob("*.py"))
 ALSO_THERE = {"torch.musa.default_generators", "torch.musa.amp", "torch.musa.mccl"}
 """What the head of the list names in words."""
 

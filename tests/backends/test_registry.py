@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mt_megatron.backends import registry
-from mt_megatron.backends.collectives import translate_process_group_backend
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.backends.cuda import CudaBackend
+from mt_megatron.backends.distributed.namespace import translate_process_group_backend
 from mt_megatron.errors import BackendError
 
 

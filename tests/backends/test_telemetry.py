@@ -15,10 +15,10 @@ from types import ModuleType
 import psutil
 import pytest
 
-from mt_megatron.backends import registry, telemetry, telemetry_mtml, telemetry_nvml
-from mt_megatron.backends.telemetry import Reading, Unsupported
-from mt_megatron.backends.telemetry_library import ManagementLibrary
-from mt_megatron.backends.telemetry_visible import physical_index
+from mt_megatron.backends import registry, telemetry
+from mt_megatron.backends.telemetry import Reading, Unsupported, mtml_reader, nvml_reader
+from mt_megatron.backends.telemetry.management_library import ManagementLibrary
+from mt_megatron.backends.telemetry.visible_devices import physical_index
 
 ROOT = Path(__file__).parent.parent.parent
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -39,12 +39,12 @@ def stand_in(name: str, monkeypatch: pytest.MonkeyPatch, reader: ModuleType) -> 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    yield stand_in("pynvml", monkeypatch, telemetry_nvml)
+    yield stand_in("pynvml", monkeypatch, nvml_reader)
 
 
 @pytest.fixture
 def mtml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    yield stand_in("pymtml", monkeypatch, telemetry_mtml)
+    yield stand_in("pymtml", monkeypatch, mtml_reader)
 
 
 def reasons(reading: Reading) -> dict[str, str]:
@@ -280,7 +280,7 @@ def test_importing_everything_needs_no_driver_library(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "reader"), [("pynvml", telemetry_nvml), ("pymtml", telemetry_mtml)])
+@pytest.mark.parametrize(("name", "reader"), [("pynvml", nvml_reader), ("pymtml", mtml_reader)])
 def test_the_real_bindings_have_every_name_that_is_used(name: str, reader: ModuleType) -> None:
     binding = pytest.importorskip(name)
     source = Path(str(reader.__file__)).read_text()

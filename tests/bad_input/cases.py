@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_types import options
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.config.types import options
 
 
 @dataclass(kw_only=True)
@@ -130,6 +130,6 @@ def as_yaml(values: dict[str, Any]) -> str:
 
 def loaded(case: Case, folder: Path, rng: Random) -> TrainingConfig:
     """``case`` read back from what it was written as."""
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
 
     return load_config(as_argv(case, folder, rng))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from mt_megatron.training.config_types import options
-from mt_megatron.training.validate_supported import UNSUPPORTED
+from mt_megatron.config.types import options
+from mt_megatron.planning.validate.supported import UNSUPPORTED
 from tests.bad_input.cases import Case, Promise
 from tests.bad_input.rules import alone, promise, rule
 

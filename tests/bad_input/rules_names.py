@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from mt_megatron.training.arguments_megatron import ALIASES
-from mt_megatron.training.arguments_refused import REFUSED
-from mt_megatron.training.config_types import NOT_SETTABLE, SECTIONS, options
+from mt_megatron.config.megatron_lm_arguments import ALIASES, REFUSED
+from mt_megatron.config.types import NOT_SETTABLE, SECTIONS, options
 from tests.bad_input.cases import Case, Promise, as_yaml
 from tests.bad_input.rules import flag, promise, rule
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from mt_megatron.training.config_types import options
-from mt_megatron.training.validate_sizes import LIMITS
+from mt_megatron.config.types import options
+from mt_megatron.planning.validate.supported import LIMITS
 from tests.bad_input.cases import Case, Promise
 from tests.bad_input.rules import alone, flag, promise, rule
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import SECTIONS, options
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_types import SECTIONS, options
+from mt_megatron.planning.validate.environment import check_environment, environment_problems
 from mt_megatron.training.validate import problems
-from mt_megatron.training.validate_environment import check_environment, environment_problems
 
 SOAK = "MT_MEGATRON_SOAK" in os.environ
 QUICK = settings(

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.data.indexed_files import write_index
+from mt_megatron.config.parse import load_config
+from mt_megatron.data.prepare.indexed_files import write_index
 from mt_megatron.training.validate import problems
 
 SOAK = "MT_MEGATRON_SOAK" in os.environ

@@ -14,22 +14,20 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.training import (
-    validate_environment,
-    validate_experts,
-    validate_files,
-    validate_model,
-    validate_parallel,
-    validate_pipeline,
-    validate_rampup,
-    validate_scan,
-    validate_sizes,
-    validate_supported,
-    validate_train,
-)
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
+from mt_megatron.planning.validate import environment as validate_environment
+from mt_megatron.planning.validate import experts as validate_experts
+from mt_megatron.planning.validate import files as validate_files
+from mt_megatron.planning.validate import model as validate_model
+from mt_megatron.planning.validate import parallel as validate_parallel
+from mt_megatron.planning.validate import parallel as validate_pipeline
+from mt_megatron.planning.validate import rampup as validate_rampup
+from mt_megatron.planning.validate import supported as validate_sizes
+from mt_megatron.planning.validate import supported as validate_supported
+from mt_megatron.planning.validate import train as validate_train
+from mt_megatron.training import validate as validate_scan
 from tests.bad_input.cases import loaded, valid_case
 from tests.bad_input.rules import all_rules
 from tests.bad_input.test_files import DAMAGES, FLAGS, tokenizer_file, write_data

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError, ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.memory_estimate import memory_of
+from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.training.preflight import check_checkpoint, device_memory, memory_notes, router_notes
 from mt_megatron.training.validate import problems
 

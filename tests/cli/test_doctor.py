@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.cli import doctor
-from mt_megatron.cli import doctor_host as host
-from mt_megatron.cli.doctor_text import text, verdict
+from mt_megatron.cli.doctor import command as doctor
+from mt_megatron.cli.doctor import host
+from mt_megatron.cli.doctor.text import text, verdict
 from mt_megatron.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent

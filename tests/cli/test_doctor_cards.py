@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.cli import doctor_cards
+from mt_megatron.cli.doctor import cards as doctor_cards
 
 
 def seen(**given: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 
 from mt_megatron.cli import launch
 from mt_megatron.cli.main import main
-from mt_megatron.launching.supervise import supervise
+from mt_megatron.launching.jobs.supervise import supervise
 
 TRAIN = ["--model", "llama3_8b", "--mock-data", "--train-iters", "1", "--save", "/shared/run"]
 
@@ -106,7 +106,7 @@ def test_wrong_use_is_explained_and_starts_nothing(
     arguments: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.setattr("mt_megatron.launching.supervise.supervise", None)
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", None)
     assert said in refused(capsys, *arguments)
 
 

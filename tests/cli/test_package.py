@@ -12,7 +12,7 @@ import pytest
 
 import mt_megatron
 from mt_megatron.backends import registry
-from mt_megatron.cli.doctor_host import REQUIRED
+from mt_megatron.cli.doctor.host import REQUIRED
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,11 +9,11 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.cli.plan_suggest import command
-from mt_megatron.models import presets
-from mt_megatron.models.hardware import DEVICES
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.layouts import Layout
-from mt_megatron.training.suggest import Suggestion
+from mt_megatron.config import presets
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.hardware import DEVICES
+from mt_megatron.planning.layouts import Layout
+from mt_megatron.planning.suggest import Suggestion
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:

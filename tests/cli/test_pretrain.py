@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mt_megatron.cli.main import main
-from mt_megatron.models import presets
+from mt_megatron.config import presets
 from tests.launch import ROOT
 from tests.training.loop_cases import MODEL, TRAINING
 

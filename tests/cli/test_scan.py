@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.cli import scan_inject
 from mt_megatron.cli.main import main
-from mt_megatron.cli.scan_trace import parse_ranks
+from mt_megatron.cli.scan import inject as scan_inject
+from mt_megatron.cli.scan.trace import parse_ranks
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.format.run_files import run_files, write_run
 from mt_megatron.scan.respond.agent import drill_log_path
@@ -36,7 +36,7 @@ def test_a_place_that_cannot_be_written_is_no_traceback(
 def test_simulate_in_an_installed_wheel_asks_for_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mt_megatron.cli.scan_simulate._CHECKOUT", tmp_path)
+    monkeypatch.setattr("mt_megatron.cli.scan.simulate._CHECKOUT", tmp_path)
     assert main(["scan", "simulate", str(tmp_path / "run")]) == 2
     assert "needs a checkout" in capsys.readouterr().err and not (tmp_path / "run").exists()
 

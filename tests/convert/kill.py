@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.convert import output
-from tests.convert.quiet import converted
+from mt_megatron.convert import output_folder as output
+from tests.convert.recorded_run import converted
 
 source, destination, form, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 written = 0

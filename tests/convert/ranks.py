@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.convert.place import parts
+from mt_megatron.checkpoint.files import resolve_checkpoint
+from mt_megatron.checkpoint.load import load_weights
+from mt_megatron.checkpoint.progress import Progress
+from mt_megatron.checkpoint.save import save_checkpoint
+from mt_megatron.config.parse import load_config
+from mt_megatron.convert.rank_shards import parts
 from mt_megatron.convert.settings import model_of
-from mt_megatron.convert.table import to_megatron
+from mt_megatron.convert.tensors.table import to_megatron
 from mt_megatron.errors import CheckpointError
+from mt_megatron.models.families import family_of
 from mt_megatron.models.tables.fused import local_name
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.checkpoint import load_weights
-from mt_megatron.training.checkpoint_files import resolve_checkpoint
-from mt_megatron.training.checkpoint_save import save_checkpoint
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.init_from_hf import init_from_hf
-from mt_megatron.training.model import build, family_of
-from mt_megatron.training.progress import Progress
+from mt_megatron.training.model import build
 from tests.convert.published import read
 
 _RUN = "--seq-length 16 --micro-batch-size 1 --mock-data --train-iters 1 --lr 1e-3 --hidden-dropout 0"
@@ -89,7 +90,7 @@ def _rank_folder(folder: Path) -> Path:
 
 
 def _as_megatron_lm_saves(folder: Path, config: Any, model: Any, trainable: Any) -> None:
-    from mt_megatron.convert.torch_args import arguments_of
+    from mt_megatron.convert.rank_files.arguments import arguments_of
 
     path = _rank_folder(folder)
     if dist.get_rank() == 0 or not path.exists():

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.checkpoint import file_locks
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training import file_locks
-from mt_megatron.training.file_locks import FileLock
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 from tests.launch import ROOT
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 

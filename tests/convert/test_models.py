@@ -13,7 +13,7 @@ import pytest
 from mt_megatron.convert.run import configuration_file
 from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
-from tests.convert.quiet import converted
+from tests.convert.recorded_run import converted
 from tests.launch import run_ranks
 
 SOAK = bool(os.environ.get("MT_MEGATRON_SOAK"))

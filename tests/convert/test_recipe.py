@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.convert import published
-from tests.convert.quiet import converted
+from tests.convert.recorded_run import converted
 from tests.launch import ROOT
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mt_megatron.convert import torch_writer
-from mt_megatron.convert.dist_metadata import read_metadata
+from mt_megatron.convert.rank_files import writer as torch_writer
+from mt_megatron.convert.torch_dist.metadata import read_metadata
 from mt_megatron.errors import CheckpointError, ConfigError
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
-from tests.convert.quiet import converted
+from tests.convert.recorded_run import converted
 
 SOAK_CASES = 12
 CASES = SOAK_CASES if os.environ.get("MT_MEGATRON_SOAK") else 1

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from mt_megatron.checkpoint import retention
+from mt_megatron.checkpoint.files import MANIFEST, MARKER, folder_name
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training import checkpoint_retention as retention
-from mt_megatron.training.checkpoint_files import MANIFEST, MARKER, folder_name
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.quiet import Quiet, converted
+from tests.convert.recorded_run import Quiet, converted
 
 FORMS = ("huggingface", "torch_dist", "torch")
 

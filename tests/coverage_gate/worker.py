@@ -45,7 +45,7 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
     tracer.start()
     try:
         import mt_megatron
-        from mt_megatron.backends.collectives import local_device, prepare_environment
+        from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
 
         mt_megatron.patch(BACKEND, features=_features(without))
         prepare_environment(mt_megatron.backend(), nodes=1)

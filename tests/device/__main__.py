@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.backends import registry
-from mt_megatron.cli.doctor_host import versions
+from mt_megatron.cli.doctor.host import versions
 from mt_megatron.errors import BackendError
 from tests.device import report
 from tests.device.result import Result

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.backends.collectives import local_device, prepare_environment
+from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
 from tests.device.result import checked
 
 SIZE = 1000

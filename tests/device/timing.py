@@ -69,9 +69,10 @@ def _median(work: Callable[[], Any], backend: Any) -> float:
 
 def _step(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     """Forward, backward and update of a Llama of this trainer, batches from memory."""
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import Shape, make_forward_step, train_step
 
     layers, hidden, heads, ffn, length, vocabulary = (

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.cli.main import main
+from mt_megatron.config.parse import load_config
 from mt_megatron.diverge import processes
 from mt_megatron.diverge.side import make_side
-from mt_megatron.training.arguments import load_config
 from tests.diverge.faults import FAULTS
 from tests.diverge.recordings import MODEL
 

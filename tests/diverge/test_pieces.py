@@ -10,7 +10,7 @@ import torch
 
 from mt_megatron.diverge.pieces import Piece, assemble, load, row_error, save
 from mt_megatron.diverge.place import Frame, Kind, place
-from mt_megatron.seams.context_parallel import positions
+from mt_megatron.parallel.context_parallel import positions
 
 ALL = (None, None)
 

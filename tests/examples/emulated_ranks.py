@@ -46,7 +46,7 @@ def small(example: Path) -> dict[str, Any]:
     shards as there are processes, all else as it stands there."""
     import yaml
 
-    from mt_megatron.models import presets
+    from mt_megatron.config import presets
 
     settings: dict[str, Any] = yaml.safe_load(example.read_text())
     preset = yaml.safe_load(
@@ -87,7 +87,7 @@ def steps(examples: list[str], folder: str) -> dict[str, Any]:
     import mt_megatron
 
     mt_megatron.patch(os.environ["MT_MEGATRON_TEST_BACKEND"])
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
     from mt_megatron.training.loop import train
     from mt_megatron.training.validate import validate
 

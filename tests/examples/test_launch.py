@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mt_megatron.training.arguments import load_config
+from mt_megatron.config.parse import load_config
 from mt_megatron.training.validate import problems
 
 ROOT = Path(__file__).resolve().parents[2]

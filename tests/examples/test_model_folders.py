@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from examples import layout_tables
-from mt_megatron.models import presets
-from mt_megatron.models.parameters import count_parameters
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_build import model_shape
-from mt_megatron.training.memory_estimate import memory_of
+from mt_megatron.config import presets
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.memory_estimate import memory_of
+from mt_megatron.planning.parameters import count_parameters
 from mt_megatron.training.validate import problems
 
 ROOT = Path(__file__).resolve().parents[2]

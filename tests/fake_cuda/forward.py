@@ -108,10 +108,11 @@ def _forward(row: Row, mode: Any, plant: str | None) -> dict[str, Any]:
     import torch
 
     import mt_megatron
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.models.families import family_of
     from mt_megatron.seams.schedule import run_schedule
-    from mt_megatron.training.arguments import load_config
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import make_forward_step
 
     config = load_config(flags(row))
@@ -157,7 +158,9 @@ class _PlainMegatron:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-        core = config.transformer_config()
+        from mt_megatron.planning.build import transformer_config
+
+        core = transformer_config(config)
         built = []
         for chunk in range(layout.vpp or 1 if layout.interleaved else 1):
             if layout.interleaved:

@@ -20,7 +20,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sp": (False, True),
     "pp": (1, 2, 4),
     "vpp": (1, 2),
-    "cp": (1, 2) if importlib.util.find_spec("mt_megatron.layers.context_parallel") else (1,),
+    "cp": (1, 2) if importlib.util.find_spec("mt_megatron.layers.attention.context_parallel") else (1,),
     "experts": ("dense", "allgather", "alltoall", "alltoall_seq"),
     "ep": (1, 2),
     "optimizer": ("plain", "distributed", "distributed_overlap"),

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.backends.cuda import CudaBackend
-from mt_megatron.backends.musa import MusaBackend
+from mt_megatron.backends.musa.backend import MusaBackend
 from mt_megatron.errors import BackendError
 from tests.fake_cuda.stand_in import GIB, Event, RecordingCuda, Stream
 

@@ -97,7 +97,7 @@ def test_a_stragglers_end_has_a_code_of_its_own(
             (folder / "excluded-hosts").write_text("node-x\nnode-y\n")
         return 1
 
-    monkeypatch.setattr("mt_megatron.launching.supervise.supervise", supervise)
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", supervise)
     options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
     assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == code
 
@@ -106,7 +106,7 @@ def test_a_list_that_cannot_be_read_does_not_keep_a_run_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / "scan" / "excluded-hosts").mkdir(parents=True)
-    monkeypatch.setattr("mt_megatron.launching.supervise.supervise", lambda command, environment: 3)
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda command, environment: 3)
     options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
     assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == 3
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import RunError
-from mt_megatron.launching import dataset_helpers
-from mt_megatron.launching.choice import STARTUP, Choice, is_main
-from mt_megatron.launching.dataset_helpers import NAME, DatasetHelpers
-from mt_megatron.launching.run_of_one import rendezvous_defaults
-from mt_megatron.launching.script import find
-from mt_megatron.launching.tracebacks import advice, clean
+from mt_megatron.launching.scripts import dataset_helpers
+from mt_megatron.launching.scripts.choice import STARTUP, Choice, is_main
+from mt_megatron.launching.scripts.dataset_helpers import NAME, DatasetHelpers
+from mt_megatron.launching.scripts.run_of_one import rendezvous_defaults
+from mt_megatron.launching.scripts.script import find
+from mt_megatron.launching.scripts.tracebacks import advice, clean
 from mt_megatron.patching import importlib_bootstrap
 
 

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.job import LaunchJob, check_job
-from mt_megatron.launching.kubernetes import KubernetesOptions, escaped, manifest_yaml, manifests
-from mt_megatron.launching.ray_entry import RayOptions, ray_program
-from mt_megatron.launching.slurm import SlurmOptions, slurm_script
+from mt_megatron.launching.jobs.job import LaunchJob, check_job
+from mt_megatron.launching.jobs.kubernetes import KubernetesOptions, escaped, manifest_yaml, manifests
+from mt_megatron.launching.jobs.ray_entry import RayOptions, ray_program
+from mt_megatron.launching.jobs.slurm import SlurmOptions, slurm_script
 from tests.launching.schemas import SCHEMAS
 
 ANYTHING = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

@@ -69,11 +69,12 @@ FLOPS = (
 
 def peak(argv: list[str]) -> dict[str, int]:
     """Bytes beyond what was held before: by the allocator's events at their highest, and as predicted."""
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.models.families import family_of
+    from mt_megatron.planning.memory_estimate import memory_of
     from mt_megatron.seams.schedule import run_schedule
-    from mt_megatron.training.arguments import load_config
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.memory_estimate import memory_of
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import make_forward_step
     from tests.models.memory_ranks import batches
 
@@ -115,12 +116,13 @@ def _highest(profile: Any) -> int:
 
 def counted(argv: list[str]) -> dict[str, float]:
     """Operations per token: as torch counts them, by the family's definition, and as executed."""
-    from mt_megatron.models.flops import executed_flops, forward_flops
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.models.families import family_of
+    from mt_megatron.planning.flops import executed_flops, forward_flops
+    from mt_megatron.planning.memory_estimate import padded_shape, recompute_of
     from mt_megatron.seams.schedule import run_schedule
-    from mt_megatron.training.arguments import load_config
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.memory_estimate import padded_shape, recompute_of
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import make_forward_step
     from tests.models.memory_ranks import batches
 

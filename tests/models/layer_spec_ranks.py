@@ -18,10 +18,11 @@ def chosen(backend: str, arguments: list[str], path: str) -> dict[str, str]:
             lines.append(record.getMessage())
 
     import mt_megatron
+    from mt_megatron.config.parse import load_config
     from mt_megatron.errors import ConfigError
+    from mt_megatron.models.families import family_of
     from mt_megatron.models.layer_spec import gpt_layer_spec
-    from mt_megatron.training.arguments import load_config
-    from mt_megatron.training.model import family_of
+    from mt_megatron.planning.build import transformer_config
     from tests.fake_cuda.stand_in import RecordingCuda
 
     with contextlib.ExitStack() as stack:
@@ -37,7 +38,7 @@ def chosen(backend: str, arguments: list[str], path: str) -> dict[str, str]:
         logger.setLevel(logging.INFO)
         logger.addHandler(Keep())
         try:
-            spec = gpt_layer_spec(config, config.transformer_config())
+            spec = gpt_layer_spec(config, transformer_config(config))
         except ConfigError as error:
             return {"error": str(error)}
         attention = spec.submodules.self_attention.submodules

@@ -24,11 +24,12 @@ def measure(cases: list[list[str]]) -> list[dict[str, Any]]:
 
 
 def _measure(argv: list[str]) -> dict[str, Any]:
-    from mt_megatron.models.memory import state_memory
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.models.families import family_of
+    from mt_megatron.planning.memory import state_memory
+    from mt_megatron.planning.memory_estimate import memory_case, memory_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.memory_estimate import memory_case, memory_of
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import Shape, make_forward_step, train_step
     from mt_megatron.training.validate import validate
 

@@ -19,13 +19,14 @@ def build(argv: list[str], device: str) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.planning.build import transformer_config
 
     config = load_config([*argv, "--use-cpu-initialization", "--no-initialization"])
     model = config.model
     with torch.device(device):
         return GPTModel(
-            config=config.transformer_config(),
+            config=transformer_config(config),
             transformer_layer_spec=get_gpt_layer_local_spec(
                 num_experts=model.num_moe_experts,
                 moe_grouped_gemm=model.moe_grouped_gemm,

@@ -21,9 +21,10 @@ def chunks(argv: list[str], tp_rank: int, ep_rank: int) -> list[dict[str, list[i
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from mt_megatron.config.parse import load_config
     from mt_megatron.models.layer_spec import gpt_layer_spec
-    from mt_megatron.training.arguments import load_config
-    from mt_megatron.training.memory_estimate import padded_shape
+    from mt_megatron.planning.build import transformer_config
+    from mt_megatron.planning.memory_estimate import padded_shape
 
     # The other dispatcher reads an order of experts from the device; neither has parameters.
     dispatcher = ["--moe-token-dispatcher-type", "allgather"]
@@ -36,7 +37,7 @@ def chunks(argv: list[str], tp_rank: int, ep_rank: int) -> list[dict[str, list[i
     parallel_state.set_expert_model_parallel_rank(ep_rank)
     parallel_state.set_pipeline_model_parallel_world_size(stages)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(count)
-    transformer, found = config.transformer_config(), []
+    transformer, found = transformer_config(config), []
     for index in range(stages * (count or 1)):
         parallel_state.set_pipeline_model_parallel_rank(index % stages)
         if count:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.models.cost import balanced_layout
-from mt_megatron.models.flops import forward_flops
-from mt_megatron.models.parameters import ModelShape
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.memory_estimate import padded_shape
-from mt_megatron.training.pipeline_layout import chunk_layer_counts, resolved_layout
+from mt_megatron.planning.cost import balanced_layout
+from mt_megatron.planning.flops import forward_flops
+from mt_megatron.planning.memory_estimate import padded_shape
+from mt_megatron.planning.parameters import ModelShape
+from mt_megatron.planning.pipeline_layout import chunk_layer_counts, resolved_layout
 
 SHAPE = ModelShape(
     num_layers=8,

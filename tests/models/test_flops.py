@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.models.flops import forward_flops
-from mt_megatron.models.parameters import count_parameters
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.memory_estimate import padded_shape
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.flops import forward_flops
+from mt_megatron.planning.memory_estimate import padded_shape
+from mt_megatron.planning.parameters import count_parameters
 from tests.models.executed import FLOPS, FLOPS_SHAPE
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mt_megatron.models.activation_memory import ActivationOptions, Recompute, chunk_bytes, layer_bytes
-from mt_megatron.models.memory import MemoryCase, estimate_memory, in_flight, worst_memory
-from mt_megatron.models.parameter_memory import StateOptions, chunk_state_memory
-from mt_megatron.models.parameter_tensors import ChunkPlace, ParameterTensor, chunk_tensors
-from mt_megatron.models.parameters import ModelShape, count_parameters
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.memory_estimate import memory_case, memory_of
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.activation_memory import ActivationOptions, Recompute, chunk_bytes, layer_bytes
+from mt_megatron.planning.memory import MemoryCase, estimate_memory, in_flight, worst_memory
+from mt_megatron.planning.memory_estimate import memory_case, memory_of
+from mt_megatron.planning.parameter_memory import StateOptions, chunk_state_memory
+from mt_megatron.planning.parameter_tensors import ChunkPlace, ParameterTensor, chunk_tensors
+from mt_megatron.planning.parameters import ModelShape, count_parameters
 from tests.launch import run_ranks
 from tests.models.executed import NEW_PEAKS, PEAKS
 

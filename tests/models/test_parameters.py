@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.models.parameters import ModelShape, ParameterCount, count_parameters, padded_vocab_size
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_build import model_shape
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.parameters import ModelShape, ParameterCount, count_parameters, padded_vocab_size
 
 Oracle = Callable[[list[str]], list[int]]
 

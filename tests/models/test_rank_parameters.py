@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.models import presets
-from mt_megatron.models.memory import MemoryCase, places
-from mt_megatron.models.parameter_tensors import ChunkPlace, chunk_tensors
-from mt_megatron.models.parameters import ModelShape, count_parameters
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_build import model_shape
-from mt_megatron.training.memory_estimate import memory_case
+from mt_megatron.config import presets
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.memory import MemoryCase, places
+from mt_megatron.planning.memory_estimate import memory_case
+from mt_megatron.planning.parameter_tensors import ChunkPlace, chunk_tensors
+from mt_megatron.planning.parameters import ModelShape, count_parameters
 
 Build = Callable[[list[str], int, int], list[dict[str, list[int]]]]
 

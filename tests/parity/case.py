@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 
 VOCABULARY = 128
 SEQUENCE = 32

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 import mt_megatron
-from mt_megatron.convert.place import place
-from mt_megatron.convert.table import Sizes, to_megatron
-from mt_megatron.models.parameters import padded_vocab_size
+from mt_megatron.config.parse import load_config
+from mt_megatron.convert.rank_shards import place
+from mt_megatron.convert.tensors.table import Sizes, to_megatron
+from mt_megatron.models.families import family_of
+from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams.schedule import run_schedule
-from mt_megatron.training.arguments import load_config
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, forward_backward, make_forward_step
 from tests.parity.exact import in_fp64
 from tests.parity.mixture_shapes import MTP_WEIGHT, Drawn, flags, published_model

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import mt_megatron
-from mt_megatron.convert.place import parts, place
-from mt_megatron.convert.table import Sizes, to_megatron
-from mt_megatron.models.parameters import padded_vocab_size
-from mt_megatron.training.arguments import load_config
+from mt_megatron.config.parse import load_config
+from mt_megatron.convert.rank_shards import parts, place
+from mt_megatron.convert.tensors.table import Sizes, to_megatron
+from mt_megatron.models.families import family_of
+from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, forward_backward, make_forward_step
 from tests.parity.exact import in_fp64
 
@@ -225,7 +226,7 @@ def _largest_gradient(
 
 def round_trip(shapes: list[Drawn]) -> list[bool]:
     """Whether the published weights come back from a model equal to the bit."""
-    from mt_megatron.convert.table import from_megatron
+    from mt_megatron.convert.tensors.table import from_megatron
 
     mt_megatron.patch("cpu")
     results = []

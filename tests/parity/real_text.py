@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional
 
 import mt_megatron
-from mt_megatron.convert.table import Sizes, from_megatron
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.data.batches import train_batches, valid_batches
-from mt_megatron.training.data.datasets import build_datasets
-from mt_megatron.training.data.tokenizer import load_tokenizer
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.convert.tensors.table import Sizes, from_megatron
+from mt_megatron.data.loader.batches import train_batches, valid_batches
+from mt_megatron.data.loader.datasets import build_datasets
+from mt_megatron.data.loader.tokenizer import load_tokenizer
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.loop import train
-from mt_megatron.training.model import family_of
 from tests.parity.huggingface import learning_rate
 
 BATCH = 8

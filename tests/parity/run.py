@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.backends.collectives import local_device, prepare_environment
+from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
+from mt_megatron.checkpoint import load as checkpoint
+from mt_megatron.checkpoint.load import Progress, load_weights
+from mt_megatron.checkpoint.save import save_checkpoint
+from mt_megatron.data.loader.batches import train_batches
+from mt_megatron.models.families import family_of
 from mt_megatron.seams import events
-from mt_megatron.training import checkpoint
-from mt_megatron.training.checkpoint import Progress, load_weights
-from mt_megatron.training.checkpoint_save import save_checkpoint
-from mt_megatron.training.data.batches import train_batches
 from mt_megatron.training.distributed import Job, joined
-from mt_megatron.training.model import Trainable, build, family_of
+from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
 from tests.parity.case import CLIP, MICRO_BATCH, SEQUENCE, STEPS, Layout, by_name, config_of, training_data
 

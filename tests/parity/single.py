@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 import mt_megatron
-from mt_megatron.convert.table import Sizes, from_megatron, to_megatron
-from mt_megatron.models.parameters import padded_vocab_size
-from mt_megatron.training.checkpoint import load_weights
+from mt_megatron.checkpoint.load import load_weights
+from mt_megatron.convert.tensors.table import Sizes, from_megatron, to_megatron
+from mt_megatron.models.families import family_of
+from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from tests.parity.case import SEQUENCE, VOCABULARY, Layout, config_of, training_data
 from tests.parity.compare import Record, read_record
 from tests.parity.huggingface import hugging_face_model, train_hugging_face

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.training.data.prepare import prepare_corpus
+from mt_megatron.data.prepare.prepare import prepare_corpus
 from tests.launch import run_ranks
 from tests.parity.conftest import Figures
 

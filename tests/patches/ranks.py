@@ -96,7 +96,7 @@ def moe_losses(dispatcher: str, experts: int, expert_parallel: int, wrong_bounds
     tensor_parallel.model_parallel_cuda_manual_seed(3)
     if wrong_bounds:
         # What a port does that counts tokens per expert without the range of its own experts.
-        from mt_megatron.layers import token_dispatch
+        from mt_megatron.layers.moe import token_dispatch
 
         own = token_dispatch._counts
         token_dispatch._counts = lambda routing: own(routing) + dist.get_rank()

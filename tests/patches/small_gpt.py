@@ -15,7 +15,7 @@ def start(tp: int = 1, pp: int = 1, cp: int = 1, **patching: Any) -> None:
     import torch.distributed as dist
 
     import mt_megatron
-    from mt_megatron.seams import layout
+    from mt_megatron.parallel import rank_layout as layout
 
     mt_megatron.patch("cpu", **patching)
     from megatron.core import parallel_state, tensor_parallel

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.training import checkpoint_files as files
-from mt_megatron.training.metrics import read_records
+from mt_megatron.checkpoint import files
+from mt_megatron.training.logging.metrics import read_records
 from tests.resume.forked import Kill, run_once
 
 MODEL = (
@@ -41,7 +41,7 @@ LAYOUTS = {
 }
 
 BEFORE_FORKING = (
-    "mt_megatron.training.arguments",
+    "mt_megatron.config.parse",
     "mt_megatron.training.loop",
     "mt_megatron.training.validate",
     "mt_megatron.models.llama",
@@ -146,8 +146,8 @@ class _Run:
         return run_once(2, lambda: self._work(arguments), kill, self._rendezvous, self._log)
 
     def _work(self, arguments: list[str]) -> None:
-        from mt_megatron.training import checkpoint
-        from mt_megatron.training.arguments import load_config
+        from mt_megatron.checkpoint import load as checkpoint
+        from mt_megatron.config.parse import load_config
         from mt_megatron.training.loop import train
         from mt_megatron.training.validate import validate
 

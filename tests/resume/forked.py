@@ -146,8 +146,8 @@ def _be_rank(
 
 
 def _tell(kill: Kill | None, rank: int, writing: int) -> None:
+    from mt_megatron.checkpoint import files as checkpoint_files
     from mt_megatron.seams import events
-    from mt_megatron.training import checkpoint_files
 
     if rank == 0:
         events.subscribe(

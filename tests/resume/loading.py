@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mt_megatron.training import checkpoint_files as files
+from mt_megatron.checkpoint import files
 from tests.training.loop_cases import run, start
 
 PLAIN = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
@@ -108,7 +108,7 @@ def stored_configuration(folder: str) -> dict[str, Any]:
     """A run continued from the configuration that lies beside its checkpoint."""
     import yaml
 
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
 
     start()
     run(f"{PLAIN} --save {folder}/saved --async-save --save-keep-last 3 --train-iters 2", folder, "first")

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mt_megatron.training import checkpoint_files as files
-from mt_megatron.training.metrics import read_records
+from mt_megatron.checkpoint import files
+from mt_megatron.training.logging.metrics import read_records
 from tests.launch import ROOT
 from tests.resume.campaign import LAYOUTS, MODEL, TRAINING
 

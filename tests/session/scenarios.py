@@ -381,7 +381,7 @@ def compare(features_of_last: list[str]) -> str:
     import torch.distributed as dist
 
     import mt_megatron
-    from mt_megatron.backends.collectives import let_group_threads_rest
+    from mt_megatron.backends.distributed.namespace import let_group_threads_rest
     from mt_megatron.errors import PatchError
 
     dist.init_process_group("gloo")

@@ -13,11 +13,11 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.errors import ConfigError, ScanError
+from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.fit import fit_clocks
 from mt_megatron.scan.format.records import KIND, OPEN
 from mt_megatron.scan.format.run_files import read_run, run_files
 from mt_megatron.scan.format.segments import RankTrace, read_rank
-from mt_megatron.seams.layout import RankLayout
 from tools.scan_simulator import (
     Job,
     Layout,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.checkpoint import files
+from mt_megatron.data.loader.datasets import Datasets
 from mt_megatron.errors import CheckpointError, DataError
-from mt_megatron.training import checkpoint_files as files
 from mt_megatron.training import loop, step
-from mt_megatron.training.data.datasets import Datasets
 from tests.parity.case import Chain
 from tests.resume.loading import flip
 from tests.training.faults import injected

@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 
 import mt_megatron
+from mt_megatron.config.field_kinds import Kind, names_of
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import members, options
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_types import members, options
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.field_kinds import Kind, names_of
-from mt_megatron.training.model import family_of
 from mt_megatron.training.validate import problems
 
 SEQUENCE = 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mt_megatron.data.loader.datasets import Datasets
 from mt_megatron.training import loop
-from mt_megatron.training.data.datasets import Datasets
 from tests.parity.case import Chain
 from tests.training.faults import injected
 from tests.training.loop_cases import run, start

@@ -10,14 +10,15 @@ from typing import Any
 import torch.distributed as dist
 
 import mt_megatron
+from mt_megatron.checkpoint import files as checkpoint_files
+from mt_megatron.checkpoint.load import load_weights
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import MtMegatronError
-from mt_megatron.training import checkpoint_files
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.checkpoint import load_weights
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.evaluate import evaluate
 from mt_megatron.training.loop import train
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step
 from mt_megatron.training.validate import validate
 from tests.parity.case import SEQUENCE, Chain

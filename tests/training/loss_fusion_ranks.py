@@ -46,11 +46,12 @@ def _twice(forward_step: Any) -> Any:
 
 def _train(flags: str, *, doubled: bool = False, hooked: bool = False) -> dict[str, Any]:
     import mt_megatron
-    from mt_megatron.layers.cross_entropy_blocks import Blocks
-    from mt_megatron.layers.cross_entropy_panels import Panels
-    from mt_megatron.training.arguments import load_config
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.layers.loss.cross_entropy_blocks import Blocks
+    from mt_megatron.layers.loss.cross_entropy_panels import Panels
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
     from mt_megatron.training.step import Shape, make_forward_step, train_step
 
     mt_megatron.patch("cpu")

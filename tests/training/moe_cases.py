@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.training import step
-from mt_megatron.training.arguments import load_config
+from mt_megatron.training.logging.metrics import read_records
 from mt_megatron.training.loop import train
-from mt_megatron.training.metrics import read_records
 from mt_megatron.training.validate import validate
 from tests.training.faults import injected
 from tests.training.loop_cases import MODEL, TRAINING, start

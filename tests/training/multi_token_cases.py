@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import mt_megatron
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.checkpoint import load_weights
+from mt_megatron.checkpoint.load import load_weights
+from mt_megatron.config.parse import load_config
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.evaluate import evaluate
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step
 from tests.parity.case import SEQUENCE, Chain
 from tests.training import loss_fusion_ranks

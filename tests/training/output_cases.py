@@ -10,10 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError, MtMegatronError
-from mt_megatron.training import loop, output
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.metrics import Metrics, read_records
+from mt_megatron.training import loop
+from mt_megatron.training.logging import output
+from mt_megatron.training.logging.metrics import Metrics, read_records
 from mt_megatron.training.validate import validate
 from tests.training.loop_cases import MODEL, TRAINING, start
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.layers import router_losses
-from mt_megatron.training.arguments import load_config
+from mt_megatron.config.parse import load_config
+from mt_megatron.layers.moe import router_losses
+from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
-from mt_megatron.training.model import build, family_of
+from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, forward_backward, make_forward_step
 from mt_megatron.training.validate import validate
 from tests.training.loop_cases import MODEL, TRAINING, start

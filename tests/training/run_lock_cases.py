@@ -8,8 +8,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.training import file_locks
-from mt_megatron.training.checkpoint_files import complete_checkpoints
+from mt_megatron.checkpoint import file_locks
+from mt_megatron.checkpoint.files import complete_checkpoints
 from tests.nfs_locks import flock_that_fails
 from tests.training.loop_cases import run, start
 

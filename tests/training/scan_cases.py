@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.scan.format.segments import read_rank, sessions
 from mt_megatron.seams import events
 from mt_megatron.training import scan_session
-from mt_megatron.training.arguments import load_config
 from mt_megatron.training.loop import Outcome, train
 from mt_megatron.training.validate import validate
 from tests.training.loop_cases import MODEL, TRAINING, start

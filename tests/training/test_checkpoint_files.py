@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.errors import CheckpointError
-from mt_megatron.training import checkpoint_files as files
-from mt_megatron.training import checkpoint_retention as retention
-from mt_megatron.training.checkpoint_files import (
+from mt_megatron.checkpoint import files, retention
+from mt_megatron.checkpoint.files import (
     LATEST,
     MANIFEST,
     latest_checkpoint,
@@ -17,6 +15,7 @@ from mt_megatron.training.checkpoint_files import (
     resolve_checkpoint,
     write_durably,
 )
+from mt_megatron.errors import CheckpointError
 from tests.training.test_checkpoint_kills import CONTENT, write_and_publish
 
 

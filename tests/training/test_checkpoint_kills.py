@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.training import checkpoint_files as files
-from mt_megatron.training import checkpoint_retention as retention
+from mt_megatron.checkpoint import files, retention
 
 CONTENT = ("common.pt", "__0_0.distcp", "__1_0.distcp", "rng/rank_00000.pt")
 PUBLISHING = ("manifest", "marker", "moved_away", "renamed", "pointer", "pruning")

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.training.arguments import load_config
+from mt_megatron.config.parse import load_config
 
 _BUILD = """
 import dataclasses, json, sys, warnings
 warnings.simplefilter("ignore")
 import mt_megatron
 mt_megatron.patch("cpu")
-from mt_megatron.training.arguments import load_config
+from mt_megatron.planning.build import ddp_config, optimizer_config, transformer_config
+from mt_megatron.config.parse import load_config
 def plain(value):
     if callable(value):
         return "callable:" + value.__qualname__
@@ -27,7 +28,7 @@ def fields(obj):
 found = []
 for argv in json.load(sys.stdin):
     c = load_config(argv)
-    found.append([fields(c.transformer_config()), fields(c.optimizer_config()), fields(c.ddp_config())])
+    found.append([fields(transformer_config(c)), fields(optimizer_config(c)), fields(ddp_config(c))])
 print("built:" + json.dumps(found))
 """
 
@@ -143,7 +144,7 @@ def test_added_fields_reach_the_transformer(built: dict[str, list[dict[str, Any]
 
 def test_squared_relu_is_relu_times_relu() -> None:
     code = (
-        "import torch\nfrom mt_megatron.training.config_build import squared_relu\n"
+        "import torch\nfrom mt_megatron.planning.build import squared_relu\n"
         "x = torch.linspace(-2, 2, 9)\n"
         "assert torch.equal(squared_relu(x), torch.relu(x) * torch.relu(x))"
     )

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.config import types as config_types
+from mt_megatron.config import upstream_fields as config_core
+from mt_megatron.config.upstream_fields import DDP, OPTIMIZER, TRANSFORMER, core_fields
 from mt_megatron.errors import ConfigError
-from mt_megatron.training import config_core, config_types
-from mt_megatron.training.config_core import DDP, OPTIMIZER, TRANSFORMER, core_fields
 
 _IMPORTED = """
 import dataclasses, json, warnings
@@ -65,7 +66,7 @@ def test_every_option_has_a_meaning_and_a_default_of_its_own_type() -> None:
 def test_parsing_imports_neither_torch_nor_megatron_core() -> None:
     loaded = run_python(
         "import sys\n"
-        "from mt_megatron.training.arguments import load_config, option_help\n"
+        "from mt_megatron.config.parse import load_config, option_help\n"
         "from mt_megatron.training.validate import problems\n"
         "problems(load_config(['--model', 'llama3_8b'])); option_help()\n"
         "print([m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules])"

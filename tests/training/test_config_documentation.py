@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.arguments_megatron import ALIASES
-from mt_megatron.training.config_types import SECTIONS, options
+from mt_megatron.config.megatron_lm_arguments import ALIASES
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import SECTIONS, options
 from mt_megatron.training.validate import problems
 
 ROOT = Path(__file__).parent.parent.parent

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import layer_counts, layer_kinds
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_lists import layer_counts, layer_kinds
 
 
 @pytest.mark.parametrize(

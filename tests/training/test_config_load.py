@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.config import presets
+from mt_megatron.config.parse import load_config, option_help
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.config.types import options
 from mt_megatron.errors import ConfigError
-from mt_megatron.models import presets
-from mt_megatron.training.arguments import load_config, option_help
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_types import options
 
 
 def yaml_file(folder: Path, text: str) -> Path:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.config.megatron_lm_arguments import _LATER, ALIASES, REFUSED, RENAMED
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import NOT_SETTABLE, options
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.arguments_megatron import _LATER, ALIASES
-from mt_megatron.training.arguments_refused import REFUSED, RENAMED
-from mt_megatron.training.config_types import NOT_SETTABLE, options
 
 _LINES = (Path(__file__).parent / "megatron_lm_0_9_arguments.txt").read_text().splitlines()
 ARGUMENTS = dict(line.split() for line in _LINES if not line.startswith("#"))

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_types import PARSERS, Option, members, options
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import PARSERS, Option, members, options
 
 _TEXT = st.text(
     st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=("C",)), min_size=1

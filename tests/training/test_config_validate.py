@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.config.types import options
+from mt_megatron.data.prepare.indexed_files import write_index
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_types import options
-from mt_megatron.training.data.indexed_files import write_index
+from mt_megatron.planning.validate.supported import UNSUPPORTED
 from mt_megatron.training.validate import problems, validate
-from mt_megatron.training.validate_supported import UNSUPPORTED
 
 BASE = (
     "--model llama3_tiny --vocab-size 4096 --tokenizer-type NullTokenizer --mock-data "
@@ -413,7 +413,7 @@ def test_files_are_left_out_when_asked(tmp_path: Path) -> None:
 
 
 def test_existing_files_pass(tmp_path: Path) -> None:
-    from mt_megatron.training.data.tokenizer import train_tokenizer
+    from mt_megatron.data.loader.tokenizer import train_tokenizer
 
     train_tokenizer(["a text " * 50], vocab_size=260, output=tmp_path / "tokenizer.json")
     for prefix in (tmp_path / "a", tmp_path / "b"):

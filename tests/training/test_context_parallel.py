@@ -77,8 +77,8 @@ def losses_of_documents() -> dict[str, list[float]]:
     import torch.distributed as dist
 
     import mt_megatron
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import family_of
 
     data = Chain(3, 2)
     found: dict[str, list[float]] = {}
@@ -121,8 +121,9 @@ def losses_of_documents() -> dict[str, list[float]]:
 def what_a_rank_gets() -> list[Any]:
     """This rank's batch, the sum of its weights, and the first numbers that its dropout would draw."""
     import mt_megatron
+    from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
-    from mt_megatron.training.model import build, family_of
+    from mt_megatron.training.model import build
 
     config = config_of(Layout(name="cp2", flags=CP2), seed=1)
     with joined(config, mt_megatron.backend()) as job:

@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 import torch
 
+from mt_megatron.data.loader.batches import MicroBatchSampler, train_batches, valid_batches, valid_rounds
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.batches import MicroBatchSampler, train_batches, valid_batches, valid_rounds
 
 
 class Numbered:

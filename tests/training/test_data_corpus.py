@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.data.prepare.corpus import open_source, read_documents, split_of, standard_library
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.corpus import open_source, read_documents, split_of, standard_library
 
 
 def _names(path: Path) -> list[str]:

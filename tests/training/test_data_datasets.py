@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.datasets import build_datasets, order_fingerprint
+from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError
-from mt_megatron.training.config_train import DataConfig
-from mt_megatron.training.data.datasets import build_datasets, order_fingerprint
-from mt_megatron.training.data.tokenizer import NullTokenizer
 from tests.launch import run_ranks
 
 VOCABULARY = 64

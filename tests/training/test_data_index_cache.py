@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_megatron.training.config_train import DataConfig
-from mt_megatron.training.data.datasets import build_datasets, order_fingerprint
-from mt_megatron.training.data.index_cache import filling
-from mt_megatron.training.data.tokenizer import NullTokenizer
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.datasets import build_datasets, filling, order_fingerprint
+from mt_megatron.data.loader.tokenizer import NullTokenizer
 from tests.launch import ROOT
 
 

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.batches import _ended_worker, train_batches
+from mt_megatron.data.loader.datasets import build_datasets
+from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError
-from mt_megatron.layers.packed import document_mask, document_positions
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_train import DataConfig
-from mt_megatron.training.data.batches import _ended_worker, train_batches
-from mt_megatron.training.data.datasets import build_datasets
-from mt_megatron.training.data.tokenizer import NullTokenizer
+from mt_megatron.layers.attention.packed import document_mask, document_positions
 from mt_megatron.training.validate import problems
 from tests.launch import RankError, run_ranks
 from tests.training.test_data_batches import Numbered

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from mt_megatron.data.prepare.ngram import NgramModel, dataset_baselines
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.ngram import NgramModel, dataset_baselines
 
 VOCABULARY = 50
 

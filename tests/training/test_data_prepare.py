@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mt_megatron.data.loader.tokenizer import Tokenizer
+from mt_megatron.data.prepare.corpus import split_of
+from mt_megatron.data.prepare.prepare import load_corpus, prepare_corpus
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.corpus import split_of
-from mt_megatron.training.data.prepare import load_corpus, prepare_corpus
-from mt_megatron.training.data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx", "corpus.json")
@@ -185,7 +185,7 @@ def test_impossible_options_are_refused(texts: Path, tmp_path: Path, options: di
 _START = """
 import sys
 from pathlib import Path
-from mt_megatron.training.data.prepare import prepare_corpus
+from mt_megatron.data.prepare.prepare import prepare_corpus
 output, texts = Path(sys.argv[1]), Path(sys.argv[2])
 prepare_corpus(output, corpus=texts, vocab_size=300, log=lambda line: print(line, flush=True))
 """

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.data.loader.tokenizer import open_tokenizer
+from mt_megatron.data.prepare.indexed_files import pair_problem, read_header, token_dtype, write_index
+from mt_megatron.data.prepare.preprocess import preprocess
+from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
+from mt_megatron.data.prepare.preprocess_plan import overwrite
 from mt_megatron.errors import DataError
-from mt_megatron.training.data.indexed_files import pair_problem, read_header, token_dtype, write_index
-from mt_megatron.training.data.preprocess import preprocess
-from mt_megatron.training.data.preprocess_options import PreprocessOptions
-from mt_megatron.training.data.preprocess_plan import overwrite
-from mt_megatron.training.data.tokenizer import open_tokenizer
 from tests.training.test_data_reading import compress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -512,7 +512,7 @@ import sys
 from pathlib import Path
 import psutil
 from tests.training.test_data_preprocess import Lines, options
-from mt_megatron.training.data.preprocess import preprocess
+from mt_megatron.data.prepare.preprocess import preprocess
 
 def peak(pid):
     # Not ru_maxrss: it begins with that of the process that started this one.

@@ -14,9 +14,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.training.data.findings import Finding
-from mt_megatron.training.data.inputs import Unit, find_inputs, units
-from mt_megatron.training.data.reading import Reading, ShardReader
+from mt_megatron.data.prepare.findings import Finding
+from mt_megatron.data.prepare.inputs import Unit, find_inputs, units
+from mt_megatron.data.prepare.reading import Reading, ShardReader
 
 LIMIT = 4000
 
@@ -277,7 +277,7 @@ def test_memory_of_a_line_is_bounded_by_the_limit(tmp_path: Path) -> None:
 def test_units_in_plain_types_come_back(tmp_path: Path) -> None:
     from dataclasses import asdict
 
-    from mt_megatron.training.data.encode_worker import unit_from
+    from mt_megatron.data.prepare.encode_worker import unit_from
 
     (tmp_path / "a.txt").write_text("a")
     (unit,) = units(find_inputs([str(tmp_path)], None), 10, text_documents="file")

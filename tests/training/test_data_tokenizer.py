@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.errors import DataError
-from mt_megatron.training.config_train import DataConfig
-from mt_megatron.training.data.tokenizer import (
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.tokenizer import (
     END_OF_DOCUMENT,
     NullTokenizer,
     Tokenizer,
     load_tokenizer,
     train_tokenizer,
 )
+from mt_megatron.errors import DataError
 
 TEXTS = [Path(__file__).read_text(), Path(json.__file__).read_text()]
 

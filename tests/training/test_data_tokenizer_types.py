@@ -11,18 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import DataConfig, TrainingConfig
+from mt_megatron.data.loader.tokenizer import TOKENIZER_TYPES, load_tokenizer, open_tokenizer, train_tokenizer
+from mt_megatron.data.prepare.preprocess import preprocess
+from mt_megatron.data.prepare.sidecar import data_problems, tokenizer_problem
 from mt_megatron.errors import ConfigError, DataError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.config_train import DataConfig
-from mt_megatron.training.data.preprocess import preprocess
-from mt_megatron.training.data.sidecar import data_problems, tokenizer_problem
-from mt_megatron.training.data.tokenizer import (
-    TOKENIZER_TYPES,
-    load_tokenizer,
-    open_tokenizer,
-    train_tokenizer,
-)
 from mt_megatron.training.validate import validate
 from tests.training.test_data_preprocess import Lines, options, texts, write_jsonl
 
@@ -169,7 +163,7 @@ def test_a_description_that_cannot_be_read_is_an_error(tmp_path: Path, content: 
 
 
 def test_a_prepared_folder_is_checked_as_well(tmp_path: Path) -> None:
-    from mt_megatron.training.data.prepare import prepare_corpus
+    from mt_megatron.data.prepare.prepare import prepare_corpus
 
     for i in range(40):
         (tmp_path / "texts").mkdir(exist_ok=True)

@@ -16,9 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.training.display import Display, format_step
-from mt_megatron.training.panel import Panel, sparkline
-from mt_megatron.training.terminal import LiveRegion, can_be_redrawn
+from mt_megatron.training.logging.display import (
+    Display,
+    LiveRegion,
+    Panel,
+    can_be_redrawn,
+    format_step,
+    sparkline,
+)
 
 VALUES = {
     "loss": 3.14159,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.training.divergence import DivergenceWatch
+from mt_megatron.training.health.divergence import DivergenceWatch
 from tests.launch import run_ranks
 
 NAN = {"module": "decoder.layers.0.mlp", "kind": "forward", "value": "nan", "rank": 1}

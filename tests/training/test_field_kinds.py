@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config_types import options
-from mt_megatron.training.field_kinds import Kind, changes, declared, names_of
-from mt_megatron.training.model_change import flat
+from mt_megatron.config.field_kinds import Kind, changes, declared, names_of
+from mt_megatron.config.model_change import flat
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.types import options
 from tests.launch import run_ranks
 from tests.training.field_cases import drawn
 
@@ -20,7 +20,7 @@ def test_every_option_is_declared_once() -> None:
     counted = Counter(name for name, _ in declared())
     assert [name for name, count in counted.items() if count > 1] == []
     missing, unknown = set(options()) - set(counted), set(counted) - set(options())
-    assert not missing, f"declare in mt_megatron/training/field_kinds.py what they change: {sorted(missing)}"
+    assert not missing, f"declare in mt_megatron/config/field_kinds.py what they change: {sorted(missing)}"
     assert not unknown, f"no such options: {sorted(unknown)}"
 
 

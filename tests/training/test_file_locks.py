@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.training import checkpoint_retention as retention
-from mt_megatron.training import file_locks
-from mt_megatron.training.checkpoint_files import MANIFEST, complete_checkpoints
-from mt_megatron.training.file_locks import FileLock
+from mt_megatron.checkpoint import file_locks, retention
+from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.files import MANIFEST, complete_checkpoints
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 from tests.training.test_checkpoint_kills import write_and_publish
 

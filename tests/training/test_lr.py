@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.checkpoint.load import schedule_changes
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.lr import build_scheduler, learning_rate, schedule_changes, warmup_steps
+from mt_megatron.training.lr import build_scheduler, learning_rate, warmup_steps
 
 BATCH = 8
 

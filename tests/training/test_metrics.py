@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.metrics import Metrics, perplexity
-from mt_megatron.training.quantities import duration
+from mt_megatron.training.logging.metrics import Metrics, perplexity
+from mt_megatron.training.logging.quantities import duration
 
 
 def test_records_are_one_json_object_per_line_and_appended(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.layers.router_telemetry import LayerLoad, RouterLoad
-from mt_megatron.training.display import format_step
-from mt_megatron.training.moe_metrics import histograms, record_of, scalars
+from mt_megatron.layers.moe.router_telemetry import LayerLoad, RouterLoad
+from mt_megatron.training.logging.display import format_step
+from mt_megatron.training.logging.moe_metrics import histograms, record_of, scalars
 from tests.launch import run_ranks
 from tests.training.moe_cases import TENSORBOARD
 from tests.training.test_display import VALUES

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.validate_model import model_problems
+from mt_megatron.config.parse import load_config
+from mt_megatron.planning.validate.model import model_problems
 from tests.launch import run_ranks
 
 PLAIN = "--hidden-dropout 0 --attention-dropout 0 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.training.optimizer_state import complete
+from mt_megatron.checkpoint.load import complete
 from tests.launch import run_ranks
 from tests.training.optimizer_state_cases import CASES
 

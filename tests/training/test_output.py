@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.training.data.ngram import Baselines
+from mt_megatron.checkpoint.progress import Progress
+from mt_megatron.data.prepare.ngram import Baselines
 from mt_megatron.training.evaluate import Validation
-from mt_megatron.training.progress import Progress
-from mt_megatron.training.summary import summary_lines
+from mt_megatron.training.logging.summary import summary_lines
 from tests.launch import run_ranks
 from tests.training.output_cases import TENSORBOARD
 

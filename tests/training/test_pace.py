@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.next_steps import next_lines
-from mt_megatron.training.pace import Pace
+from mt_megatron.config.parse import load_config
+from mt_megatron.training.logging.output import Pace
+from mt_megatron.training.logging.summary import next_lines
 
 
 def due(log_interval: int, *, first: int = 1, steps: int = 120, seconds: float = 1e-3) -> list[int]:

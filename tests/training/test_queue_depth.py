@@ -9,7 +9,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mt_megatron.training.data.queue_depth import micro_batches_ready, watched
+from mt_megatron.data.loader.queue_depth import micro_batches_ready, watched
 
 
 class _Numbers(Dataset[torch.Tensor]):

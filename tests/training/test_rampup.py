@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.rampup import BatchSizes, batch_sizes
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.rampup import BatchSizes, batch_sizes
 from mt_megatron.training.validate import problems
 from tests.launch import run_ranks
 from tests.training.loop_cases import MODEL, TRAINING

@@ -16,13 +16,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.metrics import Metrics, metrics_path, read_records
-from mt_megatron.training.picture import Curve, draw, read_curve, write_picture
-from mt_megatron.training.records import Records
-from mt_megatron.training.tensorboard import TensorBoard
-from mt_megatron.training.wandb import chosen_mode
+from mt_megatron.training.logging.metrics import Metrics, Records, metrics_path, read_records
+from mt_megatron.training.logging.picture import Curve, draw, read_curve, write_picture
+from mt_megatron.training.logging.tensorboard import TensorBoard
+from mt_megatron.training.logging.wandb import chosen_mode
 
 
 class Flaky:
@@ -163,8 +162,8 @@ def test_a_key_in_netrc_means_online(tmp_path: Path) -> None:
 
 WANDB = """
 import sys
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.wandb import WeightsAndBiases
+from mt_megatron.config.parse import load_config
+from mt_megatron.training.logging.wandb import WeightsAndBiases
 config = load_config(["--model", "llama3_tiny", "--wandb-project", "p", "--wandb-exp-name", "n",
                       "--wandb-save-dir", sys.argv[1]])
 run = WeightsAndBiases(config)

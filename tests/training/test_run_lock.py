@@ -15,18 +15,17 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.checkpoint import file_locks, retention
+from mt_megatron.checkpoint.files import complete_checkpoints, folder_name, owner_name
+from mt_megatron.checkpoint.run_lock import LOCK, RunLock
 from mt_megatron.errors import CheckpointError
-from mt_megatron.training import checkpoint_retention as retention
-from mt_megatron.training import file_locks
-from mt_megatron.training.checkpoint_files import complete_checkpoints, folder_name, owner_name
-from mt_megatron.training.checkpoint_lock import LOCK, RunLock
 from tests.launch import ROOT, run_ranks
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 
 HOLDER = """
 import sys
 from pathlib import Path
-from mt_megatron.training.checkpoint_lock import RunLock
+from mt_megatron.checkpoint.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.scan.clock.fit import fit_clocks
 from mt_megatron.scan.format.records import KIND
-from mt_megatron.training.arguments import load_config
 from mt_megatron.training.scan_session import trace_folder, tracing_of
 from tests.launch import run_ranks
 

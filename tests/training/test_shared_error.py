@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mt_megatron.checkpoint.progress import Progress
+from mt_megatron.checkpoint.store import DEFAULT_MINUTES, save_interval_in_mins
+from mt_megatron.config.rampup import batch_sizes
+from mt_megatron.config.schema import CheckpointConfig, DataConfig
+from mt_megatron.data.loader.sample_need import require_samples
 from mt_megatron.errors import DataError
-from mt_megatron.training.checkpoint_store import DEFAULT_MINUTES, save_interval_in_mins
-from mt_megatron.training.config_process import CheckpointConfig
-from mt_megatron.training.config_train import DataConfig
-from mt_megatron.training.data.sample_need import require_samples
-from mt_megatron.training.progress import Progress
-from mt_megatron.training.rampup import batch_sizes
-from mt_megatron.training.shared_error import ErrorMeeting, Met
+from mt_megatron.training.health.shared_error import ErrorMeeting, Met
 from tests.launch import run_ranks
 
 

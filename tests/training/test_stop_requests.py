@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mt_megatron.training import checkpoint_files as files
-from mt_megatron.training.metrics import read_records
+from mt_megatron.checkpoint import files
+from mt_megatron.training.logging.metrics import read_records
 from tests.launch import ROOT
 
 TIMEOUT = 200.0

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.models.cost import step_cost
-from mt_megatron.models.hardware import DEVICES, hardware_of, parse_bytes
-from mt_megatron.models.memory import worst_memory
-from mt_megatron.training.arguments import load_config
-from mt_megatron.training.config import TrainingConfig
-from mt_megatron.training.layouts import Layout, layouts, reason_of, rule_problems
-from mt_megatron.training.memory_estimate import memory_case
-from mt_megatron.training.pipeline_layout import chunk_layer_counts
-from mt_megatron.training.suggest import Choice, Suggestion, suggest
+from mt_megatron.planning.cost import step_cost
+from mt_megatron.planning.hardware import DEVICES, hardware_of, parse_bytes
+from mt_megatron.planning.layouts import Layout, layouts, reason_of, rule_problems
+from mt_megatron.planning.memory import worst_memory
+from mt_megatron.planning.memory_estimate import memory_case
+from mt_megatron.planning.pipeline_layout import chunk_layer_counts
+from mt_megatron.planning.suggest import Choice, Suggestion, suggest
 from mt_megatron.training.validate import problems
 
 H100 = DEVICES["h100"]

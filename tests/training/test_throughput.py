@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.seams import events
-from mt_megatron.training.communication import CommunicationClock
-from mt_megatron.training.throughput import Peak, Window, peak_of
+from mt_megatron.training.logging.output import CommunicationClock
+from mt_megatron.training.logging.throughput import Peak, Window, peak_of
 
 
 class Clock:
@@ -143,7 +143,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 def test_drawing_needs_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys, mt_megatron.training.picture\n"
+        "import sys, mt_megatron.training.logging.picture\n"
         "print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

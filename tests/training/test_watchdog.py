@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import pytest
 
 from mt_megatron.backends.torch_version import torch_is_before
-from mt_megatron.training.watchdog import EXIT_CODE, Watchdog
-from mt_megatron.training.watchdog_evidence import Evidence, Sign, Waiting, evidence_from, verdict
+from mt_megatron.training.health.watchdog import EXIT_CODE, Watchdog
+from mt_megatron.training.health.watchdog_evidence import Evidence, Sign, Waiting, evidence_from, verdict
 from tests.launch import ROOT, RankError, run_ranks
 
 FAULTS = {"none": "none 0 0", "sleep": "sleep 1 5", "stop": "stop 1 5", "die": "die 1 5"}

@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mt_megatron.training.watchdog import watched
+from mt_megatron.training.health.watchdog import watched
 
 
 def _stick(fault: str) -> None:

@@ -1,6 +1,6 @@
 """Where every simulated rank is: coordinates, members of groups and hosts, as arrays over ranks.
 
-The order is Megatron-Core's (``tp-cp-ep-dp-pp``), as in ``seams.layout``, which needs torch. A rank's
+The order is Megatron-Core's (``tp-cp-ep-dp-pp``), as in ``parallel.rank_layout``, which needs torch. A rank's
 number is its index in an array of shape [pp, dp, cp, tp].
 """
 
@@ -18,7 +18,7 @@ Ranks = NDArray[np.int64]
 
 _AXES = {"pp": 0, "dp": 1, "cp": 2, "tp": 3}
 _NAMES = ("tp", "dp", "pp", "cp", "ep", "dp-cp", "tp-pp", "embedding")
-"""As ``seams.group_names`` chooses among the names of equal groups."""
+"""As ``parallel.group_names`` chooses among the names of equal groups."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.backends.telemetry_types import Reading, Unsupported, Value
+from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value
 
 logger = logging.getLogger("mt_megatron")
 

@@ -61,7 +61,7 @@ class Recorder:
 
         ``meta`` goes into the first note of each segment (``dp``, ``pp``, ``tp``, ``node``, ``device_type``;
         ``session`` where the ranks have agreed on one). ``telemetry`` returns a device's
-        ``backends.telemetry_types.Reading``. ``most_bytes`` bounds what this rank keeps on disk.
+        ``backends.telemetry.readings.Reading``. ``most_bytes`` bounds what this rank keeps on disk.
         """
         self.files = run_files(run_folder)
         self.rank = rank

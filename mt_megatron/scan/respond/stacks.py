@@ -83,7 +83,7 @@ def evidence(silent_seconds: float) -> dict[str, Any]:
         "entered": {},
     }
     if "torch.distributed" in sys.modules:
-        from mt_megatron.backends.flight_recorder import waiting_collectives
+        from mt_megatron.backends.distributed.flight_recorder import waiting_collectives
 
         with contextlib.suppress(Exception):  # a library without a record is no reason to lose the stacks
             waiting, entered = waiting_collectives()

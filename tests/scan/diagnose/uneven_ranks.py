@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.scan.drill.inject import skew_routers
 from mt_megatron.seams import events
-from mt_megatron.training.arguments import load_config
 from mt_megatron.training.loop import train
 from mt_megatron.training.validate import validate
 from tests.training.loop_cases import MODEL, TRAINING, start

@@ -221,8 +221,8 @@ def test_the_command_asks_a_running_rank_and_takes_it_back(tmp_path: Path) -> No
 
 
 def test_a_run_that_is_over_takes_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mt_megatron.cli import scan_inject
     from mt_megatron.cli.main import main
+    from mt_megatron.cli.scan import inject as scan_inject
 
     monkeypatch.setattr(scan_inject, "_HEARD_WITHIN", 0.3)
     write_run(run_files(tmp_path), {"world_size": 2})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.cli.scan_status import text
+from mt_megatron.cli.scan.status import text
 from mt_megatron.scan.diagnose.hangs import CHECKPOINT_PATIENCE, find_hang
 from mt_megatron.scan.diagnose.run import diagnose
 from mt_megatron.scan.findings.text import headline, next_step

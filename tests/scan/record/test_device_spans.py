@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.backends.cuda import CudaBackend
 from mt_megatron.scan.format.records import KIND, OPEN
 from mt_megatron.scan.format.segments import RankTrace, read_rank

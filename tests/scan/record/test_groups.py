@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mt_megatron.parallel.group_names import megatron_groups, name_of
 from mt_megatron.seams import collectives, events
-from mt_megatron.seams.group_names import megatron_groups, name_of
 from tests.launch import run_ranks
 
 HERE = "tests.scan.record.test_groups"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.backends.telemetry_types import Reading
+from mt_megatron.backends.telemetry.readings import Reading
 from mt_megatron.scan.format.records import KIND
 from mt_megatron.scan.format.segments import read_rank
 from mt_megatron.scan.record.host_counters import (

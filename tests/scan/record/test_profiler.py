@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.backends.cpu.backend import CpuBackend
 from mt_megatron.scan.format.records import KIND
 from mt_megatron.scan.format.segments import read_rank
 from mt_megatron.scan.record import profiler

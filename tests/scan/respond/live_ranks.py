@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan import session
 from mt_megatron.scan.drill.inject import skew_routers
 from mt_megatron.scan.respond.confirm import Request, measure
@@ -19,8 +20,7 @@ from mt_megatron.scan.respond.selftest import selftest
 from mt_megatron.scan.respond.stacks import evidence
 from mt_megatron.scan.session import Session
 from mt_megatron.seams import collectives, events
-from mt_megatron.seams.layout import RankLayout
-from tests.layers.router_ranks import config_of, layout
+from tests.layers.moe.router_ranks import config_of, layout
 
 
 class Slow(Measures):

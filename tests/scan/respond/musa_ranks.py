@@ -12,7 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mt_megatron.backends import registry
-from mt_megatron.backends.collectives import let_group_threads_rest, local_device, prepare_environment
+from mt_megatron.backends.distributed.namespace import (
+    let_group_threads_rest,
+    local_device,
+    prepare_environment,
+)
 from mt_megatron.cli.main import main
 from mt_megatron.scan.format.run_files import run_files, write_run
 from mt_megatron.scan.respond import agent, measures

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.cli.scan_confirm import _alone, _answer
+from mt_megatron.cli.scan.confirm import _alone, _answer
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.respond.confirm import (
     BLOCKS,

@@ -1,0 +1,183 @@
+"""A folder of published weights: which safetensors files there are, what is in them, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_megatron.convert.folders import CONFIG
+from mt_megatron.convert.hf.fp8_blocks import BLOCK, SUFFIX, dequantise
+from mt_megatron.convert.hf.safetensors_format import Stored, read_header
+from mt_megatron.convert.tensors.mapped_file import MappedFile
+from mt_megatron.convert.tensors.table import listed
+from mt_megatron.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A tensor as it will be read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class PublishedFolder:
+    """The tensors of a folder by name. FP8 weights come multiplied with their scales, and
+    the scales have no names of their own. Threads may share it."""
+
+    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16) -> None:
+        """Reads headers only; FP8 weights will be read as ``fp8_as``. Raises ``CheckpointError`` for
+        missing, damaged or contradicting files."""
+        self.folder = folder
+        self._fp8_as = fp8_as
+        self.config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+        self._places = _places(folder)
+        self._block = _fp8_block(folder, self.config)
+        self._maps: dict[Path, MappedFile] = {}
+        self._lock = threading.Lock()
+        scales = {
+            name + SUFFIX: name
+            for name, (_, stored) in self._places.items()
+            if stored.dtype == _FP8 and name + SUFFIX in self._places
+        }
+        bare = [
+            name
+            for name, (_, stored) in self._places.items()
+            if stored.dtype == _FP8 and name + SUFFIX not in self._places
+        ]
+        if bare:
+            raise CheckpointError(
+                f"{folder} has FP8 weights without {SUFFIX}: {listed(sorted(bare))}. Only block-scaled FP8 "
+                "is understood; give a folder in bfloat16"
+            )
+        self.tensors: Mapping[str, Kept] = {
+            name: Kept(dtype=fp8_as if stored.dtype == _FP8 else stored.dtype, shape=stored.shape)
+            for name, (_, stored) in self._places.items()
+            if name not in scales
+        }
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files, sorted."""
+        return sorted({path for path, _ in self._places.values()})
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``: a view of its file, or what it is multiplied with its scales."""
+        path, stored = self._places[name]
+        if stored.dtype != _FP8:
+            return self._raw(path, stored)
+        scale_path, scale = self._places[name + SUFFIX]
+        return dequantise(
+            self._raw(path, stored),
+            self._raw(scale_path, scale),
+            self._fp8_as,
+            block=self._block,
+            name=name,
+        )
+
+    def release(self, name: str) -> None:
+        """Let go of the memory that reading ``name`` took."""
+        path, stored = self._places[name]
+        self._map(path).release(stored.offset, stored.length)
+
+    def _raw(self, path: Path, stored: Stored) -> Tensor:
+        return self._map(path).tensor(stored.offset, stored.dtype, stored.shape)
+
+    def _map(self, path: Path) -> MappedFile:
+        with self._lock:
+            if path not in self._maps:
+                self._maps[path] = MappedFile(path)
+            return self._maps[path]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``CheckpointError``."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Give a complete copy of it") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds {type(document).__name__}, expected an object")
+    return document
+
+
+def _places(folder: Path) -> dict[str, tuple[Path, Stored]]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; expected one with safetensors files")
+    index = folder / INDEX
+    if not index.exists():
+        return _from_files(folder)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map; give a complete copy of it")
+    for file in set(weight_map.values()):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index} names the file {file!r}, expected one beside it")
+    files = {folder / file for file in weight_map.values()}
+    absent = sorted(path.name for path in files if not path.is_file())
+    if absent:
+        raise CheckpointError(f"{folder} lacks {len(absent)} files that its index names: {listed(absent)}")
+    headers = {path: read_header(path) for path in sorted(files)}
+    twice = sorted(
+        f"{name} in {path.name} and {weight_map[name]}"
+        for path, header in headers.items()
+        for name in header
+        if name in weight_map and weight_map[name] != path.name
+    )
+    if twice:
+        raise CheckpointError(
+            f"{len(twice)} tensors are in another file than {index} says as well: {listed(twice)}. Give the "
+            "files of one save, without those of another"
+        )
+    missing = sorted(name for name, file in weight_map.items() if name not in headers[folder / file])
+    unnamed = sorted(name for header in headers.values() for name in header if name not in weight_map)
+    if missing or unnamed:
+        raise CheckpointError(
+            f"{index} and the files beside it disagree: {len(missing)} tensors are not in their files "
+            f"{listed(missing)}, {len(unnamed)} are not in the index {listed(unnamed)}"
+        )
+    return {name: (folder / file, headers[folder / file][name]) for name, file in sorted(weight_map.items())}
+
+
+def _from_files(folder: Path) -> dict[str, tuple[Path, Stored]]:
+    single = folder / SINGLE
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        other = [each.name for each in sorted(folder.glob("pytorch_model*.bin"))]
+        hint = f"; {', '.join(other[:3])} are pickles, which are not read" if other else ""
+        raise CheckpointError(f"{folder} has no safetensors files{hint}")
+    places: dict[str, tuple[Path, Stored]] = {}
+    for path in files:
+        for name, stored in read_header(path).items():
+            if name in places:
+                raise CheckpointError(
+                    f"{name} is in {places[name][0].name} and in {path.name}, and there is no {INDEX} to say "
+                    "which to take"
+                )
+            places[name] = (path, stored)
+    return places
+
+
+def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
+    settings = config.get("quantization_config")
+    if not settings:
+        return BLOCK
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8" or not isinstance(block, list) or len(block) != 2:
+        raise CheckpointError(
+            f"{folder / CONFIG} has quantization_config with quant_method {method!r} and weight_block_size "
+            f"{block!r}; expected 'fp8' and two numbers. Give a folder without quantisation"
+        )
+    return int(block[0]), int(block[1])

@@ -1,0 +1,318 @@
+"""Megatron's own GPT datasets and blends, from file prefixes, with an index cache that cannot go stale.
+
+One job at a time fills an index cache; what a killed job left half written is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.tokenizer import TokenizerLike
+from mt_megatron.errors import DataError
+
+logger = logging.getLogger("mt_megatron")
+
+_LOCK = ".building"
+
+
+@contextlib.contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Around the building of an index in ``folder``, on the one rank that may write it.
+
+    Waits as long as another process is at it, and removes first what one that was killed had begun to
+    write. A folder that cannot be written, or storage without locks, is used as it is: the second is said.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = _opened(folder)
+        if lock is not None:
+            stack.enter_context(lock)
+            if _locked(lock, folder):
+                _remove_what_was_begun(lock, folder)
+                _write(lock, json.dumps(sorted(_files(folder))))
+                # Only after a build that went well: one that failed may have left a part as well.
+                yield
+                _write(lock, "")
+                return
+        yield
+
+
+def _opened(folder: Path) -> IO[str] | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / _LOCK, "a+", encoding="utf-8")
+    except OSError:
+        # This user writes nothing here; one who may is not waited for. What is missing, Megatron says.
+        return None
+
+
+def _locked(lock: IO[str], folder: Path) -> bool:
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another job writes the index cache %s; waiting until it has ended", folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        logger.warning(
+            "the storage of the index cache %s has no file locks (%s): let no two jobs with the same data "
+            "start at once",
+            folder,
+            error,
+        )
+        return False
+    return True
+
+
+def _remove_what_was_begun(lock: IO[str], folder: Path) -> None:
+    """Whoever held the lock last and left a list was killed: what is not on it, that process wrote.
+
+    Other jobs may still open what is on the list, and have never seen the rest as a whole.
+    """
+    lock.seek(0)
+    text = lock.read()
+    if not text:
+        return
+    try:
+        before = set(json.loads(text))
+    except (ValueError, TypeError):
+        before = set()
+    begun = _files(folder) - before
+    for name in begun:
+        (folder / name).unlink(missing_ok=True)
+    if begun:
+        logger.warning(
+            "an earlier job ended while it wrote the index cache %s; its %d files are made anew",
+            folder,
+            len(begun),
+        )
+
+
+def _files(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir() if each.name != _LOCK}
+
+
+def _write(lock: IO[str], text: str) -> None:
+    lock.seek(0)
+    lock.truncate()
+    lock.write(text)
+    lock.flush()
+
+
+_ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
+
+
+class SampleDataset(Protocol):
+    """What the loop needs of Megatron's GPTDataset and BlendedDataset."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
+        [sequence_length]; with masks also ``attention_mask`` [1, s, s] (bool, True = masked)."""
+
+
+class Datasets(NamedTuple):
+    """One dataset per split; None where the configuration names no data for it."""
+
+    train: SampleDataset
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    tokenizer: TokenizerLike,
+    sequence_length: int,
+    train_samples: int,
+    valid_samples: int | None = None,
+    test_samples: int | None = None,
+    seed: int,
+    cache_dir: Path,
+) -> Datasets:
+    """Build Megatron's datasets. Collective when torch.distributed is up: every rank must call it.
+
+    ``train_samples`` is ``train_iters * global_batch_size``: Megatron draws as many epochs as
+    that takes. The order of samples is the same for every ``train_samples`` that one epoch
+    satisfies; beyond that it depends on the number of epochs, as in Megatron-LM.
+    ``valid_samples=None`` (``test_samples`` alike) means one pass over everything held out, less
+    the last, incomplete sample: every evaluation then sees the same tokens.
+
+    Rank 0 writes the index cache, the others then read it, so the folder (``data.data_cache_path``,
+    else ``cache_dir``) must be one that all nodes see. Its subfolder is named after the size and
+    time of every data file: data prepared anew under the same path gets a new index.
+
+    A mask is only made for ``reset_attention_mask`` with ``packed_sequences=False``. Otherwise
+    attention is causal, and ``batches`` says where documents begin if they are to be kept apart.
+
+    Raises ``DataError`` when files are missing, damaged, do not fit the tokenizer, or hold too
+    little for one sample.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    sources, prefixes = _sources(data, (train_samples, valid_samples, test_samples))
+    for prefix in prefixes:
+        _check_indexed(prefix, tokenizer)
+    cache = Path(data.data_cache_path or cache_dir) / _files_fingerprint(prefixes)
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=sequence_length,
+        tokenizer=_as_megatron_tokenizer(tokenizer),
+        path_to_cache=str(cache),
+        mmap_bin_files=data.mmap_bin_files,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=data.reset_attention_mask and data.packed_sequences is False,
+        **sources,
+    )
+    kind = MockGPTDataset if data.mock_data else GPTDataset
+    sizes = [train_samples, valid_samples, test_samples]
+    # Megatron lets this one write and the others then read.
+    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    try:
+        with filling(cache) if writes else contextlib.nullcontext():
+            built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    except (AssertionError, ValueError, IndexError, OSError, EOFError) as error:
+        raise DataError(
+            f"Megatron could not build its datasets from {prefixes} with the index cache {cache}: "
+            f"{type(error).__name__}: {error}. The cache must be on storage that all nodes share; if its "
+            "files are damaged, delete that folder"
+        ) from error
+    for role, dataset in zip(("training", "validation", "test"), built, strict=True):
+        if dataset is not None and len(dataset) < 1:
+            raise DataError(
+                f"the {role} data holds fewer than {sequence_length + 1} tokens, too few for one sample of "
+                f"sequence length {sequence_length}; use more data or a shorter sequence"
+            )
+    return Datasets(*built)
+
+
+def order_fingerprint(dataset: SampleDataset) -> str:
+    """A digest of which tokens every sample index stands for (documents, offsets, shuffle, blend).
+
+    Store it in a checkpoint and compare on resume: equal fingerprints mean that
+    ``consumed_samples`` continues exactly where the earlier run stopped.
+    """
+    digest = hashlib.sha256()
+    for part in [dataset, *getattr(dataset, "datasets", [])]:
+        for name in _ORDER:
+            array = getattr(part, name, None)
+            if array is not None:
+                digest.update(name.encode())
+                digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _sources(data: DataConfig, samples: tuple[int | None, ...]) -> tuple[dict[str, Any], list[str]]:
+    """The blend arguments of GPTDatasetConfig, and every prefix they name."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    if data.mock_data:
+        return {}, []
+    if data.data_path:
+        if data.train_data_path or data.valid_data_path or data.test_data_path:
+            raise DataError(
+                "found data_path together with train/valid/test_data_path; expected one of the two: "
+                "data_path and split, or a path for each split"
+            )
+        if data.split is None:
+            raise DataError("found data_path without split; say how to divide it, for example --split 98,2,0")
+        blend = get_blend_from_list(list(data.data_path))
+        return {"blend": blend, "split": data.split}, list(blend[0])
+    if not data.train_data_path:
+        raise DataError(
+            "found no training data; give --train-data-path PREFIX, or --data-path PREFIX and --split"
+        )
+    if data.split is not None:
+        raise DataError(
+            "found split together with train_data_path; split divides data_path only: drop one of them"
+        )
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = [get_blend_from_list(list(path) or None) for path in paths]
+    for role, blend, count in zip(("train", "valid", "test"), blends, samples, strict=True):
+        if blend is not None and blend[1] is not None and count is None:
+            raise DataError(
+                f"found weights in {role}_data_path and no number of samples to draw; one pass over "
+                "everything cannot be weighted: drop the weights"
+            )
+    prefixes = [prefix for blend in blends if blend is not None for prefix in blend[0]]
+    return {"blend_per_split": blends}, prefixes
+
+
+def _check_indexed(prefix: str, tokenizer: TokenizerLike) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    if not IndexedDataset.exists(prefix):
+        raise DataError(
+            f"expected Megatron data files {prefix}.bin and {prefix}.idx, found none or only one; give the "
+            "path without its extension, or make the files with: mt-megatron prepare --output DIR"
+        )
+    try:
+        data = IndexedDataset(prefix)
+    except (AssertionError, ValueError, KeyError, OSError) as error:
+        raise DataError(f"{prefix}.idx is not a Megatron index file or is damaged: {error}") from error
+    tokens = int(data.sequence_lengths.sum(dtype=np.int64))
+    found = Path(prefix + ".bin").stat().st_size
+    expected = tokens * np.dtype(data.index.dtype).itemsize
+    if found != expected:
+        raise DataError(
+            f"{prefix}.bin has {found} bytes; its index expects {expected} ({tokens} tokens): the two files "
+            "do not belong together or one was cut off. Prepare the data again"
+        )
+    # The first million tokens are enough to notice another tokenizer's data; all would be a full read.
+    head = np.fromfile(prefix + ".bin", dtype=data.index.dtype, count=1 << 20)
+    if head.size and int(head.max()) >= tokenizer.vocab_size:
+        raise DataError(
+            f"{prefix}.bin holds token {int(head.max())}, and the tokenizer has only {tokenizer.vocab_size} "
+            "tokens: the data was prepared with another one. Name that one with --tokenizer-model"
+        )
+
+
+def _files_fingerprint(prefixes: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            status = Path(prefix + suffix).stat()
+            digest.update(f"{prefix}{suffix}:{status.st_size}:{status.st_mtime_ns};".encode())
+    return digest.hexdigest()[:16]
+
+
+def _as_megatron_tokenizer(tokenizer: TokenizerLike) -> Any:
+    """GPTDataset wants a MegatronTokenizer, and takes only its ``eod`` and identity from it."""
+    from megatron.core.datasets.megatron_tokenizer import MegatronTokenizer
+
+    class _View(MegatronTokenizer):  # type: ignore[misc]
+        def tokenize(self, text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+            return np.asarray(tokenizer.encode(text), dtype=np.int32)
+
+        @property
+        def vocab(self) -> dict[str, int]:
+            return tokenizer.vocabulary()
+
+        @property
+        def inv_vocab(self) -> dict[int, str]:
+            return {index: token for token, index in tokenizer.vocabulary().items()}
+
+        @property
+        def vocab_size(self) -> int:
+            return tokenizer.vocab_size
+
+        @property
+        def eod(self) -> int:
+            return tokenizer.eod
+
+    return _View(identity=tokenizer.identity)

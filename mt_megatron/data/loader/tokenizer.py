@@ -1,0 +1,262 @@
+"""Tokenizers by the name of their type; Hugging Face's ``tokenizer.json``, and one trained here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.sentencepiece_tokenizer import SentencePieceTokenizer
+from mt_megatron.errors import DataError
+
+_BYTES = 256
+
+
+class ByteLevelTokenizer:
+    """Every UTF-8 byte is a token, 0 to 255; 256 ends a document.
+
+    Needs no training and no file, has no unknown text, and makes about four times as many tokens of
+    English as a byte-pair encoding does.
+    """
+
+    vocab_size: int = _BYTES + 1
+    """257: the bytes and the end of a document."""
+
+    eod: int = _BYTES
+    """Id that ends a document."""
+
+    identity: str = "byte-level-257"
+    """The same wherever it is used: there is nothing to choose."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of ``text``, without any end-of-document token."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """``encode`` of each text, uint8."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; ends of documents are left out, broken characters become U+FFFD."""
+        return bytes(i for i in ids if i < _BYTES).decode(errors="replace")
+
+    def vocabulary(self) -> dict[str, int]:
+        """A byte's token is named ``<0xNN>``."""
+        return {f"<0x{i:02X}>": i for i in range(_BYTES)} | {"<|endoftext|>": _BYTES}
+
+
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "ByteLevelTokenizer",
+    "NullTokenizer",
+)
+"""The values of ``--tokenizer-type``; all but ByteLevelTokenizer are Megatron-LM's names."""
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class TokenizerLike(Protocol):
+    """What datasets need to know of a tokenizer."""
+
+    vocab_size: int
+    """Ids run from 0 to ``vocab_size - 1``, the end of a document included."""
+
+    eod: int
+    """Id that ends a document."""
+
+    identity: str
+    """Differs when the ids mean something else; part of the index cache's key."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without any end-of-document token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | npt.NDArray[Any]]:
+        """``encode`` of each text."""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text -> id."""
+
+
+class Tokenizer:
+    """Text to token ids and back, from a ``tokenizer.json`` or a folder that holds one.
+
+    In a folder, ``tokenizer_config.json`` says which token ends a document (``eos_token``). The
+    name of a special token inside a text is plain text: no document can forge its own end.
+    """
+
+    def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
+        """Read ``path``; ``eod_token`` names the end-of-document token when it is none of the
+        usual ones. Raises ``DataError`` when the file or the token is missing."""
+        if path.is_dir():
+            eod_token = eod_token or _configured_end(path / "tokenizer_config.json")
+            path = path / "tokenizer.json"
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the tokenizer {path}: {error.strerror}; give a tokenizer.json"
+            ) from error
+        try:
+            self._impl = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises a bare Exception for malformed files
+            raise DataError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
+        self.path = path
+        self.identity = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = self._impl.get_vocab_size(with_added_tokens=True)
+        self.eod_token, self.eod = self._find_end(eod_token)
+        self._impl.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without any end-of-document token."""
+        ids: list[int] = self._impl.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text, in parallel."""
+        return [e.ids for e in self._impl.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; end-of-document tokens are kept."""
+        text: str = self._impl.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text -> id, added tokens included."""
+        vocabulary: dict[str, int] = self._impl.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def _find_end(self, eod_token: str | None) -> tuple[str, int]:
+        for candidate in (eod_token,) if eod_token is not None else _KNOWN_ENDS:
+            index = self._impl.token_to_id(candidate)
+            if index is not None:
+                return candidate, int(index)
+        expected = repr(eod_token) if eod_token is not None else "one of " + ", ".join(map(repr, _KNOWN_ENDS))
+        raise DataError(f"{self.path} has no end-of-document token; expected {expected}")
+
+
+class NullTokenizer:
+    """``vocab_size`` ids without text, the last of which ends a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self.identity = f"null-{vocab_size}"
+
+    def encode(self, text: str) -> list[int]:
+        """Numbers separated by blanks. Raises ``DataError`` for anything else."""
+        return [self._number(word) for word in text.split()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every id under its own number."""
+        return {str(index): index for index in range(self.vocab_size)}
+
+    def _number(self, word: str) -> int:
+        if word.isascii() and word.isdigit() and int(word) < self.vocab_size:
+            return int(word)
+        raise DataError(
+            f"found {word[:40]!r}; NullTokenizer reads numbers from 0 to {self.vocab_size - 1}. Name the "
+            "text's tokenizer with --tokenizer-type"
+        )
+
+
+def load_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> TokenizerLike:
+    """The tokenizer that ``data`` names; ``vocab_size`` is the model's, used by NullTokenizer.
+
+    Raises ``DataError`` when its file or its size is missing, or when the model's vocabulary is
+    too small for it.
+    """
+    tokenizer = open_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size=vocab_size)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"the model has vocab_size={vocab_size}, and {data.tokenizer_model or data.tokenizer_type} has "
+            f"{tokenizer.vocab_size} tokens; expected at least as many: raise --vocab-size or leave it out"
+        )
+    return tokenizer
+
+
+def open_tokenizer(kind: str, model: str | None, *, vocab_size: int | None = None) -> TokenizerLike:
+    """The tokenizer ``kind`` (one of ``TOKENIZER_TYPES``) with the file ``model``, where it has one.
+
+    Raises ``DataError`` when the kind is none of these, or its file or its size is missing.
+    """
+    if kind == "NullTokenizer":
+        if vocab_size is None:
+            raise DataError("NullTokenizer has no file to know its size from; give --vocab-size")
+        return NullTokenizer(vocab_size)
+    if kind == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if kind not in TOKENIZER_TYPES:
+        raise DataError(f"found tokenizer type {kind!r}; expected one of {', '.join(TOKENIZER_TYPES)}")
+    if model is None:
+        wanted = "the tokenizer.json" if kind == "HuggingFaceTokenizer" else "the SentencePiece .model file"
+        raise DataError(f"found no tokenizer; give --tokenizer-model PATH of {wanted} the data was made with")
+    if kind == "HuggingFaceTokenizer":
+        return Tokenizer(Path(model))
+    return SentencePieceTokenizer(Path(model), begin=kind == "Llama2Tokenizer")
+
+
+def _configured_end(path: Path) -> str | None:
+    """``eos_token`` of a ``tokenizer_config.json``, if there is such a file and it says one."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: Path) -> Tokenizer:
+    """Train a byte-level BPE of exactly ``vocab_size`` tokens, the end-of-document token among
+    them, and write it to ``output``. The same texts in the same order give the same file.
+
+    Raises ``DataError`` when ``vocab_size`` is smaller than the alphabet or the texts are too
+    small to yield that many tokens.
+    """
+    smallest = _BYTES + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"found vocab_size={vocab_size}; expected at least {smallest} "
+            "(256 bytes and the end-of-document token)"
+        )
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield text
+
+    bpe.train_from_iterator(counted(), trainer=trainer)
+    if bpe.get_vocab_size() != vocab_size:
+        raise DataError(
+            f"the training texts, {characters:,} characters, yield only {bpe.get_vocab_size()} tokens, fewer "
+            f"than vocab_size={vocab_size}; use more text or a smaller vocabulary"
+        )
+    bpe.save(str(output), pretty=False)
+    return Tokenizer(output)

@@ -1,0 +1,171 @@
+"""Which files are to be read, in which format, and how they are cut into shards of work."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mt_megatron.data.prepare.corpus import folder_files
+from mt_megatron.data.prepare.streams import zstandard_module
+from mt_megatron.errors import DataError
+
+Format = Literal["jsonl", "text", "parquet"]
+
+_COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
+_SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+_SMALLEST, _LARGEST, _SHARDS = 512 << 10, 256 << 20, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    """One file, as it was when the work was planned."""
+
+    path: str
+    """Absolute path."""
+
+    format: Format
+    """How its documents are found."""
+
+    compression: str
+    """``gz``, ``zst`` or empty."""
+
+    size: int
+    """Bytes on the disk."""
+
+    mtime_ns: int
+    """Time of its last change."""
+
+    def changed(self) -> bool:
+        """Whether the file is another one by now."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return True
+        return (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What a shard, or a row of shards, is made from. All in plain types: workers get it as JSON."""
+
+    kind: Literal["lines", "files", "rows"]
+    """Lines of one file; whole files, a document each; row groups of one Parquet file."""
+
+    files: tuple[InputFile, ...]
+    """The files; one except for ``files``."""
+
+    shards: int | None
+    """How many shards it makes. None: known when the end of the compressed file is met."""
+
+
+def find_inputs(inputs: Sequence[str], forced: Format | None) -> list[InputFile]:
+    """The files that ``inputs`` (files, folders, globs) name, in their order; each once.
+
+    A folder gives every file below it by name, hidden ones and symbolic links left out; a glob its
+    matches by name. The format follows from the name (``.jsonl``, ``.json``, ``.ndjson``,
+    ``.parquet``, anything else is text; then ``.gz`` or ``.zst``) unless ``forced``.
+
+    Raises ``DataError`` for an input that names nothing and for a file that is named twice.
+    """
+    found: dict[str, InputFile] = {}
+    for given in inputs:
+        paths = _paths(given)
+        if not paths:
+            raise DataError(
+                f"the input {given} names no file to read; expected a file, a folder with files or a glob "
+                "that matches some"
+            )
+        for path in paths:
+            name = os.path.abspath(path)
+            if name in found:
+                raise DataError(f"the input {name} is named twice; its documents would be in the data twice")
+            found[name] = _input_file(name, forced)
+    return list(found.values())
+
+
+def shard_bytes(files: Sequence[InputFile]) -> int:
+    """How much text a shard has: 128 shards of everything, between 512 KiB and 256 MiB."""
+    return min(_LARGEST, max(_SMALLEST, sum(file.size for file in files) // _SHARDS))
+
+
+def units(
+    files: Sequence[InputFile], size: int, *, text_documents: Literal["file", "line"]
+) -> Iterator[Unit]:
+    """Cut ``files`` into units whose shards have about ``size`` bytes of text each, in order."""
+    group: list[InputFile] = []
+    weight = 0
+    for file in files:
+        whole = file.format == "text" and text_documents == "file"
+        # Text packs to about a fourth.
+        grown = file.size * (4 if file.compression else 1)
+        if group and (not whole or weight + grown > size):
+            yield Unit(kind="files", files=tuple(group), shards=1)
+            group, weight = [], 0
+        if whole:
+            group.append(file)
+            weight += grown
+        elif file.format == "parquet":
+            yield Unit(kind="rows", files=(file,), shards=_row_groups(file))
+        else:
+            known = None if file.compression else max(1, -(-file.size // size))
+            yield Unit(kind="lines", files=(file,), shards=known)
+    if group:
+        yield Unit(kind="files", files=tuple(group), shards=1)
+
+
+def parquet_module() -> Any:
+    """``pyarrow.parquet``. Raises ``DataError`` when it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            "reading Parquet files needs the package pyarrow, which is not installed; install it with: "
+            'pip install "mt_megatron[data]"'
+        ) from error
+    return pyarrow.parquet
+
+
+def _paths(given: str) -> list[str]:
+    path = Path(given)
+    if path.is_dir():
+        return [str(each) for each in sorted(folder_files(path, suffix=""))]
+    if path.is_file():
+        return [given]
+    if glob.has_magic(given):
+        return sorted(each for each in glob.glob(given, recursive=True) if os.path.isfile(each))
+    return []
+
+
+def _input_file(path: str, forced: Format | None) -> InputFile:
+    stem, suffix = os.path.splitext(path)
+    compression = _COMPRESSIONS.get(suffix.lower(), "")
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    kind = forced or _SUFFIXES.get(suffix.lower(), "text")
+    if compression == "zst":
+        zstandard_module()  # Said now, and not by a worker later.
+    if kind == "parquet" and compression:
+        raise DataError(f"{path} is a compressed Parquet file; expected Parquet, which compresses by itself")
+    status = os.stat(path)
+    return InputFile(
+        path=path, format=kind, compression=compression, size=status.st_size, mtime_ns=status.st_mtime_ns
+    )
+
+
+def _row_groups(file: InputFile) -> int:
+    parquet = parquet_module()
+    try:
+        with parquet.ParquetFile(file.path) as opened:
+            return max(1, int(opened.num_row_groups))
+    except (OSError, ValueError):
+        # Whoever reads the one shard meets the same and counts it.
+        return 1

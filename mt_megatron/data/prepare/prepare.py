@@ -1,0 +1,378 @@
+"""A corpus becomes a tokenizer, Megatron's indexed files and a manifest: once, and whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.data.loader.tokenizer import Tokenizer, train_tokenizer
+from mt_megatron.data.prepare.corpus import (
+    DEFAULT_MAX_TRAIN_TOKENS,
+    DEFAULT_VALIDATION_FRACTION,
+    DEFAULT_VOCAB_SIZE,
+    Document,
+    Skipped,
+    Source,
+    Split,
+    open_source,
+    read_documents,
+    split_of,
+)
+from mt_megatron.data.prepare.indexed_files import IndexedWriter
+from mt_megatron.data.prepare.ngram import Baselines, NgramModel, read_tokens
+from mt_megatron.errors import DataError
+
+_MANIFEST = "corpus.json"
+_FORMAT = 1
+_BUILDING = ".building"
+_FILES = ("tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx")
+_TOKENIZER_CHARACTERS = 200_000_000
+_BATCH = 64
+
+Log = Callable[[str], None]
+Advance = Callable[[int, int, int, int], None]
+"""Told how far a pass over the corpus is: bytes done and in all, documents, training tokens."""
+
+
+def _nobody(done: int, total: int, documents: int, tokens: int) -> None:
+    """Where nobody watches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A prepared folder: what its ``corpus.json`` says."""
+
+    directory: Path
+    source: str
+    vocab_size: int
+    train_documents: int
+    valid_documents: int
+    train_tokens: int
+    valid_tokens: int
+    skipped: tuple[Skipped, ...]
+    unigram_nats: float
+    """Cross-entropy per validation token of the training unigrams (see ``ngram``)."""
+    bigram_nats: float
+    """Cross-entropy per validation token of the interpolated training bigrams."""
+    bigram_weight: float
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """For ``--tokenizer-model``."""
+        return self.directory / "tokenizer.json"
+
+    @property
+    def train_prefix(self) -> str:
+        """For ``--train-data-path``."""
+        return str(self.directory / "train")
+
+    @property
+    def valid_prefix(self) -> str:
+        """For ``--valid-data-path``."""
+        return str(self.directory / "valid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    vocab_size: int
+    max_train_tokens: int | None
+    validation_fraction: float
+    tokenizer: str | None
+    """Identity of a tokenizer that was given; None when one is trained."""
+
+
+def prepare_corpus(
+    output_dir: Path,
+    *,
+    corpus: Path | None = None,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+    max_train_tokens: int | None = DEFAULT_MAX_TRAIN_TOKENS,
+    validation_fraction: float = DEFAULT_VALIDATION_FRACTION,
+    tokenizer: Path | None = None,
+    force: bool = False,
+    log: Log = print,
+    advance: Advance = _nobody,
+) -> Corpus:
+    """Write ``tokenizer.json``, ``train.bin/.idx``, ``valid.bin/.idx`` and ``corpus.json`` to ``output_dir``.
+
+    ``corpus``: a folder, a ``.jsonl`` or a text file; None is the running Python's standard
+    library. Documents are held out by the hash of their name. The tokenizer is trained on the
+    training documents only, or taken from ``tokenizer`` (then ``vocab_size`` is not used). Reading
+    stops after the document that reaches ``max_train_tokens``; None reads everything.
+
+    A folder that already holds this very corpus is left as it is. Processes that start together
+    wait for one another; a folder whose preparation was interrupted is prepared anew, since
+    ``corpus.json`` is written last. A folder prepared from other inputs or options is never
+    overwritten unless ``force`` is set. ``log`` gets one line per step, ``advance`` how far it is.
+
+    Raises ``DataError`` when there is nothing to read, too little of it, or the folder holds
+    something else.
+    """
+    source = open_source(corpus)
+    given = Tokenizer(tokenizer) if tokenizer is not None else None
+    if not 0.0 < validation_fraction < 1.0:
+        raise DataError(f"found validation_fraction={validation_fraction}; expected a number between 0 and 1")
+    if max_train_tokens is not None and max_train_tokens < 1:
+        raise DataError(f"found max_train_tokens={max_train_tokens}; expected a positive number or None")
+    options = _Options(
+        vocab_size=given.vocab_size if given is not None else vocab_size,
+        max_train_tokens=max_train_tokens,
+        validation_fraction=validation_fraction,
+        tokenizer=given.identity if given is not None else None,
+    )
+    output_dir = output_dir.absolute()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot make the folder {output_dir}: {error.strerror}; choose another --output"
+        ) from error
+    with _locked(output_dir, log):
+        if not force:
+            existing = _reusable(output_dir, source, options, log)
+            if existing is not None:
+                log(f"data: {output_dir} is already prepared ({existing.train_tokens:,} training tokens)")
+                return existing
+        return _build(output_dir, source, options, given, log, advance)
+
+
+def load_corpus(directory: Path) -> Corpus:
+    """Read the manifest of a prepared folder. Raises ``DataError`` when it is missing or incomplete."""
+    manifest = _read_manifest(directory)
+    if manifest is None:
+        raise DataError(
+            f"{directory} holds no complete corpus ({_MANIFEST} is missing or does not match the files); "
+            f"make one with: mt-megatron prepare --output {directory}"
+        )
+    return _corpus(directory, manifest)
+
+
+@contextmanager
+def _locked(directory: Path, log: Log) -> Iterator[None]:
+    # flock ends with the process, however it ends: a killed starter leaves no stale lock behind.
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"data: waiting for another process that prepares {directory}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    try:
+        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+        sizes = manifest["files"]
+        complete = manifest["format"] == _FORMAT and all(
+            (directory / name).stat().st_size == sizes[name] for name in _FILES
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return manifest if complete else None
+
+
+def _corpus(directory: Path, manifest: dict[str, Any]) -> Corpus:
+    fields = {name: manifest[name] for name in _MANIFEST_FIELDS}
+    skipped = tuple(Skipped(**entry) for entry in manifest["skipped"])
+    return Corpus(directory=directory, skipped=skipped, **fields)
+
+
+_MANIFEST_FIELDS = (
+    "source",
+    "vocab_size",
+    "train_documents",
+    "valid_documents",
+    "train_tokens",
+    "valid_tokens",
+    "unigram_nats",
+    "bigram_nats",
+    "bigram_weight",
+)
+
+
+def _reusable(directory: Path, source: Source, options: _Options, log: Log) -> Corpus | None:
+    """The corpus in ``directory`` when it is this one; None when there is none or half of one."""
+    manifest = _read_manifest(directory)
+    if manifest is None:
+        present = [name for name in (*_FILES, _MANIFEST) if (directory / name).exists()]
+        ours = (directory / _BUILDING).exists() or (directory / _MANIFEST).exists()
+        if present and not ours:
+            raise DataError(
+                f"{directory} holds {', '.join(present)}, not made by this command; they would be "
+                "overwritten. Choose another --output, or use --force"
+            )
+        if present:
+            log(f"data: {directory} is incomplete and is prepared anew")
+        return None
+    differences = [
+        f"{name} {manifest['options'].get(name)} -> {value}"
+        for name, value in asdict(options).items()
+        if manifest["options"].get(name) != value
+    ]
+    if manifest["source"] != source.label:
+        differences.append(f"corpus {manifest['source']} -> {source.label}")
+    elif (
+        manifest["quick_fingerprint"] != source.quick_fingerprint()
+        and manifest["content_fingerprint"] != source.content_fingerprint()
+    ):
+        differences.append("the corpus's files have changed")
+    if differences:
+        raise DataError(
+            f"{directory} holds a corpus made otherwise ({'; '.join(differences)}). Runs may depend on it: "
+            "choose another --output, or use --force to replace it"
+        )
+    return _corpus(directory, manifest)
+
+
+def _build(
+    directory: Path,
+    source: Source,
+    options: _Options,
+    given: Tokenizer | None,
+    log: Log,
+    advance: Advance,
+) -> Corpus:
+    building = directory / _BUILDING
+    if building.exists():
+        shutil.rmtree(building)
+    building.mkdir()
+    # From here on the folder is incomplete: the manifest goes first and comes back last.
+    (directory / _MANIFEST).unlink(missing_ok=True)
+
+    log(f"data: reading {len(source.files):,} files of {source.label}")
+    fraction = options.validation_fraction
+    if given is not None:
+        shutil.copyfile(given.path, building / "tokenizer.json")
+        tokenizer = Tokenizer(building / "tokenizer.json")
+    else:
+        log(f"data: training a byte-level BPE of {options.vocab_size:,} tokens")
+        texts = _training_texts(source, fraction, advance)
+        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, output=building / "tokenizer.json")
+    log("data: encoding")
+    skipped: list[Skipped] = []
+    documents, tokens = _encode(source, options, tokenizer, building, skipped, advance)
+    for split in ("train", "valid"):
+        if documents[split] == 0:
+            raise DataError(
+                f"of {documents['train'] + documents['valid']} documents in {source.label} none fell to "
+                f"{split!r} (validation fraction {fraction}); use more documents, another fraction, or a "
+                "higher limit on tokens"
+            )
+    log("data: counting unigrams and bigrams")
+    model, baselines = _baselines(building, tokenizer.vocab_size)
+    manifest = {
+        "format": _FORMAT,
+        "source": source.label,
+        "options": asdict(options),
+        "quick_fingerprint": source.quick_fingerprint(),
+        "content_fingerprint": source.content_fingerprint(),
+        "tokenizer_sha256": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "train_documents": documents["train"],
+        "valid_documents": documents["valid"],
+        "train_tokens": tokens["train"],
+        "valid_tokens": tokens["valid"],
+        "unigram_nats": baselines.unigram,
+        "bigram_nats": baselines.bigram,
+        "bigram_weight": model.weight,
+        "skipped": [asdict(entry) for entry in skipped],
+        "files": {name: (building / name).stat().st_size for name in _FILES},
+    }
+    (building / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    for name in (*_FILES, _MANIFEST):
+        os.replace(building / name, directory / name)
+    building.rmdir()
+    made = _corpus(directory, manifest)
+    log(
+        f"data: {made.train_tokens:,} training tokens in {made.train_documents:,} documents, "
+        f"{made.valid_tokens:,} validation tokens in {made.valid_documents:,}; {_skipped_line(made.skipped)}"
+    )
+    log(
+        f"data: validation cross-entropy in nats per token: unigram {made.unigram_nats:.4f}, "
+        f"bigram {made.bigram_nats:.4f}"
+    )
+    return made
+
+
+def _skipped_line(skipped: Sequence[Skipped]) -> str:
+    if not skipped:
+        return "nothing skipped"
+    unreadable = [entry.name for entry in skipped if entry.reason != "empty"]
+    named = f": {', '.join(unreadable[:5])}{' ...' if len(unreadable) > 5 else ''}" if unreadable else ""
+    return f"skipped {len(skipped) - len(unreadable)} empty and {len(unreadable)} not in UTF-8{named}"
+
+
+def _training_texts(source: Source, fraction: float, advance: Advance) -> Iterator[str]:
+    left = _TOKENIZER_CHARACTERS
+    skipped: list[Skipped] = []
+    total, done, used = _bytes(source), 0, 0
+    for document in read_documents(source, skipped):
+        done += len(document.text.encode())
+        if split_of(document.name, fraction) == "train":
+            yield document.text
+            used += 1
+            left -= len(document.text)
+            if left <= 0:
+                break
+        advance(max(done, int(total * (1 - left / _TOKENIZER_CHARACTERS))), total, used, 0)
+    if not used:
+        named = "; ".join(f"{entry.name}: {entry.reason}" for entry in skipped[:5])
+        raise DataError(
+            f"no document of {source.label} can be used for training "
+            f"({named or 'all are held out for validation'}{'; ...' if len(skipped) > 5 else ''}); expected "
+            "texts in UTF-8"
+        )
+
+
+def _bytes(source: Source) -> int:
+    return sum(file.stat().st_size for file in source.files)
+
+
+def _encode(
+    source: Source,
+    options: _Options,
+    tokenizer: Tokenizer,
+    folder: Path,
+    skipped: list[Skipped],
+    advance: Advance,
+) -> tuple[dict[Split, int], dict[Split, int]]:
+    """Write both splits, one document per sequence with its end; returns documents and tokens."""
+    splits: tuple[Split, ...] = ("train", "valid")
+    writers = {split: IndexedWriter(folder / split, tokenizer.vocab_size) for split in splits}
+    documents: dict[Split, int] = dict.fromkeys(splits, 0)
+    tokens: dict[Split, int] = dict.fromkeys(splits, 0)
+    total, done = _bytes(source), 0
+    limit = options.max_train_tokens
+    for document, ids in _encoded(read_documents(source, skipped), tokenizer):
+        split = split_of(document.name, options.validation_fraction)
+        writers[split].add([*ids, tokenizer.eod])
+        documents[split] += 1
+        tokens[split] += len(ids) + 1
+        done += len(document.text.encode())
+        # Whichever ends the pass first: the text, or the limit on tokens.
+        share = 0.0 if limit is None else tokens["train"] / limit
+        advance(max(done, int(total * min(1.0, share))), total, sum(documents.values()), tokens["train"])
+        if limit is not None and tokens["train"] >= limit:
+            break
+    for split in splits:
+        writers[split].finish()
+    return documents, tokens
+
+
+def _encoded(documents: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[int]]]:
+    while batch := list(islice(documents, _BATCH)):
+        yield from zip(batch, tokenizer.encode_batch([document.text for document in batch]), strict=True)
+
+
+def _baselines(folder: Path, vocab_size: int) -> tuple[NgramModel, Baselines]:
+    model = NgramModel.of_prefixes([str(folder / "train")], vocab_size)
+    valid = read_tokens(str(folder / "valid"))
+    return model, model.evaluate(valid[:-1], valid[1:])

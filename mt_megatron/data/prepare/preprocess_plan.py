@@ -1,0 +1,154 @@
+"""What an earlier run left under the same prefix: the same result, an unfinished run, or something else."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.data.loader.tokenizer import open_tokenizer
+from mt_megatron.data.prepare.inputs import InputFile, shard_bytes
+from mt_megatron.data.prepare.merging import output_prefix
+from mt_megatron.data.prepare.preprocess_options import PreprocessOptions, Result
+from mt_megatron.data.prepare.sidecar import FORMAT, read_sidecar, sidecar_path
+from mt_megatron.errors import DataError
+
+_PLAN = "plan.json"
+
+
+def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any]:
+    decisive = asdict(options)
+    for name in ("inputs", "output_prefix", "workers", "strict", "max_bad_share"):
+        del decisive[name]
+    if options.tokenizer_type != "NullTokenizer" and options.train_bpe is None:
+        opened = open_tokenizer(options.tokenizer_type, options.tokenizer_model)
+        decisive["tokenizer_digest"] = opened.identity
+        del decisive["tokenizer_model"]
+    plain = json.loads(json.dumps(decisive))
+    return {"format": FORMAT, "options": plain, "files": [asdict(file) for file in files]}
+
+
+def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path) -> Result | None:
+    """The finished result, when it is there and is this one."""
+    prefixes = [output_prefix(options.output_prefix, key) for key in options.json_keys]
+    found = [read_sidecar(prefix) for prefix in prefixes]
+    if folder.exists() and not all(found):
+        return None
+    for prefix, sidecar in zip(prefixes, found, strict=True):
+        there = [suffix for suffix in (".bin", ".idx") if Path(prefix + suffix).exists()]
+        if sidecar is None and there:
+            raise DataError(
+                f"{prefix}{there[0]} exists and nothing beside it says what it is; it would be overwritten. "
+                "Choose another --output-prefix, or move it away"
+            )
+        if sidecar is not None:
+            differences = _differences(sidecar["plan"], plan)
+            if differences:
+                raise DataError(
+                    f"{prefix}.bin was made otherwise ({'; '.join(differences)}). Runs may depend on it: "
+                    f"choose another --output-prefix, or use --overwrite"
+                )
+    if not all(found):
+        return None
+    first = found[0] or {}
+    return Result(
+        prefixes=tuple(prefixes),
+        documents=first["documents"],
+        tokens=tuple(sidecar["tokens"] for sidecar in found if sidecar),
+        counts=first["left_out"] | first["noticed"],
+        report=first["report"],
+        tokenizer_model=first["tokenizer"]["model"],
+        already=True,
+    )
+
+
+def overwrite(options: PreprocessOptions) -> None:
+    """Remove what an earlier run under the same prefix left, finished or not."""
+    shutil.rmtree(options.output_prefix + ".preprocess", ignore_errors=True)
+    Path(options.output_prefix + "_problems.jsonl").unlink(missing_ok=True)
+    for key in options.json_keys:
+        prefix = output_prefix(options.output_prefix, key)
+        for path in (sidecar_path(prefix), Path(prefix + ".bin"), Path(prefix + ".idx")):
+            path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot make the folder {folder}: {error.strerror}; choose another --output-prefix"
+        ) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    # flock ends with the process, however it ends.
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"another process is working in {folder}; wait for it, or choose another --output-prefix"
+            ) from None
+        yield
+
+
+def adopt_plan(folder: Path, plan: dict[str, Any], files: list[InputFile]) -> tuple[int, bool]:
+    """The size of shards, and whether this continues an interrupted run."""
+    path = folder / _PLAN
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        size = shard_bytes(files)
+        part = folder / f"{_PLAN}.part"
+        part.write_text(json.dumps(plan | {"shard_bytes": size}), encoding="utf-8")
+        os.replace(part, path)
+        return size, False
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); use --overwrite to start anew") from error
+    differences = _differences(before, plan)
+    if differences:
+        raise DataError(
+            f"{folder} holds an unfinished run that was started otherwise ({'; '.join(differences)}); its "
+            "documents would not fit. Restore that and run again, or use --overwrite to start anew"
+        )
+    return int(before["shard_bytes"]), True
+
+
+def require_unchanged(files: list[InputFile]) -> None:
+    """Raise ``DataError`` when one of ``files`` is no longer what was planned with."""
+    changed = [file.path for file in files if file.changed()]
+    if changed:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        raise DataError(
+            f"{changed[0]} changed while it was read{more}; the data would be of no one state of it. Run "
+            "again with --overwrite when nothing writes to it any more"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two plans, in words; at most a few files are named."""
+    found = [
+        f"{name} {before['options'].get(name)} -> {value}"
+        for name, value in now["options"].items()
+        if before["options"].get(name) != value
+    ]
+    old, new = ({file["path"]: file for file in plan["files"]} for plan in (before, now))
+    for verb, names in (
+        ("is gone from the input", [name for name in old if name not in new]),
+        ("is new in the input", [name for name in new if name not in old]),
+        ("has changed", [name for name in new if name in old and new[name] != old[name]]),
+    ):
+        found += [f"{name} {verb}" for name in names[:3]]
+        if len(names) > 3:
+            found.append(f"{len(names) - 3} more files: {verb}")
+    if not found and list(old) != list(new):
+        found.append("the files come in another order")
+    return found

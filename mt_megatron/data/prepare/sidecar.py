@@ -1,0 +1,127 @@
+"""The JSON file beside indexed data: which tokenizer made it, from what, with what left out.
+
+``mt-megatron preprocess`` writes ``PREFIX.json`` beside ``PREFIX.bin`` and ``PREFIX.idx``; ``prepare``
+writes one ``corpus.json`` for its folder. ``data_problems`` is what a run checks before it starts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.tokenizer import TokenizerLike, load_tokenizer
+from mt_megatron.data.prepare.indexed_files import largest_token, pair_problem
+from mt_megatron.errors import DataError
+
+FORMAT = 1
+"""Version of the sidecar's layout."""
+
+_CORPUS = "corpus.json"
+
+
+def sidecar_path(prefix: str) -> Path:
+    """Where the sidecar of ``prefix`` lies."""
+    return Path(prefix + ".json")
+
+
+def read_sidecar(prefix: str) -> dict[str, Any] | None:
+    """What ``preprocess`` wrote about ``prefix``; None when there is no such file.
+
+    Raises ``DataError`` when the file is there and is no sidecar.
+    """
+    path = sidecar_path(prefix)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read {path}, which describes {prefix}.bin: {error}. Make the data again, or move that "
+            "file away to train without the check of the tokenizer"
+        ) from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise DataError(
+            f"{path} is not a description of this version (format {FORMAT}) of {prefix}.bin. Make the data "
+            "again, or move that file away to train without the check of the tokenizer"
+        )
+    return found
+
+
+def tokenizer_problem(prefix: str, config: TrainingConfig) -> str | None:
+    """Whether ``prefix`` was made with another tokenizer than ``config`` names, on one line.
+
+    None when they agree, or when nothing beside the data says what it was made with. The tokenizer
+    must be readable; NullTokenizer, which stands for any, is compared by size alone.
+    """
+    return _mismatch(prefix, load_tokenizer(config.data, vocab_size=config.model.vocab_size))
+
+
+def data_problems(prefix: str, config: TrainingConfig) -> list[str]:
+    """Everything that can be said about ``prefix`` before a run: whether both files are there and
+    fit, whether their tokens fit the vocabulary, and ``tokenizer_problem``.
+
+    One line per problem: found, expected, what to change. A tokenizer that cannot be read is one
+    of them. Takes no longer than reading the first million tokens.
+    """
+    problem = pair_problem(prefix)
+    if problem is not None:
+        return [problem]
+    try:
+        tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
+        mismatch = _mismatch(prefix, tokenizer)
+    except DataError as error:
+        return [str(error)]
+    if mismatch is not None:
+        return [mismatch]
+    largest = largest_token(prefix)
+    if largest is not None and largest >= tokenizer.vocab_size:
+        return [
+            f"{prefix}.bin holds token {largest}, and the tokenizer has only {tokenizer.vocab_size} tokens: "
+            "the data was made with another one. Name that one with --tokenizer-model"
+        ]
+    return []
+
+
+def _mismatch(prefix: str, tokenizer: TokenizerLike) -> str | None:
+    made = _made_with(prefix)
+    if made is None:
+        return None
+    identity, vocab_size, name, source = made
+    if tokenizer.identity.startswith("null-"):
+        if vocab_size <= tokenizer.vocab_size:
+            return None
+        return (
+            f"{prefix}.bin was made with {vocab_size} tokens ({name}), and NullTokenizer has "
+            f"{tokenizer.vocab_size}; expected at least as many: raise --vocab-size"
+        )
+    if identity == tokenizer.identity:
+        return None
+    return (
+        f"{prefix}.bin was made with another tokenizer: {source} says {name} with {vocab_size} tokens, "
+        f"digest {identity[:12]}; this run's has {tokenizer.vocab_size} tokens, digest "
+        f"{tokenizer.identity[:12]}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, "
+        "or make the data again"
+    )
+
+
+def _made_with(prefix: str) -> tuple[str, int, str, Path] | None:
+    """Identity, vocabulary and name of the data's tokenizer, and the file that says so."""
+    sidecar = read_sidecar(prefix)
+    if sidecar is not None:
+        try:
+            made = sidecar["tokenizer"]
+            return str(made["digest"]), int(made["vocab_size"]), str(made["type"]), sidecar_path(prefix)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{sidecar_path(prefix)} names no tokenizer ({error}); make the data again"
+            ) from error
+    corpus = Path(prefix).parent / _CORPUS
+    if Path(prefix).name not in ("train", "valid"):
+        return None
+    try:
+        manifest = json.loads(corpus.read_text(encoding="utf-8"))
+        return str(manifest["tokenizer_sha256"]), int(manifest["vocab_size"]), "HuggingFaceTokenizer", corpus
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

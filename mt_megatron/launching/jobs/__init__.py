@@ -1,0 +1,12 @@
+"""Training jobs: torchrun on this machine, or what a scheduler needs to start it on many.
+
+job         a job on several machines, checked where it is written
+torchrun    torchrun's command line on one machine
+supervise   runs torchrun and forwards signals
+this_node   which machine of the job this one is
+hostfile    hostfiles of Open MPI and MPICH
+excluded    hosts that a start leaves out because of a straggler
+slurm       Slurm batch script
+kubernetes  Kubeflow manifests: TrainJob (Trainer v2), PyTorchJob (Training Operator)
+ray_entry   Python program for ``ray job submit``
+"""

@@ -1,0 +1,143 @@
+"""Losses that keep experts evenly busy and logits small, right under every division of the tokens.
+
+Switch's loss per micro-batch is upstream's function. The loss per sequence is DeepSeek-V3's (arXiv:
+2412.19437, equations 17 to 20): per sequence, the sum over experts of f_e * P_e, with f_e = experts /
+(topk * tokens) times the tokens routed to e, and P_e the mean of the normalised scores.
+
+A rank holds some tokens of each sequence (tensor x context parallel). Counts are added up over those
+ranks, scores are not: the loss of a rank is its part, and the parts add up to the whole, in the value
+as in the gradients that Megatron adds up later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_megatron.layers.moe.router_choice import RouterOptions, count_tokens
+from mt_megatron.parallel.group_names import name_of
+from mt_megatron.seams import collectives
+
+
+def balancing_scores(logits: Tensor, options: RouterOptions) -> Tensor:
+    """Scores of all experts, float32 [tokens, num_experts], each token's adding up to 1; without the bias
+    and whatever groups allow. (Sigmoid scores for one expert per token stay as they are, as in 0.12.)"""
+    if options.score_function == "sigmoid":
+        scores = torch.sigmoid(logits.float())
+        return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20) if options.topk > 1 else scores
+    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def tokens_per_sequence(indices: Tensor, batch_size: int, num_experts: int) -> Tensor:
+    """int64 [batch, num_experts], of experts [tokens, topk] whose tokens are [sequence, batch]."""
+    sequence = torch.arange(indices.size(0), device=indices.device).remainder_(batch_size)
+    cells = indices + (sequence * num_experts).unsqueeze(1)
+    return count_tokens(cells, batch_size * num_experts).view(batch_size, num_experts)
+
+
+def sequence_loss(scores: Tensor, counts: Tensor, topk: int, coefficient: float, group: Any = None) -> Tensor:
+    """This rank's part of the mean over sequences of their balancing loss.
+
+    ``scores`` are float32 [tokens, num_experts] of this rank's tokens [sequence, batch]; ``counts`` int64
+    [batch, num_experts] of the same. ``group`` holds the other tokens of these sequences.
+    """
+    batch, experts = counts.shape
+    parts = 1
+    if group is not None:
+        parts = torch.distributed.get_world_size(group)
+        counts = counts.clone()
+        with collectives.announced("all_reduce", name_of(group), group, counts):
+            torch.distributed.all_reduce(counts, group=group)
+    length = scores.size(0) // batch * parts
+    chances = scores.view(-1, batch, experts).sum(dim=0)
+    return (chances * counts).sum() * (coefficient * experts / (topk * length * length * batch))
+
+
+def attach_balancing_loss(router: Any, activation: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+    """``activation`` with the balancing loss's gradient on it.
+
+    ``counts`` are int64 [num_experts] for a loss per micro-batch, [batch, num_experts] for one per
+    sequence. Does nothing without a coefficient and in passes that do not count.
+    """
+    config, now = router.config, router.passes.now(router)
+    if not config.moe_aux_loss_coeff or not now.counted:
+        return activation
+    group, coefficient = _domain(config)
+    if counts.dim() == 1:
+        from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+        # Upstream adds up the counts of all ranks in place.
+        loss = switch_load_balancing_loss_func(
+            scores, counts.clone(), router.topk, coefficient, sequence_partition_group=group
+        )
+    else:
+        loss = sequence_loss(scores, counts, router.topk, coefficient, group)
+    parts = 1 if group is None else torch.distributed.get_world_size(group)
+    _track(router, "load_balancing_loss", loss / coefficient, group)
+    if router.load is not None:
+        router.load.add_balancing_loss(loss / coefficient, parts)
+    return _attach(activation, loss, config, tokens=scores.size(0) * parts)
+
+
+def attach_z_loss(router: Any, logits: Tensor) -> Tensor:
+    """``logits`` [tokens, num_experts] with the gradient of ST-MoE's z-loss (arXiv:2202.08906) on them.
+
+    Does nothing without a coefficient and in passes that do not count.
+    """
+    config, now = router.config, router.passes.now(router)
+    if not config.moe_z_loss_coeff or not now.counted:
+        return logits
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import z_loss_func
+
+    parts = parallel_state.get_tensor_and_context_parallel_world_size()
+    coefficient = config.moe_z_loss_coeff / parts
+    loss = z_loss_func(logits, coefficient)
+    _track(router, "z_loss", loss / coefficient, None)
+    if router.load is not None:
+        router.load.add_z_loss(loss / coefficient)
+    return _attach(logits, loss, config, tokens=logits.size(0) * parts)
+
+
+def loss_scale_factor(config: Any, num_microbatches: int) -> int:
+    """What upstream's scale of these losses, loss scale / micro-batches, lacks.
+
+    Gradients are averaged over context parallel ranks, and the loss of tokens is multiplied by their
+    number to make up for it; these losses have to be too. Where a loss per token is asked for, no
+    gradient is divided by the number of micro-batches, but by the tokens of all of them.
+    """
+    return num_microbatches if config.calculate_per_token_loss else int(config.context_parallel_size)
+
+
+def _domain(config: Any) -> tuple[Any, float]:
+    """The ranks that hold the other tokens of these sequences, None when there are none, and the
+    coefficient for this rank's part."""
+    from megatron.core import parallel_state
+
+    coefficient = float(config.moe_aux_loss_coeff)
+    if config.moe_token_dispatcher_type == "alltoall_seq":
+        # There the logits of the tensor parallel ranks are gathered: each has all their tokens.
+        coefficient /= parallel_state.get_tensor_model_parallel_world_size()
+        group = parallel_state.get_context_parallel_group()
+    else:
+        group = parallel_state.get_tensor_and_context_parallel_group()
+    return (group if torch.distributed.get_world_size(group) > 1 else None), coefficient
+
+
+def _attach(activation: Tensor, loss: Tensor, config: Any, *, tokens: int) -> Tensor:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    # Gradients are going to be divided by the tokens of the whole batch.
+    scaled = loss * tokens if config.calculate_per_token_loss else loss
+    attached: Tensor = MoEAuxLossAutoScaler.apply(activation, scaled)
+    return attached
+
+
+def _track(router: Any, name: str, loss: Tensor, group: Any) -> None:
+    from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+    layers = router.config.num_layers
+    if router.layer_number is not None and router.layer_number <= layers:
+        save_to_aux_losses_tracker(name, loss, router.layer_number, layers, reduce_group=group)

@@ -1,0 +1,8 @@
+"""Multi-token prediction after DeepSeek-V3.
+
+layer   the modules that predict tokens beyond the next one
+loss    loss of each depth
+model   the modules in a GPTModel: shared embedding, forward
+spec    specs from the layer spec of the model
+checks  unsupported combinations
+"""

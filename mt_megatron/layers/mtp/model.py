@@ -1,0 +1,187 @@
+"""Multi-token prediction in a ``GPTModel``: its modules, the embedding it shares, and its part of forward.
+
+The depths are on the last pipeline stage, which needs the embedding too. Where that is another stage than
+the first, it holds a copy: equal at the beginning, and the gradients of both are summed before every
+update, as upstream does for tied embeddings. With tied embeddings the copy is the output layer's weight
+as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_megatron import _session
+from mt_megatron.errors import ConfigError
+from mt_megatron.layers.mtp.loss import DepthLosses, document_numbers, shifted
+from mt_megatron.parallel.group_names import name_of
+from mt_megatron.seams import collectives
+from mt_megatron.seams.loss_gradient import announced, announced_loss_gradient
+
+
+def add_depths(model: Any, block_spec: Any, layer_spec: Any) -> None:
+    """Complete ``model``, a ``GPTModel`` that upstream has built; collective over its embedding group.
+
+    ``block_spec`` None: made from ``layer_spec``, the spec that ``model`` was given.
+    """
+    config = model.config
+    if model.post_process:
+        from mt_megatron.layers.mtp.layer import MultiTokenPredictionBlock
+        from mt_megatron.layers.mtp.spec import mtp_block_spec
+
+        model.mtp = MultiTokenPredictionBlock(config, block_spec or mtp_block_spec(config, layer_spec))
+        if len(model.mtp.layers) != config.mtp_num_layers:
+            raise ConfigError(
+                f"found mtp_num_layers {config.mtp_num_layers} and an mtp_block_spec of "
+                f"{len(model.mtp.layers)} layers; expected the same. Change one of them"
+            )
+    _share_embedding(model)
+
+
+def holds_copy(model: Any) -> bool:
+    """Whether ``model`` is a last stage with a copy of the first stage's embedding."""
+    return getattr(model, "mtp", None) is not None and not model.pre_process
+
+
+def _share_embedding(model: Any) -> None:
+    if model.pre_process == model.post_process:
+        return  # One stage has both, or a stage between them none.
+    if model.post_process:
+        _copy_embedding(model)
+    for parameter in _shared_parameters(model):
+        parameter.shared_embedding = True
+        if dist.is_initialized():
+            from megatron.core import parallel_state
+
+            value = parameter.detach().to(_session.backend().device())
+            dist.all_reduce(value, group=parallel_state.get_embedding_group())
+            with torch.no_grad():
+                parameter.copy_(value)
+
+
+def _copy_embedding(model: Any) -> None:
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+    model.embedding = LanguageModelEmbedding(
+        config=model.config,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        position_embedding_type=model.position_embedding_type,
+    )
+    words = model.embedding.word_embeddings
+    if model.share_embeddings_and_output_weights:
+        # One parameter of both modules, which upstream has made equal to the first stage's embedding.
+        words.weight = model.output_layer.weight
+        # Its gradient as an embedding counts beside what the output layer adds to main_grad.
+        words.weight.zero_out_wgrad = True
+        model.register_load_state_dict_pre_hook(_complete_tied_state)
+    words.weight.is_embedding_or_output_parameter = True
+    with torch.no_grad():
+        for parameter in _shared_parameters(model):
+            parameter.zero_()
+            parameter.shared = True
+
+
+def _shared_parameters(model: Any) -> list[Any]:
+    """Parameters of the embedding that are on the first and the last stage, less those that upstream ties."""
+    tied = model.share_embeddings_and_output_weights
+    words = model.embedding.word_embeddings.weight
+    return [each for each in model.embedding.parameters() if not (tied and each is words)]
+
+
+def sum_embedding_gradients(chunks: list[Any], config: Any) -> None:
+    """Add up the embedding's gradients on the first and the last stage; collective over their group."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model
+
+    if not config.mtp_num_layers or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        chunk = chunks[0]
+    elif parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        chunk = chunks[-1]
+    else:
+        return
+    for parameter in _shared_parameters(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)):
+        group = parallel_state.get_embedding_group()
+        with collectives.announced("all_reduce", name_of(group), group, parameter.main_grad):
+            dist.all_reduce(parameter.main_grad, group=group)
+
+
+def forward(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Any,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+) -> Tensor:
+    """The main losses, float32 [b, s], as ``original`` computes them; backward trains the depths too.
+
+    ``input_ids`` may be missing, as in Megatron-LM's batches on the last stage: labels are the same tokens,
+    one position on.
+    """
+    with _noting_decoder(model.decoder) as decoder:
+        losses: Tensor = original()
+    hidden, attention = decoder["output"], decoder["attention"]
+    documents = document_numbers(labels, position_ids, attention_mask, attention.get("packed_seq_params"))
+    joint = DepthLosses(model.mtp, loss_mask, documents)
+    main = announced()
+    coming = [None] * len(joint.depths) if main is None else joint.gradients(main)
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    found = []
+    for depth, gradient in zip(joint.depths, coming, strict=True):
+        tokens = shifted(labels, depth - 1) if input_ids is None else shifted(input_ids, depth)
+        embedding = model.embedding(input_ids=tokens, position_ids=_positions(model, position_ids, tokens))
+        hidden = model.mtp(depth, embedding, hidden, **attention)
+        # The two together or not at all: the output layer's gradient is in one place for all its uses.
+        with announced_loss_gradient(gradient):
+            logits, _ = model.output_layer(hidden, weight=weight)
+            found.append(model.compute_language_model_loss(shifted(labels, depth), logits))
+    return joint.join(losses, found)
+
+
+def _positions(model: Any, position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:
+    if position_ids is None and model.embedding.add_position_embedding:
+        return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return position_ids
+
+
+@contextmanager
+def _noting_decoder(decoder: Any) -> Iterator[dict[str, Any]]:
+    """What goes into ``decoder``'s layers and comes out of it, from its next call."""
+    noted: dict[str, Any] = {}
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+        noted["attention"] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        noted["output"] = output
+
+    handle = decoder.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield noted
+    finally:
+        handle.remove()
+
+
+def _complete_tied_state(model: Any, state: dict[str, Any], prefix: str, *ignored: Any) -> None:
+    """A distributed checkpoint has a weight once, also where two modules hold it."""
+    names = [f"{prefix}{name}.weight" for name in ("embedding.word_embeddings", "output_layer")]
+    for name, other in (names, names[::-1]):
+        if name not in state and other in state:
+            state[name] = state[other]
+
+
+def mark_copy_in_checkpoint(model: Any, state: dict[str, Any], prefix: str) -> None:
+    """The copy of the embedding is a replica of the first stage's, which alone is written."""
+    if model.share_embeddings_and_output_weights:
+        # Upstream has described the parameter as the output layer's; twice, it could not be read.
+        del state[f"{prefix}embedding.word_embeddings.weight"]
+    for name, sharded in state.items():
+        if name.startswith(f"{prefix}embedding."):
+            sharded.replica_id = (1, *sharded.replica_id[1:])

@@ -1,0 +1,5 @@
+"""Defects of Megatron-Core 0.9.0.
+
+wrong_results      wrong numbers without a message
+loopback_listener  a listener on all interfaces, pinned to 127.0.0.1
+"""

@@ -1,0 +1,210 @@
+"""Tensor-parallel linears compute their GEMMs through ``seams.gemm``, and need no Apex to fuse."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.patching.spec import Patch
+from mt_megatron.seams.gemm import require_no_pending_wgrad, wgrad_pending
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_advised = False
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    gradient_accumulation_fusion: bool,
+    sequence_parallel: bool,
+    allreduce_dgrad: bool,
+    async_grad_allreduce: bool | None = None,
+    grad_output_buffer: list[Any] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+) -> Any:
+    """Upstream's function of this name; ``layers.linear.TensorParallelLinear`` says what it does.
+
+    ``async_grad_allreduce`` means nothing, as upstream; its warning is dropped, since its own layers
+    pass the argument every time.
+    """
+    from mt_megatron.layers.linear import TensorParallelLinear
+
+    if input.is_cuda and (sequence_parallel or allreduce_dgrad):
+        _advise_on_connections()
+    apply: Callable[..., Any] = TensorParallelLinear.apply
+    return apply(
+        input,
+        weight,
+        bias,
+        gradient_accumulation_fusion,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer,
+        wgrad_deferral_limit,
+    )
+
+
+def _advise_on_connections() -> None:
+    global _advised
+    if not _advised and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        warnings.warn(
+            "set CUDA_DEVICE_MAX_CONNECTIONS=1: without it a CUDA device may start a GEMM before the "
+            "collective that should run beside it",
+            stacklevel=3,
+        )
+    _advised = True
+
+
+def _drain_embedding_wgrad_compute(
+    config: Any, embedding_activation_buffer: Any, grad_output_buffer: Any, weight: Any
+) -> None:
+    from mt_megatron.layers.linear import drain_embedding_wgrad
+
+    drain_embedding_wgrad(config, embedding_activation_buffer, grad_output_buffer, weight)
+
+
+class _Nowhere(list[Any]):
+    """An activation buffer that keeps nothing."""
+
+    def append(self, item: Any) -> None:
+        pass
+
+
+def _column_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.config.defer_embedding_wgrad_compute and self.embedding_activation_buffer is None:
+        self.embedding_activation_buffer = _Nowhere()
+
+
+def _trainable(original: Any) -> Any:
+    from mt_megatron.layers.linear import TensorParallelLinear
+
+    return TensorParallelLinear
+
+
+def _frozen(original: Any) -> Any:
+    from mt_megatron.layers.linear import FrozenLinear
+
+    return FrozenLinear
+
+
+def _make_backward_post_hook(
+    original: Callable[..., Callable[..., None]], self: Any, param: Any
+) -> Callable[..., None]:
+    """While a gradient of ``param`` waits in a queue, add what has come and do not call it ready. One
+    that went to ``main_grad`` and was not handed to autograd is there all the same."""
+    ready = original(self, param)
+
+    def hook(*unused: Any) -> None:
+        if not wgrad_pending(param):
+            if param.grad is None and getattr(param, "grad_added_to_main_grad", False):
+                # Upstream asks for some gradient; this one is a single zero.
+                param.grad = param.new_zeros(()).expand(param.shape)
+            ready(*unused)
+        elif param in self.param_to_bucket_group:
+            added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)
+            if param.grad is not None and not added:
+                param.main_grad.add_(param.grad.data)
+            param.grad = None
+
+    return hook
+
+
+def _reduce(original: Callable[[Any], Any], input_: Any) -> Any:
+    return original(input_.contiguous())
+
+
+def _start_grad_sync(original: Callable[..., None], self: Any) -> None:
+    require_no_pending_wgrad(self.params)
+    original(self)
+
+
+def patches(backend: Backend) -> list[Patch]:
+    return [
+        Patch(
+            id="linear.apply",
+            target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
+            kind="replace",
+            feature="linear",
+            reason="its three GEMMs go through one seam, and accumulation fusion works without Apex",
+            body=linear_with_grad_accumulation_and_async_allreduce,
+            digest="aba4f48d2050f19ae2b3a6599b0eb9283b5ffa53fd4e4cb5f1492a073d88fe77",
+        ),
+        Patch(
+            id="linear.autograd",
+            target=f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",
+            kind="value",
+            feature="linear",
+            reason="for whoever applies the autograd function itself; its source is what ours follows",
+            body=_trainable,
+            digest="73cc7c7df188ed13a3a8e30cf77fbe3a118fa639e89c19e41307c10884a06290",
+        ),
+        Patch(
+            id="linear.autograd_frozen",
+            target=f"{_LAYERS}:LinearWithFrozenWeight",
+            kind="value",
+            feature="linear",
+            reason="a frozen weight's two GEMMs go through the seam; a trainable bias gets its gradient",
+            body=_frozen,
+            digest="2a86b7157d7b046b655664012a06236d19e81efa7e65bd497b0c21c5b11262ec",
+        ),
+        Patch(
+            id="linear.fusion_available",
+            target=f"{_LAYERS}:_grad_accum_fusion_available",
+            kind="value",
+            feature="linear",
+            reason="ColumnParallelLinear refuses gradient_accumulation_fusion without Apex's extension",
+            body=lambda original: True,
+        ),
+        Patch(
+            id="linear.drain_embedding_wgrad",
+            target="megatron.core.utils:drain_embedding_wgrad_compute",
+            kind="replace",
+            feature="linear",
+            reason="it imports Apex's extension",
+            body=_drain_embedding_wgrad_compute,
+            digest="e999b2d2512e37b4dfa235680bdb37d06b06855bc6936266289e257bbd178ca3",
+        ),
+        Patch(
+            id="linear.column_without_buffer",
+            target=f"{_LAYERS}:ColumnParallelLinear.__init__",
+            kind="wrap",
+            feature="linear",
+            reason="deferring the output layer's weight gradient, every column linear appends to a buffer, "
+            "but only the output layer has one",
+            body=_column_init,
+            digest="687a4019533af8e7e224ae513e0f0e3526985f556d39e4d8cbc7d329287c0d1c",
+        ),
+        Patch(
+            id="linear.reduce_strided",
+            target="megatron.core.tensor_parallel.mappings:_reduce",
+            kind="wrap",
+            feature="linear",
+            reason="a tensor that is not contiguous is summed in a copy, and returned as it was",
+            body=_reduce,
+            digest="e44b413ed10adfb74ea5d94592da43e5203b73ea9f05b8790d54b6be26806fda",
+        ),
+        Patch(
+            id="linear.wait_for_deferred_wgrad",
+            target="megatron.core.distributed.distributed_data_parallel:"
+            "DistributedDataParallel._make_backward_post_hook",
+            kind="wrap",
+            feature="linear",
+            reason="a parameter whose weight gradient is deferred is not ready to be reduced",
+            body=_make_backward_post_hook,
+            digest="fa1cd150de61d5cd2a1926f486b104193c1bec1de882b5f3b25286e532ecf8f9",
+        ),
+        Patch(
+            id="linear.refuse_lost_wgrad",
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+            kind="wrap",
+            feature="linear",
+            reason="reducing gradients while some are still deferred would lose them silently",
+            body=_start_grad_sync,
+            digest="40d7290a3aecd61e6f0d9afb1f3c87c640423e794a8a5602ddc815fc0af03fa6",
+        ),
+    ]

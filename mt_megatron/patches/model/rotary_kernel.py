@@ -1,0 +1,28 @@
+"""Rotary positions with half of the passes over queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.patching.spec import Patch
+
+
+def _apply_rotary_pos_emb_bshd(t: Any, freqs: Any, rotary_interleaved: bool = False) -> Any:
+    from mt_megatron.layers.rope.rotation import rotate
+
+    return rotate(t, freqs, rotary_interleaved)
+
+
+def patches(backend: Backend) -> list[Patch]:
+    return [
+        Patch(
+            id="rotary.bshd",
+            target="megatron.core.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb_bshd",
+            kind="replace",
+            feature="device",
+            reason="upstream's expression reads and writes queries and keys six times in each direction",
+            body=_apply_rotary_pos_emb_bshd,
+            digest="4af8afc3fbef89b2d9863492cced98d06e5a69289fa58b2afa9d4ccfaa7e0cb6",
+        )
+    ]

@@ -1,0 +1,202 @@
+"""Bytes of weights, gradients and optimizer state on one rank, as Megatron-Core 0.9.0 allocates them.
+
+Upstream: ``distributed/param_and_grad_buffer.py`` (padding, buckets), ``optimizer/optimizer.py`` and
+``optimizer/distrib_optimizer.py`` (what is kept in fp32).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mt_megatron.planning.parameter_tensors import ParameterTensor
+
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """What decides how much is kept for each parameter."""
+
+    parameter_bytes: int
+    """Bytes of one weight: 2 for bf16 and fp16, 4 for fp32."""
+
+    gradient_bytes: int
+    """Bytes of one accumulated gradient: 4 with ``grad_reduce_in_fp32``, else those of a weight."""
+
+    adam: bool = True
+    """Adam keeps two moments; SGD with momentum keeps one."""
+
+    momentum: bool = True
+    """Whether SGD keeps a momentum buffer."""
+
+    distributed: bool = False
+    """Whether optimizer state is spread over the data-parallel ranks."""
+
+    overlap_grad_reduce: bool = False
+    """Whether gradients are divided into buckets (on the first stage's first chunk alone)."""
+
+    bucket_size: int | None = None
+    """Elements of a bucket; None: 40 million, or a million per data-parallel rank if that is more."""
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of one fp32 master weight: none in fp32, where the weight is its own."""
+        return _FP32 if self.parameter_bytes < _FP32 else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments for one parameter; they are fp32."""
+        return 2 * _FP32 if self.adam else _FP32 * int(self.momentum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterMemory:
+    """Bytes on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def __add__(self, other: ParameterMemory) -> ParameterMemory:
+        return ParameterMemory(
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.weights + self.gradients + self.optimizer
+
+
+NOTHING = ParameterMemory(weights=0, gradients=0, optimizer=0)
+
+
+def chunk_state_memory(
+    tensors: Sequence[ParameterTensor],
+    options: StateOptions,
+    *,
+    data_parallel: int,
+    expert_data_parallel: int | None = None,
+    bucketed: bool = False,
+    rank: int | None = None,
+    expert_rank: int | None = None,
+) -> ParameterMemory:
+    """Bytes for one model chunk on data-parallel rank ``rank``, which is ``expert_rank`` of those that
+    share its experts, or on the one that has most.
+
+    ``data_parallel`` counts context-parallel ranks too, since gradients are reduced and state is spread
+    over both; ``expert_data_parallel`` is that of expert parameters (the same when None).
+    ``bucketed`` says that this is the chunk whose gradients are divided into buckets.
+    """
+    total = NOTHING
+    for expert in (False, True):
+        group = [tensor for tensor in tensors if tensor.expert is expert]
+        apart = expert and expert_data_parallel is not None
+        ranks = expert_data_parallel if apart and expert_data_parallel else data_parallel
+        index = expert_rank if apart else rank
+        if group:
+            size = _bucket_size(options, data_parallel, bucketed)
+            total += _buffer_memory(group, options, ranks, size, index)
+    return total
+
+
+def _bucket_size(options: StateOptions, data_parallel: int, bucketed: bool) -> int | None:
+    if not (bucketed and options.overlap_grad_reduce):
+        return None
+    return options.bucket_size or max(40_000_000, 1_000_000 * data_parallel)
+
+
+def _buffer_memory(
+    tensors: Sequence[ParameterTensor],
+    options: StateOptions,
+    data_parallel: int,
+    bucket_size: int | None,
+    rank: int | None,
+) -> ParameterMemory:
+    kept = options.master_bytes + options.moment_bytes
+    if not options.distributed:
+        elements = sum(tensor.numel for tensor in tensors)
+        return ParameterMemory(
+            weights=elements * options.parameter_bytes,
+            gradients=elements * options.gradient_bytes,
+            optimizer=elements * kept,
+        )
+    spans, buckets = _place(tensors, data_parallel, bucket_size)
+    padded = buckets[-1][1]
+    if rank is None:
+        owned = _largest_share(spans, buckets, data_parallel)
+    else:
+        owned = _owned(spans, buckets, data_parallel, rank)
+    return ParameterMemory(
+        weights=padded * options.parameter_bytes,
+        gradients=padded * options.gradient_bytes,
+        optimizer=owned * kept,
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+Span = tuple[int, int]
+
+
+def _place(
+    tensors: Sequence[ParameterTensor], data_parallel: int, bucket_size: int | None
+) -> tuple[list[Span], list[Span]]:
+    """Where the distributed optimizer's buffer has each tensor (last one first), and its buckets."""
+    alignment = math.lcm(data_parallel, _BUCKET_ALIGNMENT)
+    spans: list[Span] = []
+    buckets: list[Span] = []
+    bucket_start = end = 0
+    filled = False
+    for tensor in reversed(tensors):
+        start = _round_up(end, _PARAMETER_ALIGNMENT)
+        if tensor.shared_embedding and filled:
+            if start % data_parallel:
+                start = _round_up(start, alignment)
+            # Upstream does not move the tensor to where its bucket then begins.
+            bucket_start = _close(buckets, bucket_start, start, alignment)
+        end = start + tensor.numel
+        spans.append((start, end))
+        filled = True
+        if tensor.shared_embedding or (bucket_size is not None and end - bucket_start >= bucket_size):
+            bucket_start = end = _close(buckets, bucket_start, end, alignment)
+            filled = False
+    if filled:
+        _close(buckets, bucket_start, end, alignment)
+    return spans, buckets
+
+
+def _close(buckets: list[Span], start: int, end: int, alignment: int) -> int:
+    """Ends a bucket; returns where the next one starts."""
+    closed = _round_up(end, alignment)
+    buckets.append((start, closed))
+    return closed
+
+
+def _owned(spans: Sequence[Span], buckets: Sequence[Span], data_parallel: int, rank: int) -> int:
+    """Parameter elements (no padding) in ``rank``'s share of every bucket."""
+    owned = 0
+    # Both ascend: of the spans only those that reach into the share are looked at.
+    starts, ends = [a for a, _ in spans], [b for _, b in spans]
+    for start, end in buckets:
+        share = (end - start) // data_parallel
+        low, high = start + rank * share, start + (rank + 1) * share
+        near = slice(bisect_right(ends, low), bisect_left(starts, high))
+        owned += sum(max(0, min(high, b) - max(low, a)) for a, b in spans[near])
+    return owned
+
+
+def _largest_share(spans: Sequence[Span], buckets: Sequence[Span], data_parallel: int) -> int:
+    # Shares differ by padding alone; with many ranks the padded share says the same.
+    if data_parallel <= 8:
+        return max(_owned(spans, buckets, data_parallel, rank) for rank in range(data_parallel))
+    return sum((end - start) // data_parallel for start, end in buckets)

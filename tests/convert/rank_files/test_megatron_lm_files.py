@@ -1,0 +1,88 @@
+"""Rank files as Megatron-LM's own ``pretrain_gpt.py`` leaves them: its meaning of ``args``, not ours."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mt_megatron.convert.rank_files.arguments import load_trusted, options_from_arguments
+from mt_megatron.errors import CheckpointError
+from tests.convert import published
+from tests.convert.published import differing, read
+from tests.convert.recorded_run import converted
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "llama"
+    shape = published.draw("llama", random.Random(3))
+    shape |= {"num_hidden_layers": 4, "tie_word_embeddings": False, "rope_scaling": None}
+    published.write(folder, "llama", shape, seed=3)
+    return folder
+
+
+def rank_files(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Rank files at TP2 x PP2 of ``source`` whose ``args`` and weights ``change`` has edited."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    converted(source, folder, "torch", *layout.split())
+    files = sorted(folder.rglob("model_optim_rng.pt"))
+    assert len(files) == 4
+    for file in files:
+        state = load_trusted(file)
+        change(state)
+        torch.save(state, file)
+    return folder
+
+
+def as_megatron_lm(state: dict[str, Any]) -> None:
+    """What ``pretrain_gpt.py --tokenizer-type NullTokenizer`` writes for the same vocabulary."""
+    args = vars(state["args"])
+    args["vocab_size"] -= 1
+    args["tokenizer_type"] = "NullTokenizer"
+    del args["model_family"]
+
+
+def test_the_null_tokenizers_end_of_document_is_kept(llama: Path, tmp_path: Path) -> None:
+    ranks = rank_files(llama, tmp_path / "ranks", as_megatron_lm)
+    converted(ranks, tmp_path / "back", "huggingface")
+    assert differing(read(tmp_path / "back"), read(llama)) == []
+
+
+def test_one_token_less_is_another_vocabulary(llama: Path, tmp_path: Path) -> None:
+    """Negative control: the same ``args`` under another tokenizer lose the last row."""
+
+    def without_the_token(state: dict[str, Any]) -> None:
+        as_megatron_lm(state)
+        state["args"].tokenizer_type = "GPT2BPETokenizer"
+
+    ranks = rank_files(llama, tmp_path / "ranks", without_the_token)
+    converted(ranks, tmp_path / "back", "huggingface")
+    rows = read(tmp_path / "back")["model.embed_tokens.weight"].shape[0]
+    assert rows == read(llama)["model.embed_tokens.weight"].shape[0] - 1
+
+
+def test_files_of_ours_count_every_token(llama: Path, tmp_path: Path) -> None:
+    def of_ours(state: dict[str, Any]) -> None:
+        state["args"].tokenizer_type = "NullTokenizer"
+
+    ranks = rank_files(llama, tmp_path / "ranks", of_ours)
+    first = load_trusted(next(iter(sorted(ranks.rglob("model_optim_rng.pt")))))
+    assert options_from_arguments(first["args"])["vocab_size"] == first["args"].vocab_size
+    converted(ranks, tmp_path / "back", "huggingface")
+    assert differing(read(tmp_path / "back"), read(llama)) == []
+
+
+def test_a_gpt_2_like_model_is_named(llama: Path, tmp_path: Path) -> None:
+    def with_biases(state: dict[str, Any]) -> None:
+        name = "decoder.layers.0.self_attention.linear_proj"
+        weight = state["model"][f"{name}.weight"]
+        state["model"][f"{name}.bias"] = torch.zeros(weight.shape[0])
+
+    ranks = rank_files(llama, tmp_path / "ranks", with_biases)
+    with pytest.raises(CheckpointError, match="GPT-2-like model .* is not converted"):
+        converted(ranks, tmp_path / "back", "huggingface")
