@@ -235,7 +235,8 @@ def make_plan_for(
 
 def settings() -> Settings:
     """The engine's settings in this environment."""
-    from .patching.cache import default_path
+    from mt_megatron.patching.digest import default_path
+
     from .patching.plan import Settings
 
     return Settings(

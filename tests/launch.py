@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -17,14 +18,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.fork_server import Forked
+
+    Process = subprocess.Popen[bytes] | Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
 _TAIL_CHARACTERS = 6000
+_SLOTS = itertools.count()
 
 
 class RankError(AssertionError):
@@ -37,11 +44,13 @@ def run_ranks(
     *args: Any,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    cold: bool = False,
 ) -> list[Any]:
     """Call ``target`` (``"tests.module:function"``) with ``*args`` in ``world_size`` processes.
 
     Arguments and return values must be JSON-able. Each process finds ``RANK``, ``LOCAL_RANK``,
     ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set; ``env`` is added to its environment.
+    It is the fork of a warm interpreter (tests/fork_server.py), or with ``cold`` a new interpreter.
     Returns the ranks' return values in rank order. Raises ``RankError`` when a rank exits with
     an error, dies, or is not done within ``timeout`` seconds; by then every process is gone.
     """
@@ -54,10 +63,10 @@ def run_ranks(
         folder = Path(scratch)
         (folder / "call.json").write_text(json.dumps({"target": target, "args": args}))
         store, port = loopback_store()
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Process] = []
         try:
             for rank in range(world_size):
-                processes.append(_start(folder, rank, world_size, port, env or {}))
+                processes.append(_start(folder, rank, world_size, port, env or {}, cold))
             problem = _wait(processes, time.monotonic() + timeout, timeout)
         finally:
             for process in processes:
@@ -69,8 +78,8 @@ def run_ranks(
 
 
 def _start(
-    folder: Path, rank: int, world_size: int, port: int, extra: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+    folder: Path, rank: int, world_size: int, port: int, extra: Mapping[str, str], cold: bool
+) -> Process:
     path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {
         **os.environ,
@@ -87,9 +96,15 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **extra,
     }
+    from tests import fork_server
+
+    command = [sys.executable, "-m", "tests.launch", str(folder)]
     with open(folder / f"stderr.{rank}", "wb") as stderr, open(folder / f"stdout.{rank}", "wb") as stdout:
+        if not cold:
+            with contextlib.suppress(fork_server.ColdStart):
+                return _fork(command, rank, environment, stdout.fileno(), stderr.fileno())
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.launch", str(folder)],
+            command,
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -99,7 +114,80 @@ def _start(
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, timeout: float) -> str | None:
+def _fork(command: list[str], rank: int, environment: dict[str, str], stdout: int, stderr: int) -> Forked:
+    from tests import fork_server
+
+    read, write = os.pipe()
+    feed = open(write, "wb")  # noqa: SIM115
+    try:
+        return fork_server.start(
+            command,
+            slot=rank,
+            cwd=ROOT,
+            env=environment,
+            files=(read, stdout, stderr),
+            feed=feed,
+        )
+    except BaseException:
+        feed.close()
+        raise
+    finally:
+        os.close(read)
+
+
+def run_command(
+    command: Sequence[str | Path],
+    *,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    check: bool = False,
+    cold: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with captured text, for a command that starts with ``sys.executable``.
+
+    The process is the fork of a warm interpreter where the command allows it, and always without
+    input. When this returns, everything that the command started in its session is gone.
+    """
+    from tests import fork_server
+
+    words = [str(word) for word in command]
+    folder, environment = cwd or os.getcwd(), dict(os.environ if env is None else env)
+    with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        files = [one.fileno() for one in (nothing, out, err)]
+        process: Process | None = None
+        if not cold:
+            with contextlib.suppress(fork_server.ColdStart):
+                process = fork_server.start(
+                    words, slot=next(_SLOTS), cwd=folder, env=environment, files=files
+                )
+        if process is None:
+            process = subprocess.Popen(
+                words,
+                cwd=folder,
+                env=environment,
+                stdin=nothing,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        printed: list[str] = []
+        try:
+            code = process.wait(timeout)
+        finally:
+            _end(process)
+            for file in (out, err):
+                file.seek(0)
+                printed.append(file.read().decode())
+            if sys.exc_info()[0] is not None:
+                sys.stderr.write("".join(printed))  # pytest shows it beside the error
+    done = subprocess.CompletedProcess(words, code, *printed)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _wait(processes: list[Process], deadline: float, timeout: float) -> str | None:
     """None when every rank exited with 0, else what went wrong."""
     first_failure: tuple[int, float] | None = None
     while True:
@@ -123,7 +211,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, timeout: fl
         time.sleep(0.02)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     # Each rank leads a session of its own, so this reaches what it started and nothing else.
@@ -132,7 +220,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _report(problem: str, target: str, processes: list[subprocess.Popen[bytes]], folder: Path) -> str:
+def _report(problem: str, target: str, processes: list[Process], folder: Path) -> str:
     parts = [f"{target} on {len(processes)} ranks: {problem}"]
     for rank, process in enumerate(processes):
         text = (folder / f"stderr.{rank}").read_text(errors="replace")[-_TAIL_CHARACTERS:]

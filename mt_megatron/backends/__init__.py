@@ -11,7 +11,6 @@ namespace       module-like views: ``torch`` with some names answered differentl
 translate       CUDA's device names, translated to the active backend's
 host_process    threads and freed memory of a training process
 loader_workers  data loader workers that ignore the signals to save and end
-histc           ``torch.histc`` of integers
-wide            which devices compute in float64
+dtypes          devices without float64; ``torch.histc`` of integers
 torch_version   torch versions whose behaviour differs
 """

@@ -215,8 +215,7 @@ def _print_check(result: dict[str, Any]) -> None:
 def _record(args: argparse.Namespace) -> int:
     from mt_megatron.backends import registry
     from mt_megatron.patches import catalogue, collect
-    from mt_megatron.patching.digest import source_of
-    from mt_megatron.patching.drift import write_fingerprints
+    from mt_megatron.patching.digest import source_of, write_fingerprints
 
     _session.check_upstream_version()
     by_backend = {name: collect(registry.get(name)) for name in registry.names()}

@@ -15,12 +15,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.distributed.elastic import elastic_group
 from mt_megatron.backends.distributed.namespace import (
     let_group_threads_rest,
     local_device,
     prepare_environment,
 )
+from mt_megatron.backends.distributed.rendezvous import elastic_group
 from mt_megatron.errors import ConfigError
 
 _AXES = ("tp", "cp", "ep", "edp", "pp")

@@ -14,16 +14,26 @@ import argparse
 import ast
 import hashlib
 import io
+import json
+import os
+import stat
 import sys
+import tempfile
 import tokenize
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from ..errors import PatchTargetError
-from .cache import DigestCache, Known
-from .source import Definition, define, locate, parse_target
+from mt_megatron.errors import PatchTargetError
+from mt_megatron.patching.source import Definition, Parameter, define, locate, parse_target
+
+_Key = tuple[int, int]
+Known = tuple[Definition, str]
+"""How a name is defined, and the digest of that."""
 
 SCHEME = 2
 """Number of this digest definition; a cache written under another one is not read."""
@@ -194,6 +204,188 @@ def _characters(lines: list[str], position: Position) -> Position:
     return line, len(lines[line - 1].encode()[:offset].decode())
 
 
+# Digests remembered by path, modification time and size, in memory and in the user's cache folder.
+
+
+def default_path() -> Path:
+    """``$XDG_CACHE_HOME/mt_megatron/digests-<python>.json`` (``~/.cache`` without the variable)."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root, "mt_megatron", f"digests-{sys.version_info[0]}.{sys.version_info[1]}.json")
+
+
+class DigestCache:
+    """Definitions and digests per file. A damaged, foreign or unwritable cache file is no error:
+    it is as if nothing had been remembered, because everything in it can be computed again."""
+
+    def __init__(self, path: Path | None, scheme: int) -> None:
+        self._path = path
+        self._scheme = scheme
+        self._dirty = False
+        self._stats: dict[str, _Key] = {}
+        self._files: dict[str, dict[str, Any]] = self._load()
+
+    def __getitem__(self, place: tuple[Path, str]) -> Known | None:
+        """Of a file and a qualified name; None says that the file does not define it. Raises
+        KeyError when nothing is remembered, or the file has changed since."""
+        path, qualname = place
+        entry = self._files[str(path)]
+        if tuple(entry["key"]) != self._key(path):
+            raise KeyError(place)
+        return _decode(entry["names"][qualname])
+
+    def __setitem__(self, place: tuple[Path, str], known: Known | None) -> None:
+        path, qualname = place
+        key = self._key(path)
+        entry = self._files.get(str(path))
+        if entry is None or tuple(entry["key"]) != key:
+            entry = self._files[str(path)] = {"key": list(key), "names": {}}
+        entry["names"][qualname] = None if known is None else {**asdict(known[0]), "digest": known[1]}
+        self._dirty = True
+
+    def save(self) -> None:
+        """Write what was learned, atomically and readable by the owner alone."""
+        if not self._dirty or self._path is None:
+            return
+        self._dirty = False
+        files = {path: entry for path, entry in self._files.items() if os.path.exists(path)}
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".digests-")  # is 0600
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump({"scheme": self._scheme, "files": files}, file)
+                os.replace(temporary, self._path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError:
+            return
+
+    def _key(self, path: Path) -> _Key:
+        name = str(path)
+        if name not in self._stats:
+            found = path.stat()
+            self._stats[name] = (found.st_mtime_ns, found.st_size)
+        return self._stats[name]
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        if self._path is None:
+            return {}
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                found = os.fstat(file.fileno())
+                # What another user can write could hide a drift.
+                if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    return {}
+                content = json.load(file)
+            if content["scheme"] != self._scheme:
+                return {}
+            for entry in content["files"].values():
+                tuple(entry["key"])
+                for known in entry["names"].values():
+                    _decode(known)
+            return dict(content["files"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._dirty = True
+            return {}
+
+
+def _decode(known: dict[str, Any] | None) -> Known | None:
+    if known is None:
+        return None
+    parameters = known["parameters"]
+    definition = Definition(
+        kind=known["kind"],
+        segments=tuple((first, last) for first, last in known["segments"]),
+        parameters=None if parameters is None else tuple(Parameter(**one) for one in parameters),
+        decorators=tuple(known["decorators"]),
+        imported_from=known["imported_from"],
+    )
+    str.encode(known["digest"])  # a TypeError here makes a damaged cache be ignored
+    return definition, known["digest"]
+
+
+# Drift: hashes of the lines that a patch was written against say which of them differ. The file of
+# fingerprints holds no upstream source, only a short hash of every line's tokens.
+
+_SHOWN = 12
+
+
+def fingerprint(source: Source) -> list[tuple[int, str]]:
+    """``(line number, hash of the line's tokens and nesting)`` of every line that carries meaning."""
+    text, tree = parse_file(Path(source.path))
+    tokens = meaningful_tokens(text, tree, source.definition.segments)
+    found: list[tuple[int, str]] = []
+    depth = 0
+    for line, group in groupby(tokens, key=lambda pair: pair[0]):
+        words = [token for _, token in group]
+        # The nesting itself and not its change, which would mark the next line as drifted too.
+        depth += words.count(INDENT) - words.count(DEDENT)
+        state = hashlib.sha256(str(depth).encode())
+        state.update("\0".join(word for word in words if word not in MARKERS).encode())
+        if any(word not in MARKERS for word in words):
+            found.append((line, state.hexdigest()[:8]))
+    return found
+
+
+def write_fingerprints(path: Path, sources: Iterable[Source]) -> None:
+    """Write what ``describe_drift`` reads: per target its digest and its lines' hashes, the line
+    numbers relative to the first."""
+    content = {
+        source.target: {
+            "digest": source.digest,
+            "lines": " ".join(f"{line - source.first_line}:{mark}" for line, mark in fingerprint(source)),
+        }
+        for source in sorted(sources, key=lambda source: source.target)
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_fingerprints(path: Path) -> dict[str, dict[str, str]]:
+    """The content of a file of fingerprints; empty when there is none."""
+    if not path.exists():
+        return {}
+    content: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def describe_drift(
+    source: Source, expected_digest: str, fingerprints: Mapping[str, Mapping[str, str]]
+) -> str:
+    """The drifted lines of ``source``, as installed, each with its line number.
+
+    Without a fingerprint of the source that has ``expected_digest`` only the span can be named.
+    """
+    span = f"{source.path}:{source.first_line}-{source.last_line}"
+    recorded = fingerprints.get(source.target)
+    if recorded is None or recorded["digest"] != expected_digest:
+        return f"somewhere in {span} (no line hashes are recorded for digest {expected_digest[:12]})"
+    old = [mark.partition(":") for mark in recorded["lines"].split()]
+    new = fingerprint(source)
+    text = parse_file(Path(source.path))[0].split("\n")
+    shown: list[str] = []
+    places: list[str] = []
+    matcher = SequenceMatcher(None, [mark for _, _, mark in old], [mark for _, mark in new], autojunk=False)
+    for tag, old_first, old_last, first, last in matcher.get_opcodes():
+        if tag == "equal":
+            continue
+        lost = old_last - old_first
+        if first == last:
+            before = new[first][0] if first < len(new) else source.last_line + 1
+            places.append(str(before))
+            shown.append(f"    {before:>5} ! {lost} expected line(s) are missing before this line")
+            continue
+        numbers = [line for line, _ in new[first:last]]
+        places.append(f"{numbers[0]}" if numbers[0] == numbers[-1] else f"{numbers[0]}-{numbers[-1]}")
+        shown += [f"    {line:>5} + {text[line - 1]}" for line in numbers if line <= len(text)]
+        shown.append(
+            f"          ! {f'in place of {lost} expected' if lost else 'not among the expected'} line(s)"
+        )
+    if len(shown) > _SHOWN:
+        shown = [*shown[:_SHOWN], f"          ... and {len(shown) - _SHOWN} more"]
+    return "\n".join([f"{source.path}, line(s) {', '.join(places)} of {span.rpartition(':')[2]}:", *shown])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print digests, or write the line digests that a drift report compares with."""
     parser = argparse.ArgumentParser(
@@ -215,8 +407,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for source in found:
         print(f"{source.digest}  {source.target}  {source.path}:{source.first_line}-{source.last_line}")
     if options.write is not None and not failed:
-        from .drift import write_fingerprints  # it imports this module
-
         write_fingerprints(options.write, found)
     return failed
 

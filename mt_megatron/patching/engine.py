@@ -2,28 +2,271 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import importlib
 import inspect
+import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ..errors import PatchConflictError, PatchError, PatchImportError, PatchTargetError
-from .dataclass_fields import field_writes
-from .exchanging import Given, give_back, originals_of, private_ids, write_holders
-from .hooks import ImportHook
-from .journal import Journal
-from .kinds import coded_function, describe_value, new_value, with_constants
-from .places import MISSING, Attribute, Code
-from .plan import Plan, Step
-from .rebind import Original, holders
-from .referrers import Held, Search
-from .report import PatchReport, State, make_report
-from .scope import Scope
-from .scoped import ScopedRebinds
+from mt_megatron.errors import PatchConflictError, PatchError, PatchImportError, PatchTargetError
+from mt_megatron.patching.dataclass_fields import field_writes
+from mt_megatron.patching.hooks import ImportHook
+from mt_megatron.patching.journal import Journal
+from mt_megatron.patching.places import MISSING, Arguments, Attribute, Code, Element, Key, exchange
+from mt_megatron.patching.plan import Plan, Step
+from mt_megatron.patching.rebind import Original, Reach, holders, reach
+from mt_megatron.patching.referrers import Held, Search
+from mt_megatron.patching.report import PatchReport, State, make_report
+from mt_megatron.patching.scope import Scope
+from mt_megatron.patching.scoped import ScopedRebinds
+from mt_megatron.patching.spec import Patch
+
+# Kinds: the value that a patch puts at its target, made from the value that is there.
+
+_NAMES = ("__module__", "__name__", "__qualname__")
+
+
+def new_value(patch: Patch, raw: Any, module: str, qualname: str) -> Any:
+    """The raw value (a descriptor where the target is one) for a patch that sets its target.
+
+    ``raw`` is what is there now, ``MISSING`` for ``add``. Nothing is changed here, so a body that
+    raises leaves everything as it was.
+    """
+    if patch.kind == "wrap":
+        return _like(raw, lambda function: _wrapper(patch.body, function))
+    if patch.kind == "value":
+        return patch.body(raw)
+    if isinstance(patch.body, type):
+        return patch.body
+    if patch.kind == "add" or type(patch.body) is not FunctionType:
+        return _named(patch.body, module, qualname)
+    return _like(raw, lambda function: _named(patch.body, module, qualname))
+
+
+def underlying(raw: Any) -> Any:
+    """The function inside a staticmethod, classmethod or property; anything else as it is."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    return raw.fget if isinstance(raw, property) else raw
+
+
+def _like(raw: Any, make: Callable[[Any], Any]) -> Any:
+    if isinstance(raw, property):
+        return property(make(raw.fget), raw.fset, raw.fdel, raw.__doc__)
+    if isinstance(raw, (staticmethod, classmethod)):
+        return type(raw)(make(raw.__func__))
+    return make(raw)
+
+
+def _wrapper(body: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    # functools.wraps keeps the names that pickle looks a function up by, and __wrapped__ lets
+    # inspect.signature see the original's parameters.
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return body(original, *args, **kwargs)
+
+    return wrapper
+
+
+def _named(body: Any, module: str, qualname: str) -> Any:
+    """A copy of the function under the target's name, by which pickle finds it; ``body`` itself
+    may serve several plans and stays as it is."""
+    if type(body) is not FunctionType:
+        return body
+    copy = FunctionType(
+        body.__code__, body.__globals__, qualname.rpartition(".")[2], body.__defaults__, body.__closure__
+    )
+    copy.__kwdefaults__ = None if body.__kwdefaults__ is None else dict(body.__kwdefaults__)
+    copy.__dict__.update(body.__dict__)
+    copy.__annotations__ = dict(body.__annotations__)
+    copy.__doc__ = body.__doc__
+    copy.__module__, copy.__qualname__ = module, qualname
+    return copy
+
+
+def coded_function(raw: Any, target: str) -> FunctionType:
+    """The function whose code holds the literals of ``target``, below descriptors and decorators
+    that set ``__wrapped__``."""
+    function = underlying(raw)
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    if not isinstance(function, FunctionType):
+        kind = type(function).__name__
+        raise PatchTargetError(f"{target} is a {kind}; literals can be exchanged in Python functions only")
+    return function
+
+
+def with_constants(code: CodeType, table: Mapping[Any, Any], target: str) -> CodeType:
+    """``code`` with the literals in ``table`` exchanged, nested code included.
+
+    Raises PatchTargetError when one of them does not occur."""
+    used: set[tuple[type, Any]] = set()
+    changed = _exchange(code, {(type(old), old): new for old, new in table.items()}, used)
+    absent = [old for old in table if (type(old), old) not in used]
+    if absent:
+        raise PatchTargetError(
+            f"the literal(s) {', '.join(map(repr, absent))} do not occur in {target}: "
+            f"take them out of the patch's table, or correct them"
+        )
+    return changed
+
+
+def _exchange(code: CodeType, table: Mapping[tuple[type, Any], Any], used: set[tuple[type, Any]]) -> CodeType:
+    keyword_names = _keyword_names(code)
+
+    def one(value: Any) -> Any:
+        if isinstance(value, CodeType):
+            return _exchange(value, table, used)
+        if isinstance(value, (tuple, frozenset)):
+            items = [one(item) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+        # By type as well: 1, True and 1.0 are equal, but other literals.
+        wanted = (type(value), value)
+        if wanted not in table:
+            return value
+        used.add(wanted)
+        return table[wanted]
+
+    constants = tuple(
+        value if index in keyword_names else one(value) for index, value in enumerate(code.co_consts)
+    )
+    if all(a is b for a, b in zip(constants, code.co_consts, strict=True)):
+        return code
+    return code.replace(co_consts=constants)
+
+
+def _keyword_names(code: CodeType) -> set[int]:
+    """Indices of the tuples that name the keywords of a call, which are no literals."""
+    found: set[int] = set()
+    instructions = list(dis.get_instructions(code))
+    for instruction, following in itertools.pairwise(instructions):
+        before_call = following.opname in ("CALL_FUNCTION_KW", "CALL_KW")  # before and after 3.11, 3.12
+        if instruction.opname == "KW_NAMES" or (instruction.opname == "LOAD_CONST" and before_call):
+            found.add(instruction.arg or 0)
+    return found
+
+
+def describe_value(value: Any) -> str:
+    """For messages: what kind of thing was found."""
+    if value is MISSING:
+        return "nothing"
+    names = [getattr(value, name, None) for name in _NAMES]
+    return f"{type(value).__name__} {names[0]}.{names[2]}" if names[0] and names[2] else repr(value)[:80]
+
+
+# Exchange of a target's value in everything that holds it: forward when patching, back when undoing.
+
+
+@dataclass(frozen=True)
+class Given:
+    """``new`` was put at ``place`` instead of ``old`` (``MISSING``: of nothing); who imports the
+    name from then on gets ``new``."""
+
+    place: Attribute
+    old: Any
+    new: Held
+    step: Step
+    unique: bool
+    """Whether nobody else had ``new`` when it was put there."""
+
+
+def originals_of(steps: Iterable[Step], places: dict[str, Attribute]) -> list[Original]:
+    """What is about to give way, once per target. Only ``Held`` refers to it."""
+    found: dict[str, list[Original]] = {}
+    for step in steps:
+        target, place = step.patch.target, places[step.patch.target]
+        if step.patch.kind in ("constant", "add", "fields") or target in found or place.read() is MISSING:
+            continue
+        raw = Held(place.read())
+        found[target] = _pair(raw, place, step, reach(raw.value, step.package))
+    return [original for pair in found.values() for original in pair]
+
+
+def _pair(raw: Held, place: Attribute, step: Step, how: Reach) -> list[Original]:
+    """The value itself and, in a descriptor, the function that others may hold without it."""
+    pair = [Original(raw, place, step.module, how)]
+    if underlying(raw.value) is not raw.value:
+        pair.append(Original(Held(underlying(raw.value)), place, step.module, how, raw))
+    return pair
+
+
+def private_ids(body: Any) -> list[int]:
+    """Ids of what a body keeps for itself: it may hold the original, and has to go on doing so."""
+    closure = getattr(body, "__closure__", None) or ()
+    keywords = getattr(body, "__kwdefaults__", None)
+    kept = [*closure, closure, getattr(body, "__defaults__", None), keywords, body]
+    if isinstance(body, type):
+        kept += [body.__mro__, body.__bases__, *body.__mro__]
+    return [id(one) for one in kept if one is not None]
+
+
+def write_holders(
+    journal: Journal, originals: Iterable[Original], found: Search, blame: dict[Any, str]
+) -> None:
+    """Let every holder that was found have what is at the originals' targets now."""
+    moves = [
+        (original.held.value, new, blame[original.target.key])
+        for original in originals
+        for new in [_successor(original)]
+        if new is not MISSING
+    ]
+    _write(journal, found, moves)
+
+
+def _successor(original: Original, value: Any = MISSING) -> Any:
+    new = original.target.read() if value is MISSING else value
+    if original.descriptor is None:
+        return new
+    return underlying(new) if type(new) is type(original.descriptor.value) else MISSING
+
+
+def _write(journal: Journal, found: Search, moves: Sequence[tuple[Any, Any, str]]) -> None:
+    seen: set[Any] = set()
+    for holder in found.holders:
+        place = holder.place
+        several = isinstance(place, (Element, Key))
+        key = (*place.key, id(holder.held)) if several else place.key
+        if key in seen:
+            continue
+        seen.add(key)
+        held = place.read() if isinstance(place, Arguments) else holder.held
+        changed, patches = held, list[str]()
+        for old, new, patch_id in moves:
+            result = exchange(changed, old, new)
+            if result is not changed:
+                changed, patches = result, [*patches, patch_id]
+        if place.state(held) == "ours":
+            journal.write(place, held, changed, ", ".join(dict.fromkeys(patches)))
+
+
+def give_back(given: Iterable[Given]) -> Search:
+    """After everything recorded was written back: whoever bound a patched value since then, by
+    ``from owner import name`` for example, gets the original. Returns what could not be given."""
+    pairs = [
+        (original, one)
+        for one in given
+        if one.old is not MISSING
+        for original in _pair(one.new, one.place, one.step, "everywhere" if one.unique else "imports")
+    ]
+    found = holders([original for original, _ in pairs])
+    moves = [
+        (original.held.value, old, one.step.patch.id)
+        for original, one in pairs
+        for old in [_successor(original, one.old)]
+        if old is not MISSING
+    ]
+    _write(Journal(), found, moves)
+    return found
+
+
+# The plan in force.
 
 
 def commit(plan: Plan, scope: Scope | None = None) -> AppliedPlan:

@@ -16,8 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.distributed.namespace import let_group_threads_rest, prepare_environment
+from mt_megatron.backends.dtypes import has_float64
 from mt_megatron.backends.host_process import keep_freed_memory, set_threads
-from mt_megatron.backends.wide import has_float64
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.parallel import rank_layout

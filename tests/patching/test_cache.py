@@ -12,8 +12,7 @@ import pytest
 
 from mt_megatron.errors import PatchTargetError
 from mt_megatron.patching import digest as digest_module
-from mt_megatron.patching.cache import DigestCache, default_path
-from mt_megatron.patching.digest import SCHEME, source_of
+from mt_megatron.patching.digest import SCHEME, DigestCache, default_path, source_of
 
 from .conftest import Toy
 

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import UpstreamDriftError
-from mt_megatron.patching.digest import main, source_of
-from mt_megatron.patching.drift import describe_drift, fingerprint, read_fingerprints, write_fingerprints
+from mt_megatron.patching.digest import (
+    describe_drift,
+    fingerprint,
+    main,
+    read_fingerprints,
+    source_of,
+    write_fingerprints,
+)
 from mt_megatron.patching.plan import Settings, make_plan
 
 from .conftest import Toy

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.errors import PatchConflictError, PatchError, PatchTargetError
-from mt_megatron.patching.engine import commit
-from mt_megatron.patching.kinds import with_constants
+from mt_megatron.patching.engine import commit, with_constants
 from mt_megatron.patching.plan import Settings, make_plan
 
 from .conftest import Toy, snapshot

@@ -14,7 +14,7 @@ import pytest
 from mt_megatron.errors import PatchError
 from mt_megatron.patching import importlib_bootstrap
 from mt_megatron.patching.scope import Scope
-from mt_megatron.patching.seen import inside
+from mt_megatron.patching.scoped import inside
 from mt_megatron.patching.spec import Patch
 
 from .conftest import Toy

@@ -11,7 +11,7 @@ import pytest
 
 from mt_megatron import _session
 from mt_megatron.cli.main import main
-from mt_megatron.patching.drift import read_fingerprints
+from mt_megatron.patching.digest import read_fingerprints
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

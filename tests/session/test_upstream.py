@@ -16,8 +16,7 @@ from mt_megatron import _session
 from mt_megatron.backends import registry
 from mt_megatron.errors import UpstreamVersionError
 from mt_megatron.patches import collect
-from mt_megatron.patching.digest import digest_of, source_of
-from mt_megatron.patching.drift import read_fingerprints
+from mt_megatron.patching.digest import digest_of, read_fingerprints, source_of
 from mt_megatron.patching.source import define, locate, parse_target
 from mt_megatron.patching.spec import Patch
 

@@ -17,7 +17,7 @@ from mt_megatron.backends import telemetry
 from mt_megatron.backends.cpu.namespace import cuda_namespace
 from mt_megatron.backends.cpu.rng import device_generator, host_overrides
 from mt_megatron.backends.distributed.namespace import distributed_overrides, translate_process_group_backend
-from mt_megatron.backends.histc import histc_of_any_dtype
+from mt_megatron.backends.dtypes import histc_of_any_dtype
 from mt_megatron.backends.translate import DeviceTranslator, torch_factories
 from mt_megatron.errors import BackendError
 

@@ -2,23 +2,118 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
+from mt_megatron.backends.base import Backend
 from mt_megatron.backends.cpu.rng import device_generator
-from mt_megatron.backends.cpu.streams import Event, Stream, StreamContext, StreamTable
 from mt_megatron.backends.namespace import DeviceNamespace
 from mt_megatron.backends.telemetry.readings import number
 
-if TYPE_CHECKING:
-    from mt_megatron.backends.cpu.backend import CpuBackend
+# Streams and events for a device that finishes every operation before it returns.
 
 
-def _index(backend: CpuBackend, device: Any) -> int:
+class Event:
+    """``torch.cuda.Event`` for synchronous execution: a moment on the monotonic clock."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        if interprocess:
+            raise NotImplementedError("the cpu backend has no events that are shared between processes")
+        self._timed = enable_timing
+        self._at_ns: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._at_ns = time.perf_counter_ns()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Nothing to wait for: what was recorded has already finished."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: what was recorded has already finished."""
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to ``end_event``.
+
+        Raises:
+            RuntimeError: one of the two was not recorded, or was made without ``enable_timing``.
+        """
+        if not (self._timed and end_event._timed):
+            raise RuntimeError("elapsed_time needs both events to be made with enable_timing=True")
+        if self._at_ns is None or end_event._at_ns is None:
+            raise RuntimeError("elapsed_time needs both events to be recorded first")
+        return (end_event._at_ns - self._at_ns) / 1e6
+
+
+class Stream:
+    """``torch.cuda.Stream`` for synchronous execution: an identity, and nothing to order."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = device
+        self.priority = priority
+        self.cuda_stream = 0
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Nothing is pending."""
+
+    def wait_event(self, event: Event) -> None:
+        """Nothing is pending."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
+class StreamTable:
+    """The default stream and the current one, as ``torch.cuda`` keeps them."""
+
+    def __init__(self) -> None:
+        self.default = Stream()
+        self.current = self.default
+
+    def set_current(self, stream: Stream | None) -> None:
+        if stream is not None:
+            self.current = stream
+
+
+class StreamContext:
+    """``with torch.cuda.stream(s)``: makes ``s`` current, and the old one again afterwards."""
+
+    def __init__(self, table: StreamTable, stream: Stream | None) -> None:
+        self._table = table
+        self._stream = stream
+        self._before: Stream | None = None
+
+    def __enter__(self) -> None:
+        self._before = self._table.current
+        self._table.set_current(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._table.set_current(self._before)
+
+
+# The namespace.
+
+
+def _index(backend: Backend, device: Any) -> int:
     """Index of a device given as None, an integer, a string or a ``torch.device``."""
     if device is None:
         return backend.current_device()
@@ -34,7 +129,7 @@ def _index(backend: CpuBackend, device: Any) -> int:
 class _DeviceContext:
     """``with torch.cuda.device(i)``: makes ``i`` current, and the old one again afterwards."""
 
-    def __init__(self, backend: CpuBackend, device: Any) -> None:
+    def __init__(self, backend: Backend, device: Any) -> None:
         self._backend = backend
         # Megatron passes -1 for "the current one", as torch itself does.
         self.idx = _index(backend, device)
@@ -50,7 +145,7 @@ class _DeviceContext:
         self._backend.set_device(self._before)
 
 
-def _amp(backend: CpuBackend) -> DeviceNamespace:
+def _amp(backend: Backend) -> DeviceNamespace:
     def custom_fwd(function: Any = None, *, cast_inputs: Any = None) -> Any:
         return torch.amp.custom_fwd(function, device_type="cpu", cast_inputs=cast_inputs)
 
@@ -72,7 +167,7 @@ def _amp(backend: CpuBackend) -> DeviceNamespace:
     )
 
 
-def _rng(backend: CpuBackend) -> dict[str, Any]:
+def _rng(backend: Backend) -> dict[str, Any]:
     generator = device_generator()
 
     def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -103,7 +198,7 @@ def _rng(backend: CpuBackend) -> dict[str, Any]:
     }
 
 
-def _memory(backend: CpuBackend) -> dict[str, Any]:
+def _memory(backend: Backend) -> dict[str, Any]:
     def allocated(device: Any = None) -> int:
         return backend.memory_allocated() or 0
 
@@ -140,7 +235,7 @@ def _memory(backend: CpuBackend) -> dict[str, Any]:
     }
 
 
-def _telemetry(backend: CpuBackend) -> dict[str, Any]:
+def _telemetry(backend: Backend) -> dict[str, Any]:
     # torch.cuda gives numbers, and 0 would be a lie: what the host does not tell is NaN.
     def field(name: str, scale: float = 1.0) -> Any:
         return lambda device=None: scale * number(getattr(backend.telemetry(), name))
@@ -153,7 +248,7 @@ def _telemetry(backend: CpuBackend) -> dict[str, Any]:
     }
 
 
-def _properties(backend: CpuBackend) -> dict[str, Any]:
+def _properties(backend: Backend) -> dict[str, Any]:
     def get_device_properties(device: Any = None) -> SimpleNamespace:
         _index(backend, device)
         return SimpleNamespace(
@@ -177,7 +272,7 @@ def _tensor_types() -> dict[str, Any]:
     return {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in kinds}
 
 
-def cuda_namespace(backend: CpuBackend) -> DeviceNamespace:
+def cuda_namespace(backend: Backend) -> DeviceNamespace:
     """The ``torch.cuda`` of redirected modules. Names it lacks raise ``UnsupportedDeviceCall``."""
     streams = StreamTable()
 

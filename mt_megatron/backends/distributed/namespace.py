@@ -6,30 +6,266 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.backends.distributed.flat_collectives import (
-    all_gather_flat,
-    all_to_all_flat,
-    reduce_scatter_flat,
-)
-from mt_megatron.backends.distributed.uneven_collectives import (
-    all_gather_of_any_sizes,
-    all_to_all_of_any_sizes,
-    reduce_scatter_by_reduces,
-    reduce_scatter_of_any_sizes,
-)
 from mt_megatron.backends.torch_version import torch_is_before
 from mt_megatron.backends.translate import DeviceTranslator
 from mt_megatron.errors import BackendError
 
+# The names that Megatron-Core 0.9.0 calls were renamed twice; the current ones do the same without a warning.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+# Collectives of one buffer, with NCCL's rules for shapes: the number of elements decides, not the shape.
+# Gloo compares shapes: it refuses a matrix that is gathered into a flat buffer, and ``reduce_scatter`` of
+# torch 2.13 ends the process. So both buffers are passed as one dimension. MCCL gets the same.
+
+
+@functools.wraps(dist.all_gather_into_tensor)
+def all_gather_flat(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """``all_gather_into_tensor`` of any two shapes whose numbers of elements fit."""
+    _require_multiple("all_gather_into_tensor", "output", output_tensor, "input", input_tensor, group)
+    return _all_gather(_flat(output_tensor), _flat(input_tensor), group=group, async_op=async_op)
+
+
+@functools.wraps(dist.reduce_scatter_tensor)
+def reduce_scatter_flat(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """``reduce_scatter_tensor`` of any two shapes whose numbers of elements fit."""
+    _require_multiple("reduce_scatter_tensor", "input", input, "output", output, group)
+    return _reduce_scatter(_flat(output), _flat(input), op=op, group=group, async_op=async_op)
+
+
+@functools.wraps(dist.all_to_all_single)
+def all_to_all_flat(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """``all_to_all_single`` of any two shapes. Split sizes count rows of the tensor that they are for."""
+    into, given = split_sizes(output_split_sizes), split_sizes(input_split_sizes)
+    if not into and not given:
+        world = dist.get_world_size(group)
+        for name, tensor in (("output", output), ("input", input)):
+            if world > 0 and (not tensor.dim() or tensor.shape[0] % world):
+                raise ValueError(
+                    f"all_to_all_single: found {name} of shape {tuple(tensor.shape)} and no split sizes; "
+                    f"expected a first dimension that {world} ranks can share equally"
+                )
+        if output.numel() != input.numel():
+            raise ValueError(
+                f"all_to_all_single: found an output of {output.numel()} elements and an input of "
+                f"{input.numel()}; expected equal numbers without split sizes"
+            )
+        output, input = _flat(output), _flat(input)
+    else:
+        # Before the library: Gloo would raise what one call did wrong in a later barrier again.
+        _require_sum("output", output, into, group)
+        _require_sum("input", input, given, group)
+    return dist.all_to_all_single(output, input, into, given, group=group, async_op=async_op)
+
+
+def split_sizes(given: Sequence[int] | None) -> list[int]:
+    """Megatron also gives numpy's arrays and tensors. Empty where there are none."""
+    return [] if given is None else [int(size) for size in given]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    # One that has gaps is left to the library, which refuses it.
+    return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
+
+
+def _require_sum(name: str, tensor: torch.Tensor, sizes: list[int], group: Any) -> None:
+    world = dist.get_world_size(group)
+    if world <= 0 or not sizes:
+        return
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if len(sizes) != world or sum(sizes) != rows:
+        raise ValueError(
+            f"all_to_all_single: found {name} of {rows} rows and split sizes {sizes}; expected {world} "
+            f"sizes, one for each rank, which add up to {rows}"
+        )
+
+
+def _require_multiple(
+    call: str, large_name: str, large: torch.Tensor, small_name: str, small: torch.Tensor, group: Any
+) -> None:
+    world = dist.get_world_size(group)
+    # -1: this rank is no member, and torch does nothing.
+    if world > 0 and large.numel() != world * small.numel():
+        raise ValueError(
+            f"{call}: found an {large_name} of shape {tuple(large.shape)} and an {small_name} of shape "
+            f"{tuple(small.shape)}; expected {world} times as many elements in the {large_name}, one part "
+            "for each rank"
+        )
+
+
+# Collectives of a list whose parts differ in size, which NCCL takes and other libraries refuse. Gloo
+# gathers equal shapes only, and Gloo of torch before 2.13 has no ``reduce_scatter`` of a list. MCCL is
+# reported to want equal sizes everywhere.
+
+
+class _Works:
+    """Several pending collectives as one, and what is left to do after them."""
+
+    def __init__(self, works: list[Any], then: Callable[[], object] | None = None) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self, *args: Any) -> bool:
+        for work in self._works:
+            work.wait(*args)
+        then, self._then = self._then, None
+        if then is not None:
+            with torch.no_grad():
+                then()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+@functools.wraps(dist.all_gather)
+def all_gather_of_any_sizes(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """``all_gather`` of equal or unequal shapes; unequal ones by one broadcast from each rank."""
+    if all(part.shape == tensor_list[0].shape for part in tensor_list):
+        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    # All ranks list the same shapes, so all of them come here and skip the same empty parts.
+    group = dist.group.WORLD if group is None else group
+    with torch.no_grad():
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+    works = [
+        dist.broadcast(part, dist.get_global_rank(group, rank), group, async_op=True)
+        for rank, part in enumerate(tensor_list)
+        if part.numel()
+    ]
+    pending = _Works([work for work in works if work is not None])
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+@functools.wraps(dist.reduce_scatter)
+def reduce_scatter_by_reduces(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """``reduce_scatter`` of a list, by one reduce to each rank."""
+    group = dist.group.WORLD if group is None else group
+    own = dist.get_rank(group)
+    # A reduce leaves half-made sums with the ranks that are not its target.
+    parts = [part.clone() for part in input_list]
+    works = [
+        dist.reduce(part, dist.get_global_rank(group, rank), op, group, async_op=True)
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]
+    pending = _Works([work for work in works if work is not None], then=lambda: output.copy_(parts[own]))
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+@functools.wraps(dist.reduce_scatter)
+def reduce_scatter_of_any_sizes(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """``reduce_scatter`` of equal or unequal shapes; unequal ones by one reduce to each rank."""
+    # All ranks list the same shapes, so all of them take the same way.
+    if all(part.shape == input_list[0].shape for part in input_list):
+        return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    return reduce_scatter_by_reduces(output, input_list, op=op, group=group, async_op=async_op)
+
+
+@functools.wraps(dist.all_to_all_single)
+def all_to_all_of_any_sizes(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """``all_to_all_single``; with split sizes, by sends and receives.
+
+    A rank sees its own sizes alone and cannot tell whether all ranks' are equal. So the way depends on
+    whether sizes are given, which must be the same on every rank.
+    """
+    into, given = split_sizes(output_split_sizes), split_sizes(input_split_sizes)
+    if not into and not given:
+        return all_to_all_flat(output, input, group=group, async_op=async_op)
+    group = dist.group.WORLD if group is None else group
+    world, own = dist.get_world_size(group), dist.get_rank(group)
+    targets = _parts(output, into, world, "output")
+    sources = _parts(input, given, world, "input")
+    if targets[own].numel() != sources[own].numel():
+        raise ValueError(
+            f"all_to_all_single: rank {own} keeps {sources[own].numel()} elements of its input and expects "
+            f"{targets[own].numel()}; make output_split_sizes[{own}] and input_split_sizes[{own}] agree"
+        )
+    with torch.no_grad():
+        targets[own].copy_(sources[own].view_as(targets[own]))
+    transfers = []
+    for step in range(1, world):
+        for call, part, peer in (
+            (dist.isend, sources, (own + step) % world),
+            (dist.irecv, targets, (own - step) % world),
+        ):
+            # The sender's and the receiver's sizes agree, so both leave out the same empty parts.
+            if part[peer].numel():
+                to = dist.get_global_rank(group, peer)
+                transfers.append(dist.P2POp(call, part[peer], to, group))
+    pending = _Works(dist.batch_isend_irecv(transfers) if transfers else [])
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def _parts(tensor: torch.Tensor, sizes: list[int], world: int, name: str) -> tuple[torch.Tensor, ...]:
+    rows = tensor.shape[0]
+    sizes = sizes or [rows // world] * world
+    if len(sizes) != world or sum(sizes) != rows:
+        raise ValueError(
+            f"all_to_all_single: found {name} of {rows} rows and split sizes {sizes}; expected {world} "
+            f"sizes, one for each rank, which add up to {rows}"
+        )
+    parts: tuple[torch.Tensor, ...] = tensor.split(sizes)
+    return parts
+
+
 logger = logging.getLogger("mt_megatron")
+
+# The namespace.
 
 _ACCELERATOR_LIBRARIES = ("nccl", "mccl")
 

@@ -1,11 +1,73 @@
-"""A rendezvous store that listens on 127.0.0.1 alone."""
+"""Rendezvous of ranks: one that no earlier attempt of the job can disturb, and a store on 127.0.0.1 alone.
+
+When torchrun starts its workers again (``--max-restarts``), recent torch gives them the store of the
+attempt before, in which the addresses of the dead still stand: Gloo then connects to nobody and the
+restart fails. Nor is there a number of the attempt that all nodes agree on: each agent counts the
+failures of its own workers. So the ranks first agree on a name that is new, and meet below it.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
+import time
+from datetime import timedelta
 from typing import Any
 
 from mt_megatron.backends.torch_version import torch_is_before
+from mt_megatron.errors import BackendError
+
+_PREFIX = "mt_megatron/attempt"
+_POLL_SECONDS = 0.02
+
+
+def elastic_group(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of ``init_process_group`` for a worker that torchrun may start again; empty for others.
+
+    Raises ``BackendError`` when the other ranks do not come within ``timeout``.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or restarts == "0":
+        return {}
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    name = fresh_name(store, rank, world_size, timeout)
+    return {"store": PrefixStore(f"{_PREFIX}/{name}", store), "rank": rank, "world_size": world_size}
+
+
+def fresh_name(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all ``world_size`` ranks have now, and had in no earlier attempt; collective.
+
+    Each rank asks under a random word of its own. Rank 0 answers every word it sees, also one that
+    the dead left, until every rank has confirmed the answer.
+    """
+    word = secrets.token_hex(8)
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank != 0:
+        store.set(f"{_PREFIX}/word/{rank}", word)
+        name = str(store.get(f"{_PREFIX}/answer/{word}").decode())
+        store.set(f"{_PREFIX}/confirmed/{name}/{rank}", "1")
+        return name
+    answered: dict[int, str] = {}
+    missing = set(range(1, world_size))
+    while missing:
+        if time.monotonic() > deadline:
+            raise BackendError(
+                f"ranks {sorted(missing)} did not come within {timeout}; see what their processes say"
+            )
+        for other in sorted(missing):
+            if store.check([f"{_PREFIX}/confirmed/{word}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"{_PREFIX}/word/{other}"]):
+                asked = store.get(f"{_PREFIX}/word/{other}").decode()
+                if answered.get(other) != asked:
+                    answered[other] = asked
+                    store.set(f"{_PREFIX}/answer/{asked}", word)
+        if missing:
+            time.sleep(_POLL_SECONDS)
+    return word
 
 
 def loopback_store() -> tuple[Any, int]:

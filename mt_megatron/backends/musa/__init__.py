@@ -1,10 +1,8 @@
 """The backend of Moore Threads GPUs.
 
-backend       the ``Backend`` on torch_musa
-namespace     what Megatron's modules see as ``torch.cuda``
-cards         abilities of each card, in one table
-pinning       whether host memory can be pinned, found out once
-tensor_types  ``torch.cuda.FloatTensor`` and its kin
+backend    the ``Backend`` on torch_musa; pinned host memory
+namespace  what Megatron's modules see as ``torch.cuda``
+cards      abilities of each card, in one table
 """
 
 from __future__ import annotations

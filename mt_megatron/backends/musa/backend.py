@@ -6,7 +6,9 @@ imported when a backend object is asked whether it can be used, never by importi
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +18,36 @@ import torch
 from mt_megatron.backends import telemetry
 from mt_megatron.backends.base import TimedEvent
 from mt_megatron.backends.distributed.namespace import distributed_overrides, translate_process_group_backend
-from mt_megatron.backends.histc import histc_of_any_dtype
+from mt_megatron.backends.dtypes import histc_of_any_dtype
 from mt_megatron.backends.musa import cards
 from mt_megatron.backends.musa.namespace import cuda_namespace
-from mt_megatron.backends.musa.pinning import PinnedMemory
 from mt_megatron.backends.translate import DeviceTranslator, torch_factories
 from mt_megatron.errors import BackendError
+
+_log = logging.getLogger("mt_megatron")
+
+
+class PinnedMemory:
+    """Pinned memory makes transfers asynchronous; without it they are right all the same."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    @functools.cache  # noqa: B019  (one object per backend, which lives as long as the process)
+    def works(self) -> bool:
+        """Whether ``torch.empty(..., pin_memory=True)`` works here. Says so, once, when it does not."""
+        try:
+            torch.empty(1, pin_memory=True)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            _log.warning(
+                "pinned memory was asked for and %s cannot pin it (%s): ordinary memory is used, transfers "
+                "wait for it",
+                self._device_type,
+                reason,
+            )
+            return False
+        return True
 
 
 def _musa() -> Any:

@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mt_megatron.backends import telemetry
-from mt_megatron.backends.musa.tensor_types import tensor_types
+from mt_megatron.backends.base import Backend
 from mt_megatron.backends.namespace import DeviceNamespace
 from mt_megatron.backends.translate import DeviceTranslator
 from mt_megatron.errors import BackendError
 
-if TYPE_CHECKING:
-    from mt_megatron.backends.musa.backend import MusaBackend
+# ``torch.cuda.FloatTensor`` and its kin for a device that has no such classes.
+_DTYPES = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+}
+
+
+def tensor_types(device_type: str) -> dict[str, type]:
+    """``FloatTensor`` ... for ``device_type``: calling one makes a tensor, ``isinstance`` asks for its
+    dtype and device, as torch's legacy tensor classes do."""
+    return {f"{kind}Tensor": _tensor_type(kind, dtype, device_type) for kind, dtype in _DTYPES.items()}
+
+
+def _tensor_type(kind: str, dtype: torch.dtype, device_type: str) -> type:
+    class Legacy(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return (
+                isinstance(instance, torch.Tensor)
+                and instance.dtype == dtype
+                and instance.device.type == device_type
+            )
+
+        def __call__(cls, *args: Any) -> torch.Tensor:
+            if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
+                return torch.as_tensor(args[0]).to(device_type, dtype)
+            sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+            return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=device_type)
+
+    return Legacy(f"{kind}Tensor", (), {"__module__": f"torch.{device_type}", "dtype": dtype})
 
 
 def _translated(function: Callable[..., Any], translator: DeviceTranslator) -> Callable[..., Any]:
@@ -103,7 +138,7 @@ def _properties(musa: Any) -> dict[str, Any]:
     }
 
 
-def _telemetry(backend: MusaBackend) -> dict[str, Any]:
+def _telemetry(backend: Backend) -> dict[str, Any]:
     def asking(field: str, scale: float = 1.0) -> Callable[..., float]:
         def ask(device: Any = None) -> float:
             index = device if isinstance(device, int) else None
@@ -119,7 +154,7 @@ def _telemetry(backend: MusaBackend) -> dict[str, Any]:
     }
 
 
-def cuda_namespace(backend: MusaBackend, translator: DeviceTranslator) -> DeviceNamespace:
+def cuda_namespace(backend: Backend, translator: DeviceTranslator) -> DeviceNamespace:
     """The ``torch.cuda`` of redirected modules. Names it lacks raise ``UnsupportedDeviceCall``."""
     musa: Any = getattr(torch, "musa", None) or _NotInstalled()
     with_a_device = _random(musa) | _memory(musa) | _properties(musa)

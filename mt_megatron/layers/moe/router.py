@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_megatron.backends.wide import has_float64
+from mt_megatron.backends.dtypes import has_float64
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.moe.expert_bias import add_expert_bias
 from mt_megatron.layers.moe.router_capacity import Capacity, limit

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_megatron.backends.wide import wide_float
+from mt_megatron.backends.dtypes import wide_float
 from mt_megatron.layers.attention.packed import are_borders
 
 

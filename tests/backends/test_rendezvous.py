@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from mt_megatron.backends.distributed.elastic import elastic_group, fresh_name
+from mt_megatron.backends.distributed.rendezvous import elastic_group, fresh_name
 from mt_megatron.errors import BackendError
 
 SOON = timedelta(seconds=20)

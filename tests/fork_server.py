@@ -1,0 +1,423 @@
+"""Python processes that start warm: forks of a server that has imported torch and the patch engine.
+
+A cold interpreter needs more than a second of CPU time to import torch; a fork needs a few
+milliseconds. A fork runs the same command line (``-m MODULE``, ``-c CODE`` or a script) as a cold
+process would: in a session of its own, with its own environment, folder, files, ``sys.argv``,
+``sys.path`` and ``__main__``, and with new seeds of the random generators. The server imports
+neither Megatron-Core nor what imports it, patches nothing, starts no thread and runs no tensor
+operation, so the fork finds what a cold process finds after ``import torch``.
+
+Variables that are read while a process starts or imports (``PYTHONPATH``, ``OMP_NUM_THREADS``,
+``TORCH_*`` and every other one that ``_READ_LATER`` does not name) cannot be changed by the fork:
+each set of their values has servers of its own. For each set there are two, with different hash
+seeds, so neighbouring ranks iterate over sets in different orders, as cold ranks do.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COLD = "MT_MEGATRON_TEST_COLD"
+"""Environment variable of the tests; ``1`` starts every process cold."""
+
+_READ_LATER = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|GLOO_\w+"
+    r"|PYTEST_\w+|MT_MEGATRON_\w+|HF_\w+|TOKENIZERS_PARALLELISM|COLUMNS|LINES"
+)
+"""Variables that nothing reads before the target runs: a fork may change them."""
+
+_HASH_SEEDS = 2
+_KEPT_SETS = 3
+_HEADER = 8
+_MODULES = (
+    "torch.distributed",
+    "torch.utils.data",
+    "numpy",
+    "packaging.version",
+    "psutil",
+    "pydantic",
+    "tokenizers",
+    "yaml",
+    "mt_megatron._session",
+    "mt_megatron.backends.cpu",
+    "mt_megatron.backends.registry",
+    "mt_megatron.patches.scope",
+    "mt_megatron.patching.engine",
+    "mt_megatron.patching.plan",
+)
+"""What a server imports, in this order, beside the modules that declare the patches: what
+``mt_megatron.patch()`` imports before it changes anything."""
+
+
+class ColdStart(Exception):
+    """This process must be started cold; the message says why."""
+
+
+class Forked:
+    """A process that a server forked: the part of ``subprocess.Popen`` that the tests use."""
+
+    def __init__(self, server: _Server, pid: int, stdin: IO[bytes] | None) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin = stdin
+        self.cpu_seconds: float | None = None
+        self._server = server
+        self._kept = True
+
+    def poll(self) -> int | None:
+        """The exit code, None while the process runs. Its pid stays taken until ``wait``."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"poll": self.pid})["code"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and release the pid. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = 0.001
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
+            time.sleep(pause)
+            pause = min(0.02, 1.5 * pause)
+        if self._kept:
+            self._kept = False
+            self.cpu_seconds = self._server.ask({"release": self.pid})["cpu"]
+            self._server.running -= 1
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self._kept:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Server:
+    """One warm interpreter, seen from the process that started it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.running = self.forks = 0
+        self._lock = threading.Lock()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+                cwd=ROOT,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket = ours
+
+    def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> dict[str, Any]:
+        """Send a request and return the answer. Raises ColdStart when the server has ended."""
+        with self._lock:
+            try:
+                _send(self._socket, request, files)
+                answer, _ = _receive(self._socket)
+            except OSError:
+                answer = None
+        if answer is None:
+            raise ColdStart(f"the fork server has ended: {self.said()}")
+        if "cold" in answer:
+            raise ColdStart(answer["cold"])
+        return answer
+
+    def said(self) -> str:
+        """The end of what the server has printed."""
+        self._log.seek(0)
+        return self._log.read()[-2000:].decode(errors="replace")
+
+    def end(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+_servers: dict[frozenset[tuple[str, str]], list[_Server | None]] = {}
+_owner = os.getpid()
+
+
+def start(
+    command: Sequence[str],
+    *,
+    slot: int,
+    cwd: str | Path,
+    env: Mapping[str, str],
+    files: Sequence[int],
+    feed: IO[bytes] | None = None,
+) -> Forked:
+    """Start ``command`` (``[sys.executable, "-m", ...]``) as a fork, with ``files`` as its input, output and
+    error output. ``slot`` chooses the hash seed; ``feed`` is kept as the process's ``stdin``.
+    Raises ColdStart where the command or its environment needs a cold process.
+    """
+    if os.environ.get(COLD) == "1":
+        raise ColdStart(f"{COLD}=1")
+    if any(name.startswith("COVERAGE_") for name in env):
+        raise ColdStart("coverage is measured")
+    if not _runs_here(command):
+        raise ColdStart(f"options of the interpreter: {command}")
+    server = _server(env, slot)
+    # What a child would inherit from this process, and a fork does not.
+    request = {
+        "command": list(command[1:]),
+        "cwd": str(cwd),
+        "env": dict(env),
+        "umask": _umask(),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+    answer = server.ask(request, files)
+    server.running += 1
+    server.forks += 1
+    return Forked(server, answer["pid"], feed)
+
+
+def _runs_here(command: Sequence[str]) -> bool:
+    if not command or command[0] != sys.executable or len(command) < 2:
+        return False
+    return command[1] in ("-m", "-c") and len(command) > 2 or not command[1].startswith("-")
+
+
+def _server(env: Mapping[str, str], slot: int) -> _Server:
+    global _owner
+    if os.getpid() != _owner:  # a fork of the process that has the connections
+        _servers.clear()
+        _owner = os.getpid()
+    key = frozenset((name, value) for name, value in env.items() if not _READ_LATER.fullmatch(name))
+    found = _servers.pop(key, None) or [None] * _HASH_SEEDS
+    _servers[key] = found  # the last one used is the last in order
+    idle = [one for one, servers in _servers.items() if not any(s and s.running for s in servers)]
+    for one in idle[: max(0, len(_servers) - _KEPT_SETS)]:
+        if one != key:
+            _end(_servers.pop(one))
+    server = found[slot % _HASH_SEEDS]
+    if server is None:
+        server = found[slot % _HASH_SEEDS] = _Server(env)
+    return server
+
+
+def _end(servers: list[_Server | None]) -> None:
+    for server in servers:
+        if server is not None:
+            server.end()
+
+
+@atexit.register
+def _end_all() -> None:
+    if os.getpid() == _owner:
+        while _servers:
+            _end(_servers.popitem()[1])
+
+
+def _umask() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    raise RuntimeError("/proc/self/status has no Umask")
+
+
+def _send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
+    data = json.dumps(message).encode()
+    header = len(data).to_bytes(_HEADER, "big")
+    if files:
+        socket.send_fds(connection, [header], list(files))
+    else:
+        connection.sendall(header)
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next message and its files; None at the end of the connection."""
+    room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
+    header, ancillary, _, _ = connection.recvmsg(_HEADER, room)
+    files = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    while 0 < len(header) < _HEADER:
+        header += connection.recv(_HEADER - len(header))
+    if not header:
+        return None, []
+    size = int.from_bytes(header, "big")
+    body = bytearray()
+    while len(body) < size:
+        part = connection.recv(size - len(body))
+        if not part:
+            return None, []
+        body += part
+    return json.loads(body), list(files)
+
+
+# From here on: the server's side.
+
+
+def _import_all() -> None:
+    import importlib
+
+    for name in _MODULES:
+        importlib.import_module(name)
+    from mt_megatron.patches import CONCERNS
+
+    for concern in CONCERNS:
+        importlib.import_module(f"mt_megatron.patches.{concern}")
+
+
+def _serve(connection: socket.socket) -> dict[str, Any]:
+    """Answer until the client is gone. Returns in each fork, with the call that it is for."""
+    given = dict(
+        entry.split("=", 1) for entry in Path("/proc/self/environ").read_text().split("\0") if "=" in entry
+    )
+    _import_all()
+    # Imports may set variables of the environment and print warnings: each fork gets them too.
+    changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
+    said = os.pread(2, 1 << 20, 0)
+    refusal = None
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        refusal = f"imports have started threads: {threads}"
+    elif upstream := [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        refusal = f"Megatron-Core is imported: {upstream[:3]}"
+    while True:
+        request, files = _receive(connection)
+        if request is None:
+            os._exit(0)
+        if "poll" in request:
+            _send(connection, {"code": _exit_code(request["poll"])})
+        elif "release" in request:
+            used = os.wait4(request["release"], 0)[2]
+            _send(connection, {"cpu": used.ru_utime + used.ru_stime})
+        elif refusal:
+            for file in files:
+                os.close(file)
+            _send(connection, {"cold": refusal})
+        else:
+            read, write = os.pipe()
+            pid = os.fork()
+            if not pid:
+                connection.close()
+                os.close(read)
+                _separate(request, files, changed, said)
+                os.close(write)
+                return request
+            os.close(write)
+            for file in files:
+                os.close(file)
+            # Once this ends the fork leads its own session, so its group can be signalled.
+            os.read(read, 1)
+            os.close(read)
+            _send(connection, {"pid": pid})
+
+
+def _exit_code(pid: int) -> int | None:
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _separate(call: dict[str, Any], files: list[int], changed: dict[str, str], said: bytes) -> None:
+    """Give this fork everything of its own that a new process has."""
+    import ctypes
+    import random
+
+    import numpy
+    import torch
+
+    os.setsid()
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.write(2, said)
+    os.umask(call["umask"])
+    os.sched_setaffinity(0, call["cores"])
+    os.chdir(call["cwd"])
+    os.environ.clear()
+    os.environ.update({**call["env"], **changed})
+    random.seed()
+    numpy.random.seed()
+    torch.default_generator.seed()
+    tempfile.tempdir = None
+
+
+class _Exit:
+    """Ends a fork after its exit handlers. Taking apart every module that torch has loaded, as the
+    interpreter does afterwards, would take half a second of CPU time. Cold processes do it."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        # Handlers run in the opposite order: this one, before all imports, is the last.
+        atexit.register(self._now)
+
+    def _now(self) -> None:
+        if self.code is not None:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(self.code)
+
+    def after(self, call: dict[str, Any]) -> None:
+        try:
+            _become(call)
+            self.code = 0
+        except SystemExit as end:
+            plain = end.code is None or isinstance(end.code, int)
+            self.code = (end.code or 0) & 0xFF if plain else 1  # type: ignore[operator]
+            raise
+        except Exception:
+            self.code = 1
+            raise
+
+
+def _become(call: dict[str, Any]) -> None:
+    """Run the command line of ``call`` as ``__main__``."""
+    import runpy
+    import types
+
+    command: list[str] = call["command"]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = __builtins__
+    sys.orig_argv = [sys.executable, *command]
+    if command[0] == "-m":
+        sys.argv = ["-m", *command[2:]]
+        sys.path[0] = call["cwd"]
+        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
+    elif command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        sys.path[0] = ""
+        exec(compile(command[1], "<string>", "exec"), vars(main))
+    else:
+        sys.argv = list(command)
+        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
+        vars(main)["__file__"] = command[0]
+        exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    _exit = _Exit()
+    _exit.after(_serve(socket.socket(fileno=int(sys.argv[1]))))
