@@ -57,7 +57,7 @@ _MODULES = (
     "mt_megatron._session",
     "mt_megatron.backends.cpu",
     "mt_megatron.backends.registry",
-    "mt_megatron.patches.scope",
+    "mt_megatron.patches.device.scope",
     "mt_megatron.patching.engine",
     "mt_megatron.patching.plan",
 )
