@@ -2,6 +2,27 @@
 
 import mt_megatron
 mt_megatron.patch(backend="auto")
+
+cli           one command line: ``mt-megatron``
+diverge       the first module at which two runs part
+launching     what ``run`` and ``launch`` start
+training      a run from its configuration to its figures
+convert       checkpoints from one form to another
+scan          MegaScan: tracing and diagnosis
+planning      what a configuration builds and costs
+models        model families and their names on the Hugging Face Hub
+data          text to micro-batches
+config        a preset, a YAML file and flags to one configuration
+checkpoint    whole or absent, loadable under any layout
+_session      what is patched in this process
+patches       what is changed in Megatron-Core
+layers        modules that Megatron-Core lacks
+patching      the engine of declared patches
+backends      what a device is
+seams         where features plug in
+parallel      rank layouts
+errors        exceptions
+near_names    suggestions for slips of the finger
 """
 
 from ._session import backend, compare_plan_across_ranks, patch, patched, report, unpatch

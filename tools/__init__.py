@@ -1,1 +1,4 @@
-"""Tools of a checkout: not part of the installed package."""
+"""Tools of a checkout: not part of the installed package.
+
+scan_simulator  traces of simulated runs with planted faults
+"""

@@ -1,6 +1,6 @@
 """Bytes of activations that one micro-batch leaves behind for its backward pass, by recompute mode.
 
-Counts what the local layers of this package keep (``tests/models/test_memory.py`` holds the
+Counts what the local layers of this package keep (``tests/planning/test_memory.py`` holds the
 formulas to what autograd really saves), with attention that never stores its s x s scores. Korthikanti
 et al. (arXiv 2205.05198), section 4, is the published form of the same count for GPT.
 """

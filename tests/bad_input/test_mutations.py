@@ -31,8 +31,8 @@ from mt_megatron.training import validate as validate_scan
 from tests.bad_input.cases import loaded, valid_case
 from tests.bad_input.rules import all_rules
 from tests.bad_input.test_files import DAMAGES, FLAGS, tokenizer_file, write_data
-from tests.training.test_config_validate import WRONG
-from tests.training.test_config_validate import config as handmade
+from tests.config.test_validate import WRONG
+from tests.config.test_validate import config as handmade
 
 RULES = all_rules()
 Check = Callable[[ModuleType, TrainingConfig, int], list[str]]

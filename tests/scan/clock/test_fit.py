@@ -342,10 +342,10 @@ def test_clocks_need_neither_torch_nor_megatron() -> None:
 def test_processes_with_false_clocks_are_put_right(seconds: int) -> None:
     """Real processes, sockets and messages. In two seconds on a busy machine few exchanges are fast, in sixty
     enough are; that nothing is received before it was sent holds either way."""
-    script = Path(__file__).parents[3] / "benchmarks" / "scan_clock.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "scan" / "scan_clock.py"
     load = "2" if seconds >= 60 else "0"
     command = [sys.executable, str(script), "--seconds", str(seconds), "--load", load, "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]

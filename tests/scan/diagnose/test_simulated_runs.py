@@ -1,6 +1,6 @@
 """The diagnosis on simulated runs whose labels it does not see, and how it is judged there.
 
-The whole measurement is ``benchmarks/scan_diagnosis.py``; here a few small runs of each kind.
+The whole measurement is ``benchmarks/scan/scan_diagnosis.py``; here a few small runs of each kind.
 """
 
 from __future__ import annotations

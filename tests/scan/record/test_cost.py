@@ -14,7 +14,7 @@ import pytest
 from mt_megatron.scan.record.writer import BEAT_SECONDS
 
 _BEAT_NS = round(BEAT_SECONDS * 1e9)
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks" / "scan"
 
 
 @pytest.fixture

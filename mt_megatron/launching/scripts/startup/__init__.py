@@ -1,1 +1,4 @@
-"""The folder that ``mt-megatron run`` puts on ``PYTHONPATH``; it holds ``sitecustomize`` and nothing else."""
+"""The folder that ``mt-megatron run`` puts on ``PYTHONPATH``, and nothing else.
+
+sitecustomize  imported by Python at its start: any other sitecustomize, then ours
+"""

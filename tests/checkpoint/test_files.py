@@ -1,0 +1,187 @@
+"""Which checkpoint is found, and what is said about one that is not whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.checkpoint import files, retention
+from mt_megatron.checkpoint.files import (
+    LATEST,
+    MANIFEST,
+    latest_checkpoint,
+    read_manifest,
+    resolve_checkpoint,
+    write_durably,
+)
+from mt_megatron.errors import CheckpointError
+from tests.checkpoint.test_kills import CONTENT, write_and_publish
+
+
+def make(folder: Path, iteration: int) -> Path:
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir()
+    (path / MANIFEST).write_text("{}")
+    return path
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match="found no checkpoint"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_the_pointer_decides_not_the_largest_number(tmp_path: Path) -> None:
+    older, _ = make(tmp_path, 10), make(tmp_path, 20)
+    (tmp_path / LATEST).write_text("10\n")
+    assert latest_checkpoint(tmp_path) == older
+    assert resolve_checkpoint(tmp_path) == older
+
+
+def test_a_checkpoint_is_found_by_its_own_path(tmp_path: Path) -> None:
+    path = make(tmp_path, 20)
+    assert resolve_checkpoint(path) == path
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / LATEST).write_text("10")
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        latest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        resolve_checkpoint(tmp_path / "iter_0000010")
+
+
+def test_a_damaged_pointer_and_a_damaged_manifest_are_named(tmp_path: Path) -> None:
+    path = make(tmp_path, 10)
+    (tmp_path / LATEST).write_text("release")
+    with pytest.raises(CheckpointError, match="says 'release', expected an iteration"):
+        latest_checkpoint(tmp_path)
+    (path / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(path)
+
+
+def test_durable_writing_replaces_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_durably(path, "old")
+    write_durably(path, "new")
+    assert path.read_text() == "new"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_durably(tmp_path / "file", "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(tmp_path / "file", "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def names(directory: Path) -> list[int]:
+    return [files.iteration_of(each) or 0 for each in files.complete_checkpoints(directory)]
+
+
+def test_the_newest_of_several_without_a_pointer_is_continued(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    newer = make(tmp_path, 20)
+    assert latest_checkpoint(tmp_path) == newer
+
+
+def test_a_pointer_to_nothing_names_what_is_there(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    (tmp_path / LATEST).write_text("30")
+    with pytest.raises(CheckpointError, match=r"iter_0000030, which is not there.*iter_0000010"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*CONTENT, MANIFEST, files.MARKER])
+def test_one_flipped_byte_anywhere_is_named(tmp_path: Path, name: str) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    folder = tmp_path / "iter_0000010"
+    size = (folder / name).stat().st_size
+    for position in {0, size // 3, size // 2, size - 1}:
+        content = bytearray((folder / name).read_bytes())
+        content[position] ^= 0x01
+        (folder / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{name} is damaged: found .*, expected"):
+            lines = files.damaged_files(folder, read_manifest(folder))
+            raise CheckpointError("; ".join(lines))
+        content[position] ^= 0x01
+        (folder / name).write_bytes(content)
+    assert files.damaged_files(folder, read_manifest(folder)) == []
+
+
+def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    folder = tmp_path / "iter_0000010"
+    (folder / CONTENT[0]).unlink()
+    with open(folder / CONTENT[1], "r+b") as stream:
+        stream.truncate(100)
+    lines = files.damaged_files(folder, read_manifest(folder))
+    assert len(lines) == 2
+    assert any("common.pt cannot be read: No such file" in line for line in lines)
+    assert any("found 100 bytes with crc32" in line and "expected 1012 with" in line for line in lines)
+
+
+def test_the_shares_of_all_readers_are_every_file_once(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    folder = tmp_path / "iter_0000010"
+    document = read_manifest(folder)
+    for name in CONTENT:
+        (folder / name).unlink()
+    found = [files.damaged_files(folder, document, reader=reader, readers=3) for reader in range(3)]
+    assert sorted(len(each) for each in found) == [1, 1, 2]
+    assert len({line for each in found for line in each}) == len(CONTENT)
+
+
+def test_a_folder_without_its_marker_is_not_complete(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    (tmp_path / "iter_0000010" / files.MARKER).unlink()
+    with pytest.raises(CheckpointError, match="no COMPLETE"):
+        latest_checkpoint(tmp_path)
+
+
+def test_the_last_few_and_every_so_many_are_kept(tmp_path: Path) -> None:
+    for iteration in range(10, 70, 10):
+        write_and_publish(tmp_path, iteration, b"a")
+    retention.prune(tmp_path, keep_last=None, retain_interval=None)
+    assert names(tmp_path) == [10, 20, 30, 40, 50, 60]
+    retention.prune(tmp_path, keep_last=2, retain_interval=20)
+    assert names(tmp_path) == [20, 40, 50, 60]
+    retention.prune(tmp_path, keep_last=None, retain_interval=40)
+    assert names(tmp_path) == [40, 60]
+    retention.prune(tmp_path, keep_last=1, retain_interval=None)
+    assert names(tmp_path) == [60]
+    retention.prune(tmp_path, keep_last=1, retain_interval=None)
+    assert names(tmp_path) == [60]
+
+
+def test_later_steps_of_another_branch_are_not_pruned(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30, 40):
+        write_and_publish(tmp_path, iteration, b"a")
+    write_and_publish(tmp_path, 30, b"b", keep_last=1)
+    assert names(tmp_path) == [30, 40]
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000030"
+
+
+def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
+    files.require_writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write checkpoints to .*; change --save"):
+        files.require_writable(tmp_path / "file")
+
+
+def test_a_checkpoint_that_somebody_loads_is_not_pruned(tmp_path: Path) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    write_and_publish(tmp_path, 20, b"a")
+    with retention.in_use(tmp_path / "iter_0000010"):
+        assert retention.prune(tmp_path, keep_last=1, retain_interval=None) == []
+    assert retention.prune(tmp_path, keep_last=1, retain_interval=None) == [tmp_path / "iter_0000010"]

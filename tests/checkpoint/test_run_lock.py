@@ -1,0 +1,156 @@
+"""Two runs in one folder: the second is refused by name, and neither loses a file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.checkpoint import file_locks, retention
+from mt_megatron.checkpoint.files import complete_checkpoints, folder_name, owner_name
+from mt_megatron.checkpoint.run_lock import LOCK, RunLock
+from mt_megatron.errors import CheckpointError
+from tests.launch import ROOT, run_ranks
+from tests.nfs_locks import flock_of_nfs, flock_that_fails
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mt_megatron.checkpoint.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_run(directory: Path) -> Iterator[int]:
+    """A process that holds the lock of ``directory``; its number."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_second_run_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with another_run(tmp_path) as process, pytest.raises(CheckpointError) as refused:
+        RunLock(tmp_path)
+    assert re.search(f"process {process} on host .*, since 20.*another --save", str(refused.value))
+    # Killed with SIGKILL: nothing of it is left.
+    lock = RunLock(tmp_path)
+    assert lock.unsupported is None
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        RunLock(tmp_path)
+    lock.close()
+    RunLock(tmp_path).close()
+    assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_on_nfs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_locks.fcntl, "flock", flock_of_nfs)
+    with another_run(tmp_path), pytest.raises(CheckpointError, match="another run saves to"):
+        RunLock(tmp_path)
+    RunLock(tmp_path).close()
+
+
+def test_without_locks_the_process_is_looked_for_and_the_rest_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_locks.fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    with another_run(tmp_path), pytest.raises(CheckpointError, match="another run saves to"):
+        RunLock(tmp_path)
+    lock = RunLock(tmp_path)
+    assert lock.unsupported is not None and "No locks available" in lock.unsupported
+    lock.close()
+
+
+def test_without_locks_a_number_that_another_process_has_by_now_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was killed and starts again: numbers are given anew from 1 on."""
+    monkeypatch.setattr(file_locks.fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    with another_run(tmp_path):
+        said = json.loads((tmp_path / LOCK).read_text())
+        (tmp_path / LOCK).write_text(json.dumps(said | {"began": said.get("began", 1) - 1}))
+        RunLock(tmp_path).close()
+
+
+def hidden(directory: Path, iteration: int, owner: str, kind: str) -> Path:
+    path = directory / f".{folder_name(iteration)}.{owner}.{kind}"
+    path.mkdir()
+    (path / "file").write_text("x")
+    return path
+
+
+def test_without_a_lock_only_what_is_known_to_be_left_goes(tmp_path: Path) -> None:
+    host = owner_name().rsplit("-", 2)[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    mine = hidden(tmp_path, 1, owner_name(), "partial")
+    ended = hidden(tmp_path, 1, f"{host}-{child}-00000000", "partial")
+    living = hidden(tmp_path, 2, f"{host}-{os.getppid()}-00000000", "partial")
+    elsewhere = hidden(tmp_path, 3, "other-1-00000000", "partial")
+    being_replaced = hidden(tmp_path, 4, f"{host}-{os.getppid()}-00000000", "replaced")
+    to_bring_back = hidden(tmp_path, 5, f"{host}-{child}-00000000", "replaced")
+    said: list[str] = []
+    retention.recover(tmp_path, alone=False, say=said.append)
+    assert [each.exists() for each in (mine, ended, to_bring_back)] == [False] * 3
+    assert [each.exists() for each in (living, elsewhere, being_replaced)] == [True] * 3
+    assert (tmp_path / folder_name(5) / "file").exists() and len(said) == 3
+    retention.recover(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [folder_name(4), folder_name(5)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("two_runs")
+    (folder / "taken").mkdir()
+    with another_run(folder / "taken"):
+        results = run_ranks(2, "tests.checkpoint.run_lock_cases:all_cases", str(folder), timeout=300)
+    return {"ranks": results, "folder": folder}
+
+
+def test_every_rank_of_the_second_run_is_refused(found: dict[str, Any]) -> None:
+    for result in found["ranks"]:
+        assert "CheckpointError: another run saves to" in result["taken"]["error"]
+    assert [each.name for each in (found["folder"] / "taken").iterdir()] == [LOCK]
+
+
+def test_starting_anew_on_top_of_another_run_is_refused(found: dict[str, Any]) -> None:
+    for result in found["ranks"]:
+        error = result["over"]["error"]
+        assert "1 checkpoints of another run, the last of step 2" in error and "--save-over-others" in error
+        assert result["confirmed"]["iteration"] == 1
+        assert result["kept"] == ["iter_0000002"]
+    assert [each.name for each in complete_checkpoints(found["folder"] / "own")] == [
+        "iter_0000001",
+        "iter_0000002",
+    ]
+
+
+def test_storage_without_locks_is_said_or_refused(found: dict[str, Any]) -> None:
+    assert found["ranks"][0]["unlocked"]["iteration"] == 1
+    assert any("nothing keeps a second run from saving" in line for line in found["ranks"][0]["said"])
+    for result in found["ranks"]:
+        assert "No locks available" in result["strict"]["error"]

@@ -1,0 +1,225 @@
+"""Megatron's datasets over prepared files: right tokens, exact order, an index that follows the data."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mt_megatron.config.schema import DataConfig
+from mt_megatron.data.loader.datasets import build_datasets, order_fingerprint
+from mt_megatron.data.loader.tokenizer import NullTokenizer
+from mt_megatron.errors import DataError
+from tests.launch import run_ranks
+
+VOCABULARY = 64
+EOD = VOCABULARY - 1
+LENGTH = 16
+
+
+def write_indexed(
+    prefix: Path, documents: int, seed: int = 0, vocabulary: int = VOCABULARY
+) -> list[list[int]]:
+    """An indexed dataset of random documents, each with its end; returns them."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    rng = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    made = []
+    for _ in range(documents):
+        ids = [*rng.integers(0, vocabulary - 1, size=rng.integers(1, 60)).tolist(), vocabulary - 1]
+        builder.add_document(np.array(ids, dtype=np.uint16), [len(ids)])
+        made.append(ids)
+    builder.finalize(f"{prefix}.idx")
+    return made
+
+
+def _build(data: DataConfig, cache: Path, **options: Any):
+    options = {"train_samples": 20, "sequence_length": LENGTH, "seed": 7, **options}
+    return build_datasets(data, tokenizer=NullTokenizer(VOCABULARY), cache_dir=cache, **options)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> DataConfig:
+    write_indexed(tmp_path / "train", 40)
+    write_indexed(tmp_path / "valid", 12, seed=1)
+    return DataConfig(train_data_path=(str(tmp_path / "train"),), valid_data_path=(str(tmp_path / "valid"),))
+
+
+def test_samples_are_cut_out_of_the_documents_and_labels_are_the_next_tokens(
+    prepared: DataConfig, tmp_path: Path
+) -> None:
+    _, valid, test = _build(prepared, tmp_path / "cache")
+    assert test is None
+    documents = write_indexed(tmp_path / "again", 12, seed=1)
+    stream = [t for i in np.asarray(valid.document_index) for t in documents[i]]
+    assert sorted(valid.document_index) == list(range(12))
+    expected = Counter()
+    for start in range(0, len(stream) - LENGTH, LENGTH):
+        expected[tuple(stream[start : start + LENGTH + 1])] += 1
+    found = Counter()
+    for i in range(len(valid)):
+        sample = valid[i]
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
+        assert torch.equal(sample["position_ids"], torch.arange(LENGTH))
+        assert sample["loss_mask"].tolist() == [1.0] * LENGTH
+        assert "attention_mask" not in sample
+        found[(*sample["tokens"].tolist(), int(sample["labels"][-1]))] += 1
+    assert found == expected
+
+
+def test_order_repeats_for_a_seed_and_differs_for_another(prepared: DataConfig, tmp_path: Path) -> None:
+    orders = [
+        order_fingerprint(_build(prepared, tmp_path / cache, seed=seed).train)
+        for cache, seed in (("a", 7), ("b", 7), ("c", 8))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_order_is_kept_when_more_samples_of_the_same_epoch_are_asked_for(
+    prepared: DataConfig, tmp_path: Path
+) -> None:
+    few = _build(prepared, tmp_path / "cache", train_samples=5).train
+    more = _build(prepared, tmp_path / "cache", train_samples=20).train
+    assert order_fingerprint(few) == order_fingerprint(more)
+    several_epochs = _build(prepared, tmp_path / "cache", train_samples=len(more) * 3).train
+    assert len(several_epochs) >= len(more) * 3
+    assert order_fingerprint(several_epochs) != order_fingerprint(more)
+
+
+def test_data_prepared_anew_under_the_same_path_gets_a_new_index(
+    prepared: DataConfig, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    long = _build(prepared, cache).train
+    count = len(long)
+    write_indexed(tmp_path / "train", 10, seed=2)
+    short = _build(prepared, cache).train
+    assert max(short.document_index) < 10
+    assert len(short) != count
+    for i in range(len(short)):
+        short[i]
+
+
+def test_the_cache_is_reused_and_lies_where_it_was_asked_for(prepared: DataConfig, tmp_path: Path) -> None:
+    first = _build(prepared, tmp_path / "cache").train
+    again = _build(prepared, tmp_path / "cache").train
+    assert first.built_anew_on_cache_miss and not again.built_anew_on_cache_miss
+    assert order_fingerprint(first) == order_fingerprint(again)
+    assert not list(tmp_path.glob("train/cache*"))
+    elsewhere = DataConfig(
+        train_data_path=prepared.train_data_path, data_cache_path=str(tmp_path / "elsewhere")
+    )
+    _build(elsewhere, tmp_path / "unused")
+    assert list((tmp_path / "elsewhere").iterdir()) and not (tmp_path / "unused").exists()
+
+
+def test_one_path_is_divided_by_split(prepared: DataConfig, tmp_path: Path) -> None:
+    data = DataConfig(data_path=prepared.train_data_path, split="70,20,10")
+    train, valid, test = _build(data, tmp_path / "cache")
+    parts = [set(np.asarray(d.document_index).tolist()) for d in (train, valid, test)]
+    assert parts == [set(range(28)), set(range(28, 36)), set(range(36, 40))]
+
+
+def test_documents_can_be_kept_apart(prepared: DataConfig, tmp_path: Path) -> None:
+    data = DataConfig(
+        train_data_path=prepared.train_data_path,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+        packed_sequences=False,
+    )
+    train = _build(data, tmp_path / "cache").train
+    sample = next(train[i] for i in range(len(train)) if EOD in train[i]["tokens"][2:-2])
+    end = sample["tokens"].tolist().index(EOD)
+    assert sample["loss_mask"][end] == 0
+    assert sample["position_ids"][end + 1] == 0
+    mask = sample["attention_mask"]
+    assert mask.shape == (1, LENGTH, LENGTH) and mask.dtype == torch.bool
+    assert mask[0, end + 1, : end + 1].all() and not mask[0, end + 1, end + 1]
+
+
+def test_generated_samples_need_no_files(tmp_path: Path) -> None:
+    train = build_datasets(
+        DataConfig(mock_data=True),
+        tokenizer=NullTokenizer(8192),
+        sequence_length=LENGTH,
+        train_samples=4,
+        valid_samples=4,
+        test_samples=4,
+        seed=1,
+        cache_dir=tmp_path,
+    ).train
+    assert train[0]["tokens"].shape == (LENGTH,)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataConfig(), "no training data"),
+        (DataConfig(data_path=("x",)), "without split"),
+        (DataConfig(data_path=("x",), train_data_path=("y",), split="1,1"), "one of the two"),
+        (DataConfig(train_data_path=("x",), split="1,1"), "divides data_path only"),
+        (DataConfig(train_data_path=("x",), valid_data_path=("1", "a", "2", "b")), "cannot be weighted"),
+        (DataConfig(train_data_path=("nowhere/x",)), "prepare --output"),
+    ],
+)
+def test_wrong_configurations_say_what_to_change(data: DataConfig, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        _build(data, tmp_path)
+
+
+def test_damaged_files_and_another_tokenizers_data_are_named(prepared: DataConfig, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="too few for one sample"):
+        _build(prepared, tmp_path / "cache", sequence_length=100_000)
+    prefix = tmp_path / "train"
+    content = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes(content[:-2])
+    with pytest.raises(DataError, match="one was cut off"):
+        _build(prepared, tmp_path / "cache")
+    Path(f"{prefix}.idx").write_bytes(b"not an index at all")
+    with pytest.raises(DataError, match="not a Megatron index"):
+        _build(prepared, tmp_path / "cache")
+    os.remove(f"{prefix}.idx")
+    with pytest.raises(DataError, match="none or only one"):
+        _build(prepared, tmp_path / "cache")
+    write_indexed(prefix, 40, vocabulary=VOCABULARY * 2)
+    with pytest.raises(DataError, match="another one"):
+        _build(prepared, tmp_path / "cache")
+
+
+def build_in_a_group(folder: str) -> dict[str, Any]:
+    """One rank of the test below: a weighted blend and a plain validation set."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    data = DataConfig(
+        train_data_path=("0.7", f"{folder}/a", "0.3", f"{folder}/b"), valid_data_path=(f"{folder}/b",)
+    )
+    train, valid, _ = _build(data, Path(folder) / "cache", train_samples=40)
+    anew = bool(train.built_anew_on_cache_miss)
+    result = {
+        "train": order_fingerprint(train),
+        "valid": order_fingerprint(valid),
+        "anew": anew,
+        "counts": np.bincount(np.asarray(train.dataset_index)[:40], minlength=2).tolist(),
+        "first": train[0]["tokens"].tolist(),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def test_all_ranks_see_the_same_blend_and_only_rank_0_builds_it(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "a", 60)
+    write_indexed(tmp_path / "b", 60, seed=3)
+    first, second = run_ranks(2, "tests.data.test_datasets:build_in_a_group", str(tmp_path))
+    assert (first["anew"], second["anew"]) == (True, False)
+    assert first["counts"] == second["counts"] == [28, 12]
+    for key in ("train", "valid", "first"):
+        assert first[key] == second[key]

@@ -1,0 +1,176 @@
+"""The tokenizers that are not ``tokenizer.json`` files, and the check of data against a run's tokenizer."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mt_megatron.config.parse import load_config
+from mt_megatron.config.schema import DataConfig, TrainingConfig
+from mt_megatron.data.loader.tokenizer import TOKENIZER_TYPES, load_tokenizer, open_tokenizer, train_tokenizer
+from mt_megatron.data.prepare.preprocess import preprocess
+from mt_megatron.data.prepare.sidecar import data_problems, tokenizer_problem
+from mt_megatron.errors import ConfigError, DataError
+from mt_megatron.training.validate import validate
+from tests.data.test_preprocess import Lines, options, texts, write_jsonl
+
+SENTENCE = "The quick brown fox jumps over the lazy dog, 12 times. Ünïcode 語."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model trained on a few sentences."""
+    return train_sentencepiece(tmp_path_factory.mktemp("sp") / "t.model")
+
+
+def train_sentencepiece(path: Path, **more: Any) -> Path:
+    import sentencepiece
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([SENTENCE, *(SENTENCE[i:] for i in range(40))] * 5),
+        model_writer=written,
+        vocab_size=330,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **more,
+    )
+    path.write_bytes(written.getvalue())
+    return path
+
+
+def test_sentencepiece_under_both_of_megatrons_names(model: Path) -> None:
+    import sentencepiece
+
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    plain = open_tokenizer("GPTSentencePieceTokenizer", str(model))
+    llama = open_tokenizer("Llama2Tokenizer", str(model))
+    ids = theirs.encode(SENTENCE)
+    assert plain.encode(SENTENCE) == ids and llama.encode(SENTENCE) == [theirs.bos_id(), *ids]
+    assert plain.encode_batch([SENTENCE, "dog"]) == [ids, theirs.encode("dog")]
+    assert llama.encode_batch(["dog"]) == [[theirs.bos_id(), *theirs.encode("dog")]]
+    assert plain.eod == llama.eod == theirs.eos_id() and plain.vocab_size == theirs.vocab_size()
+    assert plain.decode(ids) == theirs.decode(ids)
+    assert plain.vocabulary()["</s>"] == plain.eod
+    assert plain.identity != llama.identity
+    assert theirs.eos_id() not in plain.encode("a </s> inside of a text")
+
+
+def test_sentencepiece_files_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "no.model").write_bytes(b"not a model")
+    with pytest.raises(DataError, match="is no SentencePiece model"):
+        open_tokenizer("Llama2Tokenizer", str(tmp_path / "no.model"))
+    with pytest.raises(DataError, match="cannot read the tokenizer"):
+        open_tokenizer("Llama2Tokenizer", str(tmp_path / "nothing.model"))
+    endless = train_sentencepiece(tmp_path / "endless.model", eos_id=-1)
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        open_tokenizer("GPTSentencePieceTokenizer", str(endless))
+    headless = train_sentencepiece(tmp_path / "headless.model", bos_id=-1)
+    with pytest.raises(DataError, match="no beginning-of-sequence token"):
+        open_tokenizer("Llama2Tokenizer", str(headless))
+    assert open_tokenizer("GPTSentencePieceTokenizer", str(headless)).eod >= 0
+
+
+@given(st.text(st.characters(blacklist_categories=("Cs",))))
+def test_bytes_come_back(text: str) -> None:
+    tokenizer = open_tokenizer("ByteLevelTokenizer", None)
+    ids = tokenizer.encode(text)
+    assert bytes(ids).decode() == text == tokenizer.decode([*ids, tokenizer.eod])
+    assert [each.tolist() for each in tokenizer.encode_batch([text, ""])] == [ids, []]
+
+
+def test_bytes_have_257_tokens() -> None:
+    tokenizer = open_tokenizer("ByteLevelTokenizer", None)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert sorted(tokenizer.vocabulary().values()) == list(range(257))
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+def test_a_folder_says_how_its_tokenizer_ends_documents(tmp_path: Path) -> None:
+    import tokenizers
+
+    train_tokenizer([SENTENCE] * 9, vocab_size=270, output=tmp_path / "tokenizer.json")
+    assert open_tokenizer("HuggingFaceTokenizer", str(tmp_path)).eod == 0
+    impl = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    impl.add_special_tokens(["<|stop|>"])
+    impl.save(str(tmp_path / "tokenizer.json"))
+    for said in ("<|stop|>", {"content": "<|stop|>", "special": True}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+        assert open_tokenizer("HuggingFaceTokenizer", str(tmp_path)).eod == 270
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert open_tokenizer("HuggingFaceTokenizer", str(tmp_path)).eod == 0
+
+
+def test_what_cannot_be_opened_is_refused() -> None:
+    with pytest.raises(DataError, match="expected one of HuggingFaceTokenizer, GPTSentence"):
+        open_tokenizer("TikTokenizer", None)
+    for kind in TOKENIZER_TYPES[:3]:
+        with pytest.raises(DataError, match="found no tokenizer"):
+            open_tokenizer(kind, None)
+    with pytest.raises(DataError, match=r"vocab_size=256, and ByteLevelTokenizer has 257 tokens"):
+        load_tokenizer(DataConfig(tokenizer_type="ByteLevelTokenizer"), vocab_size=256)
+
+
+def config(*flags: str) -> TrainingConfig:
+    base = "--model llama3_tiny --train-iters 10 --lr 1e-3 --no-mock-data"
+    return load_config([*base.split(), *flags])
+
+
+def test_data_of_another_tokenizer_is_found_before_a_run(tmp_path: Path, model: Path) -> None:
+    prefix = preprocess(options(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts(50))), Lines()).prefixes[0]
+    right = config("--train-data-path", prefix, "--tokenizer-type", "ByteLevelTokenizer")
+    assert data_problems(prefix, right) == [] and tokenizer_problem(prefix, right) is None
+    validate(right)
+    wrong = config(
+        "--train-data-path", prefix, "--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(model)
+    )
+    found = tokenizer_problem(prefix, wrong)
+    assert found is not None and "says ByteLevelTokenizer with 257 tokens" in found
+    with pytest.raises(ConfigError, match="was made with another tokenizer"):
+        validate(wrong)
+    too_small = config(
+        "--train-data-path", prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200"
+    )
+    with pytest.raises(ConfigError, match="NullTokenizer has 200; expected at least as many"):
+        validate(too_small)
+    # Without a description the tokens themselves are looked at.
+    Path(prefix + ".json").unlink()
+    assert tokenizer_problem(prefix, wrong) is None
+    with pytest.raises(ConfigError, match="holds token 256, and the tokenizer has only 200"):
+        validate(too_small)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot read"),
+        ('{"format": 99}', "not a description of this version"),
+        ('{"format": 1}', "names no tok"),
+    ],
+)
+def test_a_description_that_cannot_be_read_is_an_error(tmp_path: Path, content: str, message: str) -> None:
+    prefix = preprocess(options(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts(5))), Lines()).prefixes[0]
+    Path(prefix + ".json").write_text(content)
+    (found,) = data_problems(prefix, config("--tokenizer-type", "ByteLevelTokenizer"))
+    assert message in found
+
+
+def test_a_prepared_folder_is_checked_as_well(tmp_path: Path) -> None:
+    from mt_megatron.data.prepare.prepare import prepare_corpus
+
+    for i in range(40):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"{SENTENCE} {i} {i * 7 % 11}\n" * 9)
+    made = prepare_corpus(tmp_path / "out", corpus=tmp_path / "texts", vocab_size=280, log=lambda line: None)
+    own = config("--tokenizer-model", str(made.tokenizer_path))
+    assert data_problems(made.train_prefix, own) == []
+    train_tokenizer([SENTENCE] * 9, vocab_size=281, output=tmp_path / "other.json")
+    (found,) = data_problems(made.train_prefix, config("--tokenizer-model", str(tmp_path / "other.json")))
+    assert "corpus.json says HuggingFaceTokenizer with 280 tokens" in found

@@ -1,0 +1,27 @@
+"""What several files of this folder measure in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def executed() -> dict[str, list[dict[str, Any]]]:
+    """What ``tests.planning.executed`` found: ``peaks`` and ``flops``, by case."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planning.executed"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("executed:"))
+    found: dict[str, list[dict[str, Any]]] = json.loads(line.removeprefix("executed:"))
+    return found

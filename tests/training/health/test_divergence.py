@@ -1,0 +1,133 @@
+"""What a run does about a step that diverges: stop, leave it out, go back; never for ever."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mt_megatron.training.health.divergence import DivergenceWatch
+from tests.launch import run_ranks
+
+NAN = {"module": "decoder.layers.0.mlp", "kind": "forward", "value": "nan", "rank": 1}
+ELSEWHERE = {"module": "decoder.layers.2.mlp", "kind": "backward", "value": "inf", "rank": 0}
+SKIP, BACK = "--on-divergence skip", "--on-divergence rollback --save-interval 3"
+
+CASES: dict[str, dict[str, Any]] = {
+    "sound": {"flags": "--train-iters 8"},
+    "skipped": {"flags": f"{SKIP} --train-iters 8", "fault": {**NAN, "steps": [4, 5]}},
+    "skipped_elsewhere": {"flags": f"{SKIP} --train-iters 8", "fault": {**ELSEWHERE, "steps": [4, 5]}},
+    "rolled_back": {"flags": f"{BACK} --train-iters 8", "fault": {**NAN, "steps": [5]}},
+    "interrupted": {
+        "flags": f"{BACK} --train-iters 8 --exit-interval 7 --async-save",
+        "fault": {**NAN, "steps": [5]},
+        "then": "--exit-interval 8",
+    },
+    "nowhere_to_go": {"flags": f"{BACK} --train-iters 8", "fault": {**NAN, "steps": [2]}},
+    "for_ever": {"flags": f"{SKIP} --max-divergences 2", "fault": {**NAN, "steps": list(range(100))}},
+    "back_for_ever": {
+        "flags": f"{BACK} --save-interval 1 --max-divergences 2",
+        "fault": {**NAN, "steps": list(range(3, 100))},
+    },
+    "large_norm": {"flags": f"{SKIP} --grad-norm-threshold 1e-6 --max-divergences 1"},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("divergence"))
+    return run_ranks(2, "tests.training.health.divergence_cases:runs", folder, CASES, timeout=400)
+
+
+def test_a_step_left_out_changes_nothing_wherever_its_fault_is(found: list[dict[str, Any]]) -> None:
+    skipped, elsewhere, sound = (found[0][name] for name in ("skipped", "skipped_elsewhere", "sound"))
+    for step in ("6", "7", "8"):
+        assert skipped["steps"][step] == elsewhere["steps"][step]
+        assert skipped["steps"][step] != sound["steps"][step]
+    # The schedule waits for updates, the data does not.
+    assert skipped["steps"]["6"][2] == sound["steps"]["4"][2]
+    assert skipped["skipped_iterations"] == 2 and skipped["consumed_samples"] == sound["consumed_samples"]
+    assert skipped["finished"]
+    assert [each["iteration"] for each in skipped["divergences"]] == [4, 5]
+    assert "decoder.layers.0.mlp" in skipped["divergences"][0]["found"]
+
+
+def test_a_rollback_leaves_the_weights_of_the_checkpoint_and_goes_on_with_later_data(
+    found: list[dict[str, Any]],
+) -> None:
+    # Back to step 3 after step 5 is what leaving out 4 and 5 comes to.
+    back, skipped = found[0]["rolled_back"], found[0]["skipped"]
+    for step in ("6", "7", "8"):
+        assert back["steps"][step] == skipped["steps"][step]
+    assert back["steps"]["4"] != skipped["steps"]["4"]
+    assert back["skipped_iterations"] == 2 and back["consumed_samples"] == skipped["consumed_samples"]
+    assert back["divergences"][0]["action"] == "rollback"
+
+
+def test_a_run_that_rolled_back_is_continued_to_the_bit(found: list[dict[str, Any]]) -> None:
+    whole, first, second = (found[0][name] for name in ("rolled_back", "interrupted", "interrupted_then"))
+    assert first["iteration"] == 7 and sorted(second["steps"]) == ["8"]
+    assert {**first["steps"], **second["steps"]} == whole["steps"]
+    assert second["skipped_iterations"] == 2
+
+
+def test_every_rank_stops_when_there_is_nowhere_to_go_back_to(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "DivergenceError: iteration 2" in rank["nowhere_to_go"]["error"]
+        assert "no complete checkpoint to go back to" in rank["nowhere_to_go"]["error"]
+
+
+@pytest.mark.parametrize(("name", "last"), [("for_ever", 3), ("back_for_ever", 5), ("large_norm", 2)])
+def test_divergence_is_not_put_up_with_for_ever(found: list[dict[str, Any]], name: str, last: int) -> None:
+    errors = [rank[name]["error"] for rank in found]
+    assert errors[0] == errors[1]
+    assert f"DivergenceError: iteration {last}:" in errors[0] and "--max-divergences" in errors[0]
+
+
+def test_a_gradient_norm_above_the_threshold_is_told(found: list[dict[str, Any]]) -> None:
+    assert "more than 1e-06; the loss is" in found[0]["large_norm"]["error"]
+
+
+def test_a_spike_is_measured_against_the_mean_of_the_steps_taken() -> None:
+    watch = DivergenceWatch(spike_factor=2.0)
+    sound = {"norm": 1.0, "norm_is_bad": False}
+    for step in range(10):
+        assert watch.judge(loss=100.0 if step == 0 else 4.0, **sound) is None
+        watch.mean.add(4.0)
+    assert watch.judge(loss=8.0, **sound) is None
+    judgement = watch.judge(loss=8.1, **sound)
+    assert judgement is not None and not judgement.not_finite
+    assert "8.1000, more than 2 x its running mean 4.0000" in judgement.reason
+
+
+def test_the_mean_weighs_the_last_hundred_steps() -> None:
+    watch = DivergenceWatch()
+    for step in range(1, 101):
+        watch.mean.add(float(step))
+    assert watch.mean.value == pytest.approx(50.5)
+    watch.mean.add(150.5)
+    assert watch.mean.value == pytest.approx(51.5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "bad"),
+    [
+        (1.0, None, False),
+        (math.inf, None, True),
+        (math.nan, None, True),
+        (3.0, 2.0, True),
+        (None, 2.0, False),
+    ],
+)
+def test_which_norms_are_bad(norm: float | None, limit: float | None, bad: bool) -> None:
+    assert DivergenceWatch(grad_norm_limit=limit).norm_is_bad(norm) == bad
+
+
+def test_overflows_are_trouble_only_when_the_scale_is_stuck() -> None:
+    watch = DivergenceWatch(hysteresis=2)
+    assert all(watch.overflowed(scale_is_stuck=False) is None for _ in range(50))
+    assert watch.overflowed(scale_is_stuck=True) is None
+    assert watch.overflowed(scale_is_stuck=True) is None
+    judgement = watch.overflowed(scale_is_stuck=True)
+    assert judgement is not None and "3 steps in a row" in judgement.reason
