@@ -25,11 +25,11 @@ Describe = Callable[..., "Attributes | None"]
 # somebody listens and returns None where the call does nothing.
 
 
-def layer(self: Any, *args: Any, **kwargs: Any) -> Attributes:
+def layer_attributes(self: Any, *args: Any, **kwargs: Any) -> Attributes:
     return {"number": self.layer_number}
 
 
-def optimizer(self: Any) -> Attributes:
+def optimizer_attributes(self: Any) -> Attributes:
     return {"optimizer": type(self).__name__}
 
 
@@ -72,7 +72,7 @@ def all_to_all(ctx: Any, group: Any, input: Any, *splits: Any) -> Attributes | N
     return collectives.described("all_to_all", name, group, collectives.size_of(input))
 
 
-def experts(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any) -> Attributes:
+def experts_attributes(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any) -> Attributes:
     """``work``: rows that this rank's experts compute, known without asking the device."""
     handed = getattr(vars(getattr(self, "token_dispatcher", self)).get("_mt_dispatch"), "handover", None)
     rows = permuted_local_hidden_states.shape[0] if handed is None else handed.routing.order.numel()
@@ -230,7 +230,7 @@ def patches(backend: Backend) -> list[Patch]:
         )
 
     def experts(name: str, digest: str, *after: str) -> Patch:
-        body = _around("module", experts)
+        body = _around("module", experts_attributes)
         return wrap(f"transformer.moe.experts:{name}.forward", body, digest, after)
 
     mappings = "tensor_parallel.mappings:"
@@ -244,7 +244,7 @@ def patches(backend: Backend) -> list[Patch]:
     return [
         wrap(
             "transformer.transformer_layer:TransformerLayer.forward",
-            _around("layer", layer),
+            _around("layer", layer_attributes),
             digest="df20efadfd9bd2635171ecb7f45cd7d51af2c30afd7dd1238ed8523f97fca02f",
         ),
         collective(
@@ -341,17 +341,17 @@ def patches(backend: Backend) -> list[Patch]:
         ),
         wrap(
             f"{optimizer}MixedPrecisionOptimizer.step",
-            _around("optimizer", optimizer),
+            _around("optimizer", optimizer_attributes),
             digest="5946ee169e29a9102be5507626bfe7abd8bb4de42f207afa973ebf3e81b51418",
         ),
         wrap(
             f"{optimizer}FP32Optimizer.step",
-            _around("optimizer", optimizer),
+            _around("optimizer", optimizer_attributes),
             digest="5946ee169e29a9102be5507626bfe7abd8bb4de42f207afa973ebf3e81b51418",
         ),
         wrap(
             f"{optimizer}ChainedOptimizer.step",
-            _around("optimizer", optimizer),
+            _around("optimizer", optimizer_attributes),
             digest="0d1eda221dcfc8d71186231b4c4e3d3e69bec9a7d1d9bfd8e23f88a737b0ec42",
         ),
     ]
