@@ -6,12 +6,41 @@ import argparse
 import json
 import os
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.cli import progress
 from mt_megatron.convert.folders import check_destination, check_published, megatron_folder
 from mt_megatron.errors import CheckpointError, ConfigError
+
+
+class ConsoleProgress(progress.ConsoleProgress):
+    """Counts bytes from several threads."""
+
+    command = "convert"
+
+    def __init__(self, *, plain: bool | None = None) -> None:
+        super().__init__(plain=plain)
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+
+    def expect(self, total: int) -> None:
+        """So many bytes will be written."""
+        self._total = total
+        self.started = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        """So many more are."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            rate = self.rate(now, self._done)
+            done, total, rate = (each / progress.MB for each in (self._done, self._total, rate))
+            self.show(now, self._done, self._total, f"{done:,.0f} of {total:,.0f} MB, {rate:,.0f} MB/s")
+
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MOST_WORKERS = 8
@@ -84,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from mt_megatron.checkpoint.files import write_durably
-    from mt_megatron.cli.convert_progress import ConsoleProgress
     from mt_megatron.convert.request import Request
     from mt_megatron.convert.run import configuration_file, convert
 

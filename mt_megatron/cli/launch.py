@@ -12,13 +12,18 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.jobs.excluded import read_excluded, remaining
-from mt_megatron.launching.jobs.hostfile import Host, read_hostfile
+from mt_megatron.launching.jobs.hosts import (
+    Host,
+    node_rank,
+    read_excluded,
+    read_hostfile,
+    remaining,
+    slots_of,
+)
 from mt_megatron.launching.jobs.job import LaunchJob, check_job
 from mt_megatron.launching.jobs.kubernetes import RESOURCES, KubernetesOptions, manifest_yaml
 from mt_megatron.launching.jobs.ray_entry import RayOptions, ray_program
 from mt_megatron.launching.jobs.slurm import SlurmOptions, slurm_script
-from mt_megatron.launching.jobs.this_node import node_rank, slots_of
 from mt_megatron.launching.jobs.torchrun import DEFAULT_PORT, LOOPBACK, Meeting, torchrun_command
 
 _FORMS = ("command", "slurm", "k8s", "ray")

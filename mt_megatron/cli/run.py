@@ -11,8 +11,7 @@ from typing import Any
 from mt_megatron import _session
 from mt_megatron.errors import BackendError, RunError, UpstreamVersionError
 from mt_megatron.launching.scripts.choice import BACKEND, Choice
-from mt_megatron.launching.scripts.run_of_one import rendezvous_defaults
-from mt_megatron.launching.scripts.script import find
+from mt_megatron.launching.scripts.script import find, rendezvous_defaults
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

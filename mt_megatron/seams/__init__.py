@@ -2,7 +2,6 @@
 
 gemm           the three matrix products of a linear layer, by role
 grouped_gemm   the same for one weight per expert
-grouped_probe  behaviour of torch._grouped_mm on a device for empty groups
 onednn         fp32 products by oneDNN where MKL is slower
 events         named begin and end points of a training step
 collectives    events of collectives and transfers: group, sequence number, bytes

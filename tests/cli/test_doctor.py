@@ -13,7 +13,7 @@ import pytest
 
 from mt_megatron.cli.doctor import command as doctor
 from mt_megatron.cli.doctor import host
-from mt_megatron.cli.doctor.text import text, verdict
+from mt_megatron.cli.doctor.command import text, verdict
 from mt_megatron.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent

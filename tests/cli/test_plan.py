@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from mt_megatron.cli.main import main
-from mt_megatron.cli.plan_suggest import command
+from mt_megatron.cli.plan import command
 from mt_megatron.config import presets
 from mt_megatron.config.parse import load_config
 from mt_megatron.planning.hardware import DEVICES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.cli.main import main
-from mt_megatron.cli.preprocess_progress import ConsoleProgress
+from mt_megatron.cli.preprocess import ConsoleProgress
 
 
 @pytest.fixture

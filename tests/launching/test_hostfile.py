@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.jobs.hostfile import Host, parse_hostfile, read_hostfile
-from mt_megatron.launching.jobs.this_node import node_rank, slots_of
+from mt_megatron.launching.jobs.hosts import Host, node_rank, parse_hostfile, read_hostfile, slots_of
 
 NAMES = st.from_regex(r"[a-z]([a-z0-9-]{0,10}[a-z0-9])?(\.[a-z]([a-z0-9]{0,5}))?", fullmatch=True)
 V4 = st.ip_addresses(v=4).map(str)

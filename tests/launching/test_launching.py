@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import RunError
-from mt_megatron.launching.scripts import dataset_helpers
+from mt_megatron.launching.scripts import activation as dataset_helpers
+from mt_megatron.launching.scripts.activation import NAME, DatasetHelpers, advice, clean
 from mt_megatron.launching.scripts.choice import STARTUP, Choice, is_main
-from mt_megatron.launching.scripts.dataset_helpers import NAME, DatasetHelpers
-from mt_megatron.launching.scripts.run_of_one import rendezvous_defaults
-from mt_megatron.launching.scripts.script import find
-from mt_megatron.launching.scripts.tracebacks import advice, clean
+from mt_megatron.launching.scripts.script import find, rendezvous_defaults
 from mt_megatron.patching import importlib_bootstrap
 
 

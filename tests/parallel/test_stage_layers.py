@@ -11,12 +11,12 @@ import pytest
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.stage_layers import (
     chunks_of_layout,
+    counts_of_text,
     divide_layers,
     end_counts,
     spread,
     stage_layers,
 )
-from mt_megatron.parallel.stage_layout_text import counts_of_text
 
 
 def counts(num_layers: int, **how: Any) -> list[int]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mt_megatron.seams import grouped_gemm as seam
-from mt_megatron.seams import grouped_probe as probe
 
 Kernel = Callable[..., Tensor]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -60,11 +59,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kernel], None]]:
 
     def take(kernel: Kernel) -> None:
         monkeypatch.setattr(torch, "_grouped_mm", kernel, raising=False)
-        probe.verdict.cache_clear()
+        seam.verdict.cache_clear()
 
-    probe.verdict.cache_clear()
+    seam.verdict.cache_clear()
     yield take
-    probe.verdict.cache_clear()
+    seam.verdict.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,7 +81,7 @@ def test_the_verdict_is_by_the_numbers_and_said_once(
 ) -> None:
     use(kernel)
     with caplog.at_level(logging.WARNING, logger="mt_megatron"):
-        assert {probe.verdict("cpu", None, dtype) for _ in range(3)} == {expected}
+        assert {seam.verdict("cpu", None, dtype) for _ in range(3)} == {expected}
     lines = [record.getMessage() for record in caplog.records if record.name == "mt_megatron"]
     assert (
         len(lines) == (1 if said else 0) and said in " ".join(lines) and "more of it" not in " ".join(lines)
@@ -93,12 +92,12 @@ def test_the_verdict_is_by_the_numbers_and_said_once(
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped kernel")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchs_own_kernel_on_the_cpu(dtype: torch.dtype) -> None:
-    probe.verdict.cache_clear()
+    seam.verdict.cache_clear()
     try:
         torch._grouped_mm(torch.ones(4, 8), torch.ones(1, 8, 8), offs=torch.tensor([4], dtype=torch.int32))
     except (RuntimeError, NotImplementedError):
         pytest.skip("this torch has no grouped kernel for a CPU")
-    assert probe.verdict("cpu", None, dtype) == "whole"
+    assert seam.verdict("cpu", None, dtype) == "whole"
 
 
 @pytest.mark.parametrize("counts", [(0, 3, 2, 4), (3, 0, 2, 4), (3, 2, 4, 0), (0, 0, 9, 0), (0, 0, 0, 0)])

@@ -3,9 +3,7 @@
 job         a job on several machines, checked where it is written
 torchrun    torchrun's command line on one machine
 supervise   runs torchrun and forwards signals
-this_node   which machine of the job this one is
-hostfile    hostfiles of Open MPI and MPICH
-excluded    hosts that a start leaves out because of a straggler
+hosts       hostfiles, this machine's place in them, hosts that a start leaves out
 slurm       Slurm batch script
 kubernetes  Kubeflow manifests: TrainJob (Trainer v2), PyTorchJob (Training Operator)
 ray_entry   Python program for ``ray job submit``

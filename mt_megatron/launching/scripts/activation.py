@@ -9,20 +9,128 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from mt_megatron._session import MEGATRON_CORE
 from mt_megatron.backends.loader_workers import spawned_are_patched
 from mt_megatron.errors import MtMegatronError
 from mt_megatron.launching.scripts.choice import BACKEND, Choice, is_main
-from mt_megatron.launching.scripts.dataset_helpers import DatasetHelpers
-from mt_megatron.launching.scripts.tracebacks import keep_clean
-from mt_megatron.patching.hooks import ImportHook
-from mt_megatron.patching.importlib_bootstrap import unwatch, watch
+from mt_megatron.patching.hooks import ImportHook, is_hook
+from mt_megatron.patching.importlib_bootstrap import is_wrapper, unwatch, watch
 from mt_megatron.patching.scope import Scope
+
+_NEEDED_BY_MEGATRON_LM = ("six", "regex")
+"""Imported by Megatron-LM's tokenizers whatever tokenizer is chosen; Megatron-Core does not need them."""
+
+
+# Tracebacks that end a script do not show the import wrapper and the import hook.
+
+
+def keep_clean() -> None:
+    """From now on an uncaught exception is shown as if imports were not watched."""
+    shown = sys.excepthook
+
+    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        said = advice(value)
+        clean(value)
+        shown(kind, value, value.__traceback__ if trace is not None else None)
+        if said is not None:
+            print(f"mt-megatron: {said}", file=sys.stderr)
+
+    sys.excepthook = excepthook
+
+
+def advice(error: BaseException) -> str | None:
+    """What to do about an error by which Megatron-LM's own source ends when something optional is absent."""
+    names = (str(frame.f_globals.get("__name__")) for frame in _frames(error.__traceback__))
+    if not any(name.startswith("megatron.") for name in names):
+        return None
+    if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED_BY_MEGATRON_LM:
+        return (
+            f"Megatron-LM needs the package {error.name}: pip install 'mt_megatron[megatron-lm]' "
+            f"(or pip install {' '.join(_NEEDED_BY_MEGATRON_LM)})"
+        )
+    if isinstance(error, NameError) and error.name is not None and error.name.startswith("TE"):
+        return "Megatron-LM's default needs Transformer Engine, which is not here: --transformer-impl local"
+    return None
+
+
+def clean(error: BaseException | None) -> None:
+    """Take the frames of the wrapper and the hook out of ``error`` and of what it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = _without_ours(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_hook(code):
+            # Python hides the frames of its import system up to the module's own, and stops at the hook's.
+            while kept and kept[-1].tb_frame.f_code.co_filename.startswith("<frozen importlib"):
+                kept.pop()
+        elif not is_wrapper(code):
+            kept.append(trace)
+        trace = trace.tb_next
+    for this, following in zip(kept, [*kept[1:], None], strict=True):
+        this.tb_next = following
+    return kept[0] if kept else None
+
+
+NAME = "megatron.core.datasets.helpers"
+
+
+# The compiled dataset helpers of the installed megatron-core, for a source tree that has none. A checkout of
+# Megatron-LM holds their C++ source only and compiles it inside of itself. The wheel of the same version has
+# them compiled, so a checkout needs neither a compiler nor to be written to.
+
+
+class DatasetHelpers:
+    """The last finder on ``sys.meta_path``: asked when nobody else has the module."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def install(self) -> None:
+        sys.meta_path.append(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The extension module in the installed distribution, if it is of the right version."""
+        if name != NAME:
+            return None
+        file = self._file()
+        return None if file is None else spec_from_file_location(name, file)
+
+    def _file(self) -> Path | None:
+        try:
+            installed = distribution("megatron-core")
+        except PackageNotFoundError:
+            return None
+        if installed.version != self._version:
+            return None
+        folder = Path(str(installed.locate_file("megatron/core/datasets")))
+        names = (f"helpers{suffix}" for suffix in EXTENSION_SUFFIXES)
+        return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+# The patches, at the first import of torch or Megatron.
 
 
 def prepare() -> None:

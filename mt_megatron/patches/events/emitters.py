@@ -5,16 +5,136 @@ Idle, each of them costs one more call and one check.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.patches.events import attributes
+from mt_megatron.parallel.group_names import megatron_groups, name_of
 from mt_megatron.patches.events import inner_collectives as exchanges
-from mt_megatron.patches.events.attributes import Describe
 from mt_megatron.patching.spec import Patch
-from mt_megatron.seams import events
+from mt_megatron.seams import collectives, events
 from mt_megatron.seams.events import EventName
+
+Attributes = dict[str, Any]
+Describe = Callable[..., "Attributes | None"]
+
+
+# From an upstream call's arguments to the attributes of the event. A function here is called only while
+# somebody listens and returns None where the call does nothing.
+
+
+def layer_attributes(self: Any, *args: Any, **kwargs: Any) -> Attributes:
+    return {"number": self.layer_number}
+
+
+def optimizer_attributes(self: Any) -> Attributes:
+    return {"optimizer": type(self).__name__}
+
+
+def tensor_parallel(op: str) -> Describe:
+    """Of the functions of ``mappings`` that take the tensor first and know their group."""
+
+    def describe(input_: Any, *args: Any, **kwargs: Any) -> Attributes | None:
+        group = _state().get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return None
+        return collectives.described(op, "tp", group, input_.nbytes)
+
+    return describe
+
+
+def expert_parallel(op: str, name: str) -> Describe:
+    """The same of the groups ``ep`` and ``tp-ep``."""
+
+    def describe(input_: Any, *args: Any, **kwargs: Any) -> Attributes | None:
+        state = _state()
+        both = state.get_tensor_and_expert_parallel_group
+        group = (both if name == "tp-ep" else state.get_expert_model_parallel_group)()
+        if group.size() == 1:
+            return None
+        return collectives.described(op, name, group, input_.nbytes)
+
+    return describe
+
+
+def _state() -> Any:
+    # A statement that imports would take longer than all else here.
+    return sys.modules["megatron.core.parallel_state"]
+
+
+def all_to_all(ctx: Any, group: Any, input: Any, *splits: Any) -> Attributes | None:
+    if group.size() == 1:
+        return None
+    # It may have the members of another group; what is exchanged like this are the experts' tokens.
+    name = "ep" if group is megatron_groups().get("ep") else name_of(group)
+    return collectives.described("all_to_all", name, group, collectives.size_of(input))
+
+
+def experts_attributes(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any) -> Attributes:
+    """``work``: rows that this rank's experts compute, known without asking the device."""
+    handed = getattr(vars(getattr(self, "token_dispatcher", self)).get("_mt_dispatch"), "handover", None)
+    rows = permuted_local_hidden_states.shape[0] if handed is None else handed.routing.order.numel()
+    return {"module": "experts", "direction": "forward", "work": rows}
+
+
+def transfers(
+    *,
+    tensor_send_next: Any,
+    tensor_send_prev: Any,
+    recv_prev: bool,
+    recv_next: bool,
+    tensor_shape: Any = None,
+    config: Any = None,
+    wait_on_reqs: bool = True,
+) -> Attributes | None:
+    """Of ``_communicate``, in the order in which both sides of an edge count: what flows to the next stage
+    before what flows to the previous one, with two stages and chunks the same edge."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    following = parallel_state.get_pipeline_model_parallel_next_rank()
+    before = parallel_state.get_pipeline_model_parallel_prev_rank()
+    expected = _expected(tensor_shape, config)
+    made: list[collectives.Transfer] = []
+    # Lists where a stage of an encoder feeds several decoders.
+    for after in following if isinstance(following, list) else (following,):
+        if tensor_send_next is not None:
+            made.append(collectives.sent(after, collectives.size_of(tensor_send_next)))
+    for ahead in before if isinstance(before, list) else (before,):
+        if recv_prev:
+            made.append(collectives.received(ahead, expected))
+        if tensor_send_prev is not None:
+            made.append(collectives.sent(ahead, collectives.size_of(tensor_send_prev)))
+    for after in following if isinstance(following, list) else (following,):
+        if recv_next:
+            made.append(collectives.received(after, expected))
+    if not made:
+        return None
+    found: Attributes = {
+        "group": "pp",
+        "ranks": collectives.group_of("pp", group[0] if isinstance(group, list) else group).ranks,
+        "bytes": collectives.size_of(tensor_send_next, tensor_send_prev),
+        "transfers": tuple(made),
+        "send_next": tensor_send_next is not None,
+        "send_prev": tensor_send_prev is not None,
+        "recv_prev": recv_prev,
+        "recv_next": recv_next,
+    }
+    if not wait_on_reqs:
+        found["asynchronous"] = "start"
+    return found
+
+
+def _expected(shape: Any, config: Any) -> int:
+    dtype = getattr(config, "pipeline_dtype", None)
+    if shape is None or dtype is None or getattr(config, "variable_seq_lengths", False):
+        return -1
+    return int(math.prod(shape)) * int(dtype.itemsize)
+
+
+# The patches.
 
 
 def _around(name: EventName, describe: Describe) -> Callable[..., Any]:
@@ -31,7 +151,7 @@ def _around(name: EventName, describe: Describe) -> Callable[..., Any]:
 
 
 def _communicate(original: Callable[..., Any], **kwargs: Any) -> Any:
-    attrs = attributes.transfers(**kwargs) if events.listening() else None
+    attrs = transfers(**kwargs) if events.listening() else None
     if attrs is None:
         return original(**kwargs)
     with events.described("p2p", attrs):
@@ -110,7 +230,7 @@ def patches(backend: Backend) -> list[Patch]:
         )
 
     def experts(name: str, digest: str, *after: str) -> Patch:
-        body = _around("module", attributes.experts)
+        body = _around("module", experts_attributes)
         return wrap(f"transformer.moe.experts:{name}.forward", body, digest, after)
 
     mappings = "tensor_parallel.mappings:"
@@ -124,47 +244,47 @@ def patches(backend: Backend) -> list[Patch]:
     return [
         wrap(
             "transformer.transformer_layer:TransformerLayer.forward",
-            _around("layer", attributes.layer),
+            _around("layer", layer_attributes),
             digest="df20efadfd9bd2635171ecb7f45cd7d51af2c30afd7dd1238ed8523f97fca02f",
         ),
         collective(
             f"{mappings}_reduce",
-            attributes.tensor_parallel("all_reduce"),
+            tensor_parallel("all_reduce"),
             digest="e44b413ed10adfb74ea5d94592da43e5203b73ea9f05b8790d54b6be26806fda",
         ),
         collective(
             f"{mappings}_gather_along_last_dim",
-            attributes.tensor_parallel("all_gather"),
+            tensor_parallel("all_gather"),
             digest="ce3c4ccaa56a094d88259b578687f3aa665ee6f8f1cbaac7829a36c20ed59235",
         ),
         collective(
             f"{mappings}_gather_along_first_dim",
-            attributes.tensor_parallel("all_gather"),
+            tensor_parallel("all_gather"),
             digest="859fad9fe9961c8536696644643bbc2321b86738d1f9eea6560fb10f58d7f415",
         ),
         collective(
             f"{mappings}_reduce_scatter_along_first_dim",
-            attributes.tensor_parallel("reduce_scatter"),
+            tensor_parallel("reduce_scatter"),
             digest="e3d09852eb88b3523e4581fbbde3f64a4fd0cd1e98f28d9ee30379fc90e9aeaf",
         ),
         collective(
             f"{mappings}_gather_along_first_dim_moe",
-            attributes.expert_parallel("all_gather", "tp-ep"),
+            expert_parallel("all_gather", "tp-ep"),
             digest="36ad5d20ce616bca0a347760ac099a57a22ece898adf03fbfa342d88779916e9",
         ),
         collective(
             f"{mappings}_reduce_scatter_along_first_dim_moe",
-            attributes.expert_parallel("reduce_scatter", "tp-ep"),
+            expert_parallel("reduce_scatter", "tp-ep"),
             digest="1d98684fe3ec0b79f8218805f45dc0a5f3f89526293231908ced28a9f867bdf7",
         ),
         collective(
             f"{mappings}_gather_along_first_dim_expert_parallel",
-            attributes.expert_parallel("all_gather", "ep"),
+            expert_parallel("all_gather", "ep"),
             digest="d99f55f17f784db3f6af59307f5770f0efe229880a070d636152cc29f3d307ff",
         ),
         collective(
             f"{mappings}_AllToAll.forward",
-            attributes.all_to_all,
+            all_to_all,
             digest="453ef529ba97f7a00671d98fc44ff62e79dfc88a8b6508e8930a532e60ce9ca3",
         ),
         wrap(
@@ -221,17 +341,17 @@ def patches(backend: Backend) -> list[Patch]:
         ),
         wrap(
             f"{optimizer}MixedPrecisionOptimizer.step",
-            _around("optimizer", attributes.optimizer),
+            _around("optimizer", optimizer_attributes),
             digest="5946ee169e29a9102be5507626bfe7abd8bb4de42f207afa973ebf3e81b51418",
         ),
         wrap(
             f"{optimizer}FP32Optimizer.step",
-            _around("optimizer", attributes.optimizer),
+            _around("optimizer", optimizer_attributes),
             digest="5946ee169e29a9102be5507626bfe7abd8bb4de42f207afa973ebf3e81b51418",
         ),
         wrap(
             f"{optimizer}ChainedOptimizer.step",
-            _around("optimizer", attributes.optimizer),
+            _around("optimizer", optimizer_attributes),
             digest="0d1eda221dcfc8d71186231b4c4e3d3e69bec9a7d1d9bfd8e23f88a737b0ec42",
         ),
     ]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.launching.jobs.excluded import read_excluded, remaining
-from mt_megatron.launching.jobs.hostfile import parse_hostfile
+from mt_megatron.launching.jobs.hosts import parse_hostfile, read_excluded, remaining
 from mt_megatron.scan.format.run_files import run_files
 from mt_megatron.scan.respond.confirm import Confirmation, Request
 from mt_megatron.scan.respond.straggler_policy import Exclusion, StragglerPolicy, exclude

@@ -1,9 +1,11 @@
-"""Hostfiles: one machine a line, as Open MPI, MPICH and people write them."""
+"""Hosts of a job: hostfiles of Open MPI, MPICH and people, this machine's place, excluded hosts."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +69,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
         except ValueError as error:
             problems.append(f"{source}:{number}: found {entry!r}: {error}; {_EXPECTED}")
             continue
-        before = first.setdefault(_same(host.name), number)
+        before = first.setdefault(host.name.casefold(), number)
         if before != number:
             problems.append(
                 f"{source}:{number}: found {host.name} again, first on line {before}; expected each host "
@@ -135,5 +137,111 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _same(name: str) -> str:
-    return name.casefold()
+# Which of a job's machines this one is, and how many processes it should run.
+
+
+def node_rank(hosts: Sequence[Host]) -> int:
+    """The index of this machine in ``hosts``: the one whose address a socket can be bound to here.
+
+    Raises ``ConfigError`` when none or several are this machine.
+    """
+    own = [index for index, host in enumerate(hosts) if _is_here(host.name)]
+    if len(own) == 1:
+        return own[0]
+    names = ", ".join(hosts[index].name for index in own) if own else "none"
+    raise ConfigError(
+        f"of the {len(hosts)} hosts in the hostfile {names} belong to this machine ({socket.gethostname()}); "
+        "expected exactly one. Set --node-rank to its place in the file, from 0."
+    )
+
+
+def slots_of(hosts: Sequence[Host]) -> int | None:
+    """How many processes each host is to run; None when the file does not say.
+
+    Raises ``ConfigError`` when they differ: every rank's place follows from one number.
+    """
+    counts = {host.slots for host in hosts}
+    if len(counts) == 1:
+        return counts.pop()
+    said = ", ".join(f"line {host.line}: {host.slots or 'nothing'}" for host in hosts[:8])
+    raise ConfigError(
+        f"the hosts have different numbers of processes ({said}); expected one number for all. Give the same "
+        "slots= to each, or set --gpus-per-node."
+    )
+
+
+def _is_here(name: str) -> bool:
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_binds(family, address) for family, _, _, _, address in found)
+
+
+def _binds(family: socket.AddressFamily, address: tuple[str | int, ...] | tuple[int, bytes]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+# Hosts that a start does without: those that a run listed because of a straggler.
+
+
+def read_excluded(path: Path) -> list[Host]:
+    """Hosts that ``path`` lists, a hostfile as a traced run writes it (``RUN/scan/excluded-hosts``).
+
+    No file is no host: the run that would write it may not have had a straggler. Raises ``ConfigError``.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the list {path} cannot be read: {error}. Correct --exclude-hosts.") from error
+    if all(not line.partition("#")[0].strip() for line in text.splitlines()):
+        return []
+    return parse_hostfile(text, str(path))
+
+
+def remaining(hosts: Sequence[Host], excluded: Sequence[Host], nodes: int | None) -> list[Host]:
+    """The hosts to use: without the excluded ones, and of those the first ``nodes``, if that is said.
+
+    A name is excluded by its name or by an address that both have. Raises ``ConfigError`` when too few
+    are left.
+    """
+    left = [host for host in hosts if not any(_same(host.name, other.name) for other in excluded)]
+    if not left or (nodes is not None and len(left) < nodes):
+        raise ConfigError(
+            f"{len(left)} of {len(hosts)} hosts are left when {', '.join(host.name for host in excluded)} "
+            f"{'is' if len(excluded) == 1 else 'are'} excluded; expected "
+            f"{'at least one' if nodes is None else f'{nodes} (--nodes)'}. Add hosts to the hostfile, or "
+            "take repaired ones out of the list of --exclude-hosts."
+        )
+    return left[:nodes] if nodes is not None else left
+
+
+def _same(name: str, other: str) -> bool:
+    if name.casefold() == other.casefold():
+        return True
+    if name.partition(".")[0].casefold() == other.partition(".")[0].casefold() and not _numeric(name):
+        # A run knows a host by its own short or full name, a hostfile by either.
+        return "." not in name or "." not in other
+    # Two names of one machine are not looked up: that may take seconds each where there is no server.
+    return _numeric(name) != _numeric(other) and bool(_addresses(name) & _addresses(other))
+
+
+def _numeric(name: str) -> bool:
+    return name.replace(".", "").isdigit() or ":" in name
+
+
+def _addresses(name: str) -> set[str]:
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return set()
+    # Names of a machine for itself lead to its loopback everywhere.
+    addresses = {str(address[0]) for _, _, _, _, address in found}
+    return {address for address in addresses if not address.startswith("127.") and address != "::1"}
