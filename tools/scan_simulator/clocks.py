@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_megatron.scan.clock.ping_plan import ping_plan
+from mt_megatron.scan.clock.pings import ping_plan
 from mt_megatron.scan.format.records import PING
 
 from .layout import Layout

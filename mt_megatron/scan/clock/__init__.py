@@ -1,7 +1,6 @@
 """One clock for all ranks: pings while training, the fit afterwards.
 
-pings           clock pings in a thread beside training
-ping_plan       which ranks ping each other
+pings           who pings whom, and pings in a thread beside training
 ping_wire       ping protocol over a socket
 store_messages  messages between ranks through torch's rendezvous store
 machine         identity and address of a machine

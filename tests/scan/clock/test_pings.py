@@ -15,9 +15,8 @@ import pytest
 
 from mt_megatron.scan.clock.fit import fit_clocks
 from mt_megatron.scan.clock.machine import address_towards, boot_id, is_loopback
-from mt_megatron.scan.clock.ping_plan import FANOUT, ping_plan
 from mt_megatron.scan.clock.ping_wire import TOKEN_BYTES, PingServer, ask
-from mt_megatron.scan.clock.pings import ClockPings
+from mt_megatron.scan.clock.pings import FANOUT, ClockPings, ping_plan
 from mt_megatron.scan.clock.store_messages import wait_for
 from mt_megatron.scan.format.records import PING
 

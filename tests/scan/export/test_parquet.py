@@ -11,8 +11,7 @@ import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.analysis.trace import open_trace
-from mt_megatron.scan.export.parquet import ensure_store
-from mt_megatron.scan.export.sql import query
+from mt_megatron.scan.export.sql import ensure_store, query
 from tests.scan import handmade
 from tests.scan.handmade import HandmadeRun, write_handmade
 

@@ -86,7 +86,7 @@ def test_everything_is_the_groups_whatever_the_umask(tmp_path: Path, umask: None
 def test_the_sql_store_is_the_groups_too(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     from mt_megatron.scan.analysis.trace import open_trace
-    from mt_megatron.scan.export.parquet import ensure_store
+    from mt_megatron.scan.export.sql import ensure_store
 
     write_handmade(tmp_path, HandmadeRun(steps=6))
     assert ensure_store(open_trace(tmp_path)).stat().st_mode & 0o077 == 0
