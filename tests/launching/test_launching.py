@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import RunError
-from mt_megatron.launching.scripts import activation as dataset_helpers
+from mt_megatron.launching.scripts import activation
 from mt_megatron.launching.scripts.activation import NAME, DatasetHelpers, advice, clean
 from mt_megatron.launching.scripts.choice import STARTUP, Choice, is_main
 from mt_megatron.launching.scripts.script import find, rendezvous_defaults
@@ -60,7 +60,7 @@ def test_the_wheels_helpers_are_found_where_a_tree_has_none(monkeypatch: pytest.
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(dataset_helpers, "distribution", missing)
+    monkeypatch.setattr(activation, "distribution", missing)
     assert DatasetHelpers("0.9.0").find_spec(NAME) is None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.parallel.group_names import megatron_groups, name_of
-from mt_megatron.patches.events import inner_collectives as exchanges
+from mt_megatron.patches.events import inner_collectives
 from mt_megatron.patching.spec import Patch
 from mt_megatron.seams import collectives, events
 from mt_megatron.seams.events import EventName
@@ -158,7 +158,7 @@ def _communicate(original: Callable[..., Any], **kwargs: Any) -> Any:
         received = original(**kwargs)
     if "asynchronous" not in attrs or not received[2]:
         return received
-    return (*received[:2], exchanges.awaited_transfers(received[2], attrs))
+    return (*received[:2], inner_collectives.awaited_transfers(received[2], attrs))
 
 
 _REDUCING = (
@@ -289,32 +289,32 @@ def patches(backend: Backend) -> list[Patch]:
         ),
         wrap(
             f"{buckets}start_grad_sync",
-            exchanges.start_sync("start_grad_sync", "grad_data"),
+            inner_collectives.start_sync("start_grad_sync", "grad_data"),
             digest="40d7290a3aecd61e6f0d9afb1f3c87c640423e794a8a5602ddc815fc0af03fa6",
         ),
         wrap(
             f"{buckets}start_param_sync",
-            exchanges.start_sync("start_param_sync", "param_data"),
+            inner_collectives.start_sync("start_param_sync", "param_data"),
             digest="8bfb80aeb94b87021efa7908436c2e4de95490132cdb45df68868de4585a1a28",
         ),
         seen(
             "distributed.param_and_grad_buffer:_coalescing_manager",
-            exchanges.announcing_coalesced,
+            inner_collectives.announcing_coalesced,
         ),
-        *(seen(f"{module}:torch", exchanges.announcing) for module in _REDUCING),
+        *(seen(f"{module}:torch", inner_collectives.announcing) for module in _REDUCING),
         wrap(
             f"{cross_entropy}calculate_logits_max",
-            exchanges.before_sum,
+            inner_collectives.before_sum,
             digest="84c77202809d99ef9c744e4e38090b927193e2984f25a38f732e170c2635c8f9",
         ),
         wrap(
             f"{cross_entropy}calculate_predicted_logits",
-            exchanges.before_sum,
+            inner_collectives.before_sum,
             digest="9238cc977a8a90b6b12eeece86b2d31bfbcdd2ee19edac3a14261bdd985fd06d",
         ),
         wrap(
             f"{cross_entropy}calculate_cross_entropy_loss",
-            exchanges.after_sum,
+            inner_collectives.after_sum,
             digest="a0978df407009f6f8712d17591182e0782bd5398225de6ce9cd12584f2110b74",
         ),
         experts(
