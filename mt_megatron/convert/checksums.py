@@ -1,4 +1,4 @@
-"""CRC-32 of two things behind each other from the CRC-32 of each, so that nothing is summed twice.
+"""CRC-32 of concatenated data from the CRC-32 of its two parts, so that no byte is summed twice.
 
 A CRC is the remainder of a polynomial over GF(2); bytes that follow multiply it by a power of x
 (Mark Adler's note on crc32_combine in zlib).

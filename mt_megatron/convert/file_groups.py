@@ -1,4 +1,4 @@
-"""Which tensors share a file of a distributed checkpoint: those that one pipeline stage's expert-parallel
+"""Tensors that share a file of a distributed checkpoint: those that one pipeline stage's expert-parallel
 rank reads, up to a size."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which folders a conversion reads and writes, looked at before torch is imported."""
+"""Source and destination folders of a conversion, checked before torch is imported."""
 
 from __future__ import annotations
 

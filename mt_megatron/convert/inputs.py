@@ -1,4 +1,4 @@
-"""What a conversion starts from: a published folder or a Megatron checkpoint, opened and understood."""
+"""Input of a conversion: a published folder or a Megatron checkpoint, opened, with its options and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer's tensors carried with the model's: by the same tables, cut and packed alike.
+"""Optimizer tensors converted with the model's: by the same tables, sharded and packed alike.
 
 Moments and master weights have the shape of the parameter they belong to, so that whatever a layout does to
 a weight it does to them. Buffers (the bias of experts) have none.
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.convert.hf.weights import Kept
 from mt_megatron.convert.run_state import RunState
 from mt_megatron.convert.settings import Model
-from mt_megatron.convert.tensors.sources import MegatronSource
+from mt_megatron.convert.tensors.sources import MegatronSource, TensorInfo
 from mt_megatron.convert.tensors.state_names import MASTER, kind_of, state_name, weight_name
 from mt_megatron.errors import CheckpointError
 
@@ -26,7 +25,7 @@ class HoldsState(Protocol):
     """A checkpoint with an optimizer's tensors beside the model's."""
 
     @property
-    def state(self) -> Mapping[str, Kept]:
+    def state(self) -> Mapping[str, TensorInfo]:
         """What there is, by ``state_name``."""
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:

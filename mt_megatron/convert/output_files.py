@@ -1,4 +1,4 @@
-"""The files of each form of a result, planned and not yet written."""
+"""Files of each form of a result, planned and not yet written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole tensors into the parts of them that this rank holds, as Megatron itself describes its sharding."""
+"""Whole tensors into this rank's shards, by Megatron's own description of its sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEQUENTIAL = re.compile(r"(.*\bexperts\.local_experts)\.\d+\.(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of one tensor of the unsharded model, as this rank holds it."""
+    """A shard of one tensor of the unsharded model, as this rank holds it."""
 
     name: str
     """The tensor's name in the unsharded model: ``decoder.layers.17.mlp.linear_fc1.weight``. Experts
@@ -29,17 +29,17 @@ class Part:
     """The whole tensor's shape."""
 
     region: tuple[slice, ...]
-    """Where the piece lies in it."""
+    """Where the shard lies in it."""
 
     tensor: Tensor
-    """The piece: a view of ``source``."""
+    """The shard: a view of ``source``."""
 
     source: Tensor
-    """The parameter or buffer that the piece is part of; it may be several pieces, as gate and up are."""
+    """The parameter or buffer that the shard is part of; it may be several shards, as gate and up are."""
 
 
 def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
-    """Every piece of a parameter or persistent buffer that this rank's model ``chunks`` hold (bare: without
+    """Every shard of a parameter or persistent buffer that this rank's model ``chunks`` hold (bare: without
     DDP), under tensor, pipeline, virtual pipeline and expert parallelism. Copies of the embedding
     or the output layer on another pipeline stage have their names."""
     from megatron.core import parallel_state
@@ -61,18 +61,18 @@ def parts(chunks: Sequence[torch.nn.Module]) -> Iterator[Part]:
                 continue
             local, source = tensors[id(sharded.data)]
             built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else sharded
-            for piece in nested_values({"built": built}):
-                if piece.data.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+            for shard in nested_values({"built": built}):
+                if shard.data.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
                     raise CheckpointError(
                         f"{local} describes its parts by copies, which cannot be written into; use "
                         "SequentialMLP, or patch before the model is built"
                     )
-                lead = piece.prepend_axis_num
+                lead = shard.prepend_axis_num
                 yield Part(
-                    name=_unsharded_name(chunk, local, piece),
-                    shape=tuple(piece.global_shape[lead:]),
-                    region=_region(piece.global_offset[lead:], piece.local_shape),
-                    tensor=piece.data.detach().view(piece.local_shape),
+                    name=_unsharded_name(chunk, local, shard),
+                    shape=tuple(shard.global_shape[lead:]),
+                    region=_region(shard.global_offset[lead:], shard.local_shape),
+                    tensor=shard.data.detach().view(shard.local_shape),
                     source=source,
                 )
 
@@ -116,13 +116,13 @@ def _region(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
     return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
 
 
-def _unsharded_name(chunk: Any, local: str, piece: Any) -> str:
+def _unsharded_name(chunk: Any, local: str, shard: Any) -> str:
     if local == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     sequential, linear = _SEQUENTIAL.fullmatch(local), _GROUPED_LINEAR.fullmatch(local)
     grouped = _GROUPED.fullmatch(local)
     # The last axis before the tensor's own counts the experts.
-    expert = piece.global_offset[piece.prepend_axis_num - 1]
+    expert = shard.global_offset[shard.prepend_axis_num - 1]
     if sequential:
         local = f"{sequential[1]}.{expert}.{sequential[2]}"
     elif linear:

@@ -1,4 +1,4 @@
-"""What is asked of a conversion, and what came of it."""
+"""Request and outcome of a conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer's state holds beside its tensors, in the ways that Megatron-Core 0.9.0 writes it.
+"""Optimizer state beside the tensors, in the forms that Megatron-Core 0.9.0 writes.
 
 One optimizer is a dictionary of its own, or lies under ``optimizer`` where there are master weights; with
 experts spread over processes there are two, the second for experts: a list in rank files, numbered in

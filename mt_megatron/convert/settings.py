@@ -1,4 +1,4 @@
-"""The configuration that a conversion works by: what the source says of its model, and what is asked for."""
+"""Configuration of a conversion: the source's model options, and the options of the request."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from mt_megatron.convert.hf.weights import PublishedSource
     from mt_megatron.convert.rank_shards import Part
-    from mt_megatron.convert.tensors.sources import PublishedSource
     from mt_megatron.training.model import Trainable
 
 
@@ -85,11 +85,10 @@ def fill_from(folder: Path, config: TrainingConfig, chunks: Sequence[Module]) ->
 def _opened(
     config: TrainingConfig, folder: Path, chunks: Sequence[Module]
 ) -> tuple[PublishedSource, list[Part]]:
-    from mt_megatron.convert.hf.weights import PublishedFolder
+    from mt_megatron.convert.hf.weights import PublishedFolder, PublishedSource, not_of_model
     from mt_megatron.convert.rank_shards import check_parts, parts
     from mt_megatron.convert.settings import model_of
     from mt_megatron.convert.tensors.shapes import shape_of
-    from mt_megatron.convert.tensors.sources import PublishedSource, not_of_model
     from mt_megatron.models.tables.fused import local_name
 
     check_published(config)
@@ -120,7 +119,7 @@ class _Reading:
         self._parts: list[Tensor] = []
 
     def part(self, part: Part) -> Tensor:
-        from mt_megatron.convert.tensors.pieces import Piece, take
+        from mt_megatron.convert.tensors.shards import Shard, take
         from mt_megatron.convert.tensors.table import pack, rows_in_parts
 
         row = self._source.rows[part.name]
@@ -140,7 +139,7 @@ class _Reading:
             tensors, offsets = [pack(row, tensors, smaller)], (0, *offsets[1:])
         elif row.rotary or row.packing != "stacked":
             tensors = [pack(row, tensors, self._source.sizes)]
-        return take(tensors, Piece(offsets=offsets, sizes=sizes))
+        return take(tensors, Shard(offsets=offsets, sizes=sizes))
 
 
 def _together(folder: Path, action: Any) -> Any:

@@ -7,6 +7,6 @@ config              config.json to options and back
 side_files          tokenizer, generation settings, chat template
 fp8_blocks          FP8 weights with one scale for each block
 safetensors_format  header of the safetensors format
-weights             safetensors files of a folder, read tensor by tensor
+weights             safetensors files of a folder as a source, read tensor by tensor
 safetensors_writer  safetensors files and their index, written tensor by tensor
 """

@@ -1,4 +1,4 @@
-"""What each published architecture's ``config.json`` says beyond the common entries, in both directions."""
+"""Entries of ``config.json`` that are particular to an architecture, in both directions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A folder of published weights: which safetensors files there are, what is in them, one tensor at a time."""
+"""Published weights: the safetensors files of a folder, read tensor by tensor; a conversion's source."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,15 @@ from mt_megatron.convert.folders import CONFIG
 from mt_megatron.convert.hf.fp8_blocks import BLOCK, SUFFIX, dequantise
 from mt_megatron.convert.hf.safetensors_format import Stored, read_header
 from mt_megatron.convert.tensors.mapped_file import MappedFile
-from mt_megatron.convert.tensors.table import listed
+from mt_megatron.convert.tensors.shapes import shape_of
+from mt_megatron.convert.tensors.sources import Rows, TensorInfo, dtype_of, raise_wrong
+from mt_megatron.convert.tensors.table import Sizes, check_copy, check_names, listed, pack
 from mt_megatron.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A tensor as it will be read."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class PublishedFolder:
@@ -62,8 +56,8 @@ class PublishedFolder:
                 f"{folder} has FP8 weights without {SUFFIX}: {listed(sorted(bare))}. Only block-scaled FP8 "
                 "is understood; give a folder in bfloat16"
             )
-        self.tensors: Mapping[str, Kept] = {
-            name: Kept(dtype=fp8_as if stored.dtype == _FP8 else stored.dtype, shape=stored.shape)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(dtype=fp8_as if stored.dtype == _FP8 else stored.dtype, shape=stored.shape)
             for name, (_, stored) in self._places.items()
             if name not in scales
         }
@@ -100,6 +94,69 @@ class PublishedFolder:
             if path not in self._maps:
                 self._maps[path] = MappedFile(path)
             return self._maps[path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedSource:
+    """Published files by the rows of a table."""
+
+    folder: PublishedFolder
+    rows: Rows
+    sizes: Sizes
+    target: torch.dtype | None
+    """The dtype that is asked for; None: as it is stored."""
+
+    def check(self, model: Any, ignored: Collection[str] = ()) -> None:
+        """Raise ``CheckpointError`` for tensors that are missing, unknown, or of another shape than the
+        configuration (a ``ModelConfig``) says. ``ignored`` names are known and not wanted."""
+        found = self.folder.tensors
+        needed = {name for row in self.rows.values() for name in row.sources}
+        copies = {name for row in self.rows.values() for name in row.copies}
+        check_names(set(found) - set(ignored), needed, "published", optional=copies)
+        wrong = []
+        for name, row in self.rows.items():
+            shapes = [found[source].shape for source in row.sources]
+            expected = shape_of(name, model)
+            together = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if together != expected or len({shape[1:] for shape in shapes}) > 1:
+                wrong.append(f"{' + '.join(row.sources)}: {shapes}, expected {expected} together")
+            if len({found[source].dtype for source in row.sources}) > 1:
+                wrong.append(f"{' + '.join(row.sources)}: dtypes differ")
+        raise_wrong(wrong)
+
+    def dtype(self, name: str) -> torch.dtype:
+        row = self.rows[name]
+        return dtype_of(row, self.folder.tensors[row.sources[0]].dtype, self.target)
+
+    def published(self, name: str) -> list[Tensor]:
+        row, dtype = self.rows[name], self.dtype(name)
+        tensors = [self.folder.read(source) for source in row.sources]
+        for copy in row.copies:
+            if copy in self.folder.tensors:
+                check_copy(copy, self.folder.read(copy), row.sources[0], tensors[0])
+                self.folder.release(copy)
+        return [tensor.to(dtype) for tensor in tensors]
+
+    def parts(self, name: str) -> list[Tensor]:
+        row, tensors = self.rows[name], self.published(name)
+        if row.packing == "stacked" and not row.rotary:
+            return tensors
+        return [pack(row, tensors, self.sizes)]
+
+    def release(self, name: str) -> None:
+        for source in self.rows[name].sources:
+            self.folder.release(source)
+
+
+def not_of_model(names: Collection[str], num_layers: int, *, prediction: bool) -> set[str]:
+    """Published names that are known and not wanted: rotary frequencies, which every reader computes, and
+    without ``prediction`` the layers behind the model's last."""
+    found = {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+    for name in names if not prediction else ():
+        words = name.split(".")
+        if words[:2] == ["model", "layers"] and words[2].isdigit() and int(words[2]) >= num_layers:
+            found.add(name)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _WITH_OWN_RATE = ("embedding.word_embeddings.weight", "output_layer.weight")
 Chunks = Sequence[Mapping[str, Any]]
 """The state of each of a rank's model chunks: name -> tensor, in the order of the modules."""
 
-Place = tuple[int, str]
+Key = tuple[int, str]
 """A parameter: the chunk it is in, and its name there."""
 
 
@@ -45,12 +45,12 @@ def has_state_by_parameter(optimizer: Any) -> bool:
 
 def state_by_parameter(
     optimizer: Any, chunks: Chunks, *, spread: bool, where: str
-) -> dict[str, dict[Place, Tensor]]:
+) -> dict[str, dict[Key, Tensor]]:
     """The tensors of ``optimizer`` by kind and parameter. ``spread``: experts are spread over processes.
 
     Raises ``CheckpointError`` naming ``where`` when its groups are not those of the parameters.
     """
-    found: dict[str, dict[Place, Tensor]] = {}
+    found: dict[str, dict[Key, Tensor]] = {}
     left = dict(_parameters(chunks))
     for part in parts_of(optimizer):
         inner = inner_of(part)
@@ -106,7 +106,7 @@ def optimizer_document(
     optimizers = []
     for experts in (False, True) if spread else (None,):
         settings = {_signature_of(group): group for group in run.groups_of(experts=experts)}
-        members: dict[_Signature, list[Place]] = {}
+        members: dict[_Signature, list[Key]] = {}
         for place, tensor in parameters.items():
             signature = _signature(place, tensor, settings, spread=spread)
             if experts is None or signature.experts == experts:
@@ -124,7 +124,7 @@ def optimizer_document(
 
 def _one(
     run: RunState,
-    members: Mapping[_Signature, list[Place]],
+    members: Mapping[_Signature, list[Key]],
     settings: Mapping[_Signature, Mapping[str, Any]],
     state: Mapping[str, Chunks],
     *,
@@ -150,7 +150,7 @@ def _one(
     return {"optimizer": inner, MASTERS: masters, **scaler}
 
 
-def _parameters(chunks: Chunks) -> Iterator[tuple[Place, Tensor]]:
+def _parameters(chunks: Chunks) -> Iterator[tuple[Key, Tensor]]:
     for index, chunk in enumerate(chunks):
         seen = set()
         for name, tensor in chunk.items():
@@ -163,7 +163,7 @@ def _parameters(chunks: Chunks) -> Iterator[tuple[Place, Tensor]]:
                 yield (index, name), tensor
 
 
-def _members(parameters: Mapping[Place, Tensor], group: Mapping[str, Any], *, spread: bool) -> list[Place]:
+def _members(parameters: Mapping[Key, Tensor], group: Mapping[str, Any], *, spread: bool) -> list[Key]:
     wanted = _signature_of(group)
     rates = {wanted: group}
     return [
@@ -181,9 +181,7 @@ def _signature_of(group: Mapping[str, Any]) -> _Signature:
     )
 
 
-def _signature(
-    place: Place, tensor: Tensor, settings: Mapping[_Signature, Any], *, spread: bool
-) -> _Signature:
+def _signature(place: Key, tensor: Tensor, settings: Mapping[_Signature, Any], *, spread: bool) -> _Signature:
     name = place[1]
     return _Signature(
         experts=spread and ".mlp.experts." in name,
@@ -193,7 +191,12 @@ def _signature(
 
 
 def _put(
-    found: dict[str, dict[Place, Tensor]], kind: str, place: Place, tensor: Any, like: Tensor, where: str
+    found: dict[str, dict[Key, Tensor]],
+    kind: str,
+    place: Key,
+    tensor: Any,
+    like: Tensor,
+    where: str,
 ) -> None:
     if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__

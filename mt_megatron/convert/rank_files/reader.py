@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_megatron.convert.hf.weights import Kept
 from mt_megatron.convert.rank_files.arguments import load_trusted
 from mt_megatron.convert.rank_files.names import ChunkNames
 from mt_megatron.convert.rank_files.optimizer import has_state_by_parameter, state_by_parameter
 from mt_megatron.convert.run_state import RunState
 from mt_megatron.convert.tensors.shapes import split_axis
+from mt_megatron.convert.tensors.sources import TensorInfo
 from mt_megatron.convert.tensors.state_names import kind_of, state_name
 from mt_megatron.errors import CheckpointError
 from mt_megatron.parallel.stage_layers import stage_layers
@@ -94,13 +94,13 @@ class TorchFolder:
             if self.has_optimizer and self.flat_optimizer is None:
                 self._add_optimizer(rank, state, stages, str(path))
         kept = {
-            name: Kept(dtype=parts.by_rank[0].dtype, shape=self._shape(name, parts))
+            name: TensorInfo(dtype=parts.by_rank[0].dtype, shape=self._shape(name, parts))
             for name, parts in sorted(self._parts.items())
         }
-        self.tensors: Mapping[str, Kept] = {
+        self.tensors: Mapping[str, TensorInfo] = {
             name: each for name, each in kept.items() if kind_of(name) is None
         }
-        self.state: Mapping[str, Kept] = {
+        self.state: Mapping[str, TensorInfo] = {
             name: each for name, each in kept.items() if kind_of(name) is not None
         }
 

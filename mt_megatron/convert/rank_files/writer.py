@@ -22,13 +22,12 @@ from torch import Tensor
 from mt_megatron.convert.file_groups import expert_of, virtual_stage_of, virtual_stages
 from mt_megatron.convert.optimizer_state import Carried
 from mt_megatron.convert.output_folder import FileTask
-from mt_megatron.convert.rank_files.module_order import module_order
 from mt_megatron.convert.rank_files.names import ChunkNames
 from mt_megatron.convert.rank_files.optimizer import optimizer_document
 from mt_megatron.convert.rank_files.reader import STATE
 from mt_megatron.convert.settings import Model
-from mt_megatron.convert.tensors.pieces import Piece, pieces_of, take
 from mt_megatron.convert.tensors.shapes import extra_state_of, require_one_dtype, split_axis
+from mt_megatron.convert.tensors.shards import Shard, shards_of, take
 from mt_megatron.convert.tensors.sources import Source
 from mt_megatron.convert.tensors.state_names import kind_of, state_name
 from mt_megatron.errors import CheckpointError
@@ -47,13 +46,13 @@ class _Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """A tensor of one rank: pieces of whole tensors below each other, or of one on top of the other."""
+    """A tensor of one rank: shards of whole tensors below each other, or of one on top of the other."""
 
     name: str
     """In the rank's state."""
 
     whole: str
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     local: str
@@ -156,26 +155,26 @@ class TorchWriter:
                 continue
             here = virtual_stage_of(name, self._stages) == stage
             for local in self._local(name, names, here, stage):
-                pieces = tuple(
-                    piece
-                    for piece in pieces_of(
+                shards = tuple(
+                    shard
+                    for shard in shards_of(
                         name,
                         row,
                         self._shapes[name],
                         split_axis(name),
                         self._sizes.tensor_model_parallel_size,
                     )
-                    if split_axis(name) is None or piece.rank == rank.tensor
+                    if split_axis(name) is None or shard.rank == rank.tensor
                 )
-                shape = pieces[0].sizes
-                if len(pieces) > 1:
-                    shape = (sum(piece.sizes[0] for piece in pieces), *shape[1:])
+                shape = shards[0].sizes
+                if len(shards) > 1:
+                    shape = (sum(shard.sizes[0] for shard in shards), *shape[1:])
                 grouped = _GROUPED.fullmatch(local) if self._together else None
                 held.append(
                     _Held(
                         name=local if grouped is None else f"{grouped[1]}.weight{grouped[3]}",
                         whole=name,
-                        pieces=pieces,
+                        shards=shards,
                         shape=shape,
                         dtype=self._source.dtype(name),
                         expert=None if grouped is None else int(grouped[2]),
@@ -257,9 +256,9 @@ class TorchWriter:
 
     def _fill(self, tensor: Tensor, held: _Held) -> None:
         parts, row = self._source.parts(held.whole), 0
-        for piece in held.pieces:
-            rows = piece.sizes[0] if piece.sizes else 0
-            (tensor[row : row + rows] if rows else tensor).copy_(take(parts, piece))
+        for shard in held.shards:
+            rows = shard.sizes[0] if shard.sizes else 0
+            (tensor[row : row + rows] if rows else tensor).copy_(take(parts, shard))
             row += rows
         self._source.release(held.whole)
 
@@ -318,3 +317,59 @@ class _Writer:
 
     def flush(self) -> None:
         """Nothing waits here."""
+
+
+# Order in which Megatron's modules hold a model's tensors; an optimizer in rank files counts by it.
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.")
+
+_PARTS = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "output_layer.", "mtp.")
+
+_IN_A_LAYER = (
+    "enorm.",
+    "hnorm.",
+    "eh_proj.",
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.router.",
+    "mlp.experts.",
+    "mlp.shared_experts.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "final_layernorm.",
+)
+
+
+def module_order(name: str, *, is_first_stage: bool) -> tuple[int, ...]:
+    """Sorts the tensors of one chunk of a model, as local layers or Transformer Engine's name them."""
+    layer = _LAYER.fullmatch(name)
+    if name.startswith("embedding.") and not is_first_stage:
+        return (len(_PARTS),)  # The copy for multi-token prediction, which is made last.
+    if layer is None:
+        return (_first(_PARTS, name),)
+    rest = layer[3].removeprefix("transformer_layer.")
+    expert = _EXPERT.search(rest)
+    within = 2 * rest.endswith("bias") - ("layer_norm_" in rest)
+    return (
+        _first(_PARTS, name),
+        int(layer[2]),
+        _first(_IN_A_LAYER, rest),
+        -1 if expert is None else int(expert[1]),
+        int("linear_fc2" in rest),
+        within,
+    )
+
+
+def _first(parts: tuple[str, ...], name: str) -> int:
+    return next((index for index, part in enumerate(parts) if name.startswith(part)), len(parts))

@@ -1,4 +1,4 @@
-"""A file as tensors that are views of it: nothing is read before it is used, and what was used can go."""
+"""A memory-mapped file as tensors: read on first use, and its memory can be released after use."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _EXPERTS = ".mlp.experts.experts."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class KeyLocation:
     """Where a tensor of the whole model lies in a distributed checkpoint."""
 
     key: str
@@ -53,7 +53,7 @@ class KeyStyle:
     expert_optimizer: bool = False
     """Experts are spread over processes and have an optimizer of their own."""
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> KeyLocation:
         """Where the tensor ``name`` (as local layers name it), or an optimizer's of that name, goes."""
         kind = kind_of(name)
         if kind is not None:
@@ -74,7 +74,7 @@ class KeyStyle:
             axes.append(self.num_experts)
             index.append(int(expert[2]))
             key = f"{expert[1]}experts.{expert[3]}"
-        return Place(key=key, axes=tuple(axes), index=tuple(index))
+        return KeyLocation(key=key, axes=tuple(axes), index=tuple(index))
 
     def _key(self, name: str, layer: int | None) -> str:
         if self.transformer_engine:

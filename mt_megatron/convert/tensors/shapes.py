@@ -1,4 +1,4 @@
-"""What each tensor of an unsharded Megatron model is: its shape by the configuration, and the dimension
+"""Tensors of an unsharded Megatron model: shape by the configuration, and the dimension
 along which tensor parallelism divides it (Megatron-Core 0.12's modules)."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def split_axis(name: str) -> int | None:
 def extra_state_of(name: str, *, transformer_engine: bool) -> str | None:
     """The name of the (empty) extra state that Megatron's linears keep beside a weight, if it is one."""
     if "_down_proj." in name and not transformer_engine:
-        return None  # ``layers.mla.replicated_linear`` has none, and takes none when it is loaded strictly.
+        return None  # ``layers.mla.spec`` has none, and takes none when it is loaded strictly.
     matched = _WITH_STATE.fullmatch(name) if kind_of(name) is None else None
     return None if matched is None else f"{matched[1]}._extra_state"
 

@@ -1,4 +1,4 @@
-"""Either kind of source behind one face: a tensor as published files hold it, or as Megatron does.
+"""Source of a conversion: tensors by the rows of a conversion table, as published or as Megatron holds them.
 
 Nothing is read before it is asked for, and what can be a view of a file is one.
 """
@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mt_megatron.convert.hf.weights import Kept, PublishedFolder
 from mt_megatron.convert.tensors.shapes import shape_of
-from mt_megatron.convert.tensors.table import Sizes, check_copy, check_names, listed, pack, unpack
+from mt_megatron.convert.tensors.table import Sizes, check_names, listed, unpack
 from mt_megatron.errors import CheckpointError
 from mt_megatron.models.weights import TensorRow
 
@@ -22,11 +21,19 @@ Rows = Mapping[str, TensorRow]
 """Every single tensor's row, by its name in an unsharded Megatron model of local layers."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """A tensor as it will be read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class WholeTensors(Protocol):
     """A Megatron checkpoint of any form: whole tensors by their names in a model of local layers."""
 
     @property
-    def tensors(self) -> Mapping[str, Kept]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """What there is."""
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -53,58 +60,6 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedSource:
-    """Published files by the rows of a table."""
-
-    folder: PublishedFolder
-    rows: Rows
-    sizes: Sizes
-    target: torch.dtype | None
-    """The dtype that is asked for; None: as it is stored."""
-
-    def check(self, model: Any, ignored: Collection[str] = ()) -> None:
-        """Raise ``CheckpointError`` for tensors that are missing, unknown, or of another shape than the
-        configuration (a ``ModelConfig``) says. ``ignored`` names are known and not wanted."""
-        found = self.folder.tensors
-        needed = {name for row in self.rows.values() for name in row.sources}
-        copies = {name for row in self.rows.values() for name in row.copies}
-        check_names(set(found) - set(ignored), needed, "published", optional=copies)
-        wrong = []
-        for name, row in self.rows.items():
-            shapes = [found[source].shape for source in row.sources]
-            expected = shape_of(name, model)
-            together = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-            if together != expected or len({shape[1:] for shape in shapes}) > 1:
-                wrong.append(f"{' + '.join(row.sources)}: {shapes}, expected {expected} together")
-            if len({found[source].dtype for source in row.sources}) > 1:
-                wrong.append(f"{' + '.join(row.sources)}: dtypes differ")
-        _raise_wrong(wrong)
-
-    def dtype(self, name: str) -> torch.dtype:
-        row = self.rows[name]
-        return _dtype(row, self.folder.tensors[row.sources[0]].dtype, self.target)
-
-    def published(self, name: str) -> list[Tensor]:
-        row, dtype = self.rows[name], self.dtype(name)
-        tensors = [self.folder.read(source) for source in row.sources]
-        for copy in row.copies:
-            if copy in self.folder.tensors:
-                check_copy(copy, self.folder.read(copy), row.sources[0], tensors[0])
-                self.folder.release(copy)
-        return [tensor.to(dtype) for tensor in tensors]
-
-    def parts(self, name: str) -> list[Tensor]:
-        row, tensors = self.rows[name], self.published(name)
-        if row.packing == "stacked" and not row.rotary:
-            return tensors
-        return [pack(row, tensors, self.sizes)]
-
-    def release(self, name: str) -> None:
-        for source in self.rows[name].sources:
-            self.folder.release(source)
-
-
-@dataclass(frozen=True, kw_only=True)
 class MegatronSource:
     """A Megatron checkpoint by the rows of a table."""
 
@@ -128,10 +83,10 @@ class MegatronSource:
                 fits = shape[1:] == expected[1:] and shape[0] >= expected[0]
             if not fits:
                 wrong.append(f"{name}: {shape}, expected {expected}")
-        _raise_wrong(wrong)
+        raise_wrong(wrong)
 
     def dtype(self, name: str) -> torch.dtype:
-        return _dtype(self.rows[name], self.checkpoint.tensors[name].dtype, self.target)
+        return dtype_of(self.rows[name], self.checkpoint.tensors[name].dtype, self.target)
 
     def published(self, name: str) -> list[Tensor]:
         row, dtype = self.rows[name], self.dtype(name)
@@ -157,24 +112,15 @@ class MegatronSource:
         self.checkpoint.release(name)
 
 
-def not_of_model(names: Collection[str], num_layers: int, *, prediction: bool) -> set[str]:
-    """Published names that are known and not wanted: rotary frequencies, which every reader computes, and
-    without ``prediction`` the layers behind the model's last."""
-    found = {name for name in names if name.endswith(".rotary_emb.inv_freq")}
-    for name in names if not prediction else ():
-        words = name.split(".")
-        if words[:2] == ["model", "layers"] and words[2].isdigit() and int(words[2]) >= num_layers:
-            found.add(name)
-    return found
-
-
-def _dtype(row: TensorRow, stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+def dtype_of(row: TensorRow, stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a row's tensor comes: as ``stored``, or as asked for; fp32 where the row says so."""
     if target is None:
         return stored
     return torch.float32 if row.fp32 else target
 
 
-def _raise_wrong(wrong: list[str]) -> None:
+def raise_wrong(wrong: list[str]) -> None:
+    """Raise ``CheckpointError`` that lists the tensors in ``wrong``, if there are any."""
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors are not what the configuration says: {listed(wrong, 20)}. Check that it "

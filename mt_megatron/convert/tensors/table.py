@@ -1,4 +1,4 @@
-"""Whole tensors packed into Megatron's and back, as the rows of a family's conversion table say.
+"""Whole tensors packed into Megatron's and back by the rows of a family's conversion table.
 
 Both directions read the same rows, so they cannot disagree.
 """

@@ -1,8 +1,7 @@
 """Distributed checkpoints (torch_dist), without process groups.
 
-metadata       the .metadata file, unpickled to plain descriptions
-torch_archive  offsets of tensor data in an archive of torch.save
-flattened      flattened tensors of a distributed optimizer
-reader         whole tensors from any layout
-writer         files and metadata for any layout
+metadata   the .metadata file, unpickled to plain descriptions
+flattened  flattened tensors of a distributed optimizer
+reader     whole tensors from any layout; offsets of tensor data in an archive of torch.save
+writer     files and metadata for any layout
 """

@@ -8,23 +8,25 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import struct
 import threading
+import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mt_megatron.convert.hf.weights import Kept
 from mt_megatron.convert.tensors.mapped_file import MappedFile
 from mt_megatron.convert.tensors.megatron_names import names_of, split_state_key
+from mt_megatron.convert.tensors.sources import TensorInfo
 from mt_megatron.convert.tensors.state_names import kind_of, state_name
 from mt_megatron.convert.tensors.table import listed
 from mt_megatron.convert.torch_dist.flattened import Flattened
 from mt_megatron.convert.torch_dist.metadata import Chunk, StoredTensor, read_metadata
-from mt_megatron.convert.torch_dist.torch_archive import locate
 from mt_megatron.errors import CheckpointError
 
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler")
@@ -65,11 +67,13 @@ class DistFolder:
         for key, state in states.items():
             if state is not None:
                 self._add(key, self.contents.tensors[key], *state)
-        kept = {name: Kept(dtype=each.stored.dtype, shape=each.shape) for name, each in self._wholes.items()}
-        self.tensors: Mapping[str, Kept] = {
+        kept = {
+            name: TensorInfo(dtype=each.stored.dtype, shape=each.shape) for name, each in self._wholes.items()
+        }
+        self.tensors: Mapping[str, TensorInfo] = {
             name: each for name, each in kept.items() if kind_of(name) is None
         }
-        self.state: Mapping[str, Kept] = {
+        self.state: Mapping[str, TensorInfo] = {
             name: each for name, each in kept.items() if kind_of(name) is not None
         }
         files = {chunk.file for each in self._wholes.values() for chunk in each.chunks}
@@ -105,23 +109,23 @@ class DistFolder:
         wanted = (last - first, *shape[1:]) if shape else ()
         result, filled = None, 0
         for chunk in whole.chunks:
-            piece, offsets = self._piece(whole, chunk)
+            shard, offsets = self._shard(whole, chunk)
             if not shape:
-                return piece
-            start, stop = max(first, offsets[0]), min(last, offsets[0] + piece.shape[0])
+                return shard
+            start, stop = max(first, offsets[0]), min(last, offsets[0] + shard.shape[0])
             if start >= stop:
                 continue
-            piece = piece[start - offsets[0] : stop - offsets[0]]
-            if piece.shape == wanted:
-                return piece
+            shard = shard[start - offsets[0] : stop - offsets[0]]
+            if shard.shape == wanted:
+                return shard
             if result is None:
                 result = torch.empty(wanted, dtype=whole.stored.dtype)
             region = (
                 slice(start - first, stop - first),
-                *(slice(o, o + n) for o, n in zip(offsets[1:], piece.shape[1:], strict=True)),
+                *(slice(o, o + n) for o, n in zip(offsets[1:], shard.shape[1:], strict=True)),
             )
-            result[region] = piece
-            filled += piece.numel()
+            result[region] = shard
+            filled += shard.numel()
         if result is None:
             result = torch.empty(wanted, dtype=whole.stored.dtype)
         self._require_filled(name, filled, result)
@@ -154,7 +158,7 @@ class DistFolder:
         lead, names = names_of(key, shape)
         flattened = None
         if shape is not stored.shape:
-            flattened = Flattened(shape=shape, pieces=stored.shape[:-1], lead=lead)
+            flattened = Flattened(shape=shape, shards=stored.shape[:-1], lead=lead)
         chunks: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
         for chunk in stored.chunks:
             spans = zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)
@@ -170,7 +174,7 @@ class DistFolder:
                 stored=stored, index=index, chunks=tuple(chunks[index]), flattened=flattened
             )
 
-    def _piece(self, whole: _Whole, chunk: Chunk) -> tuple[Tensor, tuple[int, ...]]:
+    def _shard(self, whole: _Whole, chunk: Chunk) -> tuple[Tensor, tuple[int, ...]]:
         """The part of ``chunk`` that is of ``whole``, and its offsets in it."""
         lead = len(whole.index)
         tensor = self._chunk(chunk, whole.stored.dtype)
@@ -202,3 +206,126 @@ class DistFolder:
             if file not in self._maps:
                 self._maps[file] = MappedFile(self.folder / file)
             return self._maps[file]
+
+
+# Offsets of tensor data in an archive of ``torch.save``, of any version of torch. An archive is a zip of
+# stored members: a pickle that describes the tensor, and its bytes. The pickle is read with names alone;
+# nothing in it is called.
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """A contiguous tensor inside of an archive."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+
+def locate(mapped: MappedFile, offset: int, length: int) -> Located | None:
+    """The one tensor of the archive that has ``length`` bytes from ``offset``; None when it is none of a
+    plain contiguous tensor, which ``torch.load`` has to look at."""
+    try:
+        with zipfile.ZipFile(_Region(mapped, offset, length)) as archive:
+            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            described = _Names(io.BytesIO(archive.read(members["data.pkl"]))).load()
+            data = members["data/0"]
+            byte_order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
+    except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, ValueError, EOFError, IndexError):
+        return None
+    if not isinstance(described, tuple) or len(described) < 4 or byte_order != b"little":
+        return None
+    storage, first, shape, strides = described[:4]
+    if not isinstance(storage, _Storage) or storage.key != "0" or first != 0:
+        return None
+    if data.compress_type != zipfile.ZIP_STORED or tuple(strides) != _contiguous(shape):
+        return None
+    signature, name, extra = _LOCAL_HEADER.unpack(
+        mapped.bytes(offset + data.header_offset, _LOCAL_HEADER.size)
+    )
+    if signature != b"PK\x03\x04" or data.file_size < torch.Size(shape).numel() * storage.dtype.itemsize:
+        return None
+    return Located(
+        dtype=storage.dtype,
+        shape=tuple(shape),
+        offset=offset + data.header_offset + _LOCAL_HEADER.size + name + extra,
+    )
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: torch.dtype
+    key: str
+
+
+class _Names(pickle.Unpickler):
+    """Gives the arguments of what the pickle would call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda *arguments: arguments
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(str(kind))
+        return _Storage(dtype, key)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+class _Region(io.RawIOBase):
+    """A part of a mapped file as a file, of which only what is asked for is copied."""
+
+    def __init__(self, mapped: MappedFile, offset: int, length: int) -> None:
+        self._mapped = mapped
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        count = left if size is None or size < 0 else min(size, left)
+        content = self._mapped.bytes(self._offset + self._at, count)
+        self._at += count
+        return content

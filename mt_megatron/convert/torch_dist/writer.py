@@ -1,7 +1,7 @@
 """A distributed checkpoint (``torch_dist``) written without process groups or a model.
 
 It is what Megatron-Core writes: files of ``torch.save`` archives behind each other, ``.metadata`` that
-says where each lies, ``metadata.json``, and ``common.pt``. The layout decides which pieces tensors are
+says where each lies, ``metadata.json``, and ``common.pt``. The layout decides which shards tensors are
 stored in, and which files they share; any other layout reads it all the same.
 """
 
@@ -23,8 +23,8 @@ from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.folders import METADATA
 from mt_megatron.convert.output_folder import FileTask, Summed
 from mt_megatron.convert.tensors.megatron_names import KeyStyle
-from mt_megatron.convert.tensors.pieces import Piece, blocks, pieces_of
 from mt_megatron.convert.tensors.shapes import extra_state_of, require_one_dtype, split_axis
+from mt_megatron.convert.tensors.shards import Shard, blocks, shards_of
 from mt_megatron.convert.tensors.sources import Rows, Source
 from mt_megatron.convert.tensors.state_names import kind_of
 from mt_megatron.convert.torch_dist.flattened import flat_place, flat_shape
@@ -32,10 +32,10 @@ from mt_megatron.convert.torch_dist.flattened import flat_place, flat_shape
 
 @dataclass(frozen=True, kw_only=True)
 class _Item:
-    """A piece of a tensor as it is stored."""
+    """A shard of a tensor as it is stored."""
 
     key: str
-    piece: Piece
+    shard: Shard
     lead: tuple[int, ...]
     """Its place on the axes before the tensor's own."""
 
@@ -45,13 +45,13 @@ class _Item:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        return flat_place(self.lead, self.piece)[0] if self.flat else (*self.lead, *self.piece.offsets)
+        return flat_place(self.lead, self.shard)[0] if self.flat else (*self.lead, *self.shard.offsets)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         if self.flat:
-            return flat_place(self.lead, self.piece)[1]
-        return (*(1 for _ in self.lead), *self.piece.sizes)
+            return flat_place(self.lead, self.shard)[1]
+        return (*(1 for _ in self.lead), *self.shard.sizes)
 
     @property
     def stored(self) -> int:
@@ -81,15 +81,15 @@ class DistWriter:
         for name, row in rows.items():
             place = style.place(name)
             whole = (*place.axes, *shapes[name])
-            pieces = pieces_of(name, row, shapes[name], split_axis(name), tensor)
+            shards = shards_of(name, row, shapes[name], split_axis(name), tensor)
             # What has one dimension is flat already.
             flat = distributed and kind_of(name) is not None and len(whole) > 1
-            self._sizes[place.key] = flat_shape(place.axes, shapes[name], pieces[0]) if flat else whole
+            self._sizes[place.key] = flat_shape(place.axes, shapes[name], shards[0]) if flat else whole
             if flat:
                 self._flattened[place.key] = whole
             self._items[name] = [
-                _Item(key=place.key, piece=piece, lead=place.index, dtype=source.dtype(name), flat=flat)
-                for piece in pieces
+                _Item(key=place.key, shard=shard, lead=place.index, dtype=source.dtype(name), flat=flat)
+                for shard in shards
             ]
         require_one_dtype(
             (item.key, name, item.dtype) for name, items in self._items.items() for item in items
@@ -164,7 +164,7 @@ class DistWriter:
         for name in group:
             parts = self._source.parts(name)
             for item in self._items[name]:
-                yield from _archive(item, blocks(parts, item.piece))
+                yield from _archive(item, blocks(parts, item.shard))
             del parts
             self._source.release(name)
         if index == 0:

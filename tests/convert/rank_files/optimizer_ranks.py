@@ -18,7 +18,7 @@ from mt_megatron.config.parse import load_config
 from mt_megatron.convert import optimizer_state
 from mt_megatron.convert.inputs import open_megatron
 from mt_megatron.convert.rank_files.arguments import arguments_of, load_trusted
-from mt_megatron.convert.rank_files.module_order import module_order
+from mt_megatron.convert.rank_files.writer import module_order
 from mt_megatron.convert.settings import model_of
 from mt_megatron.convert.tensors.state_names import kind_of
 from mt_megatron.models.families import family_of

@@ -1,4 +1,4 @@
-"""The small parts: checksums, safetensors headers, names, pieces, mapped files."""
+"""The small parts: checksums, safetensors headers, names, shards, mapped files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mt_megatron.convert.checksums import combined
 from mt_megatron.convert.hf.safetensors_format import DTYPES, header_bytes, read_header
 from mt_megatron.convert.tensors.mapped_file import MappedFile
 from mt_megatron.convert.tensors.megatron_names import KeyStyle, names_of
-from mt_megatron.convert.tensors.pieces import pieces_of, take
+from mt_megatron.convert.tensors.shards import shards_of, take
 from mt_megatron.convert.tensors.table import pack, rows_in_parts, unpack
-from mt_megatron.convert.torch_dist.torch_archive import locate
+from mt_megatron.convert.torch_dist.reader import locate
 from mt_megatron.errors import CheckpointError
 from mt_megatron.models.tables.fused import fused_name, local_name
 from mt_megatron.models.weights import RotaryRows, TensorRow
@@ -124,10 +124,10 @@ def test_pieces_cover_a_tensor_once_and_come_back() -> None:
         expected = torch.cat([whole[: shape[0] - padding], torch.zeros(padding, shape[1])]).long()
         parts = list(whole.chunk(2)) if packing == "stacked" else [whole[: shape[0] - padding]]
         found = torch.full(shape, -1)
-        for piece in pieces_of("x", row, shape, axis, tensor_parallel):
-            region = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+        for shard in shards_of("x", row, shape, axis, tensor_parallel):
+            region = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True))
             assert bool((found[region] == -1).all())
-            found[region] = take(parts, piece)
+            found[region] = take(parts, shard)
         assert torch.equal(found, expected)
 
 
