@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .backends.current import provide
 from .errors import PatchError, PatchTargetError, UpstreamVersionError
 
 if TYPE_CHECKING:
@@ -183,6 +184,9 @@ def backend() -> Backend:
     _in_force()
     assert _backend is not None
     return _backend
+
+
+provide(backend)
 
 
 def compare_plan_across_ranks(group: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 base            the Protocol that every backend implements
 registry        which backends exist, which one to use
+current         the backend in force, for packages below the session
 cpu/            the CPU with Gloo: the reference, and the default
 cuda            NVIDIA GPUs with NCCL: nothing is redirected
 musa/           Moore Threads GPUs with MCCL, on torch_musa
