@@ -130,7 +130,7 @@ def attention(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]
 
 
 def core(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    from mt_megatron.layers.attention.causal import causal_attention
+    from mt_megatron.layers.attention.core import causal_attention
 
     sizes = (192, 192, 128)
     given = [torch.randn(options.batch, options.heads, options.seq_length, d).to(dtype) for d in sizes]

@@ -149,7 +149,7 @@ def contenders(experts: int, dtype: torch.dtype, upstream: dict[str, Any]) -> di
     """Every side's step. What is the same for two of them is the same object."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    from mt_megatron.layers.moe import experts as layers
+    from mt_megatron.layers.moe import experts as expert_layers
     from mt_megatron.seams import grouped_gemm
 
     grouped = contender(layer(experts, dtype, True))
@@ -159,7 +159,7 @@ def contenders(experts: int, dtype: torch.dtype, upstream: dict[str, Any]) -> di
         "upstream rows": with_others(sequential, [token_dispatcher], upstream),
         "sequential": sequential,
         "grouped": grouped,
-        "kernel": with_others(grouped, [layers, grouped_gemm], kernel),
+        "kernel": with_others(grouped, [expert_layers, grouped_gemm], kernel),
     }
 
 

@@ -19,7 +19,7 @@ import torch
 from recording import machine, record, spread, table
 from torch import Tensor
 
-from mt_megatron.layers.moe.router_choice import RouterOptions, choose_experts
+from mt_megatron.layers.moe.router_topk import RouterOptions, choose_experts
 
 TOKENS = 4096
 MODELS = {

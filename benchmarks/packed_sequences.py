@@ -24,7 +24,7 @@ import torch
 
 import mt_megatron
 from mt_megatron.config.parse import load_config
-from mt_megatron.layers.attention.packed import document_borders, document_mask
+from mt_megatron.layers.attention.packed_sequences import document_borders, document_mask
 from mt_megatron.models.families import family_of
 from mt_megatron.training.distributed import joined
 

@@ -1,4 +1,4 @@
-"""Which layer stands where: experts or dense, and which attention, made from one layer's spec.
+"""Layer specs of a block whose layers differ (experts or dense, kind of attention), from one layer's spec.
 
 Megatron-Core 0.9.0 builds every layer of a model from the same spec. Where the configuration asks for
 more, its specs are varied layer by layer, with the linear and norm classes that they name: local,

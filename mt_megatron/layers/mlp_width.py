@@ -1,4 +1,4 @@
-"""How wide an MLP is built: upstream's read one field, and here there are three widths."""
+"""Width of an MLP: upstream reads one field; dense, routed and shared experts have three."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers that this rank's current model chunk builds, where upstream's division is not enough."""
+"""Layers of this rank's current model chunk, for divisions that upstream's formula cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SwiGLU without a compiler: keeps its input alone and makes one temporary in each direction."""
+"""SwiGLU without a compiler: only the input is saved, with one temporary in each direction."""
 
 from __future__ import annotations
 

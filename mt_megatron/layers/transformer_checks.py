@@ -1,4 +1,4 @@
-"""What the added fields of ``TransformerConfig`` have to fulfil, on plain values.
+"""Checks of the added fields of ``TransformerConfig``, on plain values.
 
 ``TransformerConfig`` itself and the trainer's validation ask the same function. Imports neither torch
 nor Megatron.

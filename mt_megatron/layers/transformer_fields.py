@@ -1,4 +1,4 @@
-"""The fields that ``TransformerConfig`` gains: one list, which patches, options and documents read.
+"""Fields added to ``TransformerConfig``: the list that patches, options and documents read.
 
 Names and meanings are Megatron-Core 0.12's, so that configurations and checkpoints can move to it.
 Left unset, every field means what Megatron-Core 0.9.0 does without it. Imports neither torch nor

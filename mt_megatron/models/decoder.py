@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers.attention.packed import document_mask, document_positions, positions_restart
+from mt_megatron.layers.attention.packed_sequences import document_mask, document_positions, positions_restart
 from mt_megatron.models.layer_spec import gpt_layer_spec
 from mt_megatron.models.weights import TensorRow
 from mt_megatron.parallel.context_parallel import part_of_sequence

@@ -8,7 +8,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from mt_megatron import _session
+from mt_megatron.backends.current import current_backend
 from mt_megatron.errors import ConfigError, PatchError
 
 _log = logging.getLogger("mt_megatron")
@@ -65,7 +65,7 @@ def _say(asked: str, obstacle: str) -> None:
 
 def _device_type() -> str:
     try:
-        return _session.backend().device_type
+        return current_backend().device_type
     except PatchError:
         return "cpu"
 

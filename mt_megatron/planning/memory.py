@@ -27,7 +27,7 @@ _BLOCK = 1 << 30
 _PANEL_OF_LOGITS = 4 * 2048 * 192
 _PANEL_OF_PRODUCT = 4 << 20
 """In fp32 on a CPU most bytes of logits, and of a weight gradient, before they go where they belong
-(``layers.cross_entropy_panels``, ``seams.onednn``)."""
+(``layers.loss.cross_entropy``, ``seams.onednn``)."""
 
 
 def loss_kept_bytes(shape: ModelShape, options: ActivationOptions) -> int:

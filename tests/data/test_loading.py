@@ -22,7 +22,7 @@ from mt_megatron.data.loader.batches import _ended_worker, train_batches
 from mt_megatron.data.loader.datasets import build_datasets
 from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError
-from mt_megatron.layers.attention.packed import document_mask, document_positions
+from mt_megatron.layers.attention.packed_sequences import document_mask, document_positions
 from mt_megatron.training.validate import problems
 from tests.data.test_batches import Numbered
 from tests.data.test_datasets import EOD, LENGTH, VOCABULARY, write_indexed

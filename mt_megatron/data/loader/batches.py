@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.data.loader.queue_depth import watched
 from mt_megatron.errors import DataError
-from mt_megatron.layers.attention.packed import document_borders
+from mt_megatron.layers.attention.packed_sequences import document_borders
 
 Batch = dict[str, torch.Tensor]
 """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32, each

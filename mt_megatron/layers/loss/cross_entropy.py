@@ -8,6 +8,7 @@ gradient goes straight into ``weight.main_grad``. Otherwise backward computes th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_megatron.layers import linear
-from mt_megatron.layers.loss.cross_entropy_blocks import Blocks
-from mt_megatron.layers.loss.cross_entropy_panels import Panels
+from mt_megatron.layers.loss import cross_entropy_blocks
+from mt_megatron.layers.loss.cross_entropy_blocks import Blocks, leave_out, padding_from
+from mt_megatron.seams.gemm import gemm
 
 
 def linear_cross_entropy(
@@ -165,3 +167,173 @@ def _reduced(gradient: Tensor | None, hidden: Tensor, sequence_parallel: bool, g
         return shard
     linear._Collective("all_reduce", gradient, dist.all_reduce).wait()
     return gradient
+
+
+# The blocked cross-entropy in fp32 on a CPU, where matrix products take almost all of the time.
+#
+# Logits lie with tokens as columns and are made a panel of the vocabulary at a time: with a few hundred
+# tokens BLAS then divides the long side among its threads and packs no weight for nothing. A panel becomes
+# exponentials while it is in the cache, and stays so: what divides them into a softmax, and the label's
+# share, are factors of single tokens and go to the products' narrow sides. So the panel can be multiplied
+# with its weights, for the gradient of the hidden states, while both are still in the cache.
+
+_PANEL = 2048 * 192
+"""Logits of one panel: 1.5 MiB."""
+
+_HEADROOM = 1e13
+"""What a panel's exponentials may sum to before their token's reference moves: its own logits are then about
+30 above it, far from overflow."""
+
+_MULTIPLE = 16
+"""Tokens of a block are a multiple of what BLAS's kernels take at once."""
+
+
+class Panels:
+    """``Blocks`` for fp32 operands on a CPU: the same arguments without a recipe, the same results."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        first: int,
+        vocab_size: int | None,
+        group: Any,
+    ) -> None:
+        self.hidden, self.weight, self.group = hidden, weight, group
+        self._inside = (labels >= first) & (labels < first + weight.shape[0])
+        self._column = torch.where(self._inside, labels - first, 0)
+        self._size = weight.shape[0]
+        self._padding = padding_from(vocab_size, first, self._size)
+
+    def losses(
+        self,
+        grad: Tensor | None = None,
+        grad_hidden: Tensor | None = None,
+        grad_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and log-sum-exp of every token, float32 [t]; with ``grad`` [t] the gradients too, into
+        ``grad_hidden`` [t, h] and added to ``grad_weight`` [v, h]; either may be None."""
+        losses = self.hidden.new_empty(self.hidden.shape[0])
+        lse = torch.empty_like(losses)
+        for rows, powers in self._blocks():
+            into = None if grad is None else _rows(grad_hidden, rows)
+            reference, total, predicted = self._exponentials(rows, powers, into)
+            highest, denominator = reference, total
+            if self.group is not None:
+                highest, denominator, predicted = self._combined(reference, total, predicted)
+            lse[rows] = highest + denominator.log()
+            losses[rows] = lse[rows] - predicted
+            if grad is not None:
+                share = grad[rows] * (reference - highest).exp_() / denominator
+                self._finish(rows, powers, share, grad[rows], into, grad_weight)
+        return losses, lse
+
+    def gradients(
+        self, lse: Tensor, grad: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    ) -> None:
+        """The gradients alone, from logits computed again and the ``lse`` of ``losses``."""
+        for rows, powers in self._blocks():
+            into = _rows(grad_hidden, rows)
+            for ids in self._panels(powers.shape[1]):
+                panel = torch.sub(self._logits(rows, ids), lse[rows], out=powers[ids]).exp_()
+                self._add_to_hidden(ids, panel, into)
+            self._finish(rows, powers, grad[rows], grad[rows], into, grad_weight)
+
+    def _exponentials(
+        self, rows: slice, powers: Tensor, into: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill ``powers`` [v, t] with exp(logit - reference), and ``into`` [t, h] with its product with the
+        weights; the references, sums and label's logits [t]."""
+        column, inside = self._column[rows], self._inside[rows]
+        total = torch.zeros(powers.shape[1])
+        predicted = torch.zeros_like(total)
+        reference = total
+        for ids in self._panels(powers.shape[1]):
+            logits = self._logits(rows, ids)
+            at = column - ids.start
+            here = inside & (at >= 0) & (at < logits.shape[0])
+            label = logits.gather(0, at.clamp_(0, logits.shape[0] - 1)[None])[0]
+            predicted = torch.where(here, label, predicted)
+            if ids.start == 0:
+                reference = logits.amax(dim=0)
+            panel = powers[ids]
+            sums = torch.sub(logits, reference, out=panel).exp_().sum(dim=0)
+            if ids.start and not bool((sums < _HEADROOM).all()):
+                moved = torch.maximum(logits.amax(dim=0), reference)
+                factor = (reference - moved).exp_()
+                powers[: ids.start].mul_(factor)
+                if into is not None:
+                    into.mul_(factor[:, None])
+                total.mul_(factor)
+                reference = moved
+                sums = torch.sub(logits, reference, out=panel).exp_().sum(dim=0)
+            total.add_(sums)
+            del logits  # A product may copy the panel.
+            self._add_to_hidden(ids, panel, into)
+        return reference, total, predicted
+
+    def _add_to_hidden(self, ids: slice, panel: Tensor, into: Tensor | None) -> None:
+        if into is not None:
+            gemm("dgrad", panel.t(), self.weight[ids], out=into, accumulate=ids.start > 0)
+
+    def _combined(self, reference: Tensor, total: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same over the whole vocabulary, of which every rank has a part: one exchange."""
+        mine = torch.stack([reference, total, predicted])
+        every = mine.new_empty(self.group.size() * 3, mine.shape[1])
+        linear._Collective("all_gather", every, linear._all_gather, mine).wait()
+        references, totals, labels = every.view(self.group.size(), 3, -1).unbind(dim=1)
+        highest = references.amax(dim=0)
+        return highest, ((references - highest).exp_() * totals).sum(dim=0), labels.sum(dim=0)
+
+    def _finish(
+        self,
+        rows: slice,
+        powers: Tensor,
+        share: Tensor,
+        grad: Tensor,
+        into: Tensor | None,
+        grad_weight: Tensor | None,
+    ) -> None:
+        """The logits' gradient is ``share * powers``, less ``grad`` at the label; it is never formed."""
+        column = self._column[rows]
+        label = torch.where(self._inside[rows], grad, 0.0)[:, None]
+        if into is not None:
+            into.mul_(share[:, None]).sub_(self.weight[column].mul_(label))
+        if grad_weight is not None:
+            hidden = self.hidden[rows]
+            gemm("wgrad", powers.t(), hidden * share[:, None], out=grad_weight, accumulate=True)
+            grad_weight.index_add_(0, column, (hidden * label).to(grad_weight.dtype), alpha=-1)
+
+    def _logits(self, rows: slice, ids: slice) -> Tensor:
+        """The logits [words, tokens] of one panel."""
+        # The transposed product: words take the tokens' place.
+        logits = gemm("fprop", self.weight[ids], self.hidden[rows])
+        if ids.stop > self._padding:
+            leave_out(logits.t(), max(self._padding - ids.start, 0))
+        return logits
+
+    def _panels(self, tokens: int) -> Iterator[slice]:
+        step = max(_MULTIPLE, _PANEL // max(tokens, 1))
+        for start in range(0, self._size, step):
+            yield slice(start, min(self._size, start + step))
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of almost equal length, each with room for its logits [v, t], which all share."""
+        tokens = self.hidden.shape[0]
+        most = max(
+            _MULTIPLE, cross_entropy_blocks._BUDGET["cpu"] // (4 * self._size) // _MULTIPLE * _MULTIPLE
+        )
+        count = max(1, -(-tokens // most))
+        ends = [round(tokens * (i + 1) / count / _MULTIPLE) * _MULTIPLE for i in range(count - 1)] + [tokens]
+        longest = max(stop - start for start, stop in zip([0, *ends], ends, strict=False))
+        room = self.hidden.new_empty(longest * self._size)
+        start = 0
+        for stop in ends:
+            yield slice(start, stop), room[: (stop - start) * self._size].view(self._size, stop - start)
+            start = stop
+
+
+def _rows(grad_hidden: Tensor | None, rows: slice) -> Tensor | None:
+    return None if grad_hidden is None else linear._flat(grad_hidden)[rows]

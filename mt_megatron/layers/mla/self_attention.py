@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,18 +24,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from mt_megatron.layers.attention.packed import document_positions
-from mt_megatron.layers.mla.checks import (
-    check_angles,
-    check_call,
-    check_down_projection,
-    check_mla,
-    check_submodules,
-)
-from mt_megatron.layers.mla.recompute import Recomputation
-from mt_megatron.layers.mla.rope import keys_of, rotated_queries
-from mt_megatron.layers.mla.spec import MLASelfAttentionSubmodules, mla_submodules
+from mt_megatron.errors import ConfigError
+from mt_megatron.layers.attention.packed_sequences import document_positions
+from mt_megatron.layers.mla.spec import MLASelfAttentionSubmodules, mla_submodules, norm_is_in_linear
 from mt_megatron.layers.rope.scaling import (
     inverse_frequencies,
     rope_scaling_of,
@@ -62,7 +57,7 @@ class MLASelfAttention(Attention):  # type: ignore[misc]
     parts by ``rotary_factor`` (see ``rope_scaling``).
 
     Tensor parallelism splits the heads: q, kv up and output projections. The projections down are on
-    every rank (``mla_replicated``). With ``recompute_mla_up_proj`` queries, keys and values are not
+    every rank (``ReplicatedLinear``). With ``recompute_mla_up_proj`` queries, keys and values are not
     kept for backward but projected and rotated once more.
     """
 
@@ -295,3 +290,218 @@ def _say_not_left_out(device_type: str) -> None:
         "%s keeps copies of them",
         device_type,
     )
+
+
+# Queries and keys from a part without position and a rotated part. Rotated pairs are dimensions 2 i and 2 i
+# + 1, DeepSeek's interleaved order, in the parameters and in the results. Angles are [s, b or 1, r / 2] in
+# fp32 (or fp64); the rotation is computed in that dtype.
+
+
+def rotated_queries(query: Tensor, angles: Tensor, factor: float = 1.0) -> Tensor:
+    """``query`` [s, b, heads, d + r] with its last r dimensions rotated and multiplied by ``factor``."""
+    rotated: Tensor = _Queries.apply(query, angles, factor)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def keys_of(key: Tensor, shared: Tensor, angles: Tensor, factor: float = 1.0) -> Tensor:
+    """[s, b, heads, d + r]: each head's ``key`` [s, b, heads, d], and ``shared`` [s, b, r], the same for
+    all heads, rotated and multiplied by ``factor``."""
+    keys: Tensor = _Keys.apply(key, shared, angles, factor)  # type: ignore[no-untyped-call]
+    return keys
+
+
+class _Queries(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, angles: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.factor = factor
+        return _turned_queries(query, angles, factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (angles,) = ctx.saved_tensors
+        return _turned_queries(grad, -angles, ctx.factor), None, None
+
+
+class _Keys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, shared: Tensor, angles: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.factor = factor
+        size = key.size(-1)
+        keys = key.new_empty(*key.shape[:-1], size + shared.size(-1))
+        keys[..., :size] = key
+        keys[..., size:] = _turned(shared, angles, factor).unsqueeze(2)
+        return keys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (angles,) = ctx.saved_tensors
+        size = grad.size(-1) - 2 * angles.size(-1)
+        # Turning is linear: once for the sum over the heads.
+        shared = _turned(grad[..., size:].sum(2), -angles, ctx.factor)
+        return grad[..., :size], shared, None, None
+
+
+def _turned_queries(query: Tensor, angles: Tensor, factor: float) -> Tensor:
+    size = query.size(-1) - 2 * angles.size(-1)
+    turned = query.clone(memory_format=torch.contiguous_format)
+    turned[..., size:] = _turned(query[..., size:], angles.unsqueeze(2), factor)
+    return turned
+
+
+def _turned(t: Tensor, angles: Tensor, factor: float) -> Tensor:
+    """A copy of ``t`` [..., r] whose pairs are turned by ``angles`` [..., r / 2]."""
+    wide = t.to(angles.dtype)
+    if wide.device.type == "cpu" and type(wide) is Tensor:
+        # One pass; numbers that stand two apart cost several times as much.
+        turns = torch.polar(torch.full_like(angles, factor), angles)
+        pairs = torch.view_as_complex(wide.contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2).to(t.dtype)
+    return _turned_by_parts(wide, angles, factor).to(t.dtype)
+
+
+def _turned_by_parts(t: Tensor, angles: Tensor, factor: float) -> Tensor:
+    """The same for devices that may not have complex numbers."""
+    first, second = t.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = factor * torch.cos(angles), factor * torch.sin(angles)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+
+# Recomputation of queries, keys and values in backward: many heads are projected from latents that are an
+# order of magnitude smaller and are kept anyway, as DeepSeek-V3 trains (arXiv:2412.19437, section 3.2.3).
+# A checkpoint of the projections would run their backward preparation too, and a checkpoint of the
+# attention would attend again.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A view of one of the tensors that are made again."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Recomputation:
+    """Stands for ``tensors`` between forward and backward; ``again()`` gives equal ones in that order."""
+
+    def __init__(self, tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
+        places = ((t.untyped_storage().data_ptr(), index) for index, t in enumerate(tensors))
+        # A tensor type without memory of its own says 0; its parts cannot be told apart.
+        self._index = {place: index for place, index in places if place}
+        self._again = again
+        self._found: Sequence[Tensor] | None = None
+        self._asked = 0
+        kind = tensors[0].device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.left_out = 0
+        """How many saved tensors were not kept because of this."""
+
+    @contextmanager
+    def in_place_of_saving(self) -> Iterator[None]:
+        """Within it nothing that lies in the memory of ``tensors`` is kept for backward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Any:
+        index = self._index.get(tensor.untyped_storage().data_ptr())
+        if index is None:
+            return tensor
+        self.left_out += 1
+        return _Part(
+            index=index, size=tensor.size(), stride=tensor.stride(), offset=int(tensor.storage_offset())
+        )
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Part):
+            kept: Tensor = packed
+            return kept
+        if self._found is None:
+            with torch.no_grad(), self._as_in_forward():
+                self._found = self._again()
+        part = self._found[packed.index].as_strided(packed.size, packed.stride, packed.offset)
+        self._asked += 1
+        if self._asked == self.left_out:
+            # Everything was asked for: another backward pass makes them once more.
+            self._found, self._asked = None, 0
+        return part
+
+    def _as_in_forward(self) -> AbstractContextManager[Any]:
+        kind, dtype, enabled = self._autocast
+        if not enabled and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+
+# Checks before anything is computed.
+
+
+def check_mla(config: Any) -> None:
+    """Raises ConfigError for a TransformerConfig that MLA cannot be built from, as far as the config's
+    own checks (``transformer_checks``) do not."""
+    if not config.multi_latent_attention:
+        raise ConfigError(
+            "a multi-latent attention is built from a config without multi_latent_attention; expected "
+            "TransformerConfig(multi_latent_attention=True), which also says its sizes"
+        )
+    if config.apply_rope_fusion:
+        raise ConfigError(
+            "apply_rope_fusion is set with multi_latent_attention; expected it unset: Apex's fused kernel "
+            "rotates halves, and MLA's pairs are interleaved"
+        )
+    rope_scaling_of(config)
+
+
+def check_submodules(submodules: Any) -> None:
+    """Raises ConfigError for Transformer Engine's parts of another attention, left as they were."""
+    if norm_is_in_linear(submodules):
+        raise ConfigError(
+            "the spec of a multi-latent attention holds Transformer Engine's linear_qkv with the norm of the "
+            "layer's input in it; expected MLASelfAttentionSubmodules and a norm of the layer. Give the "
+            "model the spec of one layer instead of a list: then both are put in"
+        )
+
+
+def check_down_projection(linear: Any, output_size: int) -> None:
+    """Raises ConfigError where a spec's projection to a latent is split over the ranks."""
+    found = getattr(linear, "weight", None)
+    if isinstance(found, Tensor) and found.size(0) != output_size:
+        raise ConfigError(
+            f"the spec's projection down to {output_size} numbers has {found.size(0)} of them on this rank; "
+            "expected all. Put ReplicatedLinear of mt_megatron.layers.mla.spec into the spec"
+        )
+
+
+def check_call(config: Any, key_value_states: Any, inference_params: Any, packed: Any) -> None:
+    """Raises ConfigError for cross attention, a key-value cache, and packed sequences under context
+    parallelism."""
+    if key_value_states is not None:
+        raise ConfigError(
+            "key_value_states reached a multi-latent attention; expected None: it is self attention"
+        )
+    if inference_params is not None:
+        raise ConfigError(
+            "a key-value cache (inference_params) reached a multi-latent attention, which has none; expected "
+            "None. Compute the whole sequence for each new token, or export the model to generate"
+        )
+    if packed is not None and config.context_parallel_size > 1:
+        raise ConfigError(
+            f"context_parallel_size is {config.context_parallel_size} and packed sequences were given; "
+            "expected None: a rank holds chunks of one sequence, not of several. Keep documents apart with "
+            "an attention mask"
+        )
+
+
+def check_angles(angles: Tensor, length: int, size: int) -> None:
+    """Raises ConfigError unless ``angles`` [positions, b or 1, r] suffice for ``length`` tokens and r is
+    ``size``."""
+    if angles.size(-1) != size or angles.size(0) < length:
+        raise ConfigError(
+            f"rotary angles of {angles.size(0)} positions and {angles.size(-1)} numbers reached a "
+            f"multi-latent attention of {length} tokens and qk_pos_emb_head_dim {size}; expected as many. "
+            "Build the model while mt_megatron's patches of feature rope are in place"
+        )

@@ -1,4 +1,4 @@
-"""The bias that evens the load of experts without a loss: kept in fp32, moved once per applied update.
+"""Expert bias: balances the experts' load without a loss; kept in fp32, moved once per applied update.
 
 Source: arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). After every update of the
 weights an expert that got more than its share of the step's tokens loses ``moe_router_bias_update_rate``

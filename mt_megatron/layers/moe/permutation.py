@@ -1,4 +1,4 @@
-"""Tokens sorted by expert and back: where each one goes, and row copies that never scatter.
+"""Permutation of tokens by expert and back: target rows, and row copies without scatter.
 
 A token that chose k experts is k rows of the experts' input. Rows are gathered by index and summed
 back by the inverse index, in both directions of autograd, so nothing depends on the order in which

@@ -1,4 +1,4 @@
-"""What ``TopKRouter`` does instead of upstream's: the parts of routing, put together for one pass."""
+"""``TopKRouter``'s routing in one pass, from the ``router_*`` modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mt_megatron.backends.dtypes import has_float64
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.moe.expert_bias import add_expert_bias
 from mt_megatron.layers.moe.router_capacity import Capacity, limit
-from mt_megatron.layers.moe.router_choice import RouterOptions, choose_experts, count_tokens
 from mt_megatron.layers.moe.router_losses import attach_balancing_loss, balancing_scores, tokens_per_sequence
 from mt_megatron.layers.moe.router_passes import Passes
 from mt_megatron.layers.moe.router_telemetry import RouterLoad
+from mt_megatron.layers.moe.router_topk import RouterOptions, choose_experts, count_tokens
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

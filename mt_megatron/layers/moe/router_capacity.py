@@ -1,4 +1,4 @@
-"""A capacity per expert: which of its tokens an expert takes, and how that is handed to the dispatchers.
+"""Capacity per expert: the tokens that an expert keeps, in the form that the dispatchers take.
 
 Megatron-Core 0.9.0's meaning and shapes, with two differences. Among equal weights, and under the
 policy ``position``, earlier tokens come first; upstream leaves that to ``torch.topk``, which promises
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers.moe.router_choice import Routing, lowest_index_topk
+from mt_megatron.layers.moe.router_topk import Routing, lowest_index_topk
 
 DROPPED: int = torch.iinfo(torch.long).max
 """The expert of an assignment that was dropped, as upstream's dispatchers know it."""

@@ -1,4 +1,4 @@
-"""Which forward passes of a router count: each micro-batch of training once, however often it is computed.
+"""Forward passes of a router that count: each micro-batch of training once, recomputation aside.
 
 Tokens for the bias, losses for the tracker and figures for the log must not count a pass that is only
 there to be recomputed, nor evaluation.

@@ -1,4 +1,4 @@
-"""What the routers of this rank did since somebody last asked: summed on the device, read only then."""
+"""Load of this rank's routers since the last reading: summed on the device, copied to the host when read."""
 
 from __future__ import annotations
 

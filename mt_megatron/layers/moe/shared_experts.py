@@ -1,4 +1,4 @@
-"""The expert that every token passes beside those it is routed to (DeepSeekMoE, arXiv:2401.06066).
+"""Shared expert: every token passes it beside its routed experts (DeepSeekMoE, arXiv:2401.06066).
 
 It is an MLP of Megatron-Core's, tensor-parallel like a dense layer's and not divided over expert
 parallel ranks, under 0.12's name ``shared_experts``.

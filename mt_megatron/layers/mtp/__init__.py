@@ -1,8 +1,7 @@
 """Multi-token prediction after DeepSeek-V3.
 
 layer   the modules that predict tokens beyond the next one
-loss    loss of each depth
-model   the modules in a GPTModel: shared embedding, forward
+model   the modules in a GPTModel: shared embedding, forward, losses of the depths
 spec    specs from the layer spec of the model
 checks  unsupported combinations
 """

@@ -1,4 +1,4 @@
-"""What multi-token prediction cannot be combined with, on plain values. Imports no torch and no Megatron."""
+"""Unsupported combinations with multi-token prediction, on plain values. Imports no torch and no Megatron."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers.attention.packed import document_positions
+from mt_megatron.layers.attention.packed_sequences import document_positions
 from mt_megatron.layers.rope.rotation import rotate
 from mt_megatron.layers.rope.scaling import RopeScaling, inverse_frequencies, rope_scaling_of, rotary_factor
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies of the published ways to stretch positions: linear, Llama 3.1's and YaRN.
+"""Rotary frequencies of stretched positions: linear, Llama 3.1's and YaRN.
 
 The fields are those of the TransformerConfig (``transformer_fields``), so that a plain rotary
 embedding, multi-latent attention and a memory plan read the same ones.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers.rope.yarn import interpolated_share, magnitude
 
 ROPE_TYPES = ("rope", "linear", "llama3", "yarn")
 
@@ -136,3 +135,39 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     low, high = scaling.rope_low_freq_factor, scaling.rope_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / scaling.rotary_scaling_factor + kept * plain
+
+
+# YaRN, arXiv:2309.00071. DeepSeek's attention scaling with two coefficients is in its published
+# ``modeling_deepseek.py``.
+
+
+def interpolated_share(
+    dim: int,
+    base: float,
+    *,
+    original_max_position_embeddings: int,
+    beta_fast: float,
+    beta_slow: float,
+) -> Tensor:
+    """fp32 [dim / 2]: 0 where a pair keeps its frequency, 1 where it is divided by the factor.
+
+    NTK-by-parts, section 3.2. Pair i turns
+    ``original_max_position_embeddings / (2 pi base ** (2 i / dim))`` times in the length that the model was
+    trained with. Pairs of more than ``beta_fast`` turns keep their frequency, those
+    of fewer than ``beta_slow`` are interpolated, and a straight line joins the two; its ends are whole
+    pairs, as in the published code.
+    """
+
+    def pair_of(turns: float) -> float:
+        return dim * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(pair_of(beta_fast)), 0)
+    last: float = min(math.ceil(pair_of(beta_slow)), dim - 1)
+    if first == last:
+        last += 0.001
+    return ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
+
+
+def magnitude(factor: float, coefficient: float) -> float:
+    """Attention scaling (section 3.4): ``0.1 coefficient ln(factor) + 1``; 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0

@@ -18,13 +18,13 @@ def assert_grouped_gemm_is_available() -> None:
 
 def _grouped_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    from mt_megatron.layers.moe.grouped_mlp import arrange_weights
+    from mt_megatron.layers.moe.experts import arrange_weights
 
     arrange_weights(self)
 
 
 def _grouped_forward(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any) -> Any:
-    from mt_megatron.layers.moe.grouped_mlp import forward
+    from mt_megatron.layers.moe.experts import forward
 
     return forward(self, permuted_local_hidden_states, tokens_per_expert)
 

@@ -96,7 +96,7 @@ def _topk_softmax_with_capacity(
 ) -> tuple[Any, Any, Any]:
     """Whoever calls it by itself gets the same choice among ties as the router."""
     from mt_megatron.layers.moe.router_capacity import Capacity, limit
-    from mt_megatron.layers.moe.router_choice import RouterOptions, choose_experts, count_tokens
+    from mt_megatron.layers.moe.router_topk import RouterOptions, choose_experts, count_tokens
 
     options = RouterOptions(num_experts=logits.size(1), topk=topk, pre_softmax=use_pre_softmax)
     options.check()
@@ -174,7 +174,7 @@ def patches(backend: Backend) -> list[Patch]:
         )
 
     def reduce_tracker() -> None:
-        from mt_megatron.layers.moe.router_tracker import reduce_across_ranks
+        from mt_megatron.layers.moe.router_losses import reduce_across_ranks
 
         reduce_across_ranks(backend.device())
 

@@ -245,7 +245,7 @@ def dropout() -> dict[str, Any]:
 def what_runs() -> dict[str, Any]:
     """Kernels, collectives and what is kept for the backward pass of plain causal attention."""
     from mt_megatron.layers.attention import context_parallel
-    from mt_megatron.layers.attention.context_parallel_blocks import kernel_of
+    from mt_megatron.layers.attention.context_parallel import kernel_of
     from mt_megatron.seams import events
 
     found: dict[str, Any] = {"own keys": mine(qkv(2, D, torch.float32)[1]).numel()}

@@ -76,7 +76,7 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[float]:
 
 def of_one_layout(flags: str, bf16: bool) -> dict[str, list[float]]:
     import mt_megatron
-    from mt_megatron.layers.attention.packed import document_borders
+    from mt_megatron.layers.attention.packed_sequences import document_borders
     from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
 
@@ -116,7 +116,7 @@ def of_one_layout(flags: str, bf16: bool) -> dict[str, list[float]]:
 def of_a_pipeline(flags: str) -> dict[str, list[float]]:
     """Two stages, four micro-batches: loss and gradient packed, masked, and without reset."""
     import mt_megatron
-    from mt_megatron.layers.attention.packed import document_borders
+    from mt_megatron.layers.attention.packed_sequences import document_borders
     from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
     from mt_megatron.training.model import build
@@ -147,7 +147,7 @@ def of_a_pipeline(flags: str) -> dict[str, list[float]]:
 def what_a_context_rank_gets() -> dict[str, Any]:
     """The mask that a rank of two makes of borders, and of a mask given: equal to the definition."""
     import mt_megatron
-    from mt_megatron.layers.attention.packed import document_borders
+    from mt_megatron.layers.attention.packed_sequences import document_borders
     from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
 

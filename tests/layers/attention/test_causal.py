@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mt_megatron.layers.attention import causal as module
+from mt_megatron.layers.attention import core
 
 # b, heads, groups, s, d, d_value: odd lengths, one block, several shares, grouped heads, unequal sizes.
 SHAPES = [
@@ -46,10 +46,10 @@ def results(function, q, k, v, grad, scale=0.3):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scores", [1, 1 << 19])
 def test_fp32_output_and_gradients_are_the_formulas(shape, scores, monkeypatch):
-    monkeypatch.setattr(module, "_SCORES", scores)
+    monkeypatch.setattr(core, "_SCORES", scores)
     q, k, v, grad = inputs(shape, torch.float32)
     for found, expected in zip(
-        results(module.causal_attention, q, k, v, grad), results(torchs, q, k, v, grad), strict=True
+        results(core.causal_attention, q, k, v, grad), results(torchs, q, k, v, grad), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
@@ -67,7 +67,7 @@ def test_bf16_is_no_farther_from_the_formula_than_torchs_kernel(shape):
         output = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale)
         return output[..., : v.size(-1)].permute(2, 0, 1, 3).flatten(2)
 
-    found = results(module.causal_attention, q, k, v, grad)
+    found = results(core.causal_attention, q, k, v, grad)
     theirs = results(kernel, q, k, v, grad)
     for mine, other, wanted in zip(found, theirs, exact, strict=True):
         error = (mine.float() - wanted).norm() / wanted.norm()
@@ -78,27 +78,27 @@ def test_bf16_is_no_farther_from_the_formula_than_torchs_kernel(shape):
 def test_large_scores_and_a_first_token_that_sees_itself_alone():
     q, k, v, grad = inputs((1, 2, 2, 96, 8, 8), torch.float32)
     q = (q * 1e3).detach().requires_grad_()
-    found = results(module.causal_attention, q, k, v, grad)
+    found = results(core.causal_attention, q, k, v, grad)
     assert all(t.isfinite().all() for t in found)
     torch.testing.assert_close(found[0][0].view(2, 8), v[0, :, 0].detach())
 
 
 def test_it_takes_what_it_can_do_and_nothing_else():
     q, k, v, _ = inputs((1, 2, 2, 64, 8, 8), torch.float32)
-    assert module.suits(q, k, v, 0.0)
-    assert not module.suits(q, k, v, 0.1)
-    assert not module.suits(*(t.double() for t in (q, k, v)), 0.0)
-    assert not module.suits(*(t.half() for t in (q, k, v)), 0.0)
-    assert not module.suits(*(t[:, :, :32] for t in (q, k, v)), 0.0)
-    assert not module.suits(q[:, :, :63], k, v, 0.0)
-    assert not module.suits(q.bfloat16(), k, v, 0.0)
+    assert core.suits(q, k, v, 0.0)
+    assert not core.suits(q, k, v, 0.1)
+    assert not core.suits(*(t.double() for t in (q, k, v)), 0.0)
+    assert not core.suits(*(t.half() for t in (q, k, v)), 0.0)
+    assert not core.suits(*(t[:, :, :32] for t in (q, k, v)), 0.0)
+    assert not core.suits(q[:, :, :63], k, v, 0.0)
+    assert not core.suits(q.bfloat16(), k, v, 0.0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not module.suits(q, k, v, 0.0)
+        assert not core.suits(q, k, v, 0.0)
 
 
 def test_what_it_keeps_has_no_square_of_the_length():
     q, k, v, _ = inputs((1, 2, 2, 256, 8, 8), torch.float32)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        module.causal_attention(q, k, v, 0.3)
+        core.causal_attention(q, k, v, 0.3)
     assert max(sizes) == 256 * 2 * 8

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mt_megatron.layers.attention import context_parallel_blocks as blocks
-from mt_megatron.layers.attention.context_parallel_blocks import Merged, Scores, block_backward, block_forward
+from mt_megatron.layers.attention import context_parallel
+from mt_megatron.layers.attention.context_parallel import (
+    Merged,
+    Scores,
+    block_backward,
+    block_forward,
+    kernel_of,
+)
 
 B, HEADS, S, D = 2, 4, 12, 8
 EVERYTHING = slice(0, S)
@@ -40,9 +46,9 @@ def future() -> Tensor:
 @pytest.fixture(params=["fused", "tiles", "small tiles"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "fused":
-        monkeypatch.setattr(blocks, "_fused_kernel", lambda q, scores: None)
+        monkeypatch.setattr(context_parallel, "_fused_kernel", lambda q, scores: None)
     if request.param == "small tiles":
-        monkeypatch.setattr(blocks, "_LARGEST_TILE", B * HEADS * S * 5)  # rows of 5, 5 and 2
+        monkeypatch.setattr(context_parallel, "_LARGEST_TILE", B * HEADS * S * 5)  # rows of 5, 5 and 2
     return str(request.param)
 
 
@@ -119,7 +125,7 @@ def test_rows_that_see_nothing_give_zeros_and_minus_infinity() -> None:
 
 @pytest.mark.parametrize("tile", [2**22, B * HEADS * S * 5])
 def test_dropout_multiplies_the_weights_by_what_it_keeps(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_LARGEST_TILE", tile)
+    monkeypatch.setattr(context_parallel, "_LARGEST_TILE", tile)
     q, k, v = (t.requires_grad_() for t in qkv(2))
     torch.manual_seed(3)
     scores = Scores(scale=1 / math.sqrt(D), causal=True, dropout=0.4)
@@ -138,33 +144,33 @@ def test_dropout_multiplies_the_weights_by_what_it_keeps(tile: int, monkeypatch:
 
 
 def test_tiles_hold_no_more_scores_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, original = [], blocks._tile_scores
+    seen, original = [], context_parallel._tile_scores
 
     def spy(*args: Any) -> Tensor:
         seen.append(original(*args))
         return seen[-1]
 
-    monkeypatch.setattr(blocks, "_fused_kernel", lambda q, scores: None)
-    monkeypatch.setattr(blocks, "_tile_scores", spy)
-    monkeypatch.setattr(blocks, "_LARGEST_TILE", B * HEADS * S * 3)
+    monkeypatch.setattr(context_parallel, "_fused_kernel", lambda q, scores: None)
+    monkeypatch.setattr(context_parallel, "_tile_scores", spy)
+    monkeypatch.setattr(context_parallel, "_LARGEST_TILE", B * HEADS * S * 3)
     causal_in_three_blocks(2)
     assert seen and max(t.numel() for t in seen) <= B * HEADS * S * 3
 
 
 def test_which_kernel_is_taken() -> None:
     q, plain = torch.zeros(1, 1, 2, 8), Scores(scale=1.0)
-    assert blocks.kernel_of(q, plain) == "cpu"
-    assert blocks.kernel_of(q, Scores(scale=1.0, dropout=0.1)) == "tiles"
-    assert blocks.kernel_of(q, Scores(scale=1.0, forbidden=torch.zeros(2, 2, dtype=torch.bool))) == "tiles"
-    assert blocks.kernel_of(q.to("meta"), plain) == "tiles"
+    assert kernel_of(q, plain) == "cpu"
+    assert kernel_of(q, Scores(scale=1.0, dropout=0.1)) == "tiles"
+    assert kernel_of(q, Scores(scale=1.0, forbidden=torch.zeros(2, 2, dtype=torch.bool))) == "tiles"
+    assert kernel_of(q.to("meta"), plain) == "tiles"
 
 
 def test_tiles_are_taken_with_one_line_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    blocks._say_tiled.cache_clear()
+    context_parallel._say_tiled.cache_clear()
     for _ in range(2):
-        blocks.kernel_of(torch.zeros(1, 1, 2, 8, device="meta"), Scores(scale=1.0))
-        blocks.kernel_of(torch.zeros(1, 1, 2, 8), Scores(scale=1.0, dropout=0.1))
-        blocks.kernel_of(torch.zeros(1, 1, 2, 8), Scores(scale=1.0))
+        kernel_of(torch.zeros(1, 1, 2, 8, device="meta"), Scores(scale=1.0))
+        kernel_of(torch.zeros(1, 1, 2, 8), Scores(scale=1.0, dropout=0.1))
+        kernel_of(torch.zeros(1, 1, 2, 8), Scores(scale=1.0))
     assert len(caplog.records) == 2
     assert "on meta" in caplog.text and "there is none for this device" in caplog.text
     assert "on cpu" in caplog.text and "there is none for dropout" in caplog.text
@@ -175,7 +181,7 @@ def test_tiles_are_taken_with_one_line_that_says_why(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_three_blocks_equal_one_softmax_on_cuda(groups: int, dtype: torch.dtype) -> None:
     q = torch.zeros(1, 1, 2, D, dtype=dtype, device="cuda")
-    assert blocks.kernel_of(q, Scores(scale=1.0)) == ("tiles" if dtype is torch.float32 else "cuda")
+    assert kernel_of(q, Scores(scale=1.0)) == ("tiles" if dtype is torch.float32 else "cuda")
     bound = 1e-4 if dtype is torch.float32 else 3e-2
     found = causal_in_three_blocks(groups, dtype, "cuda")
     for a, b in zip(found, expected(groups, future(), dtype), strict=True):
@@ -191,9 +197,9 @@ def test_cudas_kernel_takes_what_is_passed() -> None:
         q = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 16, 64, dtype=torch.bfloat16, device="cuda")
         scores = Scores(scale=0.1, causal=True)
-        assert blocks.kernel_of(q, scores) == "cuda" and blocks.kernel_of(q.float(), scores) == "tiles"
+        assert kernel_of(q, scores) == "cuda" and kernel_of(q.float(), scores) == "tiles"
         odd = torch.empty(2, 4, 16, 60, dtype=torch.bfloat16, device="cuda")
-        assert blocks.kernel_of(odd, scores) == "tiles"
+        assert kernel_of(odd, scores) == "tiles"
         output, lse, kept = block_forward(q, k, k, scores)
         assert output.shape == q.shape and lse.shape == (2, 4, 16) and lse.dtype == torch.float32
         found = block_backward(output, q, k, k, output, lse, scores, kept)

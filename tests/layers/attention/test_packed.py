@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers.attention.packed import document_borders, document_mask, document_positions
+from mt_megatron.layers.attention.packed_sequences import document_borders, document_mask, document_positions
 from tests.launch import run_ranks
 from tests.layers.attention.test_core import B, S, check, future, module, naive, qkv
 

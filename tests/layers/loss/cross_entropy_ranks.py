@@ -92,7 +92,7 @@ def _error(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
 
 def compare(tp: int, sequence_parallel: bool) -> dict[str, dict[str, float]]:
     """Relative error of losses and gradients to upstream's path (bf16: to the same path in fp32), by case."""
-    from mt_megatron.layers.loss import cross_entropy_blocks, cross_entropy_panels
+    from mt_megatron.layers.loss import cross_entropy, cross_entropy_blocks
     from tests.patches import small_gpt
 
     small_gpt.start(tp=tp)
@@ -110,7 +110,7 @@ def compare(tp: int, sequence_parallel: bool) -> dict[str, dict[str, float]]:
                 mock.patch.object(cross_entropy_blocks, "_BUDGET", budget),
                 mock.patch.object(cross_entropy_blocks, "_CACHED", 5 * 4 * V // tp),
                 mock.patch.object(cross_entropy_blocks, "_TILE", 1),
-                mock.patch.object(cross_entropy_panels, "_PANEL", 7),
+                mock.patch.object(cross_entropy, "_PANEL", 7),
             ):
                 for how in ("announced", "wrong", "twice", "recomputed", "fused", "no_grad", "no_main_grad"):
                     got = _run(case, how, sequence_parallel, how == "fused")
@@ -183,7 +183,7 @@ def memory() -> dict[str, float]:
     """Largest sum of allocations of both ways, over the bytes of the fp32 logits of 2,048 tokens."""
     from torch.profiler import ProfilerActivity, profile
 
-    from mt_megatron.layers.loss import cross_entropy_blocks, cross_entropy_panels
+    from mt_megatron.layers.loss import cross_entropy, cross_entropy_blocks
     from mt_megatron.layers.loss.cross_entropy import linear_cross_entropy
     from mt_megatron.seams import onednn
     from tests.patches import small_gpt
@@ -204,7 +204,7 @@ def memory() -> dict[str, float]:
             mock.patch.object(
                 cross_entropy_blocks, "_BUDGET", {"cpu": 1 << 30 if way == "whole" else budget}
             ),
-            mock.patch.object(cross_entropy_panels, "_PANEL", vocabulary // 63 * 64),
+            mock.patch.object(cross_entropy, "_PANEL", vocabulary // 63 * 64),
             mock.patch.object(onednn, "_PANEL", vocabulary * width // 125),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
         ):

@@ -175,7 +175,7 @@ def documents() -> dict[str, float]:
     """Documents by borders, by Megatron's packed_seq_params and by a mask, against each alone."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mt_megatron.layers.attention.packed import document_mask, document_positions
+    from mt_megatron.layers.attention.packed_sequences import document_mask, document_positions
 
     shape = Shape(**{**vars(random_shapes(1, seed=8)[0]), "tokens": 150, "batch": 1})
     module, hidden, lengths = build(shape), shape.input(), [70, 3, 77]
@@ -222,8 +222,8 @@ def refusals() -> dict[str, str]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     from mt_megatron.errors import ConfigError
-    from mt_megatron.layers.mla.checks import check_down_projection
-    from mt_megatron.layers.mla.replicated_linear import ReplicatedLinear
+    from mt_megatron.layers.mla.self_attention import check_down_projection
+    from mt_megatron.layers.mla.spec import ReplicatedLinear
 
     shape = random_shapes(1, seed=8)[0]
     module, hidden = build(shape), shape.input()

@@ -159,11 +159,11 @@ def turned_by_definition(t: torch.Tensor, angles: torch.Tensor, factor: float) -
 
 @pytest.mark.parametrize("by_parts", [False, True])
 def test_rotation_is_multiplication_by_matrices(monkeypatch: pytest.MonkeyPatch, by_parts: bool) -> None:
-    from mt_megatron.layers.mla import rope as mla_rope
-    from mt_megatron.layers.mla.rope import keys_of, rotated_queries
+    from mt_megatron.layers.mla import self_attention
+    from mt_megatron.layers.mla.self_attention import keys_of, rotated_queries
 
     if by_parts:
-        monkeypatch.setattr(mla_rope, "_turned", mla_rope._turned_by_parts)
+        monkeypatch.setattr(self_attention, "_turned", self_attention._turned_by_parts)
 
     torch.manual_seed(1)
     query, key, shared = torch.randn(5, 2, 3, 10), torch.randn(5, 2, 3, 12)[..., 3:10], torch.randn(5, 2, 4)
@@ -179,7 +179,7 @@ def test_rotation_is_multiplication_by_matrices(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_gradients_of_rotation_are_those_of_differences() -> None:
-    from mt_megatron.layers.mla.rope import keys_of, rotated_queries
+    from mt_megatron.layers.mla.self_attention import keys_of, rotated_queries
 
     torch.manual_seed(2)
     query, key, shared, angles = (

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.moe.router_capacity import DROPPED, Capacity, limit
-from mt_megatron.layers.moe.router_choice import RouterOptions, Routing, choose_experts, lowest_index_topk
 from mt_megatron.layers.moe.router_losses import balancing_scores, sequence_loss, tokens_per_sequence
+from mt_megatron.layers.moe.router_topk import RouterOptions, Routing, choose_experts, lowest_index_topk
 from tests.layers.moe import router_oracle as oracle
 from tests.layers.moe.router_oracle import Case, Expected
 

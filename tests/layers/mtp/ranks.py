@@ -39,7 +39,7 @@ def _example(kind: str, masked: bool) -> mtp_oracle.Example:
 
 def _told(kind: str, example: mtp_oracle.Example) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Positions and what stands in the mask's place, as a loader gives them."""
-    from mt_megatron.layers.attention import packed
+    from mt_megatron.layers.attention import packed_sequences as packed
 
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     flat = example.documents + 100 * torch.arange(BATCH)[:, None]

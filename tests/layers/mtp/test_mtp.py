@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.layers.mtp.loss import counted_positions, document_numbers, shifted
+from mt_megatron.layers.mtp.model import counted_positions, document_numbers, shifted
 from tests.launch import run_ranks
 
 HERE = "tests.layers.mtp.ranks"

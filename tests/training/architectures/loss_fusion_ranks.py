@@ -47,8 +47,8 @@ def _twice(forward_step: Any) -> Any:
 def _train(flags: str, *, doubled: bool = False, hooked: bool = False) -> dict[str, Any]:
     import mt_megatron
     from mt_megatron.config.parse import load_config
+    from mt_megatron.layers.loss.cross_entropy import Panels
     from mt_megatron.layers.loss.cross_entropy_blocks import Blocks
-    from mt_megatron.layers.loss.cross_entropy_panels import Panels
     from mt_megatron.models.families import family_of
     from mt_megatron.training.distributed import joined
     from mt_megatron.training.model import build

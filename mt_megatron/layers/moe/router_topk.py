@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights: scores, groups and exact ties.
+"""Top-k selection of experts and their weights: scores, groups and exact ties.
 
 Sources: Switch and Mixtral (softmax), DeepSeek-V2 (arXiv:2405.04434, section 2.2: groups judged by
 their best expert, weights not normalised), DeepSeek-V3 (arXiv:2412.19437, section 2.1.2: sigmoid

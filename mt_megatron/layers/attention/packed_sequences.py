@@ -1,4 +1,4 @@
-"""Documents that lie one after another in a sequence: their borders, positions, mask and attention.
+"""Packed documents of a sequence: borders, positions, mask and attention.
 
 Borders are Megatron's ``cu_seqlens``: int32 [documents + 1], from 0 to the number of tokens of the
 micro-batch [b, s] read row by row. Every row begins a document, so that none crosses rows. They
