@@ -1,4 +1,4 @@
-"""Test files that one of several workers runs, as they share launches that take long."""
+"""How several workers share the test files: the longest first, files with shared launches together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ TOGETHER = {
 
 
 class FilesScheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Hands out whole files, those of ``TOGETHER`` to the same worker."""
+    """Hands out whole files, the longest first; those of ``TOGETHER`` to the same worker."""
 
     def _split_scope(self, nodeid: str) -> Any:
         file = super()._split_scope(nodeid)
         return TOGETHER.get(file, file)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        # The next unit is the first: workers that end with short files end at the same time.
+        longest = max(self.workqueue, key=lambda scope: (SECONDS.get(scope, 0), len(self.workqueue[scope])))
+        self.workqueue.move_to_end(longest, last=False)
+        super()._assign_work_unit(node)
