@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import index_cache
 from tests.soak import SoakReport
 
 
@@ -28,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # Tests whose volume depends on it, rather than their existence, read this.
         os.environ["MT_MEGATRON_SOAK"] = "1"
         config.pluginmanager.register(SoakReport(config))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _index_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ[index_cache.FOLDER] = str(tmp_path_factory.mktemp("index_cache"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -51,6 +51,8 @@ cd "$REPO_ROOT"
 
 # The tests start processes of their own: one thread each, and nothing that goes out.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-true}"
+# Hundreds of processes import what the first one has compiled.
+unset PYTHONDONTWRITEBYTECODE
 # For tests that call a linter: it is installed beside the interpreter.
 PATH="$(dirname "$PYTHON"):$PATH"
 

@@ -7,6 +7,9 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 _GATE = "the coverage gate's launches"
+SECONDS: dict[str, int] = {}
+"""Files that take longer than the rest, with about what they take on two cores."""
+
 TOGETHER = {
     "tests/coverage_gate/test_cases.py": _GATE,
     "tests/coverage_gate/test_fake_cuda.py": _GATE,
