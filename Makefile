@@ -29,7 +29,7 @@ test:
 
 coverage:
 	$(PYTHON) -m coverage erase
-	$(PYTHON) -m coverage run -m pytest
+	$(PYTHON) -m coverage run -m pytest --all
 	$(PYTHON) -m coverage combine
 	$(PYTHON) -m coverage report
 

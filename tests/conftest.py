@@ -1,4 +1,5 @@
-"""Which tests run: acceptance volumes only with ``--soak``, device tests only on their backend."""
+"""Which tests run: the second lane only with ``--all``, acceptance volumes only with ``--soak``, device
+tests only on their backend."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests import index_cache
 from tests.soak import SoakReport
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mt_megatron")
+    group.addoption("--all", action="store_true", help="also run tests marked daily: the second lane")
     group.addoption(
         "--soak", action="store_true", help="also run acceptance volumes, and write results/soak-*"
     )
@@ -19,12 +22,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "daily: proves the port and hardly ever fails, only run with --all")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
     if config.getoption("--soak"):
         # Tests whose volume depends on it, rather than their existence, read this.
         os.environ["MT_MEGATRON_SOAK"] = "1"
         config.pluginmanager.register(SoakReport(config))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _index_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ[index_cache.FOLDER] = str(tmp_path_factory.mktemp("index_cache"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -37,16 +46,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    backend, soak = config.getoption("--backend"), config.getoption("--soak")
-    left_out = [item for item in items if not _wanted(item, backend, soak)]
+    left_out = [item for item in items if not _wanted(item, config)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]
 
 
-def _wanted(item: pytest.Item, backend: str, soak: bool) -> bool:
-    if item.get_closest_marker("soak") and not soak:
+def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    if item.get_closest_marker("soak") and not config.getoption("--soak"):
+        return False
+    if item.get_closest_marker("daily") and not config.getoption("--all"):
         return False
     needed = item.get_closest_marker("backend")
-    return needed is None or needed.args[0] == backend
+    return needed is None or needed.args[0] == config.getoption("--backend")

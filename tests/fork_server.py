@@ -5,7 +5,7 @@ milliseconds. A fork runs the same command line (``-m MODULE``, ``-c CODE`` or a
 process would: in a session of its own, with its own environment, folder, files, ``sys.argv``,
 ``sys.path`` and ``__main__``, and with new seeds of the random generators. The server imports
 neither Megatron-Core nor what imports it, patches nothing, starts no thread and runs no tensor
-operation, so the fork finds what a cold process finds after ``import torch``.
+operation, so the fork finds what a cold process finds that has imported the same modules.
 
 Variables that are read while a process starts or imports (``PYTHONPATH``, ``OMP_NUM_THREADS``,
 ``TORCH_*`` and every other one that ``_READ_LATER`` does not name) cannot be changed by the fork:
@@ -18,6 +18,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -60,9 +61,15 @@ _MODULES = (
     "mt_megatron.patches.device.scope",
     "mt_megatron.patching.engine",
     "mt_megatron.patching.plan",
+    "mt_megatron.training.loop",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
 )
-"""What a server imports, in this order, beside the modules that declare the patches: what
-``mt_megatron.patch()`` imports before it changes anything."""
+"""Imported before the modules that declare the patches; none of them imports Megatron-Core.
+
+Where one of them holds a patched object (tables of torch._dynamo do), ``patch()`` rebinds it in the
+fork. A cold process imports torch._dynamo after ``patch()``, with the first optimizer, or never.
+"""
 
 
 class ColdStart(Exception):
@@ -276,15 +283,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 # From here on: the server's side.
 
 
-def _import_all() -> None:
-    import importlib
-
-    for name in _MODULES:
-        importlib.import_module(name)
+def modules() -> list[str]:
+    """What a server imports, in this order."""
     from mt_megatron.patches import CONCERNS
 
-    for concern in CONCERNS:
-        importlib.import_module(f"mt_megatron.patches.{concern}")
+    return [*_MODULES, *(f"mt_megatron.patches.{concern}" for concern in CONCERNS)]
 
 
 def _serve(connection: socket.socket) -> dict[str, Any]:
@@ -292,7 +295,8 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
     given = dict(
         entry.split("=", 1) for entry in Path("/proc/self/environ").read_text().split("\0") if "=" in entry
     )
-    _import_all()
+    for name in modules():
+        importlib.import_module(name)
     # Imports may set variables of the environment and print warnings: each fork gets them too.
     changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
     said = os.pread(2, 1 << 20, 0)

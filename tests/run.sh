@@ -8,9 +8,10 @@ source "$here/../examples/launch_common.sh"
 
 usage() {
     cat <<EOF
-usage: bash tests/run.sh [--soak] [--backend NAME] [arguments of pytest]
+usage: bash tests/run.sh [--all] [--soak] [--backend NAME] [arguments of pytest]
 
 Makes the environment .venv if there is none, then runs ruff, mypy and pytest.
+  --all            also the second lane, marked daily: what proves the port and hardly ever fails
   --soak           also acceptance volumes; writes results/soak-DATE.json and .md
   --backend NAME   also the tests of this backend: on its device, or for musa, where torch_musa is
                    not installed, on the emulator of tests/emulators (cpu)
@@ -30,6 +31,7 @@ while (($#)); do
             usage
             exit 0
             ;;
+        --all) pytest_arguments+=(--all) ;;
         --soak) pytest_arguments+=(--soak) ;;
         --backend)
             (($# > 1)) || die "--backend needs a name"
@@ -49,6 +51,8 @@ cd "$REPO_ROOT"
 
 # The tests start processes of their own: one thread each, and nothing that goes out.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-true}"
+# Hundreds of processes import what the first one has compiled.
+unset PYTHONDONTWRITEBYTECODE
 # For tests that call a linter: it is installed beside the interpreter.
 PATH="$(dirname "$PYTHON"):$PATH"
 

@@ -45,7 +45,7 @@ class Input:
 
     has_optimizer: bool = False
     optimizer: Optimizer | None = None
-    """State by parameter; None without one, or where it cannot be told apart."""
+    """State by parameter; None without one, or where parameters cannot be distinguished."""
 
     flat_optimizer: str | None = None
     """Why it cannot."""

@@ -116,7 +116,7 @@ def carry(
     )
     ignored: set[str] = set()
     if not config.model.mtp_num_layers:
-        # The weights that they belong to were left out, which was said.
+        # The weights that they belong to were left out; a message has named them.
         ignored = {name for name in found.checkpoint.state if weight_name(name).startswith("mtp.")}
     state.check(model.config.model, ignored)
     master = bool(config.train.bf16 or config.train.fp16)

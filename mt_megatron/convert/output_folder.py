@@ -58,7 +58,7 @@ class OutputFolder:
     """The folder beside its final place until all is in it. A context: its end lets go of the lock."""
 
     def __init__(self, final: Path, contents: str, say: Callable[[str], None]) -> None:
-        """``contents`` tells whether work that was left is this work: source, options, version.
+        """``contents`` identifies the work (source, options, version): only the same work is resumed.
 
         Raises ``CheckpointError`` when another process writes here.
         """

@@ -82,7 +82,7 @@ def place(whole: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> Non
     into ``chunks``, in the parameters' dtype.
 
     Raises ``CheckpointError`` when a tensor is missing or has another shape; nothing is copied then.
-    An optimizer with master weights must be told: ``optimizer.reload_model_params()``.
+    An optimizer with master weights must be updated afterwards: ``optimizer.reload_model_params()``.
     """
     wanted = list(parts(chunks))
     check_parts(wanted, {name: tuple(tensor.shape) for name, tensor in whole.items()})

@@ -16,7 +16,7 @@ MAX_SHARD = {"huggingface": 5 * 10**9, "torch_dist": 512 * 10**6, "torch": 0}
 
 
 class Progress(Protocol):
-    """Who is told."""
+    """Receiver of messages and progress."""
 
     def say(self, line: str) -> None:
         """One line for a person."""

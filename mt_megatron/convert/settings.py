@@ -57,7 +57,7 @@ def configuration(
             config = load_config(argv, path)
     if not options:
         return config
-    # A Megatron checkpoint holds the vocabulary padded: which entries are real may have to be told.
+    # A Megatron checkpoint holds the vocabulary padded: the real size may have to be given.
     found = changes_from(options, config, ignored=() if published else ("vocab_size",))
     wrong = [*override_problems(config), *refused(found, config, "the source")]
     if wrong:

@@ -2,7 +2,7 @@
 
 Megatron-Core 0.9.0 builds every layer of a model from the same spec. Where the configuration asks for
 more, its specs are varied layer by layer, with the linear and norm classes that they name: local,
-Transformer Engine's or anybody's.
+Transformer Engine's or another package's.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _dgrad(grad_output: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Te
 
 
 def _wgrad(weight: Tensor, grad_output: Tensor, total_input: Tensor, fused: bool) -> Tensor | None:
-    """The gradient to hand to autograd; None when it is in ``main_grad`` and nobody waits for it."""
+    """The gradient to hand to autograd; None when it is in ``main_grad`` and no hook waits for it."""
     if not fused:
         return gemm("wgrad", grad_output, _flat(total_input), recipe=_recipe(weight))
     _add_to_main_grad(weight, grad_output, total_input)

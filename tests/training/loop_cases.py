@@ -21,6 +21,7 @@ from mt_megatron.training.loop import train
 from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step
 from mt_megatron.training.validate import validate
+from tests import index_cache
 from tests.parity.case import SEQUENCE, Chain
 
 MODEL = (
@@ -31,7 +32,7 @@ MODEL = (
 )
 TRAINING = (
     "--lr 1e-2 --train-iters 6 --micro-batch-size 2 --global-batch-size 8 --eval-iters 2 --log-interval 1 "
-    "--mock-data --tokenizer-type NullTokenizer --num-workers 0"
+    "--mock-data --tokenizer-type NullTokenizer --num-workers 0" + index_cache.flags()
 )
 
 

@@ -68,9 +68,9 @@ class Reader:
         absent."""
         value = self.get(name, expected[0] if default is _ABSENT else default)
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in expected):
-            said = " or ".join(repr(each) for each in expected)
+            wanted = " or ".join(repr(each) for each in expected)
             raise CheckpointError(
-                f"config.json has {name} = {value!r}; expected {said}: a model here computes nothing else. "
+                f"config.json has {name} = {value!r}; expected {wanted}: a model here computes nothing else. "
                 "If the weights were trained otherwise than this entry says, correct it; else they cannot be "
                 "converted"
             )

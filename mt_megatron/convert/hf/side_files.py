@@ -58,9 +58,9 @@ def end_of_run(document: Mapping[str, Any]) -> End | None:
     data, model = config.get("data", {}), config.get("model", {})
     if data.get("mock_data"):
         return None
-    said = document.get("tokenizer")
-    if isinstance(said, Mapping) and isinstance(said.get("eod"), int):
-        return End(id=said["eod"], token=said.get("eod_token"))
+    recorded = document.get("tokenizer")
+    if isinstance(recorded, Mapping) and isinstance(recorded.get("eod"), int):
+        return End(id=recorded["eod"], token=recorded.get("eod_token"))
     if not data.get("tokenizer_type"):
         return None
     try:

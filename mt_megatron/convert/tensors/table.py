@@ -198,7 +198,7 @@ def check_names(
 
 
 def listed(names: list[str], most: int = 200) -> str:
-    """``names`` for an error: all of them, up to a number at which nobody reads on."""
+    """``names`` for an error: all of them, up to a readable number."""
     return str(names) if len(names) <= most else f"{names[:most]} and {len(names) - most} more"
 
 

@@ -391,7 +391,7 @@ class Recomputation:
 
     def __init__(self, tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
         places = ((t.untyped_storage().data_ptr(), index) for index, t in enumerate(tensors))
-        # A tensor type without memory of its own says 0; its parts cannot be told apart.
+        # A tensor type without memory of its own returns 0; its parts cannot be distinguished.
         self._index = {place: index for place, index in places if place}
         self._again = again
         self._found: Sequence[Tensor] | None = None

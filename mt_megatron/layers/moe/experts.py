@@ -55,7 +55,7 @@ def _as_linears(flat: Tensor, name: str, module: Any) -> Tensor:
 
 
 def _accept_upstream_order(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """A state dict of upstream's own ``GroupedMLP`` is two-dimensional; ours is not, so each can be told."""
+    """Take a state dict of upstream's own ``GroupedMLP``, whose weights have two dimensions."""
     for name in WEIGHTS:
         found = state_dict.get(f"{prefix}{name}")
         if isinstance(found, Tensor) and found.dim() == 2 and found.numel() == getattr(module, name).numel():
@@ -244,7 +244,7 @@ class _WeightGradients:
         if self._queue is None:
             gradient = self._finished()
             if self._fused and hasattr(self._weight, "grad_added_to_main_grad"):
-                # The hook of DDP runs without a gradient too, and is told that it has come.
+                # The hook of DDP runs without a gradient too; this flag shows that the gradient is there.
                 self._weight.grad_added_to_main_grad = True
             return gradient
         self._queue.put(self._weight, self._compute_later)

@@ -194,7 +194,7 @@ def unpermute(
     """
     if padded_mode:
         assert probs is not None and restore_shape is not None
-        # A slot that nobody filled has weight 0 and some token's number.
+        # An unfilled slot has weight 0 and some token's number.
         weighted = permuted_tokens * probs.reshape(-1, 1).to(permuted_tokens.dtype)
         return weighted.new_zeros(restore_shape).index_add(0, sorted_indices.reshape(-1), weighted)
     if probs is None:

@@ -149,7 +149,7 @@ def reduce_across_ranks(device: torch.device) -> None:
     must call it.
 
     First over the ranks of a stage, which track the same losses, then over the stages, which may not:
-    they agree on the names before anybody waits for a sum. A stage that tracked nothing gets the others'
+    they agree on the names before any rank waits for a sum. A stage that tracked nothing gets the others'
     values, on ``device``.
     """
     from megatron.core import parallel_state
@@ -166,11 +166,11 @@ def reduce_across_ranks(device: torch.device) -> None:
     stages = dist.get_world_size(group)
     if stages == 1:
         return
-    said: list[Any] = [None] * stages
+    sizes_by_stage: list[Any] = [None] * stages
     own = {name: len(each["values"]) for name, each in tracker.items()}
     with collectives.announced("all_gather_object", name_of(group), group):
-        dist.all_gather_object(said, own, group=group)
-    sizes: dict[str, int] = {name: size for each in said for name, size in each.items()}
+        dist.all_gather_object(sizes_by_stage, own, group=group)
+    sizes: dict[str, int] = {name: size for each in sizes_by_stage for name, size in each.items()}
     for name in sorted(sizes):
         if name not in tracker:
             tracker[name] = {"values": torch.zeros(sizes[name], device=device)}

@@ -171,7 +171,7 @@ def _keys(scores: Tensor) -> Tensor:
 
 
 def _one_by_one(keys: Tensor, k: int) -> Tensor:
-    """Indices of the ``k`` largest of ``keys``, which are overwritten. A key tells where it stands."""
+    """Indices of the ``k`` largest of ``keys``, which are overwritten. A key contains its index."""
     size, found = keys.shape[-1], []
     for _ in range(k):
         largest = keys.amax(dim=-1, keepdim=True)

@@ -154,7 +154,7 @@ def gather_unpermutation(dispatcher: Any, rows: Tensor, bias: Tensor | None) -> 
 
 
 def stays_local(dispatcher: Any) -> bool:
-    """Whether the alltoall dispatcher has nobody to exchange tokens with and leaves them to the experts."""
+    """Whether the alltoall dispatcher has no other rank to send to and leaves the tokens to the experts."""
     return of(dispatcher).into_experts
 
 

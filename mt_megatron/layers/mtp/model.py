@@ -228,7 +228,7 @@ def counted_positions(mask: Tensor, documents: Tensor | None, depth: int) -> Ten
 def document_numbers(
     labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, packed: Any
 ) -> Tensor | None:
-    """The number of the document of each token, int64 [b, s] like ``labels``; None when nothing tells them.
+    """The number of the document of each token, int64 [b, s] like ``labels``; None when no input shows them.
 
     Borders are where a packed sequence begins, where a bool mask [b or 1, 1, s, s] hides the token before
     (Megatron's ``reset_attention_mask``), and where positions do not go on (``reset_position_ids``).
@@ -237,18 +237,18 @@ def document_numbers(
     # One more, for borders that repeat the end.
     flat = torch.zeros(labels.numel() + 1, dtype=torch.bool, device=labels.device)
     starts = flat[:-1].view(labels.shape)
-    told = borders is not None
+    known_borders = borders is not None
     if borders is not None:
         flat[borders[1:].to(labels.device).long()] = True
     elif attention_mask is not None and attention_mask.dtype is torch.bool and attention_mask.dim() == 4:
         starts[:, 1:] |= torch.diagonal(attention_mask[:, 0], offset=-1, dim1=1, dim2=2)
-        told = True
+        known_borders = True
     if position_ids is not None and position_ids.shape == labels.shape:
         # All zeros stand for no positions, from scripts whose model does not look at them.
         known = position_ids.any(dim=1, keepdim=True)
         starts[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & known
-        told = True
-    return starts.cumsum(dim=1) if told else None
+        known_borders = True
+    return starts.cumsum(dim=1) if known_borders else None
 
 
 class DepthLosses:
