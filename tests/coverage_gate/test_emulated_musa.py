@@ -13,6 +13,7 @@ from tests.coverage_gate.runs import Run, run_cases
 from tests.emulators import environment, needs_emulated_musa
 
 pytestmark = [
+    pytest.mark.daily,
     needs_emulated_musa(),
     pytest.mark.skipif(
         sys.version_info[:2] != (3, 11), reason="the tracer reads CPython 3.11 bytecode positions"

@@ -23,6 +23,7 @@ from tests.fake_cuda import needs_a_cpu_build
 from tests.fake_cuda.outcomes import patches, records
 
 pytestmark = [
+    pytest.mark.daily,
     needs_a_cpu_build,
     pytest.mark.skipif(
         sys.version_info[:2] != (3, 11), reason="the tracer reads CPython 3.11 bytecode positions"

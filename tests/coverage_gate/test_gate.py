@@ -23,6 +23,7 @@ def points() -> list[Point]:
     return list_points(installed_root())
 
 
+@pytest.mark.daily
 def test_every_touch_point_is_executed_or_unreachable_with_a_reason(
     gate_run: Run, points: list[Point], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,6 +34,7 @@ def test_every_touch_point_is_executed_or_unreachable_with_a_reason(
     assert len(verdict.executed) + len(verdict.unreachable) == sum(not p.set_aside for p in points)
 
 
+@pytest.mark.daily
 def test_removing_the_record_of_one_test_names_its_points(gate_run: Run, points: list[Point]) -> None:
     """Negative control, once for every test that alone executes some point."""
     executed = judge(points, gate_run.records, read_unreachable(), gate_run.patches).executed
@@ -52,6 +54,7 @@ def test_removing_the_record_of_one_test_names_its_points(gate_run: Run, points:
             assert where[key] in text
 
 
+@pytest.mark.daily
 def test_a_touch_point_added_to_a_copied_tree_is_found(gate_run: Run, tmp_path: Path) -> None:
     """Negative control: lines move and nothing but the new points is to blame."""
     root = tmp_path / "core"
@@ -71,6 +74,7 @@ def test_a_touch_point_added_to_a_copied_tree_is_found(gate_run: Run, tmp_path: 
     assert all("timers.py" in line and "Timer.stop" in line for line in verdict.problems)
 
 
+@pytest.mark.daily
 def test_a_stale_entry_and_a_reachable_entry_shut_the_gate(gate_run: Run, points: list[Point]) -> None:
     unreachable = read_unreachable()
     key, entry = next(iter(unreachable.items()))
@@ -82,6 +86,7 @@ def test_a_stale_entry_and_a_reachable_entry_shut_the_gate(gate_run: Run, points
         judge(points, gate_run.records, {**unreachable, executed: entry}, gate_run.patches).require()
 
 
+@pytest.mark.daily
 def test_a_point_said_to_be_replaced_by_a_patch_needs_that_patch(gate_run: Run, points: list[Point]) -> None:
     unreachable = read_unreachable()
     key, entry = next((k, e) for k, e in unreachable.items() if e.patch)
@@ -92,6 +97,7 @@ def test_a_point_said_to_be_replaced_by_a_patch_needs_that_patch(gate_run: Run, 
         judge(points, gate_run.records, renamed, gate_run.patches).require()
 
 
+@pytest.mark.daily
 def test_a_change_of_the_statement_makes_its_entries_stale(gate_run: Run, points: list[Point]) -> None:
     """A digest covers the statement around the point, so an entry cannot outlive a rewrite."""
     unreachable = read_unreachable()

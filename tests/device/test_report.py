@@ -42,6 +42,7 @@ def test_wrong_use_and_a_missing_device_end_with_2(arguments: tuple[str, ...], m
     assert not Path("/nonexistent").exists()
 
 
+@pytest.mark.daily
 def test_a_dry_run_on_the_cpu_says_what_it_is(tmp_path: Path) -> None:
     found = run(
         "cpu", "--devices", "1", "--only", "device", "--only", "collectives", "--output", str(tmp_path)

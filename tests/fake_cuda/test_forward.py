@@ -14,7 +14,7 @@ from tests.fake_cuda import needs_a_cpu_build
 from tests.fake_cuda.layouts import covering
 from tests.fake_cuda.outcomes import outcomes as launched
 
-pytestmark = needs_a_cpu_build
+pytestmark = [needs_a_cpu_build, pytest.mark.daily]
 
 
 @pytest.fixture(scope="module")

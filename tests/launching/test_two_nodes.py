@@ -159,6 +159,7 @@ def run_until_told(job: Batch) -> None:
         end(process)
 
 
+@pytest.mark.daily
 def test_a_slurm_job_of_two_nodes_trains_and_saves_before_its_limit(slurm: Path, tmp_path: Path) -> None:
     job = batch_of(tmp_path, slurm, 100_000)
     run_until_told(job)

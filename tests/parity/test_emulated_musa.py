@@ -19,34 +19,41 @@ CPU = Bounds(gradient=2e-6, loss=1e-6, norm=1e-6, weight=1e-5)
 """The two take different kernels for attention (the cpu's is blocked) and norms. Single elements of a
 gradient have been seen to differ by 1.08e-6 of its largest."""
 
-ALWAYS = ("one", "recompute", "tp2_sp", "dropout", "dropout_recompute")
-SABOTAGED_ALWAYS = ("no_norm_all_reduce",)
+ALWAYS = ("tp2_sp",)
+DAILY = ("one", "recompute", "dropout", "dropout_recompute")
+SABOTAGED_DAILY = ("no_norm_all_reduce",)
 BF16 = Bounds(gradient=0.04, loss=0.003, norm=0.03, weight=0.05)
 
 
-def _marked(names: tuple[str, ...], layouts: tuple[Layout, ...]) -> list[object]:
-    return [pytest.param(each.name, marks=() if each.name in names else pytest.mark.soak) for each in layouts]
+def _marked(layouts: tuple[Layout, ...]) -> list[object]:
+    lanes = {
+        **dict.fromkeys((*DAILY, *SABOTAGED_DAILY), pytest.mark.daily),
+        **dict.fromkeys(ALWAYS, ()),
+    }
+    return [pytest.param(each.name, marks=lanes.get(each.name, pytest.mark.soak)) for each in layouts]
 
 
 def _run(runs: Runs, name: str, seed: int, bf16: bool = False) -> Record:
-    # What always runs shares launches; the rest is started when it is asked for.
-    always = (*ALWAYS, *SABOTAGED_ALWAYS)
-    peers = always if name in always else tuple(each.name for each in (*REFERENCES, *LAYOUTS, *DROPOUT))
+    # What runs in one lane shares launches; the rest is started when it is asked for.
+    daily = (*DAILY, *SABOTAGED_DAILY)
+    every = tuple(each.name for each in (*REFERENCES, *LAYOUTS, *DROPOUT))
+    peers = next((lane for lane in (ALWAYS, daily) if name in lane), every)
     return runs(name, seed=seed, bf16=bf16, backend="musa", peers=peers)
 
 
-@pytest.mark.parametrize("name", _marked(ALWAYS, (*REFERENCES, *LAYOUTS, *DROPOUT)))
+@pytest.mark.parametrize("name", _marked((*REFERENCES, *LAYOUTS, *DROPOUT)))
 def test_layout_equals_the_cpu(runs: Runs, seed: int, name: str, figures: Figures) -> None:
     figures(check(runs(name, seed=seed), _run(runs, name, seed), CPU))
 
 
-@pytest.mark.parametrize("name", _marked(ALWAYS, LAYOUTS))
+@pytest.mark.daily
+@pytest.mark.parametrize("name", _marked(LAYOUTS))
 def test_layout_equals_one_process(runs: Runs, seed: int, name: str, figures: Figures) -> None:
     reference = next(each.reference for each in LAYOUTS if each.name == name)
     figures(check(_run(runs, reference, seed), _run(runs, name, seed), FP32))
 
 
-@pytest.mark.parametrize("name", _marked(SABOTAGED_ALWAYS, SABOTAGED))
+@pytest.mark.parametrize("name", _marked(SABOTAGED))
 def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, name: str) -> None:
     with pytest.raises(AssertionError, match="deviates by|different copies"):
         check(runs("one", seed=seed), _run(runs, name, seed), FP32)
@@ -58,10 +65,12 @@ def test_layout_stays_close_to_the_cpu_in_bf16(runs: Runs, seed: int, name: str,
     figures(check(runs(name, seed=seed, bf16=True), _run(runs, name, seed, bf16=True), BF16))
 
 
+@pytest.mark.daily
 def test_a_repeated_forward_pass_draws_the_same_masks(runs: Runs, seed: int, figures: Figures) -> None:
     figures(check(_run(runs, "dropout", seed), _run(runs, "dropout_recompute", seed), FP32))
 
 
+@pytest.mark.daily
 def test_dropout_drops_something(runs: Runs, seed: int) -> None:
     with pytest.raises(AssertionError, match="deviates by"):
         check(_run(runs, "one", seed), _run(runs, "dropout", seed), FP32)

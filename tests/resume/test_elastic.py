@@ -106,6 +106,7 @@ def assert_equal_runs(killed: Job, whole: Job, total: int) -> None:
     assert [end.name for end in ends if end is not None] == [files.folder_name(total)] * 2
 
 
+@pytest.mark.daily
 def test_a_killed_worker_leads_to_a_restart_that_ends_at_the_right_step(tmp_path: Path) -> None:
     flags = f"{LAYOUTS['dp2']} --train-iters 80 --save-interval 10 --async-save"
     whole = Job(tmp_path / "whole", flags, restarts=0)

@@ -184,6 +184,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.daily
 def test_every_patched_source_notices_any_changed_name(declared: list[Patch]) -> None:
     """Each name and number in the span of each target, one at a time, on a copy in memory."""
     targets = {patch.target for patch in declared if patch.digest}

@@ -49,7 +49,12 @@ def train(folder: Path, ranks: int, backend: str, extra: Mapping[str, str]) -> d
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("musa", 1, marks=needs_emulated_musa())]
+    ("backend", "ranks"),
+    [
+        pytest.param("cpu", 1, marks=pytest.mark.daily),
+        ("cpu", 2),
+        pytest.param("musa", 1, marks=[needs_emulated_musa(), pytest.mark.daily]),
+    ],
 )
 def test_losses_are_those_of_plain_torch(tmp_path: Path, backend: str, ranks: int) -> None:
     """``musa`` is the emulator of tests/emulators, on this host's memory."""
