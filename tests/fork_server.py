@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -167,6 +168,8 @@ class _Server:
 
 
 _servers: dict[frozenset[tuple[str, str]], list[_Server | None]] = {}
+_imported: frozenset[str] = frozenset()
+"""Packages and modules that a server has."""
 _owner = os.getpid()
 
 
@@ -187,13 +190,15 @@ def start(
         raise ColdStart(f"{COLD}=1")
     if any(name.startswith("COVERAGE_") for name in env):
         raise ColdStart("coverage is measured")
-    if not _runs_here(command):
-        raise ColdStart(f"options of the interpreter: {command}")
-    server = _server(env, slot)
+    warnings, words = _words(command)
+    path = _python_path(env, str(cwd))
+    server = _server(env, path, slot)
     # What a child would inherit from this process, and a fork does not.
     request = {
-        "command": list(command[1:]),
+        "command": words,
+        "warnings": warnings,
         "cwd": str(cwd),
+        "path": path,
         "env": dict(env),
         "umask": _umask(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -204,28 +209,84 @@ def start(
     return Forked(server, answer["pid"], feed)
 
 
-def _runs_here(command: Sequence[str]) -> bool:
-    if not command or command[0] != sys.executable or len(command) < 2:
+def _words(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options ``-W`` of the interpreter, and the rest of its arguments."""
+    warnings, words = [], list(command[1:])
+    while words[:1] == ["-W"]:
+        warnings.append(words[1])
+        del words[:2]
+    runs = len(words) > 1 if words[:1] in (["-m"], ["-c"]) else bool(words) and not words[0].startswith("-")
+    if command[0] != sys.executable or not runs:
+        raise ColdStart(f"no command line that a fork can run: {command}")
+    return warnings, words
+
+
+def _python_path(env: Mapping[str, str], cwd: str) -> list[str]:
+    """The folders that ``PYTHONPATH`` puts on ``sys.path``."""
+    given = env.get("PYTHONPATH")
+    found = [os.path.abspath(os.path.join(cwd, each)) for each in given.split(os.pathsep)] if given else []
+    if str(ROOT) not in found and not _installed_here():
+        raise ColdStart("PYTHONPATH leads to another mt_megatron")
+    return list(dict.fromkeys(found))
+
+
+@cache
+def _installed_here() -> bool:
+    """Whether an editable installation is of this checkout."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        origin = json.loads(distribution("mt_megatron").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
         return False
-    return command[1] in ("-m", "-c") and len(command) > 2 or not command[1].startswith("-")
+    return bool(origin.get("url") == ROOT.as_uri() and origin.get("dir_info", {}).get("editable"))
 
 
-def _server(env: Mapping[str, str], slot: int) -> _Server:
-    global _owner
+def _is_read_at_start(folder: str) -> bool:
+    """Whether a server must have ``folder`` on its path: start-up code, entry points, or another module
+    of a name that servers have imported."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return any(
+        name.startswith(("sitecustomize", "usercustomize"))
+        or name.endswith((".dist-info", ".egg-info", ".egg-link"))
+        or name.partition(".")[0] in _imported
+        for name in names
+    )
+
+
+def _server(env: Mapping[str, str], path: list[str], slot: int) -> _Server:
+    global _owner, _imported
     if os.getpid() != _owner:  # a fork of the process that has the connections
         _servers.clear()
         _owner = os.getpid()
-    key = frozenset((name, value) for name, value in env.items() if not _READ_LATER.fullmatch(name))
-    found = _servers.pop(key, None) or [None] * _HASH_SEEDS
-    _servers[key] = found  # the last one used is the last in order
-    idle = [one for one, servers in _servers.items() if not any(s and s.running for s in servers)]
-    for one in idle[: max(0, len(_servers) - _KEPT_SETS)]:
-        if one != key:
-            _end(_servers.pop(one))
-    server = found[slot % _HASH_SEEDS]
+    others = {name: value for name, value in env.items() if not _READ_LATER.fullmatch(name)}
+    others["PYTHONPATH"] = str(ROOT)
+    if not _imported:
+        first = _servers_for(others)
+        for number in range(_HASH_SEEDS):  # they import at the same time
+            first[number] = first[number] or _Server(others)
+        assert first[0] is not None
+        _imported = frozenset(first[0].ask({"imported": True})["names"])
+    early = [each for each in path if each != str(ROOT) and _is_read_at_start(each)]
+    others["PYTHONPATH"] = os.pathsep.join([*early, str(ROOT)])
+    servers = _servers_for(others)
+    server = servers[slot % _HASH_SEEDS]
     if server is None:
-        server = found[slot % _HASH_SEEDS] = _Server(env)
+        server = servers[slot % _HASH_SEEDS] = _Server(others)
     return server
+
+
+def _servers_for(environment: Mapping[str, str]) -> list[_Server | None]:
+    """One place for each hash seed; servers that were not used for long are ended."""
+    key = frozenset(environment.items())
+    found = _servers[key] = _servers.pop(key, None) or [None] * _HASH_SEEDS  # the last used is the last
+    for one in list(_servers)[: max(0, len(_servers) - _KEPT_SETS)]:
+        if not any(server and server.running for server in _servers[one]):
+            _end(_servers.pop(one))
+    return found
 
 
 def _end(servers: list[_Server | None]) -> None:
@@ -309,7 +370,9 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
         request, files = _receive(connection)
         if request is None:
             os._exit(0)
-        if "poll" in request:
+        if "imported" in request:
+            _send(connection, {"names": sorted({name.partition(".")[0] for name in sys.modules})})
+        elif "poll" in request:
             _send(connection, {"code": _exit_code(request["poll"])})
         elif "release" in request:
             used = os.wait4(request["release"], 0)[2]
@@ -347,6 +410,7 @@ def _separate(call: dict[str, Any], files: list[int], changed: dict[str, str], s
     """Give this fork everything of its own that a new process has."""
     import ctypes
     import random
+    import warnings
 
     import numpy
     import torch
@@ -357,10 +421,16 @@ def _separate(call: dict[str, Any], files: list[int], changed: dict[str, str], s
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    os.write(2, said)
+    if call["warnings"]:
+        sys.warnoptions += call["warnings"]
+        warnings._processoptions(call["warnings"])  # type: ignore[attr-defined]
+    else:
+        os.write(2, said)
     os.umask(call["umask"])
     os.sched_setaffinity(0, call["cores"])
     os.chdir(call["cwd"])
+    own = _python_path(os.environ, str(ROOT))
+    sys.path[1 : 1 + len(own)] = call["path"]
     os.environ.clear()
     os.environ.update({**call["env"], **changed})
     random.seed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from mt_megatron.backends.distributed import namespace as collectives
 from mt_megatron.backends.musa.backend import MusaBackend
 from mt_megatron.errors import BackendError
 from tests.emulators import environment, needs_emulated_musa
+from tests.launch import run_command
 
 HERE = Path(__file__).parent
 pytestmark = needs_emulated_musa()
@@ -26,13 +26,10 @@ def run(code: str, *, patched: bool = True, **extra: str) -> str:
     env: Mapping[str, str] = {**os.environ, **environment(), **extra}
     env = {**env, "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(HERE / "namespace")])}
     start = "import mt_megatron; mt_megatron.patch('musa')\n" if patched else ""
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-W", "ignore", "-c", start + textwrap.dedent(code)],
         env=env,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr

@@ -6,13 +6,13 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.emulators import SURFACE, environment, needs_emulated_musa
+from tests.launch import run_command
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "mt_megatron" / "backends" / "musa").glob("*.py"))
@@ -116,11 +116,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def offered() -> dict[str, list[object]]:
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-W", "ignore", "-c", _DUMP],
         env={**os.environ, **environment()},
-        capture_output=True,
-        text=True,
         timeout=120,
         check=True,
     )

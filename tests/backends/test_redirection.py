@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.launch import run_command
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -18,13 +19,10 @@ def run(code: str, **environment: str) -> str:
     """Run ``code`` in a fresh process with the probe modules on the path; returns its output."""
     env = {**os.environ, **environment}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE / "namespace"), env.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
         env=env,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

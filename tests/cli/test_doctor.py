@@ -15,6 +15,7 @@ from mt_megatron.cli.doctor import command as doctor
 from mt_megatron.cli.doctor import host
 from mt_megatron.cli.doctor.command import text, verdict
 from mt_megatron.cli.main import main
+from tests.launch import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,10 +26,9 @@ def run(
     """``mt-megatron doctor``, with ``path`` before everything else on the module path."""
     paths = [str(each) for each in (path, ROOT) if each is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    return run_command(
         [python, "-m", "mt_megatron.cli", "doctor", *arguments],
-        capture_output=True,
-        text=True,
+        cold=path is not None,
         timeout=300,
         env=environment,
     )
@@ -81,7 +81,7 @@ def test_what_is_said_of_the_rendezvous_store_is_true() -> None:
         "print([c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == store.port\n"
         "       and c.status == 'LISTEN'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_command([sys.executable, "-c", code], timeout=120)
     assert any(each in done.stdout for each in ("'::'", "'0.0.0.0'")), done
 
 

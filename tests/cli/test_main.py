@@ -16,13 +16,12 @@ from mt_megatron import __version__
 from mt_megatron.cli import main as cli
 from mt_megatron.cli.commands import GROUPS
 from mt_megatron.errors import BackendError, ConfigError
+from tests.launch import run_command
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """``mt-megatron`` with ``arguments`` in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "mt_megatron.cli", *arguments], capture_output=True, text=True, timeout=300
-    )
+    return run_command([sys.executable, "-m", "mt_megatron.cli", *arguments], timeout=300)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -14,7 +14,7 @@ import yaml
 
 from mt_megatron.cli.main import main
 from mt_megatron.config import presets
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 from tests.training.loop_cases import MODEL, TRAINING
 
 
@@ -25,10 +25,8 @@ def command(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
-    return subprocess.run(
+    return run_command(
         [sys.executable, *launcher, "-m", "mt_megatron.cli", "pretrain", *words],
-        capture_output=True,
-        text=True,
         env=environment,
         timeout=timeout,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any, Literal, get_args, get_origin
 
@@ -133,6 +134,7 @@ class Logits:
 def everything(seed: int) -> dict[str, Any]:
     """Differences by option, base and flags; for neutral ones also what is refused."""
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     config = load_config(_COMMON.split())
     function: dict[str, dict[str, float]] = {}
     neutral: dict[str, dict[str, float]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from mt_megatron.config import types as config_types
 from mt_megatron.config import upstream_fields as config_core
 from mt_megatron.config.upstream_fields import DDP, OPTIMIZER, TRANSFORMER, core_fields
 from mt_megatron.errors import ConfigError
+from tests.launch import run_command
 
 _IMPORTED = """
 import dataclasses, json, warnings
@@ -31,9 +31,9 @@ print(json.dumps([
 """
 
 
-def run_python(code: str) -> str:
-    """The standard output of ``code`` in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+def run_python(code: str, *, cold: bool = False) -> str:
+    """The standard output of ``code`` in a process of its own."""
+    done = run_command([sys.executable, "-c", code], cold=cold)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -69,7 +69,8 @@ def test_parsing_imports_neither_torch_nor_megatron_core() -> None:
         "from mt_megatron.config.parse import load_config, option_help\n"
         "from mt_megatron.training.validate import problems\n"
         "problems(load_config(['--model', 'llama3_8b'])); option_help()\n"
-        "print([m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules])",
+        cold=True,
     )
     assert loaded.strip() == "[]"
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import differing, read
 from tests.convert.recorded_run import Quiet, converted
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 
 
@@ -31,14 +30,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def killed(source: Path, destination: Path, form: str, after: int) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.convert.kill"]
-    done = subprocess.run(
+    done = run_command(
         [*command, str(source), str(destination), form, str(after)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
         timeout=120,
     )
-    assert done.returncode == 9, done.stderr.decode()
+    assert done.returncode == 9, done.stderr
 
 
 @pytest.mark.parametrize("form", ["huggingface", "torch_dist"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 
 from tests.convert import published
 from tests.convert.recorded_run import converted
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 
 
 def test_the_recipe_gives_the_logits_of_transformers(tmp_path: Path) -> None:
@@ -24,14 +23,13 @@ def test_the_recipe_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     published.write(tmp_path / "source", "llama", published.draw("llama", random.Random(8)), seed=3)
     converted(tmp_path / "source", tmp_path / "checkpoints" / "llama", "torch_dist")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, done.stderr
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", dtype=torch.float32, attn_implementation="eager"
     )

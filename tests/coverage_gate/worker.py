@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -48,6 +49,7 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
         from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
 
         mt_megatron.patch(BACKEND, features=_features(without))
+        gc.freeze()  # else every collection at the end of a run visits the modules
         prepare_environment(mt_megatron.backend(), nodes=1)
         mt_megatron.backend().set_device(local_device(mt_megatron.backend()))
         _trace_backward(tracer)

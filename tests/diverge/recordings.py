@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def record(folder: str, wanted: list[tuple[str, str, str | None]], backend: str 
     from mt_megatron.diverge.worker import record_side
 
     mt_megatron.patch(backend)
+    gc.freeze()  # else every collection at the end of a run visits the modules
     processes = int(os.environ["WORLD_SIZE"])
     # One default group for all: a store keeps the addresses of a group that was destroyed.
     dist.init_process_group(mt_megatron.backend().collective)

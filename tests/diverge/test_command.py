@@ -16,13 +16,14 @@ from mt_megatron.diverge import processes
 from mt_megatron.diverge.side import make_side
 from tests.diverge.faults import FAULTS
 from tests.diverge.recordings import MODEL
+from tests.launch import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = MODEL.replace("--train-data-path given-by-the-test", "--mock-data --vocab-size 4096").split()
 
 
 def diverge(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_command(
         [
             sys.executable,
             "-m",
@@ -37,8 +38,6 @@ def diverge(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         cwd=folder.parent,
-        capture_output=True,
-        text=True,
         timeout=600,
     )
 

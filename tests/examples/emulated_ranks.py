@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def steps(examples: list[str], folder: str) -> dict[str, Any]:
     import mt_megatron
 
     mt_megatron.patch(os.environ["MT_MEGATRON_TEST_BACKEND"])
+    gc.freeze()  # else every collection at the end of a run visits the modules
     from mt_megatron.config.parse import load_config
     from mt_megatron.training.loop import train
     from mt_megatron.training.validate import validate

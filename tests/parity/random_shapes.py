@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +126,7 @@ def beside_hugging_face(
     loss, and the gradient of every parameter; and ``rounding``, Hugging Face's own in fp32. ``mistake``
     plants one, for a test of this test."""
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     dist.init_process_group("gloo")
     return [_compare(drawn, tensor_parallel, sequence_parallel, mistake) for drawn in shapes]
 
@@ -229,6 +231,7 @@ def round_trip(shapes: list[Drawn]) -> list[bool]:
     from mt_megatron.convert.tensors.table import from_megatron
 
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     results = []
     for drawn in shapes:
         config = configuration(drawn, 1, sequence_parallel=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ Pieces = list[tuple[str, list[int], list[int], torch.Tensor]]
 def run_layouts(names: list[str], folder: str, seed: int, bf16: bool) -> dict[str, Any]:
     """Train every layout of ``names`` one after the other in this set of processes."""
     mt_megatron.patch(os.environ.get("MT_MEGATRON_TEST_BACKEND", "cpu"))
+    gc.freeze()  # else every collection at the end of a run visits the modules
     backend = mt_megatron.backend()
     prepare_environment(backend, nodes=1)
     backend.set_device(local_device(backend))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 def logits_beside_hugging_face(seed: int) -> dict[str, float]:
     """Largest differences between the two models' logits, and of a round trip of the weights."""
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     config = config_of(Layout(name="one"), seed=seed)
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
@@ -72,6 +74,7 @@ def floating_point_operations(seed: int) -> dict[str, float]:
 def causality(seed: int) -> dict[str, Any]:
     """Change the token at each position in turn: does any earlier logit change, and does any later one?"""
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     config = config_of(Layout(name="one"), seed=seed)
     earlier, later = [], []
     with joined(config, mt_megatron.backend()) as job, torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from typing import Any
 
@@ -18,6 +19,7 @@ def start(tp: int = 1, pp: int = 1, cp: int = 1, **patching: Any) -> None:
     from mt_megatron.parallel import rank_layout as layout
 
     mt_megatron.patch("cpu", **patching)
+    gc.freeze()  # else every collection at the end of a run visits the modules
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():

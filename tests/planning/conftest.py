@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from tests.launch import run_command
+
 
 @pytest.fixture(scope="session")
 def executed() -> dict[str, list[dict[str, Any]]]:
     """What ``tests.planning.executed`` found: ``peaks`` and ``flops``, by case."""
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "tests.planning.executed"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]

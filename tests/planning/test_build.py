@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.config.parse import load_config
+from tests.launch import run_command
 
 _BUILD = """
 import dataclasses, json, sys, warnings
@@ -148,4 +149,4 @@ def test_squared_relu_is_relu_times_relu() -> None:
         "x = torch.linspace(-2, 2, 9)\n"
         "assert torch.equal(squared_relu(x), torch.relu(x) * torch.relu(x))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_command([sys.executable, "-c", code], check=True, timeout=60)

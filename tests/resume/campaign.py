@@ -64,6 +64,7 @@ def campaign(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import mt_megatron
 
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     for name in BEFORE_FORKING:
         importlib.import_module(name)
     assert threading.active_count() <= 2, "a fork takes no thread along but the one that forks"

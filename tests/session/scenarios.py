@@ -7,7 +7,6 @@ import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import types
 import warnings
@@ -37,12 +36,12 @@ CONSUMERS = (
 def run_scenario(name: str, *arguments: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run ``name`` in a fresh interpreter and return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-    done = subprocess.run(
+    from tests.launch import run_command  # not at the top: a scenario imports nothing else
+
+    done = run_command(
         [sys.executable, "-m", "tests.session.scenarios", name, *arguments],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"

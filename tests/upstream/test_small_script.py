@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from tests.emulators import environment as emulator
 from tests.emulators import needs_emulated_musa
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 from tests.upstream.oracle import losses
 
 SCRIPT = Path(__file__).parent / "scripts" / "small_script.py"
@@ -34,13 +33,11 @@ def train(folder: Path, ranks: int, backend: str, extra: Mapping[str, str]) -> d
         environment.pop(name, None)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, *(launcher if ranks > 1 else []), "-m", "mt_megatron.cli", "run"]
         + ["--backend", backend, "--", str(SCRIPT), str(folder)],
         env=environment,
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]

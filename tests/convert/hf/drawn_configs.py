@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import random
@@ -365,6 +366,7 @@ def everything(folder: str, family: str, first: int, count: int, commands: int) 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {"process": [], "command": [], "spoiled": []}
     latent = family.startswith("deepseek")

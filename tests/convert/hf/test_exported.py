@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from mt_megatron.convert.hf.config import options_of
 from tests.convert import published
 from tests.convert.published import FAMILIES, differing, read
 from tests.convert.recorded_run import Quiet, converted
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 
 SIDE_FILES = {
     "tokenizer.json": "{}",
@@ -156,11 +154,10 @@ def test_no_model_is_built_and_no_process_group_made(tmp_path: Path) -> None:
         "assert not [n for n in sys.modules if n.split('.')[0] in ('transformers', 'transformer_engine')]\n"
         "assert 'megatron.core.models.gpt.gpt_model' not in sys.modules, 'a model is at hand'\n"
     )
-    done: Any = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, done.stderr

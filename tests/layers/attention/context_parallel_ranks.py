@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ def start(world: int) -> None:
     from mt_megatron.parallel import rank_layout as layout
 
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     dist.init_process_group("gloo")
     layout.initialize(layout.RankLayout(world_size=world, cp=world), mt_megatron.backend())
     from megatron.core import tensor_parallel

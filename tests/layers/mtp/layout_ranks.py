@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -148,6 +149,7 @@ def _start(tp: int, pp: int, chunks: int | None) -> None:
     from mt_megatron.parallel import rank_layout as layout
 
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     from megatron.core import parallel_state, tensor_parallel
 
     if not dist.is_initialized():

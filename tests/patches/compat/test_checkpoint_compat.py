@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch import run_ranks
+from tests.launch import run_command, run_ranks
 
 RANKS = "tests.patches.ranks:"
 
@@ -36,7 +35,7 @@ try: TorchCommonLoadStrategy().load_common(Path({str(tmp_path)!r}))
 except Exception as error: assert "Popen" in str(error), error
 else: raise SystemExit("built a class nobody trusted")
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    run_command([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
 
 
 def test_the_straggler_detector_listens_on_loopback_only() -> None:

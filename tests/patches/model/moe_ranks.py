@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from tests.patches.model.moe_case import BATCH, DENSE, EXPERTS, HIDDEN, SEQUENCE
 def start(tp: int = 1, pp: int = 1, ep: int = 1) -> None:
     """Patch, and make process groups in place of earlier ones."""
     mt_megatron.patch(os.environ.get("MT_MEGATRON_TEST_BACKEND", "cpu"))
+    gc.freeze()  # else every collection at the end of a run visits the modules
     from megatron.core import parallel_state, tensor_parallel
 
     from mt_megatron.parallel import rank_layout as layout
@@ -246,6 +248,7 @@ def unset_fields() -> dict[str, Any]:
     before = ["device", "collectives", "compat", "optimizer", "norm", "attention", "linear", "loss", "events"]
     for features in (before, None):
         mt_megatron.patch("cpu", features=features)
+        gc.freeze()  # else every collection at the end of a run visits the modules
         from megatron.core import tensor_parallel
 
         from mt_megatron.parallel import rank_layout as layout

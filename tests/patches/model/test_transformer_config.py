@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import mt_megatron
 from mt_megatron.errors import PatchError
+from tests.launch import run_command
 
 _SCRIPT = """
 import copy, dataclasses, json, pickle, warnings
@@ -95,7 +95,7 @@ print("found:" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
+    done = run_command([sys.executable, "-c", _SCRIPT], timeout=120)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.split("found:")[1]))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from mt_megatron.scan.record.recorder import Recorder
 from mt_megatron.seams import events
 from tests.emulators import environment, needs_emulated_musa
 from tests.fake_cuda.stand_in import RecordingCuda
+from tests.launch import run_command
 from tests.scan.record import fake_device
 
 MS = 1_000_000
@@ -229,12 +229,9 @@ print("musa ok")
 
 @needs_emulated_musa()
 def test_emulated_musa(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-W", "ignore", "-c", _MUSA, str(tmp_path)],
         env={**os.environ, **environment()},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0 and "musa ok" in done.stdout, done.stderr[-3000:]

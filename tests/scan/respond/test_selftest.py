@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from itertools import chain, combinations
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from mt_megatron.scan.respond.outliers import outlying_links, outlying_ranks
 from mt_megatron.scan.respond.selftest import ALL_PAIRS_UP_TO, rounds_of_pairs
+from tests.launch import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTS = ("a", "a", "b", "b", "c", "c", "d", "d")
@@ -79,11 +79,9 @@ def test_a_narrow_link_stands_out_by_its_speed() -> None:
 def test_the_command_measures_alone(tmp_path: Path) -> None:
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "mt_megatron.cli", "scan", "selftest", "--backend", "cpu"]
-    done = subprocess.run(
+    done = run_command(
         [*command, "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")],
         env={**alone, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
@@ -92,11 +90,9 @@ def test_the_command_measures_alone(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(rates[0] > 0 for rates in found["rates"].values()) and found["links"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"], "no scratch file stays"
-    wrong = subprocess.run(
+    wrong = run_command(
         [*command, "--folder", str(tmp_path / "none")],
         env={**alone, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=60,
     )
     assert wrong.returncode == 2 and "expected a folder that exists" in wrong.stderr

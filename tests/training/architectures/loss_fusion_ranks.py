@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
 
@@ -55,6 +56,7 @@ def _train(flags: str, *, doubled: bool = False, hooked: bool = False) -> dict[s
     from mt_megatron.training.step import Shape, make_forward_step, train_step
 
     mt_megatron.patch("cpu")
+    gc.freeze()  # else every collection at the end of a run visits the modules
     config = load_config([*MODEL.split(), *flags.split()])
     with joined(config, mt_megatron.backend()) as job:
         family = family_of(config)
