@@ -10,7 +10,7 @@ help:
 	@echo "make test      the tests (in the environment of PYTHON=$(PYTHON))"
 	@echo "make coverage  the tests with line and branch coverage, child processes included"
 	@echo "make soak      set-up, lint, types, tests and acceptance volumes; writes results/soak-DATE.*"
-	@echo "make bench     every script in benchmarks/; each writes a dated result"
+	@echo "make bench     every script in benchmarks/ but those of scan; each writes a dated result"
 	@echo "make all       lint, types and test"
 
 format:

@@ -1,5 +1,5 @@
-"""Which tests run: the second lane only with ``--all``, acceptance volumes only with ``--soak``, device
-tests only on their backend."""
+"""Which tests run: the second lane only with ``--all`` or ``--soak``, acceptance volumes only with
+``--soak``, device tests only on their backend."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
-    if item.get_closest_marker("soak") and not config.getoption("--soak"):
+    soak = config.getoption("--soak")
+    if item.get_closest_marker("soak") and not soak:
         return False
-    if item.get_closest_marker("daily") and not config.getoption("--all"):
+    if item.get_closest_marker("daily") and not (config.getoption("--all") or soak):
         return False
     needed = item.get_closest_marker("backend")
     return needed is None or needed.args[0] == config.getoption("--backend")

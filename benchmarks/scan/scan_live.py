@@ -26,6 +26,10 @@ from scan_live_job import LAYOUTS, Job, Layout, job, write_data
 from scan_live_limits import limits
 from scan_live_network import hosts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # For the modules that all benchmarks share.
+
+from recording import machine, record, table  # noqa: E402
+
 SECONDS, STEPS = 15.0, 10
 _QUIET_STEPS, _QUIET_SECONDS = 12, 8.0
 _WAIT = 20.0
@@ -267,8 +271,6 @@ def main() -> int:
 
 
 def _record(folder: Path, figures: dict[str, Any], trials: list[Trial], load: str) -> None:
-    from recording import machine, record, table
-
     rows = [
         [name, str(one["trials"]), str(one["right"]), str(one["right_in_time"]), str(one["named"])]
         for name, one in figures["by_fault"].items()

@@ -1,6 +1,7 @@
 """How long a report takes and how much memory it needs as ranks grow: simulated traces of 64 to 1,024 ranks.
 
-    python benchmarks/scan/scan_scale.py [--ranks 64 256 1024] [--steps 50] [--record results/]
+    python benchmarks/scan/scan_scale.py [--ranks 64 256 1024] [--steps 50] [--events 1000]
+                                         [--record results/]
 
 Each trace has 50 steps of 1,000 events per rank and one slow rank. What is timed is
 ``mt-megatron scan report`` in a process of its own, from start to exit, on this machine's cores; the peak

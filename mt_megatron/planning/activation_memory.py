@@ -16,7 +16,7 @@ from mt_megatron.planning.parameter_tensors import ChunkPlace
 from mt_megatron.planning.parameters import ModelShape
 
 _SHORTEST_OWN = 64
-"""Shorter sequences leave our kernel for a CPU out (``layers.causal_attention.suits``)."""
+"""Shorter sequences leave our kernel for a CPU out (``layers.attention.core.suits``)."""
 
 
 def attention_bytes(shape: ModelShape, options: ActivationOptions) -> int:

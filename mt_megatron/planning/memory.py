@@ -23,7 +23,7 @@ _FP32 = 4
 _INT64 = 8
 _BLOCK_ON_CPU = 96 << 20
 _BLOCK = 1 << 30
-"""Most bytes of logits at a time when output layer and loss are one (``layers.cross_entropy_blocks``)."""
+"""Most bytes of logits at once when output layer and loss are one (``layers.loss.cross_entropy_blocks``)."""
 _PANEL_OF_LOGITS = 4 * 2048 * 192
 _PANEL_OF_PRODUCT = 4 << 20
 """In fp32 on a CPU most bytes of logits, and of a weight gradient, before they go where they belong

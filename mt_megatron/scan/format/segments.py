@@ -148,7 +148,9 @@ class SegmentWriter:
         wanted = _ARRAYS[kind]
         if isinstance(rows, np.ndarray):
             if rows.dtype != wanted:
-                raise ScanError(f"found records of {rows.dtype}, expected {wanted}; see scan/records.py")
+                raise ScanError(
+                    f"found records of {rows.dtype}, expected {wanted}; see scan/format/records.py"
+                )
             rows = rows.tobytes()
         if len(rows) % wanted.itemsize:
             raise ScanError(f"found {len(rows)} bytes of records, expected a multiple of {wanted.itemsize}")

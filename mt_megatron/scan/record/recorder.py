@@ -176,7 +176,7 @@ class Recorder:
         """Spans (``records.SPAN``, shape (n,)) made elsewhere; names and groups by ``string`` and ``group``.
         Any thread."""
         if spans.dtype != SPAN:
-            raise ScanError(f"found spans of {spans.dtype}, expected {SPAN}; see scan/records.py")
+            raise ScanError(f"found spans of {spans.dtype}, expected {SPAN}; see scan/format/records.py")
         self._queues.spans.append(spans.tobytes())
 
     def string(self, text: str) -> int:
