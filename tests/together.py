@@ -6,7 +6,7 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-_GATE = "the coverage gate's launches"
+_GATE, _PARITY = "the coverage gate's launches", "the parity runs"
 SECONDS: dict[str, int] = {}
 """Files that take longer than the rest, with about what they take on two cores."""
 
@@ -15,6 +15,8 @@ TOGETHER = {
     "tests/coverage_gate/test_fake_cuda.py": _GATE,
     "tests/coverage_gate/test_gate.py": _GATE,
     "tests/fake_cuda/test_forward.py": _GATE,
+    "tests/parity/test_emulated_musa.py": _PARITY,
+    "tests/parity/test_layouts.py": _PARITY,
 }
 
 
