@@ -474,6 +474,7 @@ def _become(call: dict[str, Any]) -> None:
     import types
 
     command: list[str] = call["command"]
+    sys.modules["tests.fork_server"] = sys.modules["__main__"]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main)["__builtins__"] = __builtins__
     sys.orig_argv = [sys.executable, *command]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests import fork_server
 from tests.launch import ROOT, RankError, run_command, run_ranks
 
 HERE = "tests.test_fork_server"
+Servers = dict[frozenset[tuple[str, str]], list[Any]]
 
 
 def described(argument: str) -> dict[str, Any]:
@@ -157,18 +159,49 @@ def test_seeds_differ_between_ranks_and_calls() -> None:
     assert len(set(drawn)) == len(drawn)
 
 
-def test_variables_that_imports_read_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """As at the start of a session, and with one hash seed."""
+    servers: Servers = {}
+    monkeypatch.setattr(fork_server, "_servers", servers)
+    monkeypatch.setattr(fork_server, "_HASH_SEEDS", 1)
+    yield servers
+    for each in servers.values():
+        fork_server._end(each)
+
+
+def test_variables_that_imports_read_reach_them(no_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_KEPT_SETS", 1)
-    code = "import torch; print(torch.get_num_threads())"
-    for threads in ("1", "2"):
-        environment = {**os.environ, "OMP_NUM_THREADS": threads}
-        assert run_command([sys.executable, "-c", code], env=environment).stdout.split() == [threads]
-        assert [dict(key)["OMP_NUM_THREADS"] for key in fork_server._servers] == [threads]
-    # Nothing reads these before the target does, so the same servers serve them.
-    run_ranks(1, f"{HERE}:variables", ["RANK"])
-    before = warm()
+    command = [sys.executable, "-c", "print(hash('a string'))"]
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        forked, cold = (run_command(command, env=environment, cold=cold) for cold in (False, True))
+        assert forked.stdout == cold.stdout
+        assert [(dict(key)["PYTHONHASHSEED"], each[0].forks) for key, each in no_servers.items()] == [
+            (seed, 1)
+        ]
+
+
+def test_variables_and_paths_that_imports_do_not_read_share_servers(tmp_path: Path) -> None:
+    assert run_ranks(1, f"{HERE}:variables", ["RANK"]) == [["0"]]
+    before, sets = warm(), len(fork_server._servers)
     found = run_ranks(1, f"{HERE}:variables", ["RANK", "MT_MEGATRON_X"], env={"MT_MEGATRON_X": "a"})
-    assert found == [["0", "a"]] and warm() == before + 1
+    assert found == [["0", "a"]]
+    (tmp_path / "only_here.py").write_text("print(__file__)")
+    command = [
+        sys.executable,
+        "-W",
+        "error::UserWarning",
+        "-c",
+        "import only_here, sys; print(sys.warnoptions)",
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for cold in (False, True):
+        done = run_command(command, env=environment, cold=cold)
+        assert done.stdout.splitlines() == [str(tmp_path / "only_here.py"), "['error::UserWarning']"], done
+    assert (warm(), len(fork_server._servers)) == (before + 2, sets)
+    without = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    assert run_command(command, env=without, cwd=tmp_path / "..").returncode == 1
 
 
 CODE = """
@@ -229,7 +262,10 @@ def test_a_server_that_cannot_import_leaves_the_error_to_a_cold_process(tmp_path
 
 
 def test_forks_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
-    code = f"from tests.launch import run_ranks; run_ranks(2, '{HERE}:sleep', {str(tmp_path)!r}, timeout=100)"
+    code = (
+        "from tests import fork_server; fork_server._HASH_SEEDS = 1\n"
+        f"from tests.launch import run_ranks; run_ranks(2, '{HERE}:sleep', {str(tmp_path)!r}, timeout=100)"
+    )
     asking = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:
         deadline = time.monotonic() + 60
