@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import index_cache
+from tests.fork_server import installed_here
 from tests.soak import SoakReport
 
 
@@ -22,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # As in run.sh: tests start many processes, and a fork server must not have threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not installed_here():
+        # The interpreter's mt_megatron is another checkout's: processes that tests start must find this one.
+        path = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
     config.addinivalue_line("markers", "daily: proves the port and hardly ever fails, only run with --all")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")

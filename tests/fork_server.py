@@ -225,21 +225,25 @@ def _python_path(env: Mapping[str, str], cwd: str) -> list[str]:
     """The folders that ``PYTHONPATH`` puts on ``sys.path``."""
     given = env.get("PYTHONPATH")
     found = [os.path.abspath(os.path.join(cwd, each)) for each in given.split(os.pathsep)] if given else []
-    if str(ROOT) not in found and not _installed_here():
+    if str(ROOT) not in found and not installed_here():
         raise ColdStart("PYTHONPATH leads to another mt_megatron")
     return list(dict.fromkeys(found))
 
 
 @cache
-def _installed_here() -> bool:
-    """Whether an editable installation is of this checkout."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        origin = json.loads(distribution("mt_megatron").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:
-        return False
-    return bool(origin.get("url") == ROOT.as_uri() and origin.get("dir_info", {}).get("editable"))
+def installed_here() -> bool:
+    """Whether a process that is started elsewhere, without ``PYTHONPATH``, imports this checkout."""
+    code = "from importlib.util import find_spec as f; s = f('mt_megatron'); print(s.origin if s else '')"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd="/",
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    origin = done.stdout.strip()
+    return bool(origin) and Path(origin).resolve().is_relative_to(ROOT)
 
 
 def _is_read_at_start(folder: str) -> bool:

@@ -164,22 +164,22 @@ SMALL = (
     *("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128"),
     *("--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "32"),
     *("--max-position-embeddings", "32", "--lr-warmup-iters", "2", "--eval-iters", "2"),
-    *("--log-interval", "5", "--save-interval", "1000", "--eval-interval", "1000"),
+    *("--log-interval", "1", "--save-interval", "1000", "--eval-interval", "1000"),
 )
 
 
-def _train(tmp_path: Path, corpus: Path, iterations: int, *more: str, **changes: str):
-    return _launch(
-        *SMALL,
-        *("--train-iters", str(iterations), *more),
-        cwd=tmp_path,
-        timeout=240,
-        CORPUS=str(corpus),
-        VOCAB_SIZE="300",
-        DATA_DIR=str(tmp_path / "prepared data"),
-        RUN_DIR=str(tmp_path / "my run"),
-        **changes,
-    )
+def _places(tmp_path: Path, corpus: Path) -> dict[str, str]:
+    return {
+        "CORPUS": str(corpus),
+        "VOCAB_SIZE": "300",
+        "DATA_DIR": str(tmp_path / "prepared data"),
+        "RUN_DIR": str(tmp_path / "my run"),
+    }
+
+
+def _train(tmp_path: Path, corpus: Path, iterations: int) -> subprocess.CompletedProcess[str]:
+    words = (*SMALL, "--train-iters", str(iterations))
+    return _launch(*words, cwd=tmp_path, timeout=240, **_places(tmp_path, corpus))
 
 
 def _events(tmp_path: Path, kind: str) -> list[dict]:
@@ -187,55 +187,11 @@ def _events(tmp_path: Path, kind: str) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["event"] == kind]
 
 
-def test_trains_resumes_and_says_when_it_is_complete(tmp_path: Path, corpus: Path) -> None:
-    first = _train(tmp_path, corpus, 10)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert "training a byte-level BPE" in first.stdout
-    (end,) = _events(tmp_path, "end")
-    assert end["finished"] and end["iteration"] == 10
-    assert 0 < end["bigram"] < end["unigram"] and end["valid_loss"] > 0
-    assert "unigrams" in first.stdout and "bigrams" in first.stdout
-    assert Path(end["checkpoint"]).is_dir()
-
-    second = _train(tmp_path, corpus, 20)
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "already prepared" in second.stdout and "continuing from" in second.stdout
-    steps = [record["iteration"] for record in _events(tmp_path, "train")]
-    assert steps == [5, 10, 15, 20]
-
-    third = _train(tmp_path, corpus, 20)
-    assert third.returncode == 0, third.stdout + third.stderr
-    assert [record["iteration"] for record in _events(tmp_path, "train")] == steps, "nothing left to train"
-    ends = _events(tmp_path, "end")
-    assert ends[2]["finished"] and ends[2]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGTERM, id="SIGTERM"),
-        pytest.param(signal.SIGUSR1, id="SIGUSR1", marks=pytest.mark.soak),
-    ],
-)
-def test_terminating_the_script_saves_and_leaves_no_process(
-    tmp_path: Path, corpus: Path, number: signal.Signals
-) -> None:
+def _terminated(tmp_path: Path, corpus: Path, number: signal.Signals) -> str:
+    """Starts the script, sends it ``number`` after a step, and sees it save and leave nothing running."""
     process = subprocess.Popen(
-        [
-            "bash",
-            str(LLAMA3 / "dist_run_pretrain.sh"),
-            *SMALL,
-            "--train-iters",
-            "100000",
-            "--log-interval",
-            "1",
-        ],
-        env=_environment(
-            CORPUS=str(corpus),
-            VOCAB_SIZE="300",
-            DATA_DIR=str(tmp_path / "prepared data"),
-            RUN_DIR=str(tmp_path / "my run"),
-        ),
+        ["bash", str(LLAMA3 / "dist_run_pretrain.sh"), *SMALL, "--train-iters", "100000"],
+        env=_environment(**_places(tmp_path, corpus)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -258,3 +214,33 @@ def test_terminating_the_script_saves_and_leaves_no_process(
                 child.kill()
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in started), output
     assert list((tmp_path / "my run" / "checkpoints").glob("iter_*")), output
+    return output
+
+
+def test_stops_at_a_signal_resumes_and_says_when_it_is_complete(tmp_path: Path, corpus: Path) -> None:
+    output = _terminated(tmp_path, corpus, signal.SIGTERM)
+    assert "training a byte-level BPE" in output
+    (end,) = _events(tmp_path, "end")
+    assert not end["finished"] and Path(end["checkpoint"]).is_dir()
+    last = end["iteration"] + 10
+
+    second = _train(tmp_path, corpus, last)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "already prepared" in second.stdout and "continuing from" in second.stdout
+    steps = [record["iteration"] for record in _events(tmp_path, "train")]
+    assert steps == list(range(1, last + 1))
+    end = _events(tmp_path, "end")[1]
+    assert end["finished"] and end["iteration"] == last and Path(end["checkpoint"]).is_dir()
+    assert 0 < end["bigram"] < end["unigram"] and end["valid_loss"] > 0
+    assert "unigrams" in second.stdout and "bigrams" in second.stdout
+
+    third = _train(tmp_path, corpus, last)
+    assert third.returncode == 0, third.stdout + third.stderr
+    assert [record["iteration"] for record in _events(tmp_path, "train")] == steps, "nothing left to train"
+    ends = _events(tmp_path, "end")
+    assert ends[2]["finished"] and ends[2]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-6)
+
+
+@pytest.mark.soak
+def test_usr1_stops_it_too(tmp_path: Path, corpus: Path) -> None:
+    _terminated(tmp_path, corpus, signal.SIGUSR1)

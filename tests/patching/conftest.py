@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import sys
@@ -88,6 +89,16 @@ def snapshot(*owners: Any) -> dict[tuple[str, str], int]:
             if isinstance(value, type) and value.__module__ == owner.__name__:
                 found |= {(value.__qualname__, key): id(item) for key, item in vars(value).items()}
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _referrers_of_the_test_alone() -> Iterator[None]:
+    """The engine asks the collector for every holder of an object. What the process had before is no
+    holder of what a test makes, and is passed by: a process with thousands of tests has millions of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
