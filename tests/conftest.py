@@ -32,8 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "daily: proves the port and hardly ever fails, only run with --all")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
+    # Tests whose volume depends on the lane, rather than their existence, read these.
+    if config.getoption("--all") or config.getoption("--soak"):
+        os.environ["MT_MEGATRON_DAILY"] = "1"
     if config.getoption("--soak"):
-        # Tests whose volume depends on it, rather than their existence, read this.
         os.environ["MT_MEGATRON_SOAK"] = "1"
         config.pluginmanager.register(SoakReport(config))
 

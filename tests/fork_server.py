@@ -172,6 +172,9 @@ _imported: frozenset[str] = frozenset()
 """Packages and modules that a server has."""
 _owner = os.getpid()
 
+forks = 0
+"""How many this process has asked for."""
+
 
 def start(
     command: Sequence[str],
@@ -204,6 +207,8 @@ def start(
         "cores": sorted(os.sched_getaffinity(0)),
     }
     answer = server.ask(request, files)
+    global forks
+    forks += 1
     server.running += 1
     server.forks += 1
     return Forked(server, answer["pid"], feed)

@@ -142,7 +142,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(each, marks=() if each == "fork" else pytest.mark.daily)
+        for each in multiprocessing.get_all_start_methods()
+    ],
+)
 def test_workers_of_a_parent_that_died_early_end(tmp_path: Path, method: str) -> None:
     process = start(tmp_path, method, patched=True, script=ORPHANS)
     try:

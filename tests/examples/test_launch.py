@@ -234,6 +234,8 @@ def test_stops_at_a_signal_resumes_and_says_when_it_is_complete(tmp_path: Path, 
     assert 0 < end["bigram"] < end["unigram"] and end["valid_loss"] > 0
     assert "unigrams" in second.stdout and "bigrams" in second.stdout
 
+    if os.environ.get("MT_MEGATRON_DAILY") != "1":
+        return
     third = _train(tmp_path, corpus, last)
     assert third.returncode == 0, third.stdout + third.stderr
     assert [record["iteration"] for record in _events(tmp_path, "train")] == steps, "nothing left to train"

@@ -86,8 +86,11 @@ REFERENCES = (
     Layout(name="one_mixture", mixture=True),
 )
 
-_CONTEXT_PARALLEL = (
-    Layout(name="cp2", world=2, flags=CP, bf16_always=True),
+DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
+"""Whether the second lane runs too: then every layout does, otherwise one of each kind."""
+
+_CONTEXT_PARALLEL = (Layout(name="cp2", world=2, flags=CP, bf16_always=DAILY),)
+_CONTEXT_PARALLEL_DAILY = (
     Layout(name="cp2_tp2_sp", world=4, flags=f"{CP} --tensor-model-parallel-size 2 --sequence-parallel"),
     Layout(name="cp2_pp2", world=4, flags=f"{CP} --pipeline-model-parallel-size 2"),
 )
@@ -102,36 +105,41 @@ _CONTEXT_PARALLEL_SOAK = (
     Layout(name="cp2_vpp2", world=4, flags=f"{CP} {VPP}"),
     Layout(name="cp2_pp2_per_token", world=4, flags=f"{CP} --pipeline-model-parallel-size 2", per_token=True),
 )
-CONTEXT_PARALLEL = _CONTEXT_PARALLEL + (
-    _CONTEXT_PARALLEL_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()
+CONTEXT_PARALLEL = (
+    *_CONTEXT_PARALLEL,
+    *(_CONTEXT_PARALLEL_DAILY if DAILY else ()),
+    *(_CONTEXT_PARALLEL_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()),
 )
-"""Sequences spread over processes; many more of them with ``--soak``."""
+"""Sequences spread over processes; more of them in the second lane, many more with ``--soak``."""
 
+_LAYOUTS_DAILY = (
+    Layout(name="recompute_selective", flags="--recompute-granularity selective"),
+    Layout(name="dp2_zero1_buckets", world=2, flags=f"{ZERO1} --bucket-size 20000"),
+    Layout(name="pp2_tied", world=2, flags="--pipeline-model-parallel-size 2", tied=True),
+    Layout(name="tp2_pp2", world=4, flags="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    Layout(name="pp2_dp2_zero1", world=4, flags=f"--pipeline-model-parallel-size 2 {ZERO1}"),
+    Layout(name="vpp2_dp2_zero1", world=4, flags=f"{VPP} {ZERO1}"),
+    Layout(
+        name="tp2_sp_dp2_zero1", world=4, flags=f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO1}"
+    ),
+)
 LAYOUTS = (
     Layout(name="recompute", flags=RECOMPUTE, bf16_always=True),
-    Layout(name="recompute_selective", flags="--recompute-granularity selective"),
     Layout(name="tp2", world=2, flags="--tensor-model-parallel-size 2"),
     Layout(
         name="tp2_sp", world=2, flags="--tensor-model-parallel-size 2 --sequence-parallel", bf16_always=True
     ),
     Layout(name="pp2", world=2, flags="--pipeline-model-parallel-size 2"),
-    Layout(name="vpp2", world=2, flags=VPP, bf16_always=True),
+    Layout(name="vpp2", world=2, flags=VPP, bf16_always=DAILY),
     Layout(name="dp2_zero1", world=2, flags=ZERO1, bf16_always=True),
-    Layout(name="dp2_zero1_buckets", world=2, flags=f"{ZERO1} --bucket-size 20000"),
     Layout(name="dp2_overlap", world=2, flags="--overlap-grad-reduce --bucket-size 20000"),
-    Layout(name="pp2_tied", world=2, flags="--pipeline-model-parallel-size 2", tied=True),
-    Layout(name="tp2_pp2", world=4, flags="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     Layout(
         name="tp2_sp_pp2_tied",
         world=4,
         flags="--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
         tied=True,
     ),
-    Layout(name="pp2_dp2_zero1", world=4, flags=f"--pipeline-model-parallel-size 2 {ZERO1}"),
-    Layout(name="vpp2_dp2_zero1", world=4, flags=f"{VPP} {ZERO1}"),
-    Layout(
-        name="tp2_sp_dp2_zero1", world=4, flags=f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO1}"
-    ),
+    *(_LAYOUTS_DAILY if DAILY else ()),
     *CONTEXT_PARALLEL,
 )
 
@@ -157,13 +165,16 @@ _MIXTURES_SOAK = (
         mixture=True,
     ),
 )
-MIXTURES = (
+_MIXTURES_DAILY = (
     Layout(name="mixture_sequential", flags="--no-moe-grouped-gemm", mixture=True),
-    Layout(name="mixture_recompute", flags=f"{RECOMPUTE} --recompute-mla-up-proj", mixture=True),
     Layout(name="mixture_ep2", world=2, flags=EP, mixture=True),
+    Layout(name="mixture_tp2_ep2", world=4, flags=f"{TP_SP} {EP}", mixture=True),
+)
+MIXTURES = (
+    Layout(name="mixture_recompute", flags=f"{RECOMPUTE} --recompute-mla-up-proj", mixture=True),
     Layout(name="mixture_ep2_zero1", world=2, flags=f"{EP} {ZERO1}", mixture=True),
     Layout(name="mixture_pp2", world=2, flags=PP, mixture=True),
-    Layout(name="mixture_tp2_ep2", world=4, flags=f"{TP_SP} {EP}", mixture=True),
+    *(_MIXTURES_DAILY if DAILY else ()),
     *(_MIXTURES_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()),
 )
 """Experts, their routing, latent attention and multi-token prediction, spread in every way. In fp32 alone:

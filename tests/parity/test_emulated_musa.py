@@ -19,17 +19,13 @@ CPU = Bounds(gradient=2e-6, loss=1e-6, norm=1e-6, weight=1e-5)
 """The two take different kernels for attention (the cpu's is blocked) and norms. Single elements of a
 gradient have been seen to differ by 1.08e-6 of its largest."""
 
-ALWAYS = ("tp2_sp",)
-DAILY = ("one", "recompute", "dropout", "dropout_recompute")
+DAILY = ("one", "tp2_sp", "recompute", "dropout", "dropout_recompute")
 SABOTAGED_DAILY = ("no_norm_all_reduce",)
 BF16 = Bounds(gradient=0.04, loss=0.003, norm=0.03, weight=0.05)
 
 
 def _marked(layouts: tuple[Layout, ...]) -> list[object]:
-    lanes = {
-        **dict.fromkeys((*DAILY, *SABOTAGED_DAILY), pytest.mark.daily),
-        **dict.fromkeys(ALWAYS, ()),
-    }
+    lanes = dict.fromkeys((*DAILY, *SABOTAGED_DAILY), pytest.mark.daily)
     return [pytest.param(each.name, marks=lanes.get(each.name, pytest.mark.soak)) for each in layouts]
 
 
@@ -37,7 +33,7 @@ def _run(runs: Runs, name: str, seed: int, bf16: bool = False) -> Record:
     # What runs in one lane shares launches; the rest is started when it is asked for.
     daily = (*DAILY, *SABOTAGED_DAILY)
     every = tuple(each.name for each in (*REFERENCES, *LAYOUTS, *DROPOUT))
-    peers = next((lane for lane in (ALWAYS, daily) if name in lane), every)
+    peers = daily if name in daily else every
     return runs(name, seed=seed, bf16=bf16, backend="musa", peers=peers)
 
 

@@ -43,6 +43,7 @@ def test_a_repeated_forward_pass_draws_the_same_masks(runs: Runs, seed: int, fig
     figures(check(runs("dropout", seed=seed), runs("dropout_recompute", seed=seed), FP32))
 
 
+@pytest.mark.daily
 def test_recomputation_happens(runs: Runs, seed: int) -> None:
     plain, full = runs("one", seed=seed), runs("recompute", seed=seed)
     selective = runs("recompute_selective", seed=seed)

@@ -35,7 +35,9 @@ def _within(found: dict[str, float]) -> bool:
     )
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize(
+    "grouped", [True, pytest.param(False, marks=pytest.mark.daily)], ids=["grouped", "sequential"]
+)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

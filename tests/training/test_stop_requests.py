@@ -156,9 +156,15 @@ class Run:
 def test_each_request_saves_the_last_finished_step(tmp_path: Path) -> None:
     """Each run continues what the one before it saved."""
     run = Run(tmp_path)
-    run.stop("SIGTERM to torchrun", 2)
     run.stop("SIGUSR1 to all processes of a step", 2)
     run.stop("Ctrl-C in a terminal", 1)
+
+
+@pytest.mark.daily
+def test_a_request_to_torchrun_itself_saves_too(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stop("SIGTERM to torchrun", 2)
+    run.resume(2)
 
 
 @pytest.mark.soak

@@ -68,7 +68,11 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_of
 
 
-NAMES = [*TWO, *FOUR, *(pytest.param(name, marks=pytest.mark.soak) for name in (*TWO_MORE, *FOUR_MORE))]
+NAMES = [
+    *TWO,
+    *(pytest.param(name, marks=pytest.mark.daily) for name in FOUR),
+    *(pytest.param(name, marks=pytest.mark.soak) for name in (*TWO_MORE, *FOUR_MORE)),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
