@@ -16,7 +16,7 @@ Makes the environment .venv if there is none, then runs ruff, mypy and pytest.
   --backend NAME   also the tests of this backend: on its device, or for musa, where torch_musa is
                    not installed, on the emulator of tests/emulators (cpu)
 Variables: PYTHON (interpreter that has everything already), TORCH_SPEC (torch<=2.13.0), WORKERS (test
-files that run at a time when all are run; by default 2, half of the cores when there are more than 4,
+files that run at a time when all are run; by default 3, half of the cores when there are more than 4,
 and 1 with --soak, which measures).
 Exit codes: 0 all is well, 1 something failed, 2 wrong use.
 
@@ -80,14 +80,14 @@ types="$(mktemp)"
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
 
-# Most tests wait for processes that start: two files at a time take two thirds of the time of one.
+# Tests wait for processes that start and for clocks: three files at a time keep two cores busy.
 everything=1
 for argument in "${selected[@]}"; do
     if [[ $argument != -* ]]; then everything=0; fi
 done
 if ((everything)); then
     cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')"
-    workers="${WORKERS:-$((cores > 4 ? cores / 2 : cores > 1 ? 2 : 1))}"
+    workers="${WORKERS:-$((cores > 4 ? cores / 2 : cores > 1 ? 3 : 1))}"
     if [[ " ${pytest_arguments[*]} " == *" --soak "* ]]; then workers=1; fi
     if ((workers > 1)); then pytest_arguments+=(--numprocesses "$workers" --dist loadfile); fi
 fi

@@ -111,7 +111,7 @@ def wait_for_end(workers: list[psutil.Process]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.daily)])
 def test_signals_end_no_worker_but_its_parent_does(tmp_path: Path, method: str) -> None:
     process = start(tmp_path, method, str(tmp_path / "stuck"), "TERM", "USR1", "INT", patched=True)
     try:

@@ -70,9 +70,15 @@ def test_local_means_local(stand_in: str) -> None:
     ("backend", "installed", "flags", "why"),
     [
         ("cuda", False, (), "transformer_engine is not installed"),
-        ("cpu", True, (), "needs CUDA and the backend's device is cpu"),
-        ("cuda", True, ("--qk-layernorm",), "needs Apex"),
-        ("cuda", True, ("--reset-attention-mask",), "its causal attention looks at no mask"),
+        pytest.param("cpu", True, (), "needs CUDA and the backend's device is cpu", marks=pytest.mark.daily),
+        pytest.param("cuda", True, ("--qk-layernorm",), "needs Apex", marks=pytest.mark.daily),
+        pytest.param(
+            "cuda",
+            True,
+            ("--reset-attention-mask",),
+            "its causal attention looks at no mask",
+            marks=pytest.mark.daily,
+        ),
     ],
 )
 def test_an_obstacle_is_named_in_the_log_or_is_an_error(

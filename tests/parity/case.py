@@ -181,9 +181,7 @@ MIXTURES = (
 where rounding chooses other experts, trainings part."""
 
 _DROPPING = "--hidden-dropout 0.1 --attention-dropout 0.1"
-DROPOUT = (
-    Layout(name="dropout", flags=_DROPPING),
-    Layout(name="dropout_recompute", flags=f"{_DROPPING} {RECOMPUTE}"),
+_DROPOUT_SOAK = (
     Layout(name="tp2_dropout", world=2, flags=f"{_DROPPING} --tensor-model-parallel-size 2"),
     Layout(
         name="tp2_sp_dropout",
@@ -191,12 +189,22 @@ DROPOUT = (
         flags=f"{_DROPPING} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
 )
+DROPOUT = (
+    Layout(name="dropout", flags=_DROPPING),
+    Layout(name="dropout_recompute", flags=f"{_DROPPING} {RECOMPUTE}"),
+    *(_DROPOUT_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()),
+)
 """Masks differ from layout to layout, but not between devices, nor when a forward pass is repeated."""
 
-SABOTAGED = (
-    Layout(name="zeroed_gradient", sabotage="zero_gradient"),
+_SABOTAGED_DAILY = (
     Layout(name="doubled_gradient", sabotage="double_gradient"),
     Layout(name="dropped_layer", sabotage="drop_layer"),
+    Layout(
+        name="mixture_unmoved_bias", flags="--moe-router-bias-update-rate 0", mixture=True, sabotage="flags"
+    ),
+)
+SABOTAGED = (
+    Layout(name="zeroed_gradient", sabotage="zero_gradient"),
     Layout(
         name="no_norm_all_reduce",
         world=2,
@@ -205,9 +213,7 @@ SABOTAGED = (
     ),
     Layout(name="cp2_leaking_mask", world=2, flags=CP, sabotage="leaking_mask"),
     Layout(name="ep2_half_gradient", world=2, flags=EP, mixture=True, sabotage="half_expert_gradient"),
-    Layout(
-        name="mixture_unmoved_bias", flags="--moe-router-bias-update-rate 0", mixture=True, sabotage="flags"
-    ),
+    *(_SABOTAGED_DAILY if DAILY else ()),
 )
 
 

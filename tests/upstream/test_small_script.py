@@ -48,8 +48,8 @@ def train(folder: Path, ranks: int, backend: str, extra: Mapping[str, str]) -> d
 @pytest.mark.parametrize(
     ("backend", "ranks"),
     [
-        pytest.param("cpu", 1, marks=pytest.mark.daily),
-        ("cpu", 2),
+        pytest.param("cpu", 1),
+        pytest.param("cpu", 2, marks=pytest.mark.daily),
         pytest.param("musa", 1, marks=[needs_emulated_musa(), pytest.mark.daily]),
     ],
 )

@@ -75,10 +75,10 @@ print("gloo" in " ".join(threads()))
     ("end", "left"),
     [
         ("", False),
-        ("dist.destroy_process_group()", False),
-        ("parallel_state.destroy_model_parallel()", False),
+        pytest.param("dist.destroy_process_group()", False, marks=pytest.mark.daily),
+        pytest.param("parallel_state.destroy_model_parallel()", False, marks=pytest.mark.daily),
         ("atexit.register(dist.destroy_process_group)", False),
-        ("raise SystemExit('an error')", False),
+        pytest.param("raise SystemExit('an error')", False, marks=pytest.mark.daily),
         ("dist.destroy_process_group(); mt_megatron.unpatch()", True),
     ],
 )
