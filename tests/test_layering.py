@@ -19,7 +19,7 @@ ROWS = (
     {"planning", "models", "data"},
     {"config", "checkpoint"},
     {"__init__", "_session"},
-    {"patches", "layers"},
+    {"patches", "layers", "fp8"},
     {"patching", "backends", "seams", "parallel"},
     {"errors", "near_names"},
 )

@@ -28,6 +28,7 @@ from mt_megatron.checkpoint.retention import in_use
 from mt_megatron.checkpoint.rng import load_rng
 from mt_megatron.checkpoint.run_parts import Job, Trainable, synchronised_parameters
 from mt_megatron.errors import CheckpointError
+from mt_megatron.fp8 import checkpoint as fp8
 
 
 def complete(optimizer: Any) -> None:
@@ -129,11 +130,22 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         )
     _require_same_optimizer(folder, document, trainable)
     notes = _padding_notes(folder, document, trainable)
+    fp8_continues, fp8_notes = fp8.continues(
+        folder, document.get("config", {}).get("model", {}), trainable.chunks
+    )
+    notes += fp8_notes
     with synchronised_parameters(trainable):
         wanted = run_state(trainable, Progress(), is_loading=True)
+        if not fp8_continues:
+            wanted.pop(fp8.KEY, None)
         settings = _group_settings(wanted["optimizer"])
-        state = _load(folder, wanted, document, StrictHandling.RAISE_ALL)
+        saved_fp8 = fp8.saved_recipe(document.get("config", {}).get("model", {})) is not None
+        # FP8 state of a run that this one does not continue may stay in the file, nothing else.
+        strict = StrictHandling.RAISE_ALL if fp8_continues or not saved_fp8 else StrictHandling.RAISE_UNEXPECTED
+        state = _load(folder, wanted, document, strict)
         _load_chunks(trainable, state)
+        if fp8_continues:
+            fp8.load(trainable.chunks, state[fp8.KEY])
         _keep_group_settings(state["optimizer"], settings)
         trainable.optimizer.load_state_dict(state["optimizer"])
     saved = state["opt_param_scheduler"]
@@ -189,6 +201,8 @@ def run_state(trainable: Trainable, progress: Progress, *, is_loading: bool) -> 
     state = _model_state(trainable)
     state["optimizer"] = trainable.optimizer.sharded_state_dict(dict(state), is_loading=is_loading)
     state["opt_param_scheduler"] = trainable.scheduler.state_dict()
+    if fp8_state := fp8.sharded_state(trainable.chunks):
+        state[fp8.KEY] = fp8_state
     state["iteration"] = progress.iteration
     state["checkpoint_version"] = 3.0
     return state

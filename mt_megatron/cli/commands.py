@@ -17,6 +17,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "look": {
         "scan": "traces of runs: what every rank did, on one clock, and who held the others up",
         "diverge": "find the first module that differs between two backends, layouts or dtypes",
+        "fp8": "recipes, and which layers of a run compute in them",
     },
     "take along": {
         "convert": "weights from and to Hugging Face",
@@ -39,6 +40,7 @@ NEXT: dict[str, str] = {
     "run": "mt-megatron patches list shows what was changed for the script",
     "scan": "mt-megatron scan status RUN while a run trains, scan report RUN afterwards",
     "diverge": "read OUTPUT/report.md; the first module that differs is where to look",
+    "fp8": "mt-megatron pretrain --fp8-recipe NAME --fp8-telemetry-interval 100",
     "convert": "AutoModelForCausalLM.from_pretrained(FOLDER), or mt-megatron pretrain --load DIR",
     "patches": "mt-megatron patches explain ID; mt-megatron patches check after an update",
 }

@@ -43,6 +43,10 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """As argparse does; what is unknown is an error of the subcommand that got it."""
         self._given = list(sys.argv[1:] if args is None else args)
+        leading = self.get_default("leading_word")
+        if leading and self._given and not self._given[0].startswith("-"):
+            # A positional argument would also take the value of an option that only a configuration knows.
+            self._given = [leading, *self._given]
         found, rest = super().parse_known_args(self._given, namespace)
         # Of several parsers it is the innermost's business, which has no subcommands.
         if rest and self._subparsers is None:

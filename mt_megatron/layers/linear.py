@@ -6,7 +6,7 @@ their meaning: what is gathered, reduced and overlapped, and where the weight gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
 from ..seams import collectives, events
-from ..seams.gemm import gemm, wgrad_queue
+from ..seams.gemm import GemmRole, Operand, WeightRef, gemm, prepared, restored, saved, wgrad_queue
 
 # torch renamed these twice; the newest name is the one that does not warn.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -64,7 +64,13 @@ class TensorParallelLinear(torch.autograd.Function):
         ctx.dtype = _autocast_dtype(input)
         with _autocast_off(input):
             input = _cast(input, ctx.dtype).contiguous()
-            ctx.save_for_backward(input)
+            reference, group = WeightRef(weight), _group() if sequence_parallel else None
+            keep = ctx.needs_input_grad[1]
+            operand = prepared("input", _flat(input), reference, group=group, keep=keep)
+            if isinstance(operand, Tensor):
+                operand = input
+            ctx.shape = input.shape
+            ctx.save_for_backward(*saved(operand))
             _keep_weight(ctx, weight)
             ctx.use_bias = bias is not None
             ctx.gradient_accumulation_fusion = gradient_accumulation_fusion
@@ -72,47 +78,53 @@ class TensorParallelLinear(torch.autograd.Function):
             ctx.sequence_parallel = sequence_parallel
             ctx.grad_output_buffer = grad_output_buffer
             ctx.wgrad_deferral_limit = wgrad_deferral_limit
-            total_input = _gather(input)[0] if sequence_parallel else input
-            return _fprop(total_input, weight, bias, ctx.dtype)
+            total_input = _gathered("fprop", operand)() if sequence_parallel else operand
+            shape = (input.shape[0] * (group.size() if group else 1), *input.shape[1:])
+            return _fprop(total_input, shape, weight, bias, ctx.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (input,) = ctx.saved_tensors
         weight = _kept_weight(ctx)
-        with _autocast_off(input):
+        reference, group = WeightRef(weight), _group() if ctx.sequence_parallel else None
+        with _autocast_off(grad_output):
+            input = restored(ctx.saved_tensors, reference, group=group)
             grad_output = _cast(grad_output, ctx.dtype)
             later = _keep_for_drain(ctx, grad_output) or not ctx.needs_input_grad[1]
             queue = None if later or not _deferrable(weight) else wgrad_queue()
 
-            total_input, gather = input, None
+            total_input: Any = input
+            gather = None
             if ctx.sequence_parallel and not later and queue is None:
-                total_input, gather = _gather(input, asynchronous=True)
+                gather = _gathered("wgrad", input, asynchronous=True)
 
+            flat = _flat(grad_output)
+            grad: Tensor | Operand = flat
+            if not later or ctx.needs_input_grad[0] or ctx.allreduce_dgrad or ctx.sequence_parallel:
+                grad = prepared("grad", flat, reference, keep=not later)
             grad_input = reduction = None
             # The group's ranks must agree on the collectives, whatever each of them needs.
             if ctx.needs_input_grad[0] or ctx.allreduce_dgrad or ctx.sequence_parallel:
-                grad_input = _dgrad(grad_output, weight, ctx.dtype)
+                grad_input = _dgrad(grad, grad_output, weight, ctx.dtype)
                 if gather is not None:
-                    gather.wait()
+                    total_input = gather()
                 # Started before wgrad so that it overlaps with it.
                 if ctx.allreduce_dgrad:
                     reduction = _Collective("all_reduce", grad_input, dist.all_reduce, asynchronous=True)
                 elif ctx.sequence_parallel:
-                    total_grad_input, grad_input = grad_input, torch.empty_like(input)
+                    total_grad_input, grad_input = grad_input, grad_input.new_empty(ctx.shape)
                     reduction = _Collective(
                         "reduce_scatter", grad_input, _reduce_scatter, total_grad_input, asynchronous=True
                     )
 
-            flat = _flat(grad_output)
             grad_weight = None
             if later:
                 if ctx.gradient_accumulation_fusion and ctx.needs_input_grad[1]:
                     grad_weight = _already_added(weight)
             elif queue is not None:
-                queue.put(weight, _wgrad_later(ctx, weight, input, flat))
+                queue.put(weight, _wgrad_later(ctx, weight, input, grad))
             else:
-                grad_weight = _wgrad(weight, flat, total_input, ctx.gradient_accumulation_fusion)
+                grad_weight = _wgrad(weight, grad, total_input, ctx.gradient_accumulation_fusion)
             grad_bias = flat.sum(dim=0) if ctx.use_bias and ctx.needs_input_grad[2] else None
             if reduction is not None:
                 reduction.wait()
@@ -133,7 +145,8 @@ class FrozenLinear(torch.autograd.Function):
         ctx.allreduce_dgrad = allreduce_dgrad
         _keep_weight(ctx, weight)
         with _autocast_off(input):
-            return _fprop(_cast(input, ctx.dtype), weight, bias, ctx.dtype)
+            input = _cast(input, ctx.dtype)
+            return _fprop(prepared("input", _flat(input), WeightRef(weight)), input.shape, weight, bias, ctx.dtype)
 
     @staticmethod
     @once_differentiable
@@ -141,7 +154,8 @@ class FrozenLinear(torch.autograd.Function):
         weight = _kept_weight(ctx)
         with _autocast_off(grad_output):
             grad_output = _cast(grad_output, ctx.dtype)
-            grad_input = _dgrad(grad_output, weight, ctx.dtype)
+            grad = prepared("grad", _flat(grad_output), WeightRef(weight))
+            grad_input = _dgrad(grad, grad_output, weight, ctx.dtype)
             reduction = None
             if ctx.allreduce_dgrad:
                 reduction = _Collective("all_reduce", grad_input, dist.all_reduce, asynchronous=True)
@@ -220,9 +234,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+def _shaped(flat: Tensor, like: Sequence[int]) -> Tensor:
     # A view made inside an autograd function may not be changed in place by those who get it.
-    shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*like.shape[:-1], flat.shape[-1]])
+    shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*like[:-1], flat.shape[-1]])
     return shaped
 
 
@@ -230,29 +244,44 @@ def _recipe(weight: Tensor) -> Any:
     return getattr(weight, "gemm_recipe", None)
 
 
-def _fprop(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    output = gemm("fprop", _flat(input), _cast(weight, dtype), recipe=_recipe(weight))
+def _fprop(
+    input: Any, shape: Sequence[int], weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    """``input`` has the rows of a tensor of ``shape``."""
+    flat = _flat(input) if isinstance(input, Tensor) else input
+    output = gemm("fprop", flat, _cast(weight, dtype), recipe=_recipe(weight), weight=WeightRef(weight))
     if bias is not None:
         output = output.add_(bias) if bias.dtype == output.dtype else output + bias
-    return _shaped(output, input)
+    return _shaped(output, shape)
 
 
-def _dgrad(grad_output: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    grad_input = gemm("dgrad", _flat(grad_output), _cast(weight, dtype), recipe=_recipe(weight))
-    return _shaped(grad_input, grad_output)
+def _dgrad(grad: Tensor | Operand, grad_output: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``grad`` is what ``grad_output`` is computed with."""
+    grad_input = gemm("dgrad", grad, _cast(weight, dtype), recipe=_recipe(weight), weight=WeightRef(weight))
+    return _shaped(grad_input, grad_output.shape)
 
 
-def _wgrad(weight: Tensor, grad_output: Tensor, total_input: Tensor, fused: bool) -> Tensor | None:
+def _wgrad(weight: Tensor, grad: Tensor | Operand, total_input: Any, fused: bool) -> Tensor | None:
     """The gradient to hand to autograd; None when it is in ``main_grad`` and no hook waits for it."""
     if not fused:
-        return gemm("wgrad", grad_output, _flat(total_input), recipe=_recipe(weight))
-    _add_to_main_grad(weight, grad_output, total_input)
+        flat = _flat(total_input) if isinstance(total_input, Tensor) else total_input
+        return gemm("wgrad", grad, flat, recipe=_recipe(weight), weight=WeightRef(weight))
+    _add_to_main_grad(weight, grad, total_input)
     return _already_added(weight)
 
 
-def _add_to_main_grad(weight: Tensor, grad_output: Tensor, total_input: Tensor) -> None:
+def _add_to_main_grad(weight: Tensor, grad: Tensor | Operand, total_input: Any) -> None:
     main_grad = _main_grad(weight)
-    gemm("wgrad", grad_output, _flat(total_input), out=main_grad, accumulate=True, recipe=_recipe(weight))
+    flat = _flat(total_input) if isinstance(total_input, Tensor) else total_input
+    gemm(
+        "wgrad",
+        grad,
+        flat,
+        out=main_grad,
+        accumulate=True,
+        recipe=_recipe(weight),
+        weight=WeightRef(weight),
+    )
 
 
 def _main_grad(weight: Tensor) -> Tensor:
@@ -281,14 +310,16 @@ def _deferrable(weight: Tensor) -> bool:
     return isinstance(weight, torch.nn.Parameter) and weight.is_leaf
 
 
-def _wgrad_later(ctx: Any, weight: Tensor, input: Tensor, grad_output: Tensor) -> Callable[[], None]:
+def _wgrad_later(
+    ctx: Any, weight: Tensor, input: Tensor | Operand, grad: Tensor | Operand
+) -> Callable[[], None]:
     sequence_parallel, fused = ctx.sequence_parallel, ctx.gradient_accumulation_fusion
 
     def compute() -> None:
-        with torch.no_grad(), _autocast_off(input):
+        with torch.no_grad(), _autocast_off(weight):
             # The shard waits, not the gathered input: all layers share the buffer it would be in.
-            total_input = _gather(input)[0] if sequence_parallel else input
-            gradient = _wgrad(weight, grad_output, total_input, fused)
+            total_input = _gathered("wgrad", input)() if sequence_parallel else input
+            gradient = _wgrad(weight, grad, total_input, fused)
         if gradient is not None:
             # Through autograd, so that whatever watches this weight's gradient sees it arrive.
             torch.autograd.backward([weight], [gradient])
@@ -333,6 +364,34 @@ class _Collective:
         self._work.wait()
         if self._attrs is not None:
             events.end("collective")
+
+
+def _group() -> Any:
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _gathered(role: GemmRole, input: Any, *, asynchronous: bool = False) -> Callable[[], Any]:
+    """Starts the gathering of every rank's ``input``, as what ``role`` needs of it; what is returned waits
+    for it and has the whole, in buffers that the next gathering writes over."""
+    parts = (input,) if isinstance(input, Tensor) else input.parts(role)
+    whole = isinstance(input, Tensor) or parts is None
+    if parts is None:
+        parts = (input.source,)
+    started = [
+        _gather(part, asynchronous=asynchronous, buffer=f"mpu{index or ''}")
+        for index, part in enumerate(parts)
+    ]
+
+    def wait() -> Any:
+        for _, work in started:
+            if work is not None:
+                work.wait()
+        found = tuple(part for part, _ in started)
+        if isinstance(input, Tensor):
+            return found[0]
+        return input.gathered(role, found) if not whole else input.whole(role, found[0])
+
+    return wait
 
 
 def _gather(

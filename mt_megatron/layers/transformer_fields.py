@@ -208,7 +208,65 @@ _PIPELINE = _fields(
     ),
 )
 
-FIELDS: tuple[AddedField, ...] = (*_EXPERTS, *_ROUTER, *_ATTENTION, *_ROTARY, *_PREDICTION, *_PIPELINE)
+_FP8 = _fields(
+    (
+        "fp8_recipe",
+        str | None,
+        None,
+        "How the linears of decoder layers compute in FP8: a preset of mt_megatron.fp8.recipe (delayed, "
+        "tensorwise, rowwise, rowwise_gw_hp, blockwise, mxfp8, nvfp4). None: not at all.",
+    ),
+    (
+        "first_last_layers_bf16",
+        bool,
+        True,
+        "Whether the first and the last layers stay in bf16 under an FP8 recipe. Megatron-Core 0.12 has "
+        "False by default.",
+    ),
+    ("num_layers_at_start_in_bf16", int, 1, "How many of the first layers then stay in bf16."),
+    ("num_layers_at_end_in_bf16", int, 1, "How many of the last layers then stay in bf16."),
+    (
+        "fp8_save_activations",
+        bool,
+        False,
+        "Whether inputs are kept for backward in FP8 also under recipes that cast them anew for the weight "
+        "gradient. Recipes with one scale per tensor always do.",
+    ),
+    (
+        "fp8_telemetry_interval",
+        int,
+        0,
+        "In every so many steps what the casts lose is measured and recorded. 0: never.",
+    ),
+    (
+        "fp8_demote_underflow",
+        float | None,
+        None,
+        "A linear falls back to bf16 where a larger share of an operand underflows to zero. None: never.",
+    ),
+    (
+        "fp8_demote_saturation",
+        float | None,
+        None,
+        "A linear falls back to bf16 where a larger share of an operand is beyond the range. None: never.",
+    ),
+    (
+        "fp8_demote_snr",
+        float | None,
+        None,
+        "A linear falls back to bf16 where an operand's median SNR is below so many dB. None: never.",
+    ),
+)
+
+FIELDS: tuple[AddedField, ...] = (
+    *_EXPERTS,
+    *_ROUTER,
+    *_ATTENTION,
+    *_ROTARY,
+    *_PREDICTION,
+    *_PIPELINE,
+    *_FP8,
+)
 """In the order in which documents show them."""
 
 LOAD_BALANCING: tuple[str, ...] = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")

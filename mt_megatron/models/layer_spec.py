@@ -72,6 +72,8 @@ def _device_type() -> str:
 
 def _obstacle(device_type: str, model: Any, documents_apart: bool) -> str:
     """Why Transformer Engine's layers cannot be used here; empty when they can."""
+    if model.fp8_recipe is not None or model.fp8 is not None:
+        return "fp8_recipe is set, which Megatron-Core's local linears compute"
     if device_type != "cuda":
         return f"Transformer Engine needs CUDA and the backend's device is {device_type}"
     if importlib.util.find_spec("transformer_engine") is None:

@@ -58,6 +58,7 @@ CONCERNS = (
     "model.moe_ffn",
     "model.shared_experts",
     "model.stage_layers",
+    "model.fp8",
     "model.router",
     "compat.megatron_lm",
 )

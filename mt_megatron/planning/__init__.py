@@ -13,8 +13,12 @@ expert_memory       bytes that a feed-forward network keeps for its backward pas
                     a mixture of experts
 flops               floating-point operations of a decoder per token: forward, training, and what is
                     really executed
+fp8_report          which linears of a run compute in FP8, in what, and what share of the operations
+                    that is
 hardware            what ``plan --suggest`` assumes of a machine: published figures of devices, and
                     stated rules of thumb
+linears             the linears of a decoder's layers by name, with their sizes and operations,
+                    without building anything
 layouts             every way to spread a training run over a number of devices, and why some of
                     them are impossible
 memory              memory of one training rank in bytes, by part and by pipeline stage, from sizes

@@ -1,9 +1,10 @@
 """The three matrix products of a linear layer, by role, behind one replaceable function.
 
 Every dense and expert linear computes ``y = x @ w.T`` forward, ``dx = dy @ w`` and
-``dw = dy.T @ x`` backward, and asks ``gemm`` for each. A feature that computes them otherwise
-(FP8) installs its function with ``set_gemm``; one that wants the weight gradients later than the
-rest of backward (zero-bubble schedules) collects them with ``deferred_wgrad``.
+``dw = dy.T @ x`` backward, and asks ``gemm`` for each. A feature that computes some weights' products
+otherwise (FP8) gives those weights a ``GemmRecipe``; one that replaces all of them installs its function
+with ``set_gemm``; one that wants the weight gradients later than the rest of backward (zero-bubble
+schedules) collects them with ``deferred_wgrad``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,9 +21,90 @@ from torch import Tensor
 from ..errors import ConfigError, MtMegatronError
 from . import onednn
 
+if TYPE_CHECKING:
+    from .grouped_gemm import TokenGroups
+
 GemmRole = Literal["fprop", "dgrad", "wgrad"]
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRef:
+    """Which weight a product belongs to: what a recipe needs to cast a weight once for many products."""
+
+    parameter: Tensor
+    """The parameter itself; for experts all of them, [experts, outputs, inputs]."""
+
+    expert: int | None = None
+    """The expert whose matrix it is; None for a plain linear, and for all experts at once."""
+
+    @property
+    def version(self) -> int | None:
+        """Changes with in-place updates that torch sees; None where it counts none. Megatron's optimizers
+        write through ``.data``, which it does not see: ask for it within a step only."""
+        return None if self.parameter.is_inference() else self.parameter._version
+
+    @property
+    def recipe(self) -> Any:
+        """The parameter's ``gemm_recipe``, or None."""
+        return getattr(self.parameter, "gemm_recipe", None)
+
+
+class Operand(Protocol):
+    """An input or output gradient as a recipe keeps it, cast for its products or still to be cast."""
+
+    def parts(self, role: GemmRole) -> tuple[Tensor, ...] | None:
+        """What the ranks of a group gather along the first dimension to have ``role``'s operand of all
+        their rows. None: that cannot be put together from parts, gather ``source``. May communicate."""
+
+    def gathered(self, role: GemmRole, parts: tuple[Tensor, ...]) -> Any:
+        """The operand of all rows, from the gathered ``parts``."""
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """What backward keeps to have wgrad's operand again."""
+
+    source: Tensor | None
+    """[rows, columns] before the cast; None where it was not kept."""
+
+
+@runtime_checkable
+class GemmRecipe(Protocol):
+    """A weight's ``gemm_recipe``: computes the products of this weight, unless ``set_gemm`` has replaced all."""
+
+    def prepared(
+        self, kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any, keep: bool
+    ) -> Tensor | Operand:
+        """``x`` [rows, columns] as operand of this weight's products. ``group``: a process group whose ranks
+        will gather it, None for none. ``keep``: whether backward will need it."""
+
+    def restored(self, tensors: tuple[Tensor, ...], weight: WeightRef, *, group: Any) -> Tensor | Operand:
+        """wgrad's operand from what ``Operand.saved`` returned."""
+
+    def product(
+        self,
+        role: GemmRole,
+        a: Any,
+        b: Any,
+        weight: WeightRef,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        """``gemm``; operands are tensors or what ``prepared`` made of them."""
+
+    def grouped(
+        self,
+        role: GemmRole,
+        a: Any,
+        b: Any,
+        groups: TokenGroups,
+        weight: WeightRef,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        """``grouped_gemm``."""
 
 
 class Gemm(Protocol):
@@ -41,12 +124,13 @@ class Gemm(Protocol):
 
 def gemm(
     role: GemmRole,
-    a: Tensor,
-    b: Tensor,
+    a: Any,
+    b: Any,
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
     recipe: Any = None,
+    weight: WeightRef | None = None,
 ) -> Tensor:
     """One product of a linear with T tokens, K inputs and N outputs; all operands have two dims.
 
@@ -59,11 +143,47 @@ def gemm(
     ======  ================  =================  =============
 
     ``out`` receives the result and may have another dtype (an fp32 gradient buffer under bf16);
-    with ``accumulate`` it is added to what ``out`` holds. ``recipe`` is whatever the installed
-    implementation understands; linears pass their weight's ``gemm_recipe`` attribute, or None.
+    with ``accumulate`` it is added to what ``out`` holds. ``recipe`` is a ``GemmRecipe``, or whatever the
+    installed implementation understands; linears pass their weight's ``gemm_recipe`` attribute, or None,
+    and say with ``weight`` whose product it is. Input and gradient may be what ``prepared`` returned.
     Runs outside autograd and autocast: operands come in the dtype to compute in.
     """
+    if weight is not None and computes_itself(recipe):
+        return recipe.product(role, a, b, weight, out=out, accumulate=accumulate)  # type: ignore[no-any-return]
     return _gemm(role, a, b, out=out, accumulate=accumulate, recipe=recipe)
+
+
+def computes_itself(recipe: Any) -> bool:
+    """Whether products with ``recipe`` are its own business: it is a ``GemmRecipe``, and ``set_gemm`` has
+    replaced nothing."""
+    return recipe is not None and _gemm is torch_gemm and isinstance(recipe, GemmRecipe)
+
+
+def prepared(
+    kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any = None, keep: bool = False
+) -> Tensor | Operand:
+    """``x`` [rows, columns] as the weight's recipe wants it in ``gemm``; without a recipe ``x`` itself.
+
+    To be called once for each input and each output gradient, so that they are cast once. ``group`` and
+    ``keep`` are as in ``GemmRecipe.prepared``.
+    """
+    recipe = weight.recipe
+    if computes_itself(recipe):
+        return recipe.prepared(kind, x, weight, group=group, keep=keep)  # type: ignore[no-any-return]
+    return x
+
+
+def saved(operand: Tensor | Operand) -> tuple[Tensor, ...]:
+    """The tensors that backward keeps of an input."""
+    return (operand,) if isinstance(operand, Tensor) else operand.saved()
+
+
+def restored(tensors: tuple[Tensor, ...], weight: WeightRef, *, group: Any = None) -> Tensor | Operand:
+    """The input again, from what ``saved`` returned."""
+    recipe = weight.recipe
+    if computes_itself(recipe):
+        return recipe.restored(tensors, weight, group=group)  # type: ignore[no-any-return]
+    return tensors[0]
 
 
 def torch_gemm(
@@ -121,7 +241,8 @@ def set_gemm(implementation: Gemm | None) -> None:
 
 
 def is_plain() -> bool:
-    """Whether no other implementation is installed, so that a faster equal of ``torch_gemm`` may run."""
+    """Whether no other implementation is installed, so that a faster equal of ``torch_gemm`` may run for
+    weights without a recipe."""
     return _gemm is torch_gemm
 
 

@@ -1,15 +1,15 @@
 """The products of a linear whose weight each expert has of its own, by role, as one call.
 
-Rows are grouped by expert. Whoever replaces the GEMMs of all linears (``seams.gemm.set_gemm``) gets
-these too, expert by expert; otherwise torch's grouped kernel runs where the device has one and it is
-faster than products in a row.
+Rows are grouped by expert. A weight's recipe has a grouped form of its own; whoever replaces the GEMMs
+of all linears (``seams.gemm.set_gemm``) gets these too, expert by expert; otherwise torch's grouped
+kernel runs where the device has one and it is faster than products in a row.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mt_megatron.errors import ConfigError
 from mt_megatron.seams import gemm as _single
 from mt_megatron.seams import onednn
-from mt_megatron.seams.gemm import GemmRole, gemm
+from mt_megatron.seams.gemm import GemmRole, WeightRef, computes_itself, gemm
 
 _log = logging.getLogger("mt_megatron")
 
@@ -184,6 +184,7 @@ def grouped_gemm(
     out: Tensor | None = None,
     accumulate: bool = False,
     recipe: Any = None,
+    weight: WeightRef | None = None,
 ) -> Tensor:
     """``seams.gemm.gemm`` of every expert's rows; E experts, T rows, K inputs, N outputs each.
 
@@ -195,15 +196,22 @@ def grouped_gemm(
     wgrad   grad out (T, N)   input (T, K)          grad w (E, N, K)
     ======  ================  ====================  ================
 
-    An expert without rows has a weight gradient of zero. ``out``, ``accumulate`` and ``recipe`` are as
-    for ``gemm``.
+    An expert without rows has a weight gradient of zero. ``out``, ``accumulate``, ``recipe`` and
+    ``weight`` are as for ``gemm``.
     """
+    if weight is not None and computes_itself(recipe):
+        made: Tensor = recipe.grouped(role, a, b, groups, weight, out=out, accumulate=accumulate)
+        return made
     if recipe is None and _single.is_plain() and has_grouped_kernel(a, b):
         result = _by_kernel(role, a, b, groups)
         if out is None:
             return result
         return out.add_(result) if accumulate else out.copy_(result)
-    return _one_by_one(role, a, b, groups, out, accumulate, recipe)
+
+    def product(expert: int, *operands: Any, **how: Any) -> Tensor:
+        return gemm(*operands, recipe=recipe, **how)
+
+    return one_by_one(role, a, b, groups, product, out, accumulate)
 
 
 def _by_kernel(role: GemmRole, a: Tensor, b: Tensor, groups: TokenGroups) -> Tensor:
@@ -223,23 +231,24 @@ def _by_kernel(role: GemmRole, a: Tensor, b: Tensor, groups: TokenGroups) -> Ten
     return result
 
 
-def _one_by_one(
+def one_by_one(
     role: GemmRole,
     a: Tensor,
     b: Tensor,
     groups: TokenGroups,
+    product: Callable[..., Tensor],
     out: Tensor | None,
     accumulate: bool,
-    recipe: Any,
 ) -> Tensor:
+    """The grouped product from ``product(expert, role, a, b, out=, accumulate=)`` of each expert that has
+    rows."""
     bounds = groups.bounds()
     if role == "wgrad":
         if out is None:
             out = a.new_empty(len(bounds), a.shape[1], b.shape[1])
         for expert, (start, end) in enumerate(bounds):
             if end > start:
-                into = out[expert]
-                gemm(role, a[start:end], b[start:end], out=into, accumulate=accumulate, recipe=recipe)
+                product(expert, role, a[start:end], b[start:end], out=out[expert], accumulate=accumulate)
             elif not accumulate:
                 out[expert].zero_()
         return out
@@ -247,8 +256,7 @@ def _one_by_one(
         out = a.new_empty(a.shape[0], b.shape[1 if role == "fprop" else 2])
     for expert, (start, end) in enumerate(bounds):
         if end > start:
-            into = out[start:end]
-            gemm(role, a[start:end], b[expert], out=into, accumulate=accumulate, recipe=recipe)
+            product(expert, role, a[start:end], b[expert], out=out[start:end], accumulate=accumulate)
     return out
 
 

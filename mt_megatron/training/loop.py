@@ -30,6 +30,7 @@ from mt_megatron.training.health.recovery import Recovery
 from mt_megatron.training.health.shared_error import save_last_sound_step
 from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog, watched
 from mt_megatron.training.init_from_hf import init_from_hf
+from mt_megatron.training.logging.fp8_records import Fp8Records
 from mt_megatron.training.logging.metrics import perplexity
 from mt_megatron.training.logging.moe_metrics import ExpertLoads
 from mt_megatron.training.logging.output import Output
@@ -111,6 +112,7 @@ class _Run:
         self.forward_step = touching(watchdog, make_forward_step(family, job.backend.device()))
         self.datasets = self._datasets()
         self.trainable: Trainable = build(config, job, family)
+        Fp8Records(config, job, self.trainable.chunks, self.display.say)
         self.expert_loads = ExpertLoads(self.trainable, job)
         self.manifest = {
             "config": config.to_show().to_dict(),

@@ -13,6 +13,7 @@ from mt_megatron.config.rampup import BatchSizes
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.data.loader.datasets import SampleDataset
+from mt_megatron.fp8.state import states_of
 from mt_megatron.seams import events
 from mt_megatron.seams.schedule import ForwardStep
 from mt_megatron.training.distributed import Job
@@ -64,6 +65,7 @@ class Steps:
         )
         self._watch.mean = LossMean(progress.loss_mean, progress.loss_mean_steps)
         self._draws_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+        self._fp8_before: list[Callable[[], None]] = []
         self._is_first = True
         self._undo: Callable[[], None] | None = None
         self._batches = self._batches_after(progress, num_workers=config.data.num_workers)
@@ -122,9 +124,12 @@ class Steps:
     def _undoing(self, before: Progress, states: RandomStates | None) -> Callable[[], None]:
         """Takes back what a step changes before its update."""
         scales = loss_scales(self._trainable.optimizer)
+        self._fp8_before = fp8 = [state.snapshot() for state in states_of(self._trainable.chunks)]
 
         def undo() -> None:
             self.progress = before
+            for restore in fp8:
+                restore()
             self._watch.mean = LossMean(before.loss_mean, before.loss_mean_steps)
             scales()
             if states is not None:
@@ -147,6 +152,9 @@ class Steps:
     def _explain(self, before: Progress, shape: Shape, random_states: RandomStates | None) -> str | None:
         """Which module made the step after ``before`` not finite; leaves no trace."""
         after = RandomStates.now(self._job)
+        fp8 = [state.snapshot() for state in states_of(self._trainable.chunks)]
+        for restore in self._fp8_before:
+            restore()
         if random_states is not None:
             random_states.restore(self._job)
         try:
@@ -154,6 +162,8 @@ class Steps:
             return first_finding(self._trainable, self._forward_step, batches, shape, self._job)
         finally:
             after.restore(self._job)
+            for restore in fp8:
+                restore()
 
     def _batches_after(self, progress: Progress, *, num_workers: int) -> Batches:
         return [

@@ -10,6 +10,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.validate.experts import expert_problems
 from mt_megatron.planning.validate.files import checkpoint_problems, file_problems
+from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.planning.validate.model import model_problems
 from mt_megatron.planning.validate.parallel import parallel_problems
 from mt_megatron.planning.validate.rampup import rampup_problems
@@ -166,6 +167,7 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *model_problems(config),
         *parallel_problems(config, world_size),
         *expert_problems(config, world_size),
+        *fp8_layer_problems(config),
         *train_problems(config),
         *checkpoint_problems(config),
         *rampup_problems(config, world_size),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from mt_megatron.layers import linear
 from mt_megatron.layers.moe import token_dispatch
 from mt_megatron.layers.moe.permutation import Routing, sum_rows
-from mt_megatron.seams.gemm import GemmRole, gemm, wgrad_queue
+from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, gemm, prepared, wgrad_queue
 from mt_megatron.seams.grouped_gemm import (
     TokenGroups,
     compiled_for_each_shape,
@@ -166,7 +166,13 @@ class _Tile:
         made[len(self) :].zero_()
         return made, made[: len(self)]
 
-    def product(self, role: GemmRole, a: Tensor, weight: Tensor, like: Tensor, into: Tensor) -> Tensor:
+    def prepared(self, kind: Literal["input", "grad"], rows: Tensor, like: Tensor) -> Tensor | Operand:
+        """``rows`` as operand of products with this tile's matrices of the parameter ``like``."""
+        return prepared(kind, rows, WeightRef(like, self.expert))
+
+    def product(
+        self, role: GemmRole, a: Tensor | Operand, weight: Tensor, like: Tensor, into: Tensor
+    ) -> Tensor:
         """``role`` (fprop or dgrad) with this tile's weights, put into the tile's rows of ``into``.
 
         ``like`` is the parameter that ``weight`` comes from. Returns the result [padded, n], which holds
@@ -175,28 +181,32 @@ class _Tile:
         """
         if self.expert is None:
             return self.compute(role, a, weight, like)
-        recipe = linear._recipe(like)
+        recipe, reference = linear._recipe(like), WeightRef(like, self.expert)
         out = into[self.rows.start : self.rows.start + self.padded]
         if out.shape[0] == self.padded:
-            return gemm(role, a, weight[self.expert], out=out, recipe=recipe)
-        result = gemm(role, a, weight[self.expert], recipe=recipe)
+            return gemm(role, a, weight[self.expert], out=out, recipe=recipe, weight=reference)
+        result = gemm(role, a, weight[self.expert], recipe=recipe, weight=reference)
         out.copy_(result[: out.shape[0]])
         return result
 
-    def compute(self, role: GemmRole, a: Tensor, weight: Tensor, like: Tensor) -> Tensor:
+    def compute(self, role: GemmRole, a: Any, weight: Tensor, like: Tensor) -> Tensor:
         """``product`` into a new tensor."""
-        recipe = linear._recipe(like)
+        recipe, reference = linear._recipe(like), WeightRef(like, self.expert)
         if self.expert is None:
-            return grouped_gemm(role, a, weight, self.groups, recipe=recipe)
-        return gemm(role, a, weight[self.expert], recipe=recipe)
+            return grouped_gemm(role, a, weight, self.groups, recipe=recipe, weight=reference)
+        return gemm(role, a, weight[self.expert], recipe=recipe, weight=reference)
 
-    def wgrad(self, grad: Tensor, input: Tensor, like: Tensor, out: Tensor, accumulate: bool) -> None:
+    def wgrad(self, grad: Any, input: Any, like: Tensor, out: Tensor, accumulate: bool) -> None:
         """The weights' gradient into ``out`` [e, n, k], which gets this tile's experts alone."""
-        recipe = linear._recipe(like)
+        how: dict[str, Any] = {
+            "accumulate": accumulate,
+            "recipe": linear._recipe(like),
+            "weight": WeightRef(like, self.expert),
+        }
         if self.expert is None:
-            grouped_gemm("wgrad", grad, input, self.groups, out=out, accumulate=accumulate, recipe=recipe)
+            grouped_gemm("wgrad", grad, input, self.groups, out=out, **how)
         else:
-            gemm("wgrad", grad, input, out=out[self.expert], accumulate=accumulate, recipe=recipe)
+            gemm("wgrad", grad, input, out=out[self.expert], **how)
 
 
 def _tiles(groups: TokenGroups, a: Tensor, weight: Tensor) -> Iterator[_Tile]:
@@ -228,11 +238,11 @@ class _WeightGradients:
     def __init__(self, weight: Tensor, dtype: torch.dtype, groups: TokenGroups, fused: bool) -> None:
         self._weight, self._dtype, self._groups, self._fused = weight, dtype, groups, fused
         self._queue = wgrad_queue() if linear._deferrable(weight) else None
-        self._later: list[tuple[_Tile, Tensor, Tensor]] = []
+        self._later: list[tuple[_Tile, Any, Any]] = []
         self._into: Tensor | None = None
         self._complete = False
 
-    def add(self, tile: _Tile, grad: Tensor, input: Tensor) -> None:
+    def add(self, tile: _Tile, grad: Any, input: Any) -> None:
         """The gradient of ``tile``'s experts from their output's gradient and their input."""
         if self._queue is not None:
             self._later.append((tile, grad, input))
@@ -250,7 +260,7 @@ class _WeightGradients:
         self._queue.put(self._weight, self._compute_later)
         return None
 
-    def _compute(self, tile: _Tile, grad: Tensor, input: Tensor) -> None:
+    def _compute(self, tile: _Tile, grad: Any, input: Any) -> None:
         tile.wgrad(grad, input, self._weight, self._target(), self._fused)
         self._complete |= tile.expert is None
 
@@ -295,7 +305,10 @@ class _GroupedLinear(torch.autograd.Function):
             x = linear._cast(x, ctx.dtype).contiguous()
             ctx.save_for_backward(x)
             cast = linear._cast(weights, ctx.dtype)
-            return grouped_gemm("fprop", x, cast, groups, recipe=linear._recipe(weights))
+            reference = WeightRef(weights)
+            return grouped_gemm(
+                "fprop", x, cast, groups, recipe=linear._recipe(weights), weight=reference
+            )
 
     @staticmethod
     @once_differentiable
@@ -307,7 +320,10 @@ class _GroupedLinear(torch.autograd.Function):
             grad_output = linear._cast(grad_output, ctx.dtype).contiguous()
             if ctx.needs_input_grad[0]:
                 cast = linear._cast(weights, ctx.dtype)
-                grad_x = grouped_gemm("dgrad", grad_output, cast, groups, recipe=linear._recipe(weights))
+                recipe = linear._recipe(weights)
+                grad_x = grouped_gemm(
+                    "dgrad", grad_output, cast, groups, recipe=recipe, weight=WeightRef(weights)
+                )
             if ctx.needs_input_grad[1]:
                 gradients = _WeightGradients(weights, x.dtype, groups, ctx.fused)
                 if groups.rows:
@@ -336,8 +352,9 @@ class _ExpertsSwiGLU(torch.autograd.Function):
             groups, weights = _groups(routing), _weights(routing, probs, hidden.dtype)
             preactivation, rows = (_room(groups, hidden, w1, w.shape[1]) for w in (weight1, weight2))
             for tile in _tiles(groups, hidden, w1):
-                part = tile.product("fprop", tile.gather(hidden, routing), w1, weight1, preactivation)
-                activation = _activation(part, tile, weights)
+                input = tile.prepared("input", tile.gather(hidden, routing), weight1)
+                part = tile.product("fprop", input, w1, weight1, preactivation)
+                activation = tile.prepared("input", _activation(part, tile, weights), weight2)
                 result = tile.product("fprop", activation, w2, weight2, rows)
                 if tile.expert is None:
                     preactivation, rows = part, result
@@ -361,7 +378,7 @@ class _ExpertsSwiGLU(torch.autograd.Function):
             into1 = _WeightGradients(weight1, hidden.dtype, groups, ctx.fused)
             into2 = _WeightGradients(weight2, hidden.dtype, groups, ctx.fused)
             for tile in _tiles(groups, hidden, w1):
-                grad = tile.gather(grad_output, routing)
+                grad = tile.prepared("grad", tile.gather(grad_output, routing), weight2)
                 grad_activation = tile.compute("dgrad", grad, w2, weight2)
                 activation, grad_part, grad_weight = _activation_backward(
                     preactivation[tile.rows], tile, weights, grad_activation
@@ -369,12 +386,13 @@ class _ExpertsSwiGLU(torch.autograd.Function):
                 if grad_weights is not None and grad_weight is not None:
                     grad_weights[tile.rows] = grad_weight
                 if needs_weight2:
-                    into2.add(tile, grad, activation)
+                    into2.add(tile, grad, tile.prepared("input", activation, weight2))
+                part = tile.prepared("grad", grad_part, weight1)
                 if needs_hidden:
-                    result = tile.product("dgrad", grad_part, w1, weight1, grad_rows)
+                    result = tile.product("dgrad", part, w1, weight1, grad_rows)
                     grad_rows = result if tile.expert is None else grad_rows
                 if needs_weight1:
-                    into1.add(tile, grad_part, tile.gather(hidden, routing))
+                    into1.add(tile, part, tile.prepared("input", tile.gather(hidden, routing), weight1))
             grad_hidden = grad_probs = None
             if needs_hidden:
                 grad_hidden = sum_rows(grad_rows, routing) if isinstance(routing, Routing) else grad_rows

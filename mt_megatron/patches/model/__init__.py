@@ -17,5 +17,6 @@ router              router scores, choice, capacity, balancing
 token_dispatcher    token dispatchers by row index
 experts             ``GroupedMLP`` without grouped_gemm
 moe_ffn             ``moe_ffn_hidden_size``
+fp8                 FP8 recipes without Transformer Engine
 shared_experts      ``moe_shared_expert_intermediate_size``
 """

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.checks import fp8_problems
 from mt_megatron.layers.transformer_checks import check_fields
 from mt_megatron.layers.transformer_fields import dataclass_fields
 from mt_megatron.patching.spec import Patch
@@ -15,9 +18,23 @@ _MODULE = "megatron.core.transformer.transformer_config"
 
 
 def _post_init(original: Callable[[Any], None], self: Any) -> None:
+    _choose_fp8(self)
     check_fields(vars(self))
+    if found := fp8_problems(vars(self)):
+        raise ConfigError("TransformerConfig: " + "; ".join(found))
     with _as_upstream_knows_it(self):
         original(self)
+
+
+def _choose_fp8(config: Any) -> None:
+    """Upstream's ``fp8`` (a format) means delayed scaling by Transformer Engine. With a recipe, or where
+    Transformer Engine is not installed, it is the recipe's format, and upstream must not see it."""
+    if config.fp8 is not None and config.fp8_recipe is None and find_spec("transformer_engine") is None:
+        config.fp8_recipe = "delayed"
+    if config.fp8_recipe is not None and config.fp8 is not None:
+        config.fp8_format, config.fp8 = config.fp8, None
+    elif not hasattr(config, "fp8_format"):
+        config.fp8_format = None
 
 
 @contextmanager

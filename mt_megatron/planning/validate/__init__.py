@@ -5,6 +5,7 @@ experts      checks of experts, of how they divide over processes, and of the fi
              to upstream's
 files        checks of what the configuration names on disk: data, tokenizer, checkpoints and how
              they are kept
+fp8          checks of FP8 recipes that need no device
 model        checks of the model's shape that hold for any number of processes
 parallel     checks of how model and batch divide over processes, pipeline stages and nodes
 rampup       checks of a batch size that ramps up, at every size it will have

@@ -6,6 +6,7 @@ import re
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.config.types import options
+from mt_megatron.fp8.checks import fp8_problems
 from mt_megatron.layers.transformer_checks import field_problems
 
 _INSTRUCTION = re.compile(r"\. (?=(?:Change|Set|Leave|Raise|Lower) )")
@@ -23,8 +24,9 @@ def _fields(config: TrainingConfig) -> list[str]:
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
+        "fp16": config.train.fp16,
     }
-    return [_with_flags(problem) for problem in field_problems(values)]
+    return [_with_flags(problem) for problem in (*field_problems(values), *fp8_problems(values))]
 
 
 def _with_flags(problem: str) -> str:

@@ -1,6 +1,8 @@
 """Everything a run says: lines, panel, records, picture, other services.
 
 display      what a person sees of a run: plain lines, or on a terminal a panel with notes above it
+fp8_picture  FP8 telemetry as a picture
+fp8_records  FP8 telemetry of a run on disk: one file for each pipeline stage, beside the metrics
 metrics      one JSON record per report, each whole and on its way to the disk before training goes
              on
 moe_metrics  how evenly the experts of every layer were used since the last report: records, one

@@ -1,0 +1,148 @@
+"""Inputs and output gradients of a linear, cast once for each layout in which a product reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from mt_megatron.fp8.quantise import Quantised
+from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, Role
+
+if TYPE_CHECKING:
+    from mt_megatron.fp8.linear import Fp8Linear
+
+
+class Activation:
+    """An operand of ``seams.gemm`` in FP8: [rows, columns] that is an ``input`` or a ``grad``."""
+
+    def __init__(
+        self, owner: Fp8Linear, kind: Literal["input", "grad"], source: Tensor | None, *, group: Any, dtype: torch.dtype
+    ) -> None:
+        """``group``: ranks that have other rows of the same tensor and will gather them: scales that a
+        tensor or its columns share are theirs together."""
+        self.source = source
+        self.dtype = dtype
+        self.expert: int | None = None
+        self.keep = False
+        self._owner, self._kind, self._group = owner, kind, group
+        self._cast: dict[int, Quantised] = {}
+        self._draws: int | None = None
+
+    def quantised(self, role: Role) -> Quantised:
+        """As ``role`` reads it; cast when it is asked for the first time."""
+        along = self._along(role)
+        if along not in self._cast:
+            other = self._cast.get(1 - along)
+            if other is not None and self._shared:
+                self._cast[along] = other.turned()
+            else:
+                assert self.source is not None, "the operand was kept for another product"
+                self._cast[along] = self._owner.cast(
+                    role, self._kind, self.source, along, group=self._group, draws=self._drawn(), expert=self.expert
+                )
+        return self._cast[along]
+
+    def matrix(self) -> Tensor:
+        """The operand of a product that is not quantised."""
+        assert self.source is not None, "the operand was kept in FP8"
+        return self.source
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """Of an input: the codes that wgrad reads, or where it needs others than fprop does, what it can make
+        them from."""
+        owner, recipe = self._owner, self._owner.recipe
+        if not self.keep:
+            return ()
+        if not recipe.wgrad.quantised:
+            return (self.matrix(),)
+        if recipe.shares_input_codes or owner.state.options.save_activations:
+            return _tensors(self.quantised("wgrad"))
+        return (self.matrix(),)
+
+    @classmethod
+    def restored(
+        cls, owner: Fp8Linear, tensors: tuple[Tensor, ...], *, group: Any, dtype: torch.dtype
+    ) -> Activation:
+        """From what ``saved`` returned."""
+        if len(tensors) == 1:
+            return cls(owner, "input", tensors[0], group=group, dtype=dtype)
+        made = cls(owner, "input", None, group=group, dtype=dtype)
+        made._cast[0] = _from_tensors(owner, tensors)
+        return made
+
+    # Gathering: a rank's rows are a part of the operand.
+
+    def parts(self, role: Role) -> tuple[Tensor, ...] | None:
+        """Codes, and the scales that differ between ranks. None where rows of the ranks would share a block:
+        the source is gathered, and cast afterwards."""
+        if not self._owner.recipe.product(role).quantised:
+            return None
+        cast = self._owner.recipe.cast(role, self._kind)
+        along = self._along(role)
+        rows = self.source.shape[0] if self.source is not None else next(iter(self._cast.values())).shape[0]
+        if along == 0 and cast.granularity == "block" and rows % cast.block[1]:
+            return None
+        found = self.quantised(role)
+        self._owner.state.counts["gathered_codes"] += 1
+        codes = found.codes.view(torch.uint8)
+        return (codes, found.inverse) if _is_split(found) else (codes,)
+
+    def gathered(self, role: Role, parts: tuple[Tensor, ...]) -> Activation:
+        mine = self.quantised(role)
+        codes = parts[0].view(mine.codes.dtype)
+        whole = Quantised(
+            cast=mine.cast,
+            along=mine.along,
+            shape=(codes.shape[0], mine.shape[1]),
+            codes=codes,
+            inverse=parts[1] if len(parts) > 1 else mine.inverse,
+            second=mine.second,
+        )
+        made = Activation(self._owner, self._kind, None, group=None, dtype=self.dtype)
+        made._cast[mine.along] = whole
+        return made
+
+    def whole(self, role: Role, source: Tensor) -> Activation:
+        """The operand of all rows, from the gathered ``source``."""
+        self._owner.state.counts["gathered_bf16"] += 1
+        return Activation(self._owner, self._kind, source, group=None, dtype=self.dtype)
+
+    def _along(self, role: Role) -> int:
+        return CONTRACTED[role][0 if OPERANDS[role][0] == self._kind else 1]
+
+    @property
+    def _shared(self) -> bool:
+        recipe = self._owner.recipe
+        return recipe.shares_input_codes if self._kind == "input" else recipe.shares_grad_codes
+
+    def _drawn(self) -> int:
+        """The number of this operand among those of its linear in this step: what its draws depend on."""
+        if self._draws is None:
+            self._draws = self._owner.next_draw(self._kind)
+        return self._draws
+
+
+def _is_split(quantised: Quantised) -> bool:
+    """Whether each rank has scales of its own rows."""
+    if quantised.inverse.dim() == 0:
+        return False
+    return quantised.cast.granularity == "block" or quantised.along == 1
+
+
+def _tensors(quantised: Quantised) -> tuple[Tensor, ...]:
+    second = () if quantised.second is None else (quantised.second,)
+    return (quantised.codes, quantised.inverse, *second)
+
+
+def _from_tensors(owner: Fp8Linear, tensors: tuple[Tensor, ...]) -> Quantised:
+    codes, inverse, *second = tensors
+    return Quantised(
+        cast=owner.recipe.cast("wgrad", "input"),
+        along=0,
+        shape=(codes.shape[0], codes.shape[1]),
+        codes=codes,
+        inverse=inverse,
+        second=second[0] if second else None,
+    )

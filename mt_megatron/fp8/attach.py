@@ -1,0 +1,110 @@
+"""Which weights of a transformer layer compute in FP8, and why the others do not."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mt_megatron.backends.current import current_backend
+from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.layers import FEATURES, layer_reason
+from mt_megatron.fp8.linear import Fp8Linear
+from mt_megatron.fp8.recipe import Recipe, recipe_of, require_possible
+from mt_megatron.fp8.state import Fp8State, Options
+from mt_megatron.fp8.telemetry import Telemetry
+
+_log = logging.getLogger("mt_megatron")
+_EXPERT = re.compile(r"\.local_experts\.\d+\.")
+_GROUPED = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
+
+def recipe_of_config(config: Any) -> Recipe | None:
+    """The recipe that a ``TransformerConfig`` asks for; None for none."""
+    if config.fp8_recipe is None:
+        return None
+    delayed = config.fp8_recipe == "delayed"
+    given: dict[str, Any] = {
+        "margin": config.fp8_margin,
+        "history": config.fp8_amax_history_len,
+        "algorithm": config.fp8_amax_compute_algo,
+    }
+    defaults = {"margin": 0, "history": 1, "algorithm": "most_recent"}
+    if not delayed:
+        given = {name: value for name, value in given.items() if value != defaults[name]}
+    return recipe_of(config.fp8_recipe, format=config.fp8_format, wgrad=config.fp8_wgrad, **given)
+
+
+def state_of(config: Any) -> Fp8State | None:
+    """The state that all FP8 linears of ``config`` share, made when it is asked for first; None where the
+    configuration names no recipe.
+
+    Raises ConfigError for a recipe that this device cannot train with.
+    """
+    recipe = recipe_of_config(config)
+    if recipe is None:
+        return None
+    state = getattr(config, "fp8_state", None)
+    if isinstance(state, Fp8State) and state.recipe == recipe:
+        return state
+    device = current_backend()
+    require_possible(recipe.name, device.name, device.fp8_granularities())
+    state = Fp8State(
+        recipe,
+        Options(
+            save_activations=config.fp8_save_activations,
+            telemetry_interval=config.fp8_telemetry_interval,
+            demote_underflow=config.fp8_demote_underflow,
+            demote_saturation=config.fp8_demote_saturation,
+            demote_snr=config.fp8_demote_snr,
+        ),
+    )
+    state.native = device.name != "cpu"
+    if not state.native:
+        _log.info(
+            "fp8: recipe %s is emulated on the cpu: codes and scales are exact, products are bf16 GEMMs of "
+            "decoded values",
+            recipe.name,
+        )
+    if state.options.telemetry_interval:
+        state.telemetry = Telemetry()
+    config.fp8_state = state
+    return state
+
+
+def attach(layer: Any) -> None:
+    """Give the weights of a built ``TransformerLayer`` their recipe; nothing where the configuration names
+    none. Raises ConfigError for features that FP8 kernels refuse."""
+    config = layer.config
+    state = state_of(config)
+    if state is None or layer_reason(layer.layer_number, config) is not None:
+        return
+    for name, parameter in _weights(layer):
+        inputs, outputs = int(parameter.shape[-1]), int(parameter.shape[-2])
+        if inputs % FEATURES or outputs % FEATURES:
+            raise ConfigError(
+                f"fp8_recipe {config.fp8_recipe}: layer {layer.layer_number}, {name} has {inputs} inputs and "
+                f"{outputs} outputs on each rank; FP8 products need multiples of {FEATURES}. Change the "
+                "model's sizes or the tensor parallel size, or keep the layer in bf16."
+            )
+        full = f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}"
+        linear = Fp8Linear(state, full, parameter, native=state.native)
+        state.add(linear)
+        parameter.gemm_recipe = linear
+
+
+def _weights(layer: Any) -> Iterator[tuple[str, Any]]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    from mt_megatron.layers.mla.spec import ReplicatedLinear
+
+    for name, module in layer.named_modules():
+        if isinstance(module, GroupedMLP):
+            for parameter, linear in _GROUPED.items():
+                yield f"{name}.{linear}", getattr(module, parameter)
+        elif isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
+            if getattr(module, "weight", None) is not None:
+                yield name, module.weight
+
+

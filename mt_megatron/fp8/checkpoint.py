@@ -1,0 +1,74 @@
+"""What a checkpoint keeps of FP8: one row for each linear, and the step that draws depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_megatron.errors import CheckpointError
+from mt_megatron.fp8.state import Fp8State, states_of
+
+KEY = "fp8"
+
+
+def sharded_state(chunks: Any) -> dict[str, Any]:
+    """Of the models in ``chunks``, for Megatron-Core's distributed checkpoints: a ``ShardedTensor`` of fp64
+    for each linear, by its global name, so that it finds its place under any layout. Empty without FP8."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    states = states_of(chunks)
+    if not states:
+        return {}
+    replica = (
+        0,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    rows = {
+        name: ShardedTensor.from_rank_offsets(f"{KEY}.{name}", state.row(name), replica_id=replica)
+        for state in states
+        for name in state.linears
+    }
+    return {"step": states[0].step, "linears": rows}
+
+
+def load(chunks: Any, loaded: Mapping[str, Any]) -> None:
+    """Put what ``sharded_state`` described, with loaded tensors, back."""
+    for state in states_of(chunks):
+        state.step = int(loaded["step"])
+        for name in state.linears:
+            state.load_row(name, loaded["linears"][name])
+
+
+def saved_recipe(model: Mapping[str, Any]) -> str | None:
+    """The recipe of a run whose configuration's section ``model`` is given."""
+    recipe = model.get("fp8_recipe")
+    return recipe if recipe is not None else ("delayed" if model.get("fp8") is not None else None)
+
+
+def continues(folder: Any, saved: Mapping[str, Any], chunks: Any) -> tuple[bool, list[str]]:
+    """Whether the state in a checkpoint is this run's to continue, and one line for what is not.
+
+    Raises CheckpointError where it holds magnitudes that this run's recipe has another use for.
+    """
+    before = saved_recipe(saved)
+    states: list[Fp8State] = states_of(chunks)
+    now = states[0].recipe if states else None
+    if before is None or now is None:
+        if before is None and now is not None:
+            return False, [f"FP8 state starts anew: {folder} was trained without fp8_recipe"]
+        return False, []
+    if "delayed" in (before, now.name):
+        history = int(saved.get("fp8_amax_history_len", 1))
+        if before != now.name or history != now.history:
+            raise CheckpointError(
+                f"{folder} was saved with fp8_recipe {before}"
+                f"{f' and fp8_amax_history_len {history}' if before == 'delayed' else ''}, this run has "
+                f"{now.name}{f' and {now.history}' if now.name == 'delayed' else ''}: magnitudes of the one "
+                "are no state of the other. Set --fp8-recipe and --fp8-amax-history-len as they were, or "
+                "start from the weights alone with --load"
+            )
+    if before != now.name:
+        return True, [f"fp8_recipe is {now.name} instead of {before}"]
+    return True, []

@@ -1,0 +1,62 @@
+"""Checks of the FP8 fields of ``TransformerConfig``, on plain values. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.recipe import PRESETS, recipe_of
+
+_DELAYED = {"fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}
+_SHARES = ("fp8_demote_underflow", "fp8_demote_saturation")
+_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_telemetry_interval")
+
+
+def fp8_problems(values: Mapping[str, Any]) -> list[str]:
+    """One line per problem: found, expected, what to change."""
+    found = []
+    for name in _COUNTS:
+        value = values.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            found.append(f"{name} is {value!r}; expected a whole number, at least 0. Change {name}.")
+    for name in _SHARES:
+        value = values.get(name)
+        if value is not None and not 0 <= value <= 1:
+            found.append(f"{name} is {value!r}; expected a share in [0, 1]. Change {name}.")
+    recipe = values.get("fp8_recipe")
+    if recipe is None and values.get("fp8") is not None:
+        recipe = "delayed"
+    demotes = [name for name in (*_SHARES, "fp8_demote_snr") if values.get(name) is not None]
+    if demotes and not values.get("fp8_telemetry_interval"):
+        found.append(
+            f"{demotes[0]} is {values[demotes[0]]} and nothing is measured; expected fp8_telemetry_interval "
+            f"above 0 with it. Set fp8_telemetry_interval or leave {demotes[0]} out."
+        )
+    if recipe is None:
+        return found
+    if recipe not in PRESETS:
+        return [
+            *found,
+            f"fp8_recipe is {recipe!r}; expected one of {', '.join(PRESETS)}. Change fp8_recipe.",
+        ]
+    if values.get("fp16"):
+        found.append(
+            f"fp8_recipe {recipe} with fp16, whose loss scaling and range are not FP8's; expected bf16 with "
+            "it. Set bf16 instead of fp16 or leave fp8_recipe out."
+        )
+    given = {
+        name: values[name] for name, default in _DELAYED.items() if values.get(name, default) != default
+    }
+    try:
+        recipe_of(
+            recipe,
+            format=values.get("fp8_format") or values.get("fp8"),
+            margin=given.get("fp8_margin"),
+            history=given.get("fp8_amax_history_len"),
+            algorithm=given.get("fp8_amax_compute_algo"),
+            wgrad=values.get("fp8_wgrad", True),
+        )
+    except ConfigError as error:
+        found.append(str(error))
+    return found

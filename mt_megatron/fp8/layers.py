@@ -1,0 +1,30 @@
+"""Which layers of a model stay in bf16 under a recipe, and why. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FEATURES = 16
+"""Inputs and outputs of an FP8 product must be multiples of it on each rank: what kernels ask for."""
+
+ALWAYS_BF16 = {
+    "embedding": "a table that is read, no product",
+    "output_layer": "the loss is sensitive to its logits",
+    "router": "the choice of experts is sensitive to its logits",
+    "norms": "no product",
+    "core attention": "no linear",
+}
+"""Part of the model -> why no recipe covers it."""
+
+
+def layer_reason(number: int, config: Any) -> str | None:
+    """Why layer ``number`` (from 1, depths of multi-token prediction after the last) stays in bf16; None
+    when it does not. ``config`` has the fields of ``TransformerConfig`` as attributes."""
+    if not config.first_last_layers_bf16:
+        return None
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    if number <= first:
+        return f"among the first {first} (num_layers_at_start_in_bf16)"
+    if number > config.num_layers - last:
+        return f"among the last {last} (num_layers_at_end_in_bf16)"
+    return None

@@ -1,0 +1,190 @@
+"""The recipe of one weight: ``weight.gemm_recipe`` of every linear that computes in FP8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from mt_megatron.fp8 import products
+from mt_megatron.fp8.activation import Activation
+from mt_megatron.fp8.quantise import Quantised, amax_of, quantise
+from mt_megatron.fp8.recipe import CONTRACTED, Kind, Recipe, Role
+from mt_megatron.seams import collectives
+from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, torch_gemm
+from mt_megatron.seams.grouped_gemm import TokenGroups, one_by_one
+
+if TYPE_CHECKING:
+    from mt_megatron.fp8.state import Fp8State
+
+
+class Fp8Linear:
+    """A ``seams.gemm.GemmRecipe``. One per parameter; the experts of a layer that have a parameter each share
+    the name, and with it the scales of delayed scaling."""
+
+    def __init__(self, state: Fp8State, name: str, parameter: Tensor, *, native: bool) -> None:
+        self.state = state
+        self.name = name
+        self.parameter = parameter
+        self.demoted = False
+        """Whether it has fallen back to bf16."""
+
+        self._compute = products.scaled_mm if native else products.reference
+        self._weights: dict[tuple[int | None, int], tuple[int | None, Quantised]] = {}
+        self._draws = 0
+
+    def __deepcopy__(self, memo: Any) -> Fp8Linear:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Fp8Linear({self.name!r}, {self.recipe.name})"
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.state.recipe
+
+    def begin_step(self) -> None:
+        self._draws = 0
+        self._weights.clear()
+
+    def end_step(self) -> None:
+        self._weights.clear()
+
+    def next_draw(self, kind: Kind) -> int:
+        self._draws += 1
+        return self._draws
+
+    # The protocol of seams.gemm.
+
+    def prepared(
+        self, kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any, keep: bool
+    ) -> Tensor | Operand:
+        """See ``seams.gemm.GemmRecipe``; the tensor itself after a demotion, and for all experts at once, whose
+        rows are cast expert by expert."""
+        if self.demoted or (self.parameter.dim() == 3 and weight.expert is None):
+            return x
+        made = Activation(self, kind, x, group=group, dtype=x.dtype)
+        made.expert = weight.expert
+        made.keep = keep
+        return made
+
+    def restored(self, tensors: tuple[Tensor, ...], weight: WeightRef, *, group: Any) -> Tensor | Operand:
+        if not tensors or self.demoted:
+            return tensors[0] if tensors else self.parameter.new_empty(0, 0)
+        return Activation.restored(self, tensors, group=group, dtype=self.compute_dtype(tensors[0]))
+
+    def compute_dtype(self, like: Tensor) -> torch.dtype:
+        return like.dtype if like.dtype in (torch.bfloat16, torch.float32) else self.parameter.dtype
+
+    def product(
+        self,
+        role: GemmRole,
+        a: Any,
+        b: Any,
+        weight: WeightRef,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        product = self.recipe.product(role)
+        if self.demoted or not product.quantised or not isinstance(a, Activation):
+            a, b = (each.matrix() if isinstance(each, Activation) else each for each in (a, b))
+            return torch_gemm(role, a, b, out=out, accumulate=accumulate)
+        left = a.quantised(role)
+        right = b.quantised(role) if isinstance(b, Activation) else self.weight(role, b, weight)
+        return self._compute(role, left, right, product, a.dtype, out=out, accumulate=accumulate)
+
+    def grouped(
+        self,
+        role: GemmRole,
+        a: Any,
+        b: Any,
+        groups: TokenGroups,
+        weight: WeightRef,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        """Every expert's rows are a tensor of their own: no scale is shared between experts."""
+
+        def product(expert: int, role: GemmRole, a: Tensor, b: Tensor, **how: Any) -> Tensor:
+            reference = WeightRef(weight.parameter, expert)
+            kind: Literal["input", "grad"] = "input" if role == "fprop" else "grad"
+            left = self.prepared(kind, a, reference, group=None, keep=False)
+            right = self.prepared("input", b, reference, group=None, keep=False) if role == "wgrad" else b
+            return self.product(role, left, right, reference, **how)
+
+        return one_by_one(role, a, b, groups, product, out, accumulate)
+
+    # Casts.
+
+    def weight(self, role: Role, matrix: Tensor, reference: WeightRef) -> Quantised:
+        """The weight as ``role`` reads it; within a step cast once for each layout."""
+        along = CONTRACTED[role][1]
+        key, version = (reference.expert, along), reference.version
+        if self.state.in_step:
+            kept = self._weights.get(key)
+            if kept is not None and kept[0] == version:
+                return kept[1]
+            other = self._weights.get((reference.expert, 1 - along))
+            if other is not None and other[0] == version and self.recipe.shares_weight_codes:
+                turned = other[1].turned()
+                self._weights[key] = (version, turned)
+                return turned
+        made = self.cast(role, "weight", matrix, along, expert=reference.expert)
+        if self.state.in_step:
+            self._weights[key] = (version, made)
+        return made
+
+    def cast(
+        self,
+        role: Role,
+        kind: Kind,
+        x: Tensor,
+        along: int,
+        *,
+        group: Any = None,
+        draws: int = 0,
+        expert: int | None = None,
+    ) -> Quantised:
+        """Quantise one operand; counts it, notes its magnitude, measures it where this step is sampled."""
+        state, cast = self.state, self.recipe.cast(role, kind)
+        state.counts[f"{kind}.{along}"] += 1
+        if along == 0 and kind != "weight":
+            state.counts["padded_rows"] += -x.shape[0] % self.recipe.row_multiple
+        generator = None
+        if cast.stochastic:
+            generator = state.generator(self.name, expert, kind, draws, x.device)
+        if self.recipe.scaling == "delayed":
+            scale = state.delayed_scale(self.name, kind, amax_of(x, cast, along), x.device)
+            made = quantise(x, cast, along, scale=scale)
+        else:
+            amax = amax_of(x, cast, along) if not cast.hadamard else None
+            whole = None
+            if group is not None and group.size() > 1:
+                amax, whole = self._shared(x, cast, along, amax, group)
+            made = quantise(x, cast, along, amax=amax, whole=whole, generator=generator)
+        if state.sampling and state.telemetry is not None:
+            state.telemetry.measure(self.name, kind, role, x, made)
+        return made
+
+    def _shared(
+        self, x: Tensor, cast: Any, along: int, amax: Tensor | None, group: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Magnitudes of scales that ranks with other rows have too: the largest of all, in one reduction."""
+        import torch.distributed as dist
+
+        split_rows = cast.granularity == "row" and along == 1
+        if split_rows or (cast.granularity == "block" and cast.block_scale != "e4m3"):
+            return amax, None
+        if amax is None:
+            from mt_megatron.fp8.quantise import rotated
+
+            amax = amax_of(rotated(x, along, cast.hadamard), cast, along)
+        values = amax.amax() if cast.granularity == "block" else amax
+        values = values.contiguous().clone()
+        self.state.counts["gather_reductions"] += 1
+        with collectives.announced("all_reduce", "tp", group):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return (amax, values) if cast.granularity == "block" else (values, None)

@@ -1,0 +1,104 @@
+"""Products of quantised operands: the exact reference, and the device's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mt_megatron.fp8.quantise import Quantised
+from mt_megatron.fp8.recipe import Product, Role
+from mt_megatron.seams.gemm import torch_gemm
+
+Compute = Callable[..., Tensor]
+"""``(role, a, b, product, dtype, out=None, accumulate=False) -> Tensor``."""
+
+
+def reference(
+    role: Role,
+    a: Quantised,
+    b: Quantised,
+    product: Product,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """The product of what ``a`` and ``b`` stand for, in ``dtype``, with fp32 accumulation.
+
+    Every decoded value and every block scale is exact in bf16, and every product of two of them in fp32, so
+    a plain GEMM of decoded values adds exactly what a kernel adds that promotes its partial sums to fp32
+    after each block. Scales per tensor or row multiply the result.
+    """
+    left, right = a.values(dtype), b.values(dtype)
+    outer = _outer(a, b)
+    if outer is None:
+        return torch_gemm(role, left, right, out=out, accumulate=accumulate)
+    result = torch_gemm(role, left, right)
+    return _into(result, outer, out, accumulate)
+
+
+def scaled_mm(
+    role: Role,
+    a: Quantised,
+    b: Quantised,
+    product: Product,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """The same by ``torch._scaled_mm``: scales per tensor or per row. Rows that are summed over are padded to
+    a multiple of 16, which the kernels ask for."""
+    left = a.codes if a.along == 1 else a.codes.t()
+    right = b.codes.t() if b.along == 1 else b.codes
+    missing = -left.shape[1] % 16
+    if missing:
+        left = _pad(left, missing, 1)
+        right = _pad(right, missing, 0)
+    scale_a, scale_b = a.inverse, b.inverse
+    if scale_a.dim() or scale_b.dim():
+        scale_a = scale_a.reshape(-1, 1).expand(left.shape[0], 1).contiguous()
+        scale_b = scale_b.reshape(1, -1).expand(1, right.shape[1]).contiguous()
+    # Kernels read both operands along the summed dimension.
+    result = torch._scaled_mm(
+        left.contiguous(),
+        right.t().contiguous().t(),
+        scale_a,
+        scale_b,
+        out_dtype=dtype,
+        use_fast_accum=product.fast_accumulate,
+    )
+    return _into(result, None, out, accumulate)
+
+
+def _pad(codes: Tensor, missing: int, dim: int) -> Tensor:
+    shape = [missing if d == dim else size for d, size in enumerate(codes.shape)]
+    zeros = torch.zeros(shape, dtype=torch.uint8, device=codes.device).view(codes.dtype)
+    return torch.cat([codes.view(torch.uint8), zeros.view(torch.uint8)], dim).view(codes.dtype)
+
+
+def _outer(a: Quantised, b: Quantised) -> Tensor | None:
+    """What multiplies the result: a scalar, or [rows, 1] * [1, columns]; None for nothing."""
+    left, right = a.outer, b.outer
+    if left is not None and left.dim():
+        left = left.reshape(-1, 1)
+    if right is not None and right.dim():
+        right = right.reshape(1, -1)
+    if left is None or right is None:
+        return left if right is None else right
+    return left * right
+
+
+def _into(result: Tensor, outer: Tensor | None, out: Tensor | None, accumulate: bool) -> Tensor:
+    if out is None:
+        if outer is None:
+            return result
+        if outer.dim():
+            # In fp32, rounded once.
+            return (result.float() * outer).to(result.dtype)
+        return result.mul_(outer)
+    if outer is not None:
+        result = result.float() * outer
+    return out.add_(result) if accumulate else out.copy_(result)

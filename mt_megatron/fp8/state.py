@@ -1,0 +1,285 @@
+"""What the FP8 linears of a model share: options, the step, histories of largest magnitudes, counts.
+
+A *step* is one call of a forward-backward schedule. Within it weights do not change, so each is cast once
+for all micro-batches; outside of it they are cast for each product. Megatron's optimizers write weights
+through ``.data``, which torch's version counter does not see: nothing but the step says that they are the
+same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mt_megatron.fp8.formats import FORMATS
+from mt_megatron.fp8.quantise import scale_of
+from mt_megatron.fp8.recipe import ROLES, Kind, Recipe
+from mt_megatron.seams import collectives
+
+if TYPE_CHECKING:
+    from mt_megatron.fp8.linear import Fp8Linear
+    from mt_megatron.fp8.telemetry import Telemetry
+
+KINDS: tuple[Kind, ...] = ("input", "weight", "grad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run decides beside the recipe."""
+
+    save_activations: bool = False
+    """Whether inputs are kept for backward in FP8 also where wgrad needs other codes than fprop."""
+
+    telemetry_interval: int = 0
+    """Numerics are measured in every step that this divides; 0: never."""
+
+    demote_underflow: float | None = None
+    demote_saturation: float | None = None
+    demote_snr: float | None = None
+    """Thresholds of demotion to bf16: shares in [0, 1] above, median SNR in dB below."""
+
+    seed: int = 1234
+    """Of the draws for stochastic rounding."""
+
+
+class Fp8State:
+    """One per model configuration and process; made when the first FP8 linear is."""
+
+    def __init__(self, recipe: Recipe, options: Options) -> None:
+        self.recipe = recipe
+        self.options = options
+        self.linears: dict[str, list[Fp8Linear]] = {}
+        """By name; the experts of a layer that have parameters of their own share one."""
+
+        self.step = 0
+        """Completed training steps."""
+
+        self.native = False
+        """Whether the device's kernels compute the products, not the reference."""
+
+        self.in_step = False
+        self.trains = False
+        """Whether the current step is a training step, not an evaluation."""
+
+        self.counts: Counter[str] = Counter()
+        """Casts by kind and layout, gathers, padded rows, amax reductions: what tests and reports read."""
+
+        self.telemetry: Telemetry | None = None
+        self.sampling = False
+        self.records: list[dict[str, Any]] = []
+        self.announce: Callable[[str], None] = lambda line: None
+        self._slots: dict[tuple[str, Kind], int] = {}
+        self._maxima: list[float] = []
+        """The format's maximum of each slot."""
+
+        self._history: Tensor | None = None
+        """fp32 [slots, history], the newest first."""
+
+        self._scale: Tensor | None = None
+        """fp32 [slots]."""
+
+        self._seen: Tensor | None = None
+        """fp32 [slots]: largest magnitudes of the current step."""
+
+    def __deepcopy__(self, memo: Any) -> Fp8State:
+        # Configurations are copied; their linears are the same.
+        return self
+
+    def add(self, linear: Fp8Linear) -> None:
+        """Register a linear and, under delayed scaling, its slots."""
+        self.linears.setdefault(linear.name, []).append(linear)
+        if self.recipe.scaling == "delayed" and (linear.name, KINDS[0]) not in self._slots:
+            assert self._history is None, "linears are added before the first step"
+            for kind in KINDS:
+                self._slots[linear.name, kind] = len(self._slots)
+                formats = {self.recipe.cast(role, kind).format for role in ROLES if _reads(role, kind)}
+                quantised = [each for each in formats if each != "bf16"]
+                self._maxima.append(FORMATS[quantised[0]].maximum if quantised else 1.0)
+
+    # Delayed scaling.
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if self._history is None or self._scale is None or self._seen is None:
+            count = len(self._slots)
+            self._history = torch.zeros(count, self.recipe.history, device=device)
+            self._scale = torch.ones(count, device=device)
+            self._seen = torch.zeros(count, device=device)
+        return self._history, self._scale, self._seen
+
+    def delayed_scale(self, name: str, kind: Kind, amax: Tensor | None, device: torch.device) -> Tensor:
+        """The scale of a slot, fp32 scalar, after its tensor's ``amax`` was noted for later steps."""
+        _, scale, seen = self._tensors(device)
+        slot = self._slots[name, kind]
+        if amax is not None and self.trains:
+            # A magnitude that is not finite says nothing about the next steps.
+            torch.maximum(seen[slot], torch.where(torch.isfinite(amax), amax, 0.0), out=seen[slot])
+        return scale[slot].clone()
+
+    def _update_scales(self) -> None:
+        history, scale, seen = self._tensors(self._device())
+        self._reduce(seen, "max")
+        history.copy_(torch.roll(history, 1, dims=1))
+        history[:, 0] = seen
+        seen.zero_()
+        amax = history.amax(dim=1) if self.recipe.algorithm == "max" else history[:, 0]
+        maxima = torch.tensor(self._maxima, device=history.device)
+        for maximum in set(self._maxima):
+            fmt = next(each for each in FORMATS.values() if each.maximum == maximum) if maximum > 1 else None
+            if fmt is None:
+                continue
+            new = scale_of(amax, fmt, margin=self.recipe.margin)
+            # Nothing was seen yet: the scale stays as it was.
+            chosen = (maxima == maximum) & (amax > 0)
+            scale.copy_(torch.where(chosen, new, scale))
+
+    def _device(self) -> torch.device:
+        return next(iter(self.linears.values()))[0].parameter.device
+
+    def every(self) -> Iterator[Fp8Linear]:
+        """All linears."""
+        for each in self.linears.values():
+            yield from each
+
+    def demote(self, name: str) -> None:
+        """Let the linears of ``name`` compute in bf16 from now on."""
+        for linear in self.linears[name]:
+            linear.demoted = True
+
+    def is_demoted(self, name: str) -> bool:
+        return self.linears[name][0].demoted
+
+    def _reduce(self, values: Tensor, op: str) -> None:
+        """Over the ranks that share this stage's layers: tensor, context and data parallel."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
+            return
+        group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        if group.size() == 1:
+            return
+        self.counts["amax_reductions"] += 1
+        with collectives.announced("all_reduce", "tp-dp-cp", group):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
+
+    # Steps.
+
+    @contextmanager
+    def stepping(self, *, forward_only: bool) -> Iterator[None]:
+        """One call of a schedule."""
+        if self.in_step:  # a schedule within a schedule
+            yield
+            return
+        self.in_step, self.trains = True, not forward_only
+        interval = self.options.telemetry_interval
+        self.sampling = self.trains and interval > 0 and (self.step + 1) % interval == 0
+        for linear in self.every():
+            linear.begin_step()
+        try:
+            yield
+            if self.trains:
+                self._complete_step()
+        finally:
+            self.in_step = self.trains = self.sampling = False
+            for linear in self.every():
+                linear.end_step()
+
+    def _complete_step(self) -> None:
+        self.step += 1
+        if not self.linears:
+            return
+        if self.recipe.scaling == "delayed":
+            self._update_scales()
+        if self.sampling and self.telemetry is not None:
+            self.telemetry.complete(self)
+
+    def reduce_max(self, values: Tensor) -> None:
+        """Elementwise largest over the ranks that share this stage's layers."""
+        self._reduce(values, "max")
+
+    # Draws.
+
+    def generator(self, name: str, expert: int | None, kind: Kind, draw: int, device: torch.device) -> Any:
+        """A generator for one cast: the same for the same seed, step, rank, linear and micro-batch."""
+        import os
+
+        text = f"{self.options.seed} {self.step} {os.environ.get('RANK', '0')} {name} {expert} {kind} {draw}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+        generator = torch.Generator(device=device)
+        generator.manual_seed(seed)
+        return generator
+
+    # Checkpoints.
+
+    def row(self, name: str) -> Tensor:
+        """Everything that a checkpoint keeps of one linear, fp64 [length of ``row_length``]: whether it was
+        demoted and, under delayed scaling, scales and histories of its three operands."""
+        values = [torch.tensor([float(self.is_demoted(name))], dtype=torch.float64)]
+        if self.recipe.scaling == "delayed":
+            history, scale, _ = self._tensors(self._device())
+            slots = [self._slots[name, kind] for kind in KINDS]
+            values += [scale[slots].double().cpu(), history[slots].double().flatten().cpu()]
+        return torch.cat(values)
+
+    def row_length(self) -> int:
+        return 1 + (len(KINDS) * (1 + self.recipe.history) if self.recipe.scaling == "delayed" else 0)
+
+    def load_row(self, name: str, row: Tensor) -> None:
+        """What ``row`` returned."""
+        for linear in self.linears[name]:
+            linear.demoted = bool(row[0])
+        if self.recipe.scaling == "delayed":
+            history, scale, _ = self._tensors(self._device())
+            slots = [self._slots[name, kind] for kind in KINDS]
+            scale[slots] = row[1 : 1 + len(KINDS)].to(scale)
+            history[slots] = row[1 + len(KINDS) :].view(len(KINDS), -1).to(history)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Remembers everything that a step changes; what is returned brings it back."""
+        tensors = [None if each is None else each.clone() for each in (self._history, self._scale, self._seen)]
+        step, demoted = self.step, {name: self.is_demoted(name) for name in self.linears}
+
+        def restore() -> None:
+            self._history, self._scale, self._seen = (
+                None if each is None else each.clone() for each in tensors
+            )
+            self.step = step
+            for name, value in demoted.items():
+                for linear in self.linears[name]:
+                    linear.demoted = value
+
+        return restore
+
+
+def _reads(role: str, kind: Kind) -> bool:
+    from mt_megatron.fp8.recipe import OPERANDS
+
+    return kind in OPERANDS[role]  # type: ignore[index]
+
+
+def states_of(chunks: Any) -> list[Fp8State]:
+    """The states of the models in ``chunks``, each once."""
+    found: list[Fp8State] = []
+    for chunk in chunks:
+        for config in _configurations(chunk):
+            state = getattr(config, "fp8_state", None)
+            if isinstance(state, Fp8State) and state not in found:
+                found.append(state)
+    return found
+
+
+def _configurations(module: Any) -> Iterator[Any]:
+    """The model's configuration, found at the outermost module that has one."""
+    while not hasattr(module, "config") and hasattr(module, "module"):
+        module = module.module
+    if hasattr(module, "config"):
+        yield module.config
+    else:  # a script's own module around Megatron's
+        yield from (each.config for each in module.modules() if hasattr(each, "config"))

@@ -1,0 +1,92 @@
+"""Which linears of a run compute in FP8, in what, and what share of the operations that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.layers import ALWAYS_BF16, layer_reason
+from mt_megatron.fp8.recipe import OPERANDS, ROLES, Recipe, recipe_of
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.linears import linears
+
+
+def recipe_of_run(config: TrainingConfig) -> Recipe | None:
+    """The recipe that ``config`` asks for; None for none. Raises ConfigError for one that cannot be."""
+    model = config.model
+    name = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
+    if name is None:
+        return None
+    if name != "delayed":
+        return recipe_of(name, format=model.fp8, wgrad=model.fp8_wgrad)
+    return recipe_of(
+        name,
+        format=model.fp8,
+        margin=model.fp8_margin,
+        history=model.fp8_amax_history_len,
+        algorithm=model.fp8_amax_compute_algo,
+        wgrad=model.fp8_wgrad,
+    )
+
+
+def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Plain data: ``recipe``; ``roles`` with the casts of both operands; ``linears`` with layer, name, sizes,
+    share of the linears' operations and, where one is not quantised, the ``reason``; ``share`` of the
+    operations of the decoder's linears that are in FP8; ``always_bf16``.
+
+    ``telemetry`` are the records of a run: the newest of each linear and operand is beside it, and a
+    demotion is a reason. Raises ConfigError when the model is not described completely.
+    """
+    recipe = recipe_of_run(config)
+    newest: dict[str, dict[str, Mapping[str, Any]]] = {}
+    demoted: dict[str, str] = {}
+    for record in telemetry:
+        newest.setdefault(record["linear"], {})[f"{record['operand']} of {record['role']}"] = record
+        if record.get("demoted"):
+            demoted[record["linear"]] = f"demoted after step {record['step']}: {record['demoted']}"
+    every = linears(model_shape(config))
+    total = sum(each.flops for each in every)
+    rows, inside = [], 0.0
+    for each in every:
+        name = f"layers.{each.layer - 1}.{each.name}"
+        reason = "no fp8_recipe" if recipe is None else layer_reason(each.layer, config.model)
+        reason = reason or demoted.get(name)
+        if recipe is not None and reason is None:
+            # The three products of a linear are equally large.
+            inside += each.flops * sum(recipe.product(role).quantised for role in ROLES) / len(ROLES)
+        rows.append(
+            {
+                "linear": name,
+                "inputs": each.inputs,
+                "outputs": each.outputs,
+                "share": each.flops / total,
+                "reason": reason,
+                "telemetry": newest.get(name, {}),
+            }
+        )
+    return {
+        "recipe": None if recipe is None else recipe.name,
+        "roles": {} if recipe is None else _roles(recipe),
+        "share": inside / total if total else 0.0,
+        "linears": rows,
+        "always_bf16": dict(ALWAYS_BF16),
+    }
+
+
+def _roles(recipe: Recipe) -> dict[str, dict[str, str]]:
+    found = {}
+    for role in ROLES:
+        product = recipe.product(role)
+        kinds = OPERANDS[role]
+        found[role] = {kinds[0]: product.a.text, kinds[1]: product.b.text}
+    return found
+
+
+def require_recipe(config: TrainingConfig) -> None:
+    """Raises ConfigError where a run has no recipe to report."""
+    if recipe_of_run(config) is None:
+        raise ConfigError(
+            "the run has no fp8_recipe, so all of it is in its params dtype; expected --fp8-recipe NAME"
+        )

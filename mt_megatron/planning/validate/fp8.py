@@ -1,0 +1,49 @@
+"""Checks of FP8 recipes that need no device."""
+
+from __future__ import annotations
+
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.layers import FEATURES, layer_reason
+from mt_megatron.planning.build import model_shape
+from mt_megatron.planning.linears import linears
+
+
+def fp8_layer_problems(config: TrainingConfig) -> list[str]:
+    """One line per problem: found, expected, what to change."""
+    model = config.model
+    if model.fp8_recipe is None and model.fp8 is None:
+        return []
+    found = []
+    if model.transformer_impl == "transformer_engine":
+        found.append(
+            "transformer_impl is transformer_engine with fp8_recipe, which Megatron-Core's local linears "
+            "compute; expected local. Set --transformer-impl local or leave --fp8-recipe out."
+        )
+    try:
+        every = linears(model_shape(config))
+    except ConfigError:
+        return found  # sizes are missing, which others say
+    bad: dict[str, tuple[int, int, list[int]]] = {}
+    quantised = 0
+    for linear in every:
+        if layer_reason(linear.layer, model) is not None:
+            continue
+        quantised += 1
+        inputs, outputs = linear.on_rank(config.parallel.tensor_model_parallel_size)
+        if inputs % FEATURES or outputs % FEATURES:
+            bad.setdefault(linear.name, (inputs, outputs, []))[2].append(linear.layer)
+    for name, (inputs, outputs, layers) in bad.items():
+        found.append(
+            f"{name} of layer {layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''} has "
+            f"{inputs} inputs and {outputs} outputs on each rank; expected multiples of {FEATURES} with "
+            "fp8_recipe. Change the model's sizes or --tensor-model-parallel-size, or leave --fp8-recipe out."
+        )
+    if not quantised:
+        found.append(
+            f"fp8_recipe covers no layer: num_layers is {model.num_layers} and "
+            f"{model.num_layers_at_start_in_bf16} first and {model.num_layers_at_end_in_bf16} last layers "
+            "stay in bf16; expected a layer between them. Set --no-first-last-layers-bf16 or leave "
+            "--fp8-recipe out."
+        )
+    return found
