@@ -16,6 +16,7 @@ config        a preset, a YAML file and flags to one configuration
 checkpoint    whole or absent, loadable under any layout
 _session      what is patched in this process
 patches       what is changed in Megatron-Core
+fp8           FP8 recipes and quantised products of linears
 layers        modules that Megatron-Core lacks
 patching      the engine of declared patches
 backends      what a device is

@@ -141,7 +141,9 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         settings = _group_settings(wanted["optimizer"])
         saved_fp8 = fp8.saved_recipe(document.get("config", {}).get("model", {})) is not None
         # FP8 state of a run that this one does not continue may stay in the file, nothing else.
-        strict = StrictHandling.RAISE_ALL if fp8_continues or not saved_fp8 else StrictHandling.RAISE_UNEXPECTED
+        strict = (
+            StrictHandling.RAISE_ALL if fp8_continues or not saved_fp8 else StrictHandling.RAISE_UNEXPECTED
+        )
         state = _load(folder, wanted, document, strict)
         _load_chunks(trainable, state)
         if fp8_continues:

@@ -96,14 +96,12 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None]:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for name, recipe in PRESETS.items():
         devices = ["cpu (emulated)"]
         devices += [f"{row.device} from {row.capability}" for row in NATIVE if name in row.recipes]
         table[name] = {
-            "casts": {
-                role: [recipe.product(role).a.text, recipe.product(role).b.text] for role in ROLES
-            },
+            "casts": {role: [recipe.product(role).a.text, recipe.product(role).b.text] for role in ROLES},
             "scaling": recipe.scaling,
             "devices": devices,
             "as": recipe.source,
@@ -121,15 +119,17 @@ def _recipes(args: argparse.Namespace) -> int:
 def text_of(found: dict[str, Any]) -> str:
     """The report as text: layers that are alike share a line."""
     lines = [
-        f"recipe {found['recipe']}: {100 * found['share']:.1f} % of the operations of the decoder's linears are "
-        "in FP8"
+        f"recipe {found['recipe']}: {100 * found['share']:.1f} % of the operations of the decoder's linears "
+        "are in FP8"
     ]
     for role, operands in found["roles"].items():
         lines.append(f"  {role}  " + "  x  ".join(f"{kind} {cast}" for kind, cast in operands.items()))
     groups: dict[tuple[str, str, int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in found["linears"]:
         _, layer, name = row["linear"].split(".", 2)
-        groups[name, row["reason"] or "FP8", row["inputs"], row["outputs"]].append({**row, "layer": int(layer)})
+        groups[name, row["reason"] or "FP8", row["inputs"], row["outputs"]].append(
+            {**row, "layer": int(layer)}
+        )
     lines.append("")
     lines.append(f"  {'linear':<38}{'layers':<16}{'sizes':>16}{'share':>9}  computes in")
     for (name, what, inputs, outputs), rows in groups.items():
@@ -149,8 +149,8 @@ def text_of(found: dict[str, Any]) -> str:
         lines += ["", "  lowest SNR in the newest samples:"]
         for snr, linear, operand, record in sorted(worst, key=lambda each: each[0])[:8]:
             lines.append(
-                f"    {linear}, {operand}: {snr:.1f} dB, underflow {100 * record['underflow']:.3f} %, saturation "
-                f"{100 * record['saturation']:.3f} %, step {record['step']}"
+                f"    {linear}, {operand}: {snr:.1f} dB, underflow {100 * record['underflow']:.3f} %, "
+                f"saturation {100 * record['saturation']:.3f} %, step {record['step']}"
             )
     else:
         lines += ["", "  no telemetry: --fp8-telemetry-interval N records what the casts lose"]

@@ -18,7 +18,13 @@ class Activation:
     """An operand of ``seams.gemm`` in FP8: [rows, columns] that is an ``input`` or a ``grad``."""
 
     def __init__(
-        self, owner: Fp8Linear, kind: Literal["input", "grad"], source: Tensor | None, *, group: Any, dtype: torch.dtype
+        self,
+        owner: Fp8Linear,
+        kind: Literal["input", "grad"],
+        source: Tensor | None,
+        *,
+        group: Any,
+        dtype: torch.dtype,
     ) -> None:
         """``group``: ranks that have other rows of the same tensor and will gather them: scales that a
         tensor or its columns share are theirs together."""
@@ -40,7 +46,13 @@ class Activation:
             else:
                 assert self.source is not None, "the operand was kept for another product"
                 self._cast[along] = self._owner.cast(
-                    role, self._kind, self.source, along, group=self._group, draws=self._drawn(), expert=self.expert
+                    role,
+                    self._kind,
+                    self.source,
+                    along,
+                    group=self._group,
+                    draws=self._drawn(),
+                    expert=self.expert,
                 )
         return self._cast[along]
 

@@ -19,6 +19,7 @@ _log = logging.getLogger("mt_megatron")
 _EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _GROUPED = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
 
+
 def recipe_of_config(config: Any) -> Recipe | None:
     """The recipe that a ``TransformerConfig`` asks for; None for none."""
     if config.fp8_recipe is None:
@@ -103,8 +104,7 @@ def _weights(layer: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(module, GroupedMLP):
             for parameter, linear in _GROUPED.items():
                 yield f"{name}.{linear}", getattr(module, parameter)
-        elif isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
-            if getattr(module, "weight", None) is not None:
-                yield name, module.weight
-
-
+            continue
+        linear_layer = isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)
+        if linear_layer and getattr(module, "weight", None) is not None:
+            yield name, module.weight

@@ -50,4 +50,10 @@ def product_bound(role: Role, a: Tensor, b: Tensor, qa: Quantised, qb: Quantised
     whole = times(a + da, b + db)
     length = a.shape[along_a]
     unit = torch.finfo(output.dtype).eps
-    return times(a, db) + times(da, b) + times(da, db) + length * 2.0**-23 * whole + 2 * unit * output.double().abs()
+    return (
+        times(a, db)
+        + times(da, b)
+        + times(da, db)
+        + length * 2.0**-23 * whole
+        + 2 * unit * output.double().abs()
+    )

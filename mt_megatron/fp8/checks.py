@@ -45,9 +45,7 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             f"fp8_recipe {recipe} with fp16, whose loss scaling and range are not FP8's; expected bf16 with "
             "it. Set bf16 instead of fp16 or leave fp8_recipe out."
         )
-    given = {
-        name: values[name] for name, default in _DELAYED.items() if values.get(name, default) != default
-    }
+    given = {name: values[name] for name, default in _DELAYED.items() if values.get(name, default) != default}
     try:
         recipe_of(
             recipe,

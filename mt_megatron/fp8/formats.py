@@ -82,9 +82,27 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values of ``codes``; exact in bf16, as in every wider dtype."""
     if fmt.dtype is not None:
+        if codes.device.type == "cpu":
+            return _decoded_by_bits(codes, fmt).to(dtype)
         return codes.to(dtype)
     table = torch.tensor(_E2M1_VALUES, dtype=dtype, device=codes.device)
     return table[codes.long()]
+
+
+def _decoded_by_bits(codes: Tensor, fmt: Format) -> Tensor:
+    """``codes.to(torch.bfloat16)``, which takes torch seven times as long on the CPU."""
+    signed = codes.view(torch.int8).to(torch.int16)
+    if fmt is E5M2:  # the upper half of fp16
+        return (signed << 8).view(torch.float16).to(torch.bfloat16)
+    if _flushes_denormals():
+        return codes.to(torch.bfloat16)
+    # Sign, exponent and mantissa where bf16 has them; its exponent counts from 120 further down.
+    values = ((signed << 4) & ~0x7800).view(torch.bfloat16) * 2.0**120
+    return torch.where(values.abs() > fmt.maximum, torch.nan, values)
+
+
+def _flushes_denormals() -> bool:
+    return not bool(torch.tensor(2.0**-129, dtype=torch.bfloat16) * 2.0**120)
 
 
 def rounded(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:

@@ -60,8 +60,8 @@ class Fp8Linear:
     def prepared(
         self, kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any, keep: bool
     ) -> Tensor | Operand:
-        """See ``seams.gemm.GemmRecipe``; the tensor itself after a demotion, and for all experts at once, whose
-        rows are cast expert by expert."""
+        """See ``seams.gemm.GemmRecipe``; the tensor itself after a demotion, and for all experts at once,
+        whose rows are cast expert by expert."""
         if self.demoted or (self.parameter.dim() == 3 and weight.expert is None):
             return x
         made = Activation(self, kind, x, group=group, dtype=x.dtype)

@@ -29,14 +29,20 @@ def reference(
 
     Every decoded value and every block scale is exact in bf16, and every product of two of them in fp32, so
     a plain GEMM of decoded values adds exactly what a kernel adds that promotes its partial sums to fp32
-    after each block. Scales per tensor or row multiply the result.
+    after each block. Scales per tensor or row multiply the result, within one unit in the last place of
+    what a single rounding gives.
     """
-    left, right = a.values(dtype), b.values(dtype)
     outer = _outer(a, b)
+    left, right = a.values(dtype), b.values(dtype)
     if outer is None:
         return torch_gemm(role, left, right, out=out, accumulate=accumulate)
     result = torch_gemm(role, left, right)
-    return _into(result, outer, out, accumulate)
+    if out is not None:
+        return _into(result, outer, out, accumulate)
+    for scale in outer:
+        # Powers of two are exact; others round a second time: at most one unit in the last place in all.
+        result.mul_(scale)
+    return result
 
 
 def scaled_mm(
@@ -79,26 +85,22 @@ def _pad(codes: Tensor, missing: int, dim: int) -> Tensor:
     return torch.cat([codes.view(torch.uint8), zeros.view(torch.uint8)], dim).view(codes.dtype)
 
 
-def _outer(a: Quantised, b: Quantised) -> Tensor | None:
-    """What multiplies the result: a scalar, or [rows, 1] * [1, columns]; None for nothing."""
+def _outer(a: Quantised, b: Quantised) -> tuple[Tensor, ...] | None:
+    """What multiplies the result: scalars, [rows, 1] and [1, columns]; None for nothing."""
     left, right = a.outer, b.outer
     if left is not None and left.dim():
         left = left.reshape(-1, 1)
     if right is not None and right.dim():
         right = right.reshape(1, -1)
-    if left is None or right is None:
-        return left if right is None else right
-    return left * right
+    if left is not None and right is not None and not left.dim() and not right.dim():
+        return (left * right,)
+    return tuple(each for each in (left, right) if each is not None) or None
 
 
-def _into(result: Tensor, outer: Tensor | None, out: Tensor | None, accumulate: bool) -> Tensor:
+def _into(result: Tensor, outer: tuple[Tensor, ...] | None, out: Tensor | None, accumulate: bool) -> Tensor:
     if out is None:
-        if outer is None:
-            return result
-        if outer.dim():
-            # In fp32, rounded once.
-            return (result.float() * outer).to(result.dtype)
-        return result.mul_(outer)
-    if outer is not None:
-        result = result.float() * outer
+        return result
+    result = result.to(torch.promote_types(result.dtype, out.dtype))
+    for scale in outer or ():
+        result.mul_(scale)
     return out.add_(result) if accumulate else out.copy_(result)

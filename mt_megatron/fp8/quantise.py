@@ -102,7 +102,7 @@ def amax_of(x: Tensor, cast: Cast, along: int) -> Tensor:
     if cast.granularity == "row":
         if not x.shape[along]:
             return x.new_zeros([1 if d == along else s for d, s in enumerate(x.shape)], dtype=torch.float32)
-        return torch.linalg.vector_norm(x, ord=math.inf, dim=along, keepdim=True).float()
+        return x.abs().amax(dim=along, keepdim=True).float()
     across, length = _sizes(cast, along)
     padded = _padded(x, across, length)
     blocks = padded.view(padded.shape[0] // across, across, padded.shape[1] // length, length)
@@ -123,8 +123,8 @@ def quantise(
     """``x`` (bf16 or fp32 matrix) cast for a product that sums over its dimension ``along``.
 
     ``amax`` replaces the tensor's own largest magnitudes, and ``whole`` the largest of all (a group of ranks
-    shares them); ``scale`` replaces the scale itself (delayed scaling). ``generator`` draws for stochastic rounding. Where a magnitude is
-    NaN or infinite, everything under its scale becomes NaN.
+    shares them); ``scale`` replaces the scale itself (delayed scaling). ``generator`` draws for stochastic
+    rounding. Where a magnitude is NaN or infinite, everything under its scale becomes NaN.
     """
     shape = (x.shape[0], x.shape[1])
     if cast.hadamard:

@@ -2,8 +2,8 @@
 
 Sources: Transformer Engine's recipes of the same names (``delayed``, ``blockwise``, ``mxfp8``, ``nvfp4``),
 torchao's ``tensorwise``, ``rowwise`` and ``rowwise_gw_hp``, section 3.3 of DeepSeek-V3's report
-(arXiv:2412.19437) and "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149). Imports neither torch
-nor Megatron.
+(arXiv:2412.19437) and "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149). Imports neither
+torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
 
@@ -120,7 +120,7 @@ class Recipe:
     algorithm: Literal["max", "most_recent"] = "max"
     """Delayed: the history's largest entry, or its newest."""
 
-    amax_group: Literal["tp-cp-dp", "tp", "rank"] = "tp-cp-dp"
+    amax_group: Literal["tp-cp-dp"] = "tp-cp-dp"
     """Delayed: which ranks share histories and scales."""
 
     promotion: int = 0
@@ -333,7 +333,9 @@ def recipe_problems(recipe: Recipe) -> list[str]:
         if a.hadamard != b.hadamard:
             found.append(f"{where}: one operand alone is rotated; expected the same Hadamard width.")
         if a.quantised and a.granularity == "block" and b.granularity == "block" and a.block[1] != b.block[1]:
-            found.append(f"{where}: blocks of {a.block[1]} and of {b.block[1]} along the sum; expected equal.")
+            found.append(
+                f"{where}: blocks of {a.block[1]} and of {b.block[1]} along the sum; expected equal."
+            )
         for cast in (a, b):
             if cast.granularity == "block" and not cast.power_of_2 and cast.block_scale != "e4m3":
                 found.append(f"{where}: block scales must be powers of two or e4m3.")
@@ -371,9 +373,13 @@ def recipe_of(
     if format is not None:
         recipe = _with_format(recipe, format)
     delayed = {"margin": margin, "history": history, "algorithm": algorithm}
-    given = {key: value for key, value in delayed.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in delayed.items() if value is not None}
     if given and recipe.scaling != "delayed":
-        names = {"margin": "fp8_margin", "history": "fp8_amax_history_len", "algorithm": "fp8_amax_compute_algo"}
+        names = {
+            "margin": "fp8_margin",
+            "history": "fp8_amax_history_len",
+            "algorithm": "fp8_amax_compute_algo",
+        }
         words = ", ".join(names[key] for key in given)
         raise ConfigError(
             f"{words} with fp8_recipe {name}, which scales by the tensor itself; expected fp8_recipe delayed "
@@ -392,9 +398,10 @@ def _with_format(recipe: Recipe, format: str) -> Recipe:
     if format not in ("e4m3", "hybrid"):
         raise ConfigError(f"fp8_format is {format!r}; expected e4m3 or hybrid. Set --fp8-format.")
     wanted: Literal["e4m3", "e5m2"] = "e5m2" if format == "hybrid" else "e4m3"
-    changed = {}
-    for role in ("dgrad", "wgrad"):
-        product = recipe.product(role)  # type: ignore[arg-type]
+    changed: dict[str, Any] = {}
+    roles: tuple[Role, ...] = ("dgrad", "wgrad")
+    for role in roles:
+        product = recipe.product(role)
         if product.a.format == wanted or not product.quantised:
             continue
         if product.a.granularity != "tensor":

@@ -243,7 +243,9 @@ class Fp8State:
 
     def snapshot(self) -> Callable[[], None]:
         """Remembers everything that a step changes; what is returned brings it back."""
-        tensors = [None if each is None else each.clone() for each in (self._history, self._scale, self._seen)]
+        tensors = [
+            None if each is None else each.clone() for each in (self._history, self._scale, self._seen)
+        ]
         step, demoted = self.step, {name: self.is_demoted(name) for name in self.linears}
 
         def restore() -> None:

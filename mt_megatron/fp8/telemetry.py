@@ -48,7 +48,9 @@ class Telemetry:
         keys = sorted(self._all_keys(state))
         absent = torch.full((len(FIELDS),), -math.inf, dtype=torch.float64)
         signs = torch.tensor([_WORST[field] for field in FIELDS], dtype=torch.float64)
-        values = torch.stack([self._measured[key] * signs if key in self._measured else absent for key in keys])
+        values = torch.stack(
+            [self._measured[key] * signs if key in self._measured else absent for key in keys]
+        )
         values = values.to(state._device(), torch.float32)
         state.reduce_max(values)
         table = (values.cpu().double() * signs).tolist()
@@ -70,7 +72,9 @@ class Telemetry:
             if reason is not None and not state.is_demoted(name):
                 state.demote(name)
                 record["demoted"] = reason
-                state.announce(f"fp8: {name} falls back to bf16 after step {state.step}: {kind} of {role} {reason}")
+                state.announce(
+                    f"fp8: {name} falls back to bf16 after step {state.step}: {kind} of {role} {reason}"
+                )
             if self.write is not None:
                 self.write(record)
         self._measured.clear()
@@ -94,7 +98,9 @@ def _reason(found: dict[str, float], state: Fp8State) -> str | None:
         if limit is not None and found[field] > limit:
             return f"has {100 * found[field]:.2f} % {field}, above {100 * limit:.2f} % (fp8_demote_{field})"
     if options.demote_snr is not None and found["snr"] < options.demote_snr:
-        return f"has a median SNR of {found['snr']:.1f} dB, below {options.demote_snr:.1f} dB (fp8_demote_snr)"
+        return (
+            f"has a median SNR of {found['snr']:.1f} dB, below {options.demote_snr:.1f} dB (fp8_demote_snr)"
+        )
     return None
 
 

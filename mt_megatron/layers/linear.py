@@ -146,7 +146,9 @@ class FrozenLinear(torch.autograd.Function):
         _keep_weight(ctx, weight)
         with _autocast_off(input):
             input = _cast(input, ctx.dtype)
-            return _fprop(prepared("input", _flat(input), WeightRef(weight)), input.shape, weight, bias, ctx.dtype)
+            return _fprop(
+                prepared("input", _flat(input), WeightRef(weight)), input.shape, weight, bias, ctx.dtype
+            )
 
     @staticmethod
     @once_differentiable

@@ -76,7 +76,7 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
 
 
 def _roles(recipe: Recipe) -> dict[str, dict[str, str]]:
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for role in ROLES:
         product = recipe.product(role)
         kinds = OPERANDS[role]

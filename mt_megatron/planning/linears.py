@@ -44,7 +44,9 @@ def linears(shape: ModelShape) -> list[Linear]:
     """Of all layers in order, and of the depths' layers after them."""
     pattern = list(shape.pattern)
     pattern += pattern[-1:] * (shape.mtp_num_layers or 0)
-    return [each for number, mixture in enumerate(pattern, start=1) for each in _layer(shape, number, mixture)]
+    return [
+        each for number, mixture in enumerate(pattern, start=1) for each in _layer(shape, number, mixture)
+    ]
 
 
 def _layer(shape: ModelShape, number: int, mixture: int) -> Iterator[Linear]:

@@ -70,7 +70,7 @@ class Operand(Protocol):
 
 @runtime_checkable
 class GemmRecipe(Protocol):
-    """A weight's ``gemm_recipe``: computes the products of this weight, unless ``set_gemm`` has replaced all."""
+    """A weight's ``gemm_recipe``: computes this weight's products, unless ``set_gemm`` has replaced all."""
 
     def prepared(
         self, kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any, keep: bool

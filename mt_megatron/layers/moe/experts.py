@@ -306,9 +306,7 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.save_for_backward(x)
             cast = linear._cast(weights, ctx.dtype)
             reference = WeightRef(weights)
-            return grouped_gemm(
-                "fprop", x, cast, groups, recipe=linear._recipe(weights), weight=reference
-            )
+            return grouped_gemm("fprop", x, cast, groups, recipe=linear._recipe(weights), weight=reference)
 
     @staticmethod
     @once_differentiable

@@ -57,9 +57,21 @@ def patches(backend: Backend) -> list[Patch]:
                 digest=digest,
             )
             for name, function, digest in (
-                ("no_pipelining", "forward_backward_no_pipelining", "e74558c938accecc8d6ad4a8f01c9475ee03a9345bdae28a28a204500b9724d5"),
-                ("pipelining", "forward_backward_pipelining_without_interleaving", "11b5c443c66d6648fed87472e7d41773f41757fa9f10aff4a2d2b1db4a6cb574"),
-                ("interleaving", "forward_backward_pipelining_with_interleaving", "9edfd1d009bdbb5492b67882a3bbf0fcdfa353a56ab42abfec237390e633c7b4"),
+                (
+                    "no_pipelining",
+                    "forward_backward_no_pipelining",
+                    "e74558c938accecc8d6ad4a8f01c9475ee03a9345bdae28a28a204500b9724d5",
+                ),
+                (
+                    "pipelining",
+                    "forward_backward_pipelining_without_interleaving",
+                    "11b5c443c66d6648fed87472e7d41773f41757fa9f10aff4a2d2b1db4a6cb574",
+                ),
+                (
+                    "interleaving",
+                    "forward_backward_pipelining_with_interleaving",
+                    "9edfd1d009bdbb5492b67882a3bbf0fcdfa353a56ab42abfec237390e633c7b4",
+                ),
             )
         ),
     ]

@@ -25,12 +25,15 @@ def picture(records: Sequence[Mapping[str, Any]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="9">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="8" y="18" font-size="13">FP8 casts: median SNR, dB (steps {steps[0]} to {steps[-1]})</text>',
+        '<text x="8" y="18" font-size="13">'
+        f"FP8 casts: median SNR, dB (steps {steps[0]} to {steps[-1]})</text>",
     ]
     for index in range(60):
         share = index / 59
         parts.append(f'<rect x="{8 + 3 * index}" y="26" width="3" height="8" fill="{_colour(share)}"/>')
-    parts.append(f'<text x="194" y="34">{_LOW:g} to {_HIGH:g} dB; a dot: more than 1 % lost at one end</text>')
+    parts.append(
+        f'<text x="194" y="34">{_LOW:g} to {_HIGH:g} dB; a dot: more than 1 % lost at one end</text>'
+    )
     for row, index in line.items():
         y = _TOP + _ROW * index + 9
         parts.append(f'<text x="8" y="{y}">{escape(f"{row[0]}: {row[2]} of {row[1]}")}</text>')

@@ -1,0 +1,176 @@
+"""Products of quantised operands: within the stated bound, and as torchao computes them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mt_megatron.fp8.bounds import product_bound
+from mt_megatron.fp8.formats import FORMATS
+from mt_megatron.fp8.products import reference, scaled_mm
+from mt_megatron.fp8.quantise import Quantised, quantise, rotated
+from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, Recipe, Role, native_recipes
+from tests.fp8.drawn import KINDS, cases
+
+COUNT = 2000 if os.environ.get("MT_MEGATRON_SOAK") == "1" else 160
+EVERY = [pytest.param(each, id=each.name) for each in PRESETS.values()]
+
+
+def cast(recipe: Recipe, role: Role, a: Tensor, b: Tensor, seed: int = 0) -> tuple[Quantised, Quantised]:
+    product, generator = recipe.product(role), torch.Generator().manual_seed(seed)
+    left, right = CONTRACTED[role]
+    return quantise(a, product.a, left, generator=generator), quantise(
+        b, product.b, right, generator=generator
+    )
+
+
+def exact(role: Role, a: Tensor, b: Tensor) -> Tensor:
+    left, right = CONTRACTED[role]
+    return (a.double() if left else a.double().t()) @ (b.double().t() if right else b.double())
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_products_are_within_the_stated_bound(recipe: Recipe, record_property: Any) -> None:
+    worst, noticed, total = dict.fromkeys(KINDS, 0.0), 0, 0
+    for index, (kind, role, a, b) in enumerate(cases(recipe, COUNT, seed=11)):
+        qa, qb = cast(recipe, role, a, b, seed=index)
+        output = reference(role, qa, qb, recipe.product(role), torch.bfloat16)
+        if width := recipe.product(role).a.hadamard:
+            a, b = (rotated(x, 0, width) for x in (a, b))
+        bound, truth = product_bound(role, a, b, qa, qb, output), exact(role, a, b)
+        ratio = float(((output.double() - truth).abs() / bound.clamp_min(1e-300)).max())
+        assert ratio <= 1, (kind, role, tuple(a.shape), tuple(b.shape), ratio)
+        worst[kind] = max(worst[kind], ratio)
+        # The same product with the scale of one operand off by one power of two.
+        qa.inverse, qa._values = qa.inverse * 2, None
+        off = reference(role, qa, qb, recipe.product(role), torch.bfloat16)
+        noticed += bool(((off.double() - truth).abs() > bound).any())
+        total += 1
+    for kind, ratio in worst.items():
+        record_property(f"worst share of the bound, {kind}", round(ratio, 4))
+    record_property("wrong scales noticed", f"{noticed} of {total}")
+    assert max(worst.values()) >= 0.25, "a bound that nothing comes near says little"
+    assert noticed >= 0.99 * total
+
+
+def ulps(found: Tensor, expected: Tensor, a: Tensor, b: Tensor) -> float:
+    """The largest distance in units of the last place of bf16, beyond what the order of fp32 additions of the
+    products of ``a`` and ``b`` (float64, as they are multiplied) may change."""
+    x, y = found.double(), expected.double()
+    unit = torch.ldexp(torch.ones_like(y), torch.frexp(torch.maximum(x.abs(), y.abs())).exponent - 8)
+    noise = a.shape[1] * 2.0**-23 * (a.abs() @ b.abs())
+    return float((((x - y).abs() - noise).clamp_min(0) / unit.clamp_min(1e-300)).max())
+
+
+def factors(role: Role, qa: Quantised, qb: Quantised) -> tuple[Tensor, Tensor]:
+    """What both operands stand for, as the product reads them, float64."""
+    left, right = CONTRACTED[role]
+    a, b = (each.values(torch.float32).double() * each.inverse.double() for each in (qa, qb))
+    return (a if left else a.t()), (b.t() if right else b)
+
+
+AO = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
+
+
+@pytest.mark.parametrize("name", AO)
+def test_codes_scales_and_products_are_torchaos(name: str) -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8.config import Float8LinearConfig, ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
+
+    theirs, recipe = Float8LinearConfig.from_recipe_name(AO[name]), PRESETS[name]
+    configs: dict[tuple[Role, str], Any] = {
+        ("fprop", "a"): theirs.cast_config_input,
+        ("fprop", "b"): theirs.cast_config_weight,
+        ("dgrad", "a"): theirs.cast_config_grad_output,
+        ("dgrad", "b"): theirs.cast_config_weight_for_grad_input,
+        ("wgrad", "a"): theirs.cast_config_grad_output_for_grad_weight,
+        ("wgrad", "b"): theirs.cast_config_input_for_grad_weight,
+    }
+    emulated = LinearMMConfig(*(ScaledMMConfig(True, False, False, False),) * 3)
+    for kind, role, a, b in cases(recipe, COUNT // 4, seed=17):
+        quantised, made = cast(recipe, role, a, b), []
+        for side, x, mine, along in zip("ab", (a, b), quantised, CONTRACTED[role], strict=True):
+            config = configs[role, side]
+            by_row = config.scaling_granularity is ScalingGranularity.AXISWISE
+            # Theirs lie along the last dimension, or the first.
+            each = hp_tensor_to_float8_dynamic(
+                x,
+                config.target_dtype,
+                emulated,
+                gemm_input_role=GemmInputRole.INPUT if side == "a" else GemmInputRole.WEIGHT,
+                scaling_granularity=config.scaling_granularity,
+                axiswise_dim=(0 if along == 0 else -1) if by_row else None,
+                round_scales_to_power_of_2=theirs.round_scales_to_power_of_2,
+            )
+            assert mine.codes.dtype is config.target_dtype
+            assert torch.equal(mine.codes.view(torch.uint8), each._data.view(torch.uint8)), (kind, role, side)
+            assert torch.equal(mine.inverse, each._scale.reciprocal().reshape(mine.inverse.shape))
+            made.append(each if along == (1 if side == "a" else 0) else each.t())
+        output = reference(role, *quantised, recipe.product(role), torch.bfloat16)
+        expected = torch.mm(*made)
+        assert expected.dtype is torch.bfloat16
+        assert ulps(output, expected, *factors(role, *quantised)) <= 1, (kind, role)
+
+
+def test_the_kernels_call_computes_what_the_reference_does() -> None:
+    """``torch._scaled_mm`` on the cpu, for the recipes that devices have kernels for. It rounds twice there,
+    as the reference does where scales are no powers of two."""
+    for name in native_recipes(("tensor", "row")):
+        recipe = PRESETS[name]
+        for index, (_, role, a, b) in enumerate(cases(recipe, 60, seed=23)):
+            qa, qb = cast(recipe, role, a, b, seed=index)
+            product, sides = recipe.product(role), factors(role, qa, qb)
+            found = scaled_mm(role, qa, qb, product, torch.bfloat16)
+            expected = reference(role, qa, qb, product, torch.bfloat16)
+            assert ulps(found, expected, *sides) <= (1 if product.a.power_of_2 else 2), (name, role)
+            into = torch.ones(found.shape)
+            scaled_mm(role, qa, qb, product, torch.bfloat16, out=into, accumulate=True)
+            assert torch.equal(into, 1 + found.float())
+
+
+def test_what_is_not_finite_shows() -> None:
+    x = torch.randn(32, 256).bfloat16()
+    for recipe in PRESETS.values():
+        for wrong in (float("nan"), float("inf")):
+            x[3, 5] = wrong
+            made = quantise(
+                x, recipe.fprop.a, 1, scale=torch.tensor(1.0) if recipe.scaling == "delayed" else None
+            )
+            found = made.dequantised()
+            if recipe.scaling == "delayed" and wrong == float("inf"):
+                assert found[3, 5] == 448, "a known scale clamps"
+            else:
+                assert found[3, 5].isnan(), recipe.name
+
+
+def test_zeros_stay_zeros_and_partial_blocks_count() -> None:
+    for recipe in PRESETS.values():
+        for role in ("fprop", "dgrad", "wgrad"):
+            product = recipe.product(role)  # type: ignore[arg-type]
+            for spec, along in zip((product.a, product.b), CONTRACTED[role], strict=True):  # type: ignore[index]
+                if not spec.quantised:
+                    continue
+                generator = torch.Generator().manual_seed(0)
+                assert not quantise(torch.zeros(5, 7), spec, along, generator=generator).dequantised().any()
+                x = torch.randn(200, 576)
+                found = quantise(x, spec, along, generator=generator).dequantised()
+                assert found.shape == x.shape
+                limit = 0.2 if spec.format == "e2m1" else 0.08
+                assert float((found - x).norm() / x.norm()) < limit
+
+
+def test_bytes_of_codes_and_scales() -> None:
+    x = torch.randn(256, 512).bfloat16()
+    sizes = {name: quantise(x, recipe.fprop.a, 1).nbytes for name, recipe in PRESETS.items()}
+    assert sizes["tensorwise"] == x.numel() + 4
+    assert sizes["rowwise"] == x.numel() + 4 * 256
+    assert sizes["blockwise"] == x.numel() + 4 * 256 * 4
+    assert sizes["mxfp8"] == x.numel() + 256 * 16
+    assert sizes["nvfp4"] == x.numel() // 2 + 256 * 32 + 4
+    assert all(FORMATS[recipe.fprop.a.format].bits <= 8 for recipe in PRESETS.values())
