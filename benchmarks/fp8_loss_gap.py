@@ -1,0 +1,244 @@
+"""Loss of FP8 training beside bf16 from the same weights on the same batches: the signed mean relative
+difference over the last steps, with a one-sided 95 % upper bound over seeds.
+
+    python benchmarks/fp8_loss_gap.py --family llama --seeds 1 2 3 4 5 --out gap.jsonl   # resumable
+    python benchmarks/fp8_loss_gap.py --toy --out gap.jsonl                              # see that it runs
+    python benchmarks/fp8_loss_gap.py --report gap.jsonl [--record results/]
+
+Six layers of width 256, first and last layers in FP8 too. The negative control dequantises inputs with a
+scale that is wrong by 2**6. On the CPU the recipes are emulated, exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+JUDGED = ("tensorwise", "blockwise", "mxfp8")
+OTHERS = ("delayed", "rowwise", "rowwise_gw_hp", "nvfp4")
+SIDES = ("fp32", "bf16", *JUDGED, "control", *OTHERS)
+STEPS, SHORT, LAST = 200, 50, 50
+SEQUENCE, BATCH, VOCABULARY = 64, 8, 512
+WIDTH = (
+    f"--num-layers 6 --hidden-size 256 --vocab-size {VOCABULARY} --seq-length {SEQUENCE} --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --mock-data "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --tokenizer-type "
+    f"NullTokenizer --micro-batch-size {BATCH} --global-batch-size {BATCH} --train-iters {STEPS} --lr 1e-3 "
+    "--min-lr 1e-4 --lr-warmup-iters 20 --lr-decay-style cosine --no-first-last-layers-bf16"
+)
+FAMILIES = {
+    "llama": "--ffn-hidden-size 704 --num-attention-heads 8 --num-query-groups 4",
+    "deepseek": "--family deepseek --ffn-hidden-size 512 --num-attention-heads 8 --num-moe-experts 8 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 128 "
+    "--moe-layer-freq [0,1,1,1,1,1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 "
+    "--moe-token-dispatcher-type alltoall --multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 "
+    "--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm",
+}
+T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+"""Student's t, one-sided 95 %, by degrees of freedom."""
+
+
+def flags_of(family: str, side: str, seed: int, width: str) -> list[str]:
+    """The options of one run."""
+    words = f"{width} {FAMILIES[family]} --seed {seed}".split()
+    if side != "fp32":
+        words.append("--bf16")
+    if side not in ("fp32", "bf16"):
+        words += ["--fp8-recipe", "blockwise" if side == "control" else side]
+    return words
+
+
+class Text:
+    """Micro-batches of a source that takes long to learn: every token depends on the two before it."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(1000 + seed)
+        # Zipf's law over a permutation that the two tokens before choose.
+        ranks = torch.arange(1, VOCABULARY + 1, dtype=torch.float64)
+        self._weights = (1 / ranks**1.2).float()
+        self._shift = torch.randint(0, VOCABULARY, (VOCABULARY,), generator=generator)
+        self._generator = generator
+
+    def batch(self) -> dict[str, Any]:
+        import torch
+
+        length = SEQUENCE + 1
+        noise = torch.multinomial(self._weights, BATCH * length, replacement=True, generator=self._generator)
+        noise = noise.view(BATCH, length)
+        tokens = torch.zeros(BATCH, length, dtype=torch.long)
+        tokens[:, :2] = noise[:, :2]
+        for index in range(2, length):
+            base = self._shift[tokens[:, index - 1]] + 3 * tokens[:, index - 2] % 7
+            tokens[:, index] = (base + noise[:, index]) % VOCABULARY
+        return {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(BATCH, SEQUENCE),
+            "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1).contiguous(),
+        }
+
+
+def losses(family: str, side: str, seed: int, steps: int, width: str) -> dict[str, Any]:
+    """The loss of every step, and the share of the linears' operations that was in FP8."""
+    import torch
+
+    import mt_megatron
+    from mt_megatron.config.parse import load_config
+    from mt_megatron.fp8 import activation, quantise
+    from mt_megatron.models.families import family_of
+    from mt_megatron.planning.fp8_report import fp8_report
+    from mt_megatron.training.distributed import joined
+    from mt_megatron.training.model import build
+    from mt_megatron.training.step import Shape, make_forward_step, train_step
+
+    config = load_config(flags_of(family, side, seed, width))
+    kept = quantise.Quantised.values
+    if side == "control":
+
+        def wrong(self: Any, dtype: Any) -> Any:
+            values = kept(self, dtype)
+            return values * 2.0**6 if self.cast.block == (1, 128) and self.along == 1 else values
+
+        quantise.Quantised.values = wrong  # type: ignore[method-assign]
+    assert activation
+    try:
+        with joined(config, mt_megatron.backend()) as job:
+            torch.manual_seed(seed)
+            trainable = build(config, job, family_of(config))
+            step = make_forward_step(family_of(config), job.backend.device())
+            shape = Shape(num_microbatches=1, micro_batch_size=BATCH, seq_length=SEQUENCE)
+            text, found = Text(seed), []
+            for iteration in range(1, steps + 1):
+                result = train_step(trainable, step, [iter([text.batch()])], shape, job, iteration=iteration)
+                found.append(result.loss)
+        share = 0.0 if side in ("fp32", "bf16") else fp8_report(config)["share"]
+        return {"losses": found, "share": share}
+    finally:
+        quantise.Quantised.values = kept  # type: ignore[method-assign]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Every side of every seed that is not in the file yet."""
+    import torch
+
+    import mt_megatron
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    mt_megatron.patch(backend="cpu")
+    done = set()
+    if args.out.exists():
+        for line in args.out.read_text().splitlines():
+            record = json.loads(line)
+            done.add((record["family"], record["side"], record["seed"]))
+    width = WIDTH.replace("--hidden-size 256", "--hidden-size 64")
+    for seed in args.seeds:
+        for side in args.sides or SIDES:
+            if (args.family, side, seed) in done:
+                continue
+            steps = 3 if args.toy else SHORT if side in OTHERS else STEPS
+            began = time.monotonic()
+            found = losses(args.family, side, seed, steps, width if args.toy else WIDTH)
+            record = {"family": args.family, "side": side, "seed": seed, **found}
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(
+                f"{args.family} {side} seed {seed}: {found['losses'][-1]:.4f} after {steps} steps, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+
+
+def judged(path: Path) -> list[dict[str, Any]]:
+    """One row for each family and side: difference to bf16 in percent."""
+    runs: dict[tuple[str, int], dict[str, Any]] = defaultdict(dict)
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        runs[record["family"], record["seed"]][record["side"]] = record
+    rows = []
+    for family in sorted({family for family, _ in runs}):
+        for side in SIDES:
+            if side == "bf16":
+                continue
+            gaps, finite, share = [], True, 0.0
+            for (each, _), sides in runs.items():
+                if each != family or side not in sides or "bf16" not in sides:
+                    continue
+                finite &= all(map(math.isfinite, sides[side]["losses"]))
+                share = sides[side]["share"]
+                pairs = list(zip(sides[side]["losses"], sides["bf16"]["losses"], strict=False))
+                if len(pairs) >= STEPS:
+                    gaps.append(100 * statistics.mean((a - b) / b for a, b in pairs[-LAST:]))
+            row: dict[str, Any] = {"family": family, "side": side, "finite": finite, "share in FP8": share}
+            if gaps:
+                row |= {"seeds": len(gaps), "mean %": statistics.mean(gaps), "each %": gaps}
+                if len(gaps) > 1:
+                    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+                    row["upper bound %"] = statistics.mean(gaps) + T95[len(gaps) - 1] * error
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=FAMILIES, default="llama")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1])
+    parser.add_argument("--sides", nargs="*", choices=SIDES)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args()
+    if args.report is None:
+        if args.out is None:
+            parser.error("--out FILE is needed, or --report FILE")
+        run(args)
+        return
+    rows = judged(args.report)
+    from recording import machine, record, table
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]:+.3f}" if name in row else ""
+
+    header = ["family", "side", "seeds", "mean %", "upper bound %", "finite", "share in FP8"]
+    cells = [
+        [
+            row["family"],
+            row["side"],
+            str(row.get("seeds", "")),
+            cell(row, "mean %"),
+            cell(row, "upper bound %"),
+            str(row["finite"]),
+            f"{100 * row['share in FP8']:.1f} %",
+        ]
+        for row in rows
+    ]
+    text = table(header, cells)
+    print(text)
+    if args.record:
+        figures = {"machine": machine(), "emulated": True, "steps": STEPS, "last": LAST, "rows": rows}
+        record(
+            args.record,
+            "fp8-loss-gap",
+            "Loss of FP8 training beside bf16, emulated on the cpu",
+            figures,
+            text,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The ranks' side of the tests of FP8 state in checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.training.loop_cases import run, start
+
+COMMON = "--hidden-dropout 0 --attention-dropout 0 --bf16 --no-first-last-layers-bf16"
+DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+
+
+def stopped_at(folder: str, flags: str, steps: list[int], total: int) -> dict[str, Any]:
+    """A whole run of ``total`` steps, and one that stops after each of ``steps`` and is continued."""
+    start()
+    flags = f"{COMMON} {flags} --train-iters {total} --eval-iters 0"
+    whole = run(f"{flags} --save {folder}/whole", folder, "whole")
+    parts: dict[Any, Any] = {}
+    for number, step in enumerate([*steps, total]):
+        # Stops after the next step that it divides, which is itself.
+        stop = "" if step == total else f"--exit-interval {step}"
+        found = run(f"{flags} --save {folder}/parts {stop}", folder, f"part{number}")
+        assert found["iteration"] == step, found
+        parts |= found["steps"]
+    return {"whole": whole["steps"], "parts": parts}
+
+
+def both_ways(folder: str) -> dict[str, Any]:
+    """bf16 to FP8 and back, another recipe, another history."""
+    start()
+    found = {"bf16": run(f"{COMMON} --save {folder}/bf16 --exit-interval 3", folder, "bf16")}
+    for name, source, flags in (
+        ("to FP8", "bf16", DELAYED),
+        ("back", "to FP8", ""),
+        ("other history", "to FP8", DELAYED.replace("-len 4", "-len 8")),
+        ("other recipe", "to FP8", "--fp8-recipe tensorwise"),
+        ("to blockwise", "bf16", "--fp8-recipe blockwise"),
+        ("blockwise to mxfp8", "to blockwise", "--fp8-recipe mxfp8"),
+    ):
+        places = f"--resume {folder}/{source.replace(' ', '_')}"
+        save = f"--save {folder}/{name.replace(' ', '_')}"
+        found[name] = run(
+            f"{COMMON} {flags} {places} {save} --exit-interval 5", folder, name.replace(" ", "_")
+        )
+    return found
+
+
+def moved(folder: str, before: str, after: str) -> dict[str, Any]:
+    """Three steps under one layout, the rest under another."""
+    start()
+    whole = run(f"{COMMON} {before} --save {folder}/whole", folder, "whole")
+    run(f"{COMMON} {before} --save {folder}/source --exit-interval 3", folder, "source")
+    flags = f"{COMMON} {after} --resume {folder}/source --save {folder}/after"
+    return {"whole": whole, "continued": run(flags, folder, "after")}
