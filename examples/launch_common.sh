@@ -201,6 +201,9 @@ Run again, it resumes. Variables:
   VOCAB_SIZE       tokens of the BPE that is trained on it (4096)
   MAX_TOKENS       limit of training tokens taken from it, 0 for none (10000000)
   DATA_DIR         where the prepared data is or goes (data/NAME in the repository)
+  FP8              recipe in which the linears of decoder layers compute: delayed, tensorwise, rowwise,
+                   rowwise_gw_hp, blockwise, mxfp8, nvfp4 (none); 'mt-megatron fp8 recipes' says which devices
+                   compute which; on a CPU they are emulated
   RUN_DIR          checkpoints, metrics, the trace and the index cache (runs/MODEL in the repository)
   PYTHON           interpreter to use (.venv of the repository, made when missing)
   TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
@@ -260,6 +263,7 @@ launch() {
         "${LAUNCH[@]}" --
         --config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}"
     )
+    if [[ -n ${FP8:-} ]] && ! given --fp8-recipe -- "${extra[@]}"; then command+=(--fp8-recipe "$FP8"); fi
     if ! given --save -- "${extra[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
     if ! given --data-cache-path -- "${extra[@]}"; then command+=(--data-cache-path "$RUN_DIR/index-cache"); fi
     if ! given --metrics-path -- "${extra[@]}"; then command+=(--metrics-path "$RUN_DIR/metrics.jsonl"); fi

@@ -83,7 +83,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the result (as it is stored)")
     add("--max-shard-size", type=_size, metavar="SIZE", help="of a file, such as 5GB")
-    add("--fp8", action="store_true", help="write DeepSeek's block-scaled FP8 weights (with --to-hf)")
+    add(
+        "--fp8",
+        nargs="?",
+        const="all",
+        choices=("all", "blockwise"),
+        help="write DeepSeek's block-scaled FP8 weights (with --to-hf): all linears, or with 'blockwise' "
+        "those that fp8_recipe blockwise trains in FP8, with its scales",
+    )
     add("--no-mtp", action="store_true", help="leave layers of multi-token prediction out")
     add(
         "--with-optimizer",
@@ -135,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
                 arguments=tuple(args.config_argv),
                 dtype=args.dtype,
                 max_shard_size=args.max_shard_size,
-                fp8=args.fp8,
+                fp8=args.fp8 is not None,
+                fp8_recipe="blockwise" if args.fp8 == "blockwise" else None,
                 prediction=not args.no_mtp,
                 weights_only=not args.with_optimizer,
                 side_files=args.hf_files,

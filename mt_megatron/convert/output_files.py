@@ -31,6 +31,7 @@ from mt_megatron.convert.tensors.megatron_names import KeyStyle
 from mt_megatron.convert.tensors.shapes import shape_of
 from mt_megatron.convert.tensors.sources import Source
 from mt_megatron.convert.torch_dist.writer import DistWriter
+from mt_megatron.fp8.layers import layer_reason
 from mt_megatron.layers.block_spec import has_uniform_layers
 from mt_megatron.layers.transformer_fields import moe_layer_pattern
 
@@ -45,6 +46,8 @@ def published_files(request: Request, given: Input, model: Model, source: Source
         shapes,
         max_shard_size=request.max_shard_size or MAX_SHARD["huggingface"],
         fp8=request.fp8,
+        fp8_recipe=request.fp8_recipe,
+        in_bf16=lambda layer: layer_reason(layer + 1, config) is not None,
     )
     files = side_files_of(request, given)
     like = json.loads(files.pop(CONFIG)) if CONFIG in files else None

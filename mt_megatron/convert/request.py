@@ -48,6 +48,10 @@ class Request:
     fp8: bool = False
     """Whether published linears are written block-scaled."""
 
+    fp8_recipe: str | None = None
+    """``blockwise``: only the linears that the recipe trains in FP8, with its power-of-two scales; None: all
+    that published files may hold in FP8, each block's largest magnitude becoming 448."""
+
     prediction: bool = True
     """Whether layers of multi-token prediction are converted as well."""
 

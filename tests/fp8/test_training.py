@@ -82,7 +82,8 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
         "delayed ep2": f"--fp8-recipe delayed --fp8-amax-history-len 4 {EP2}",
         "blockwise pp2": f"--fp8-recipe blockwise {PP2} {RECOMPUTE}",
         "tensorwise ep2 pp2 all": f"--fp8-recipe tensorwise {MIXTURE} {PP2} {RECOMPUTE}",
-        "zero1": "--fp8-recipe rowwise --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "zero1": "--fp8-recipe rowwise --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
     }
     return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=150)
 

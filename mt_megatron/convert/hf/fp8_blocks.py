@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import CheckpointError
+from mt_megatron.fp8.formats import E4M3
+from mt_megatron.fp8.quantise import scale_of
 
 BLOCK = (128, 128)
 SUFFIX = "_scale_inv"
@@ -41,10 +43,11 @@ def dequantise(
 
 
 def quantise(
-    tensor: Tensor, *, block: tuple[int, int] = BLOCK, name: str = "weight"
+    tensor: Tensor, *, block: tuple[int, int] = BLOCK, name: str = "weight", power_of_2: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``tensor`` [m, n] as FP8 and its scales: each block's largest magnitude becomes 448, e4m3's largest
-    number; a block of zeros has the scale 1. Raises ``CheckpointError`` for NaN and infinity."""
+    number; a block of zeros has the scale 1. With ``power_of_2`` scales are those of training with
+    fp8_recipe blockwise, the next power of two. Raises ``CheckpointError`` for NaN and infinity."""
     rows, columns = tensor.shape
     weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scale = torch.empty(scale_shape(rows, columns, block), dtype=torch.float32)
@@ -58,6 +61,8 @@ def quantise(
                 f"{name} holds NaN or infinity, which FP8 cannot; check where it comes from"
             )
         scale[index] = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+        if power_of_2:
+            scale[index] = scale_of(largest, E4M3, power_of_2=True).reciprocal()
         scaled = strip / _per_column(scale[index], columns, block[1])
         # Division may round a hair past the largest number, and casts differ in what they make of that.
         weight[first : first + block[0]] = scaled.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)

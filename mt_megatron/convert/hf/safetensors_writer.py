@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from mt_megatron.convert.output_folder import FileTask
 from mt_megatron.convert.tensors.sources import Rows, Source
 
 _FP8 = torch.float8_e4m3fn
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,17 @@ class SafetensorsWriter:
         *,
         max_shard_size: int,
         fp8: bool = False,
+        fp8_recipe: str | None = None,
+        in_bf16: Callable[[int], bool] = lambda layer: False,
     ) -> None:
         """``shapes`` are, for each row, those of its published tensors. A file has at most
-        ``max_shard_size`` bytes of tensors, or one row. ``fp8``: with block-scaled weights."""
+        ``max_shard_size`` bytes of tensors, or one row. ``fp8``: with block-scaled weights; with a recipe
+        its power-of-two scales, and without the layers (from 0) that stay ``in_bf16`` under it."""
         self._source = source
         self._rows = rows
         self._fp8 = fp8
+        self._recipe = fp8_recipe
+        self._in_bf16 = in_bf16
         self._files: list[list[_Entry]] = [[]]
         for name, row in rows.items():
             entry = self._entry(name, shapes[name])
@@ -92,7 +99,7 @@ class SafetensorsWriter:
         row, dtype = self._rows[name], self._source.dtype(name)
         tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         for source, shape in zip(row.sources, shapes, strict=True):
-            if self._fp8 and row.block_scaled:
+            if self._fp8 and row.block_scaled and not self._stays(source):
                 tensors.append((source, _FP8, shape))
                 rows, columns = shape
                 tensors.append((source + SUFFIX, torch.float32, scale_shape(rows, columns)))
@@ -100,6 +107,11 @@ class SafetensorsWriter:
                 tensors.append((source, dtype, shape))
         size = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors)
         return _Entry(name=name, tensors=tuple(tensors), size=size)
+
+    def _stays(self, published: str) -> bool:
+        """Whether a tensor stays as it is under the recipe."""
+        layer = _LAYER.search(published)
+        return self._recipe is not None and layer is not None and self._in_bf16(int(layer[1]))
 
     def _produce(self, entries: list[_Entry]) -> Iterator[Any]:
         yield header_bytes([tensor for entry in entries for tensor in entry.tensors])
@@ -113,7 +125,7 @@ class SafetensorsWriter:
                     yield memory_of(scale)
                     scale = None
                 elif dtype == _FP8:
-                    weight, scale = quantise(published[name], name=name)
+                    weight, scale = quantise(published[name], name=name, power_of_2=self._recipe is not None)
                     yield memory_of(weight)
                 else:
                     yield memory_of(published[name].contiguous())

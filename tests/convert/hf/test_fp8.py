@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mt_megatron.convert.hf.fp8_blocks import dequantise, quantise
 from mt_megatron.errors import CheckpointError
+from mt_megatron.fp8.quantise import quantise as quantised
+from mt_megatron.fp8.recipe import PRESETS
 from tests.convert import published
 from tests.convert.published import differing, read
 from tests.convert.recorded_run import converted
@@ -110,3 +112,26 @@ def test_through_whole_folders(tmp_path: Path) -> None:
         ours = by_loops(again[name], again[name + "_scale_inv"])
         theirs = by_loops(eight[name], eight[name + "_scale_inv"])
         assert torch.allclose(ours, theirs, rtol=2**-7, atol=0), name
+
+
+def test_blockwise_writes_what_its_training_computes_with(tmp_path: Path) -> None:
+    """The linears between the first and the last layer, and their codes and scales."""
+    shape = published.draw("llama", random.Random(5)) | {"num_hidden_layers": 4}
+    published.write(tmp_path / "source", "llama", shape, seed=5)
+    converted(tmp_path / "source", tmp_path / "eight", "huggingface", fp8=True, fp8_recipe="blockwise")
+    source, eight = read(tmp_path / "source"), load_file(tmp_path / "eight" / "model.safetensors")
+    scaled = {name.removesuffix("_scale_inv") for name in eight if name.endswith("_scale_inv")}
+    assert {name.split(".")[2] for name in scaled} == {"1", "2"} and len(scaled) == 2 * 7
+    for name in scaled:
+        trained = quantised(source[name], PRESETS["blockwise"].fprop.b, 1)
+        assert torch.equal(eight[name].view(torch.uint8), trained.codes.view(torch.uint8))
+        assert torch.equal(eight[name + "_scale_inv"], trained.inverse)
+    converted(tmp_path / "eight", tmp_path / "back", "huggingface")
+    back = read(tmp_path / "back")
+    for name, tensor in source.items():
+        if name in scaled:
+            # Powers of two times e4m3 are exact in bf16: nothing is lost on the way back.
+            expected = dequantise(eight[name], eight[name + "_scale_inv"], torch.float32)
+            assert torch.equal(back[name].float(), expected)
+        else:
+            assert torch.equal(back[name], tensor)
