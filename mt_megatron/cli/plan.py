@@ -15,6 +15,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.flops import executed_flops, forward_flops
+from mt_megatron.planning.fp8_report import fp8_cost
 from mt_megatron.planning.hardware import DEVICES, Hardware, hardware_of
 from mt_megatron.planning.layouts import Layout
 from mt_megatron.planning.memory import PARTS, MemoryCase, chunk_layers, estimate_memory, places, state_memory
@@ -381,6 +382,7 @@ def _operations(config: TrainingConfig, case: MemoryCase, world: int) -> dict[st
         "executed_flops_per_token": executed_flops(flops, case.activations.recompute, chunks),
         "tokens_per_step": tokens,
         "flops_per_step": flops.training * tokens,
+        "fp8": fp8_cost(config),
     }
 
 
@@ -474,6 +476,14 @@ def _cost_lines(plan: dict[str, Any]) -> list[str]:
         if plan["executed_flops_per_token"] != plan["flops_per_token"]:
             executed = plan["executed_flops_per_token"]
             lines.append(f"  {executed:.4g} per token with what is recomputed or padded")
+        if plan["fp8"] is not None:
+            fp8 = plan["fp8"]
+            lines += [
+                f"  {fp8['flops_per_token']:.4g} per token in FP8 ({fp8['recipe']}), "
+                f"{fp8['share_of_linears']:.1%} of the linears'",
+                f"  casts of weights take about {fp8['weight_codes_bytes'] / _GIB:,.3f} GiB of a rank during "
+                f"a step, not in the total; linears keep their inputs in {fp8['saved_inputs']}",
+            ]
     memory = plan["memory_per_rank_bytes"]
     if memory is not None:
         stages = len(plan["memory_per_stage_bytes"])

@@ -1,16 +1,17 @@
 """FP8 and FP4 training of linear layers without compiled extensions.
 
-formats      e4m3, e5m2, e2m1 and E8M0: rounding, codes
-recipe       recipes as frozen data, presets, what hardware refuses
-checks       the fields of ``TransformerConfig``
-quantise     tensors as codes and scales
-bounds       the error that a quantised product may have
-products     the exact reference, and the device's kernels
-activation   inputs and output gradients, cast once for each layout
-linear       the recipe of one weight, as ``seams.gemm`` calls it
-state        the step, histories of magnitudes, what a checkpoint keeps
-layers       which layers stay in bf16, and why
-attach       which weights of a layer compute in FP8
-checkpoint   what a checkpoint keeps of it
-telemetry    what the casts lose, and demotion to bf16
+formats       e4m3, e5m2, e2m1 and E8M0: rounding, codes
+recipe        recipes as frozen data, presets, what hardware refuses
+checks        the fields of ``TransformerConfig``
+quantise      tensors as codes and scales
+bounds        the error that a quantised product may have
+products      the exact reference, and the device's kernels
+activation    inputs and output gradients, cast once for each layout
+linear        the recipe of one weight, as ``seams.gemm`` calls it
+state         the step, histories of magnitudes, what a checkpoint keeps
+layers        which layers stay in bf16, and why
+attach        which weights of a layer compute in FP8
+param_gather  the distributed optimizer's all-gather of weights as codes
+checkpoint    what a checkpoint keeps of it
+telemetry     what the casts lose, and demotion to bf16
 """

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mt_megatron.fp8 import products
 from mt_megatron.fp8.activation import Activation
-from mt_megatron.fp8.quantise import Quantised, amax_of, quantise
-from mt_megatron.fp8.recipe import CONTRACTED, Kind, Recipe, Role
+from mt_megatron.fp8.formats import FORMATS
+from mt_megatron.fp8.quantise import Quantised, amax_of, quantise, scale_of
+from mt_megatron.fp8.recipe import CONTRACTED, Cast, Kind, Recipe, Role
 from mt_megatron.seams import collectives
 from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, torch_gemm
 from mt_megatron.seams.grouped_gemm import TokenGroups, one_by_one
@@ -29,6 +30,9 @@ class Fp8Linear:
         self.parameter = parameter
         self.demoted = False
         """Whether it has fallen back to bf16."""
+
+        self.gathered_scale: Tensor | None = None
+        """With which the distributed optimizer gathered the weight in FP8."""
 
         self._compute = products.scaled_mm if native else products.reference
         self._weights: dict[tuple[int | None, int], tuple[int | None, Quantised]] = {}
@@ -164,10 +168,20 @@ class Fp8Linear:
             whole = None
             if group is not None and group.size() > 1:
                 amax, whole = self._shared(x, cast, along, amax, group)
-            made = quantise(x, cast, along, amax=amax, whole=whole, generator=generator)
+            kept = self._gathered(kind, cast, amax)
+            made = quantise(x, cast, along, amax=amax, whole=whole, scale=kept, generator=generator)
         if state.sampling and state.telemetry is not None:
             state.telemetry.measure(self.name, kind, role, x, made)
         return made
+
+    def _gathered(self, kind: Kind, cast: Cast, amax: Tensor | None) -> Tensor | None:
+        """The scale that a weight's values come from, so that they become the same codes again; None where
+        the weight has changed since, or was not gathered in FP8."""
+        scale = self.gathered_scale
+        if kind != "weight" or scale is None or amax is None:
+            return None
+        now = scale_of(amax, FORMATS[cast.format])
+        return scale if bool((now / scale - 1).abs() < 2.0**-7) else None
 
     def _shared(
         self, x: Tensor, cast: Any, along: int, amax: Tensor | None, group: Any

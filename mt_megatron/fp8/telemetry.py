@@ -61,6 +61,8 @@ class Telemetry:
             before = self._scales.get((name, kind, role))
             self._scales[name, kind, role] = found["scale"]
             record = {
+                "event": "fp8",
+                "iteration": state.step,
                 "step": state.step,
                 "linear": name,
                 "operand": kind,

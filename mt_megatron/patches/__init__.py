@@ -75,4 +75,4 @@ def collect(backend: Backend) -> list[Patch]:
 
 def reading_fields(features: frozenset[str]) -> list[str]:
     """Those of ``features`` whose patches read what the feature ``model_config`` adds."""
-    return sorted(features & {"moe", "mla", "mtp", "rope"})
+    return sorted(features & {"moe", "mla", "mtp", "rope", "fp8"})

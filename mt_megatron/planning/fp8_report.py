@@ -75,6 +75,35 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
     }
 
 
+def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
+    """Plain data for a plan: ``recipe``, ``flops_per_token`` of a training step that are in FP8,
+    ``share_of_linears``, ``weight_codes_bytes``: about what a device keeps of cast weights during a step, and
+    in what backward keeps the linears' inputs. None without a recipe."""
+    recipe = recipe_of_run(config)
+    if recipe is None:
+        return None
+    parallel, shape = config.parallel, model_shape(config)
+    inside = [each for each in linears(shape) if layer_reason(each.layer, config.model) is None]
+    quantised = sum(recipe.product(role).quantised for role in ROLES)
+    element = 0.5 if recipe.fprop.b.format == "e2m1" else 1.0
+    layouts = 1 if recipe.shares_weight_codes else 2
+    held = 0.0
+    for each in inside:
+        inputs, outputs = each.on_rank(parallel.tensor_model_parallel_size)
+        experts = 1
+        if ".experts." in each.name:
+            experts = (shape.num_moe_experts or 1) // parallel.expert_model_parallel_size
+        held += inputs * outputs * experts * element * layouts
+    in_fp8 = recipe.wgrad.quantised and (recipe.shares_input_codes or config.model.fp8_save_activations)
+    return {
+        "recipe": recipe.name,
+        "flops_per_token": sum(each.flops for each in inside) * quantised,
+        "share_of_linears": fp8_report(config)["share"],
+        "weight_codes_bytes": int(held / parallel.pipeline_model_parallel_size),
+        "saved_inputs": "fp8" if in_fp8 else "params dtype",
+    }
+
+
 def _roles(recipe: Recipe) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for role in ROLES:

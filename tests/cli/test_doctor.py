@@ -64,7 +64,8 @@ def test_report_holds_what_a_bug_report_needs(report: dict[str, Any]) -> None:
     assert Path(report["megatron_core"]["dataset_helper"]).is_file()
     assert report["auto"]["name"] in report["backends"]
     assert report["would_run"]["training on cpu"]["works"] is True
-    assert report["would_run"]["fp8"]["works"] is False
+    assert "cpu: delayed, tensorwise, rowwise" in report["would_run"]["fp8"]["why"]
+    assert "emulated" in report["would_run"]["fp8"]["why"]
     for facts in report["backends"].values():
         assert facts["why"]
 

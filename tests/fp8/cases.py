@@ -159,3 +159,11 @@ def weights_are_cast_anew(flags: str) -> dict[str, Any]:
             "follows .data": bool(torch.allclose(doubled.float(), 2 * after.float(), rtol=0.02, atol=1e-3)),
             "kept between steps": len(recipe._weights),
         }
+
+
+def names(flags: str) -> list[str]:
+    """The linears that compute in FP8, by their global names."""
+    begin()
+    config = config_of(flags)
+    with joined(config, mt_megatron.backend()) as job:
+        return [name for state in Run(flags, job).states for name in state.linears]

@@ -16,6 +16,7 @@ TP2 = "--tensor-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
 EP2 = f"{MIXTURE} --expert-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LINEARS = 4 * 4
 """Of the model: QKV, projection and two of the MLP in four layers."""
@@ -82,10 +83,14 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
         "delayed ep2": f"--fp8-recipe delayed --fp8-amax-history-len 4 {EP2}",
         "blockwise pp2": f"--fp8-recipe blockwise {PP2} {RECOMPUTE}",
         "tensorwise ep2 pp2 all": f"--fp8-recipe tensorwise {MIXTURE} {PP2} {RECOMPUTE}",
-        "zero1": "--fp8-recipe rowwise --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather",
+        "zero1": f"--fp8-recipe rowwise {ZERO1}",
     }
-    return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=150)
+    for name in ("tensorwise", "delayed"):
+        layouts |= {
+            f"{name} zero1": f"--fp8-recipe {name} {ZERO1}",
+            f"{name} gathered": f"--fp8-recipe {name} {ZERO1} --fp8-param-gather",
+        }
+    return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=200)
 
 
 @pytest.mark.parametrize("layout", ["delayed tp2", "delayed dp2", "delayed ep2"])
@@ -121,6 +126,17 @@ def test_other_layouts_train(pairs: list[dict[str, Any]], layout: str) -> None:
 def test_pipeline_stages_change_nothing(pairs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     found = pairs[0]["blockwise pp2"]["losses"]
     assert found == pytest.approx(alone["blockwise"]["losses"][: len(found)], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_parameters_are_gathered_as_codes(pairs: list[dict[str, Any]], name: str) -> None:
+    plain, gathered = (pairs[0][f"{name} {how}"] for how in ("zero1", "gathered"))
+    # The same codes: what differs are embedding, head and norms, which are gathered as they are.
+    assert gathered["losses"] == pytest.approx(plain["losses"], rel=2e-4)
+    counts = [found[f"{name} gathered"]["counts"] for found in pairs]
+    sent = sum(each["param_gather_bytes"] for each in counts)
+    before = sum(each["param_gather_bf16_bytes"] for each in counts)
+    assert 0.5 < sent / before < 0.56, "decoder linears are nine tenths of this model"
 
 
 def test_weights_are_cast_anew_when_they_change() -> None:

@@ -19,6 +19,7 @@ import mt_megatron
 from mt_megatron._session import untested_versions
 from mt_megatron.cli.doctor import cards, host
 from mt_megatron.cli.doctor.probe import MARKER, PARTS
+from mt_megatron.fp8.recipe import possible_recipes
 
 # The report for people: the verdict first, then the facts behind it.
 
@@ -293,11 +294,18 @@ def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "works": bool(usable),
         "why": f"on {', '.join(usable)}" if usable else "no backend can be used",
     }
-    found["fp8"] = {
-        "works": False,
-        "why": "megatron-core 0.9.0 has it only with Transformer Engine, which this version does not use",
-    }
+    found["fp8"] = {"works": bool(usable), "why": _fp8_text(backends, usable)}
     return found
+
+
+def _fp8_text(backends: dict[str, Any], usable: list[str]) -> str:
+    """Which recipes each usable backend trains with."""
+    parts = []
+    for name in usable:
+        recipes = possible_recipes(name, tuple(backends[name].get("fp8", ())))
+        how = "emulated, exactly and slower than bf16" if name == "cpu" else "by torch._scaled_mm"
+        parts.append(f"{name}: {', '.join(recipes)} ({how})" if recipes else f"{name}: no recipe")
+    return "; ".join(parts) or "no backend can be used"
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:

@@ -34,6 +34,21 @@ def _schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def _start_param_sync(original: Callable[..., None], self: Any, force_sync: bool = False) -> None:
+    if not self.ddp_config.fp8_param_gather or (force_sync and self.param_gather_handle is not None):
+        original(self, force_sync)
+        return
+    from mt_megatron.fp8.param_gather import Done, gather, has_fp8
+
+    if not has_fp8(self):
+        original(self, force_sync)
+        return
+    gather(self)
+    overlaps = self.ddp_config.overlap_param_gather and not force_sync
+    self.param_gather_handle = Done() if overlaps else None
+    self.param_gather_dispatched = True
+
+
 def patches(backend: Backend) -> list[Patch]:
     return [
         Patch(
@@ -45,6 +60,15 @@ def patches(backend: Backend) -> list[Patch]:
             body=_layer_init,
             digest="137a75e6dbb4dca25b3f80e4132179309e6e7942773ce0f7d60175bb0cb66a78",
             after=("model_config.fields",),
+        ),
+        Patch(
+            id="fp8.param_gather",
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
+            kind="wrap",
+            feature="fp8",
+            reason="with fp8_param_gather the weights that compute in FP8 are gathered as codes",
+            body=_start_param_sync,
+            digest="8bfb80aeb94b87021efa7908436c2e4de95490132cdb45df68868de4585a1a28",
         ),
         *(
             Patch(

@@ -8,13 +8,26 @@ from mt_megatron.fp8.layers import FEATURES, layer_reason
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.linears import linears
 
+PARAM_GATHER = ("delayed", "tensorwise")
+"""Recipes whose weights have one scale per tensor, so that a gathered one is cast to the same codes."""
+
 
 def fp8_layer_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
     model = config.model
-    if model.fp8_recipe is None and model.fp8 is None:
-        return []
+    recipe = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
     found = []
+    if config.ddp.fp8_param_gather and (
+        recipe not in PARAM_GATHER or not config.parallel.use_distributed_optimizer
+    ):
+        found.append(
+            f"fp8_param_gather with fp8_recipe {recipe} and use_distributed_optimizer = "
+            f"{config.parallel.use_distributed_optimizer}; expected fp8_recipe {' or '.join(PARAM_GATHER)}, "
+            "whose weights have one scale per tensor, and the distributed optimizer. Set --fp8-recipe and "
+            "--use-distributed-optimizer, or leave --fp8-param-gather out."
+        )
+    if recipe is None:
+        return found
     if model.transformer_impl == "transformer_engine":
         found.append(
             "transformer_impl is transformer_engine with fp8_recipe, which Megatron-Core's local linears "

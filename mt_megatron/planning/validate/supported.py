@@ -95,7 +95,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "fp8_dot_product_attention": _TE,
     "fp8_multi_head_attention": _TE,
     "tp_only_amax_red": _TE,
-    "fp8_param_gather": "weights are gathered in bf16",
     "activation_func_fp8_input_store": "it stores activations without any scale",
     "cpu_offloading": _TE,
     "enable_cuda_graph": _TE,

@@ -1,0 +1,160 @@
+"""The distributed optimizer's all-gather of parameters, with FP8 weights as codes: half of the bytes.
+
+Each rank casts its shard of every FP8 weight with one scale per parameter, shared by the data-parallel
+group; codes are gathered, and every rank decodes the same values, its own shard included. Parameters
+without FP8 are gathered as they are. For recipes whose weights have one scale per tensor, so that the cast
+of the next forward pass gives the same codes again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_megatron.fp8.formats import E4M3, decode, encode
+from mt_megatron.fp8.linear import Fp8Linear
+from mt_megatron.fp8.quantise import amax_of, scale_of
+from mt_megatron.seams import collectives
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A parameter's elements in a bucket."""
+
+    start: int
+    end: int
+    linear: Fp8Linear | None
+
+
+class Done:
+    """The handle of a gathering that is complete."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def has_fp8(group: Any) -> bool:
+    """Whether a bucket group holds a weight that computes in FP8."""
+    return any(
+        isinstance(getattr(parameter, "gemm_recipe", None), Fp8Linear)
+        for bucket in group.buckets
+        for parameter in bucket.params_list
+    )
+
+
+def gather(group: Any) -> None:
+    """All buckets of a ``_ParamAndGradBucketGroup``; collective over its data-parallel group."""
+    for bucket in group.buckets:
+        _gather_bucket(bucket, group.data_parallel_group)
+
+
+def _segments(bucket: Any) -> list[_Segment]:
+    data, found = bucket.param_data, []
+    for parameter in bucket.params_list:
+        start = (parameter.data_ptr() - data.data_ptr()) // data.element_size()
+        recipe = getattr(parameter, "gemm_recipe", None)
+        linear = recipe if isinstance(recipe, Fp8Linear) and not recipe.demoted else None
+        found.append(_Segment(start, start + parameter.numel(), linear))
+    found.sort(key=lambda segment: segment.start)
+    # What lies between parameters is padding, and gathered with what is not quantised.
+    whole, at = [], 0
+    for segment in [*found, _Segment(data.numel(), data.numel(), None)]:
+        if segment.start > at:
+            whole.append(_Segment(at, segment.start, None))
+        if segment.end > segment.start:
+            whole.append(segment)
+        at = segment.end
+    return whole
+
+
+def _cut(segments: list[_Segment], start: int, end: int) -> list[_Segment]:
+    return [
+        _Segment(max(each.start, start), min(each.end, end), each.linear)
+        for each in segments
+        if each.start < end and each.end > start
+    ]
+
+
+def _gather_bucket(bucket: Any, group: Any) -> None:
+    data: Tensor = bucket.param_data
+    ranks, rank = group.size(), group.rank()
+    size = data.numel() // ranks
+    segments = _segments(bucket)
+    shards = [_cut(segments, each * size, (each + 1) * size) for each in range(ranks)]
+    scales = _scales(data, segments, shards[rank], group)
+    codes = [
+        encode(data[each.start : each.end].float() * scales[each.linear], E4M3).view(torch.uint8)
+        for each in shards[rank]
+        if each.linear is not None
+    ]
+    plain = [data[each.start : each.end] for each in shards[rank] if each.linear is None]
+    gathered_codes = _all_gather(codes, torch.uint8, shards, True, data, group)
+    gathered_plain = _all_gather(plain, data.dtype, shards, False, data, group)
+    for number, shard in enumerate(shards):
+        at = {True: 0, False: 0}
+        for each in shard:
+            quantised, length = each.linear is not None, each.end - each.start
+            source = (gathered_codes if quantised else gathered_plain)[number]
+            part = source[at[quantised] : at[quantised] + length]
+            at[quantised] += length
+            if each.linear is not None:
+                values = decode(part.view(torch.float8_e4m3fn), E4M3, torch.float32)
+                part = values * scales[each.linear].reciprocal()
+            data[each.start : each.end] = part
+    for linear, scale in scales.items():
+        linear.gathered_scale = scale
+        counts = linear.state.counts
+    if scales:
+        counts["param_gather_bytes"] += sum(each.numel() * each.element_size() for each in codes + plain)
+        counts["param_gather_bf16_bytes"] += size * data.element_size()
+
+
+def _scales(
+    data: Tensor, segments: list[_Segment], mine: list[_Segment], group: Any
+) -> dict[Fp8Linear, Tensor]:
+    """The scale of every FP8 weight of the bucket, from the magnitudes in all shards."""
+    linears = [each.linear for each in segments if each.linear is not None]
+    if not linears:
+        return {}
+    if linears[0].recipe.scaling == "delayed":
+        return {
+            linear: linear.state.delayed_scale(linear.name, "weight", None, data.device) for linear in linears
+        }
+    largest = torch.zeros(len(linears), device=data.device)
+    cast = linears[0].recipe.cast("fprop", "weight")
+    for each in mine:
+        if each.linear is not None:
+            part = data[each.start : each.end].view(1, -1)
+            largest[linears.index(each.linear)] = amax_of(part, cast, 1)
+    with collectives.announced("all_reduce", "dp", group):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return {linear: scale_of(amax, E4M3) for linear, amax in zip(linears, largest, strict=True)}
+
+
+def _all_gather(
+    parts: list[Tensor],
+    dtype: torch.dtype,
+    shards: list[list[_Segment]],
+    quantised: bool,
+    like: Tensor,
+    group: Any,
+) -> list[Tensor]:
+    """One tensor per rank; shards that hold less are padded."""
+    room = max(
+        sum(each.end - each.start for each in shard if (each.linear is not None) is quantised)
+        for shard in shards
+    )
+    if not room:
+        return [like.new_empty(0, dtype=dtype)] * len(shards)
+    sent = like.new_zeros(room, dtype=dtype)
+    if parts:
+        joined = torch.cat(parts)
+        sent[: joined.numel()] = joined
+    received = like.new_empty(room * len(shards), dtype=dtype)
+    with collectives.announced("all_gather", "dp", group):
+        dist.all_gather_into_tensor(received, sent, group=group)
+    return list(received.view(len(shards), room))

@@ -1,0 +1,160 @@
+"""Telemetry, demotion, the report and its picture; plan and checks before the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mt_megatron.cli.main import main
+from mt_megatron.config.parse import load_config
+from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.quantise import quantise
+from mt_megatron.fp8.recipe import PRESETS
+from mt_megatron.fp8.telemetry import FIELDS, measures
+from mt_megatron.planning.fp8_report import fp8_cost, fp8_report
+from mt_megatron.planning.validate.fp8 import fp8_layer_problems
+from mt_megatron.training.logging.fp8_picture import picture
+from tests.fp8.cases import MIXTURE, MODEL
+from tests.launch import run_ranks
+
+TENSOR = PRESETS["tensorwise"].fprop.a
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 128 "
+    "--position-embedding-type rope --seq-length 32 --swiglu --disable-bias-linear --micro-batch-size 1 "
+    "--train-iters 4 --lr 1e-3"
+).split(" ")
+
+
+def measured(x: torch.Tensor, **how: Any) -> dict[str, float]:
+    return dict(zip(FIELDS, measures(x, quantise(x, TENSOR, 1, **how)).tolist(), strict=True))
+
+
+def test_measures_are_those_of_a_hand_count() -> None:
+    x = torch.ones(16, 128)
+    x[:, :32] = 1e-7  # below half of e4m3's smallest number at this scale
+    x[:, 32:40] = 0
+    found = measured(x)
+    assert found["underflow"] == pytest.approx(32 / 120)
+    assert found["saturation"] == 0 and found["not_finite"] == 0
+    assert found["scale"] == pytest.approx(torch.tensor(448.0).log2().item(), abs=1e-4)
+    found = measured(x, scale=torch.tensor(1000.0))
+    assert found["saturation"] == pytest.approx(88 / 120), "1000 is beyond 448"
+    x[0, 0] = float("nan")
+    assert measured(x)["not_finite"] == pytest.approx(1 / x.numel())
+
+
+def test_snr_is_the_median_over_blocks() -> None:
+    """One outlier ruins its tensor's scale for all; the energy of all together would not show it."""
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
+    good = measured(x)["snr"]
+    x[0, 0] = 3e7
+    bad = measured(x)["snr"]
+    assert good > 25 and bad < 1
+
+
+def test_a_layer_that_passes_a_threshold_falls_back_on_all_ranks(tmp_path: Path) -> None:
+    flags = "--fp8-recipe tensorwise --fp8-telemetry-interval 2 --fp8-demote-snr 200"
+    layouts = {"demoted": flags, "not": flags.replace("200", "-200"), "bf16": ""}
+    run_ranks(1, "tests.fp8.cases:trained", str(tmp_path), {"bf16": ""}, 1, timeout=60)
+    found = run_ranks(2, "tests.fp8.cases:trained", str(tmp_path), layouts, 6, timeout=100)
+    for rank in found:
+        assert all(row[0] == 1.0 for row in rank["demoted"]["rows"].values()), "everything is below 200 dB"
+        assert not any(row[0] for row in rank["not"]["rows"].values())
+        losses = {name: rank[name]["losses"] for name in layouts}
+        assert losses["demoted"][:2] == losses["not"][:2], "decided after the second step"
+        assert losses["demoted"][3:] != losses["not"][3:]
+
+
+def test_a_run_keeps_telemetry_and_its_demotions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--fp8-recipe blockwise --fp8-telemetry-interval 1 --fp8-demote-snr 200"
+    [found] = run_ranks(1, "tests.fp8.resumed:stopped_at", str(tmp_path), flags, [2], 4, timeout=100)
+    assert found["parts"] == found["whole"], "resumed with its demotions, to the bit"
+    records = [json.loads(line) for line in (tmp_path / "whole.fp8.stage0.jsonl").open()]
+    assert {record["step"] for record in records} == {1}, "nothing is cast after all has fallen back"
+    assert any(record.get("demoted") for record in records)
+    assert main(["fp8", "report", str(tmp_path / "whole"), "--picture", str(tmp_path / "a.svg")]) == 0
+    said = capsys.readouterr().out
+    assert "bf16: demoted after step 1" in said and "recipe blockwise: 0.0 %" in said
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+def test_the_picture_has_a_cell_for_each_sample() -> None:
+    rows = [
+        {"step": step, "linear": f"layers.{layer}.mlp.linear_fc1", "operand": "input", "role": "fprop"}
+        | {"snr": 10.0 * layer, "underflow": 0.5 * layer, "saturation": 0.0}
+        for step in (10, 20)
+        for layer in (0, 1, 10)
+    ]
+    text = picture(rows)
+    assert text.count("<title>") == 6 and text.count("<circle") == 4
+    assert text.index("layers.1.") < text.index("layers.10.")
+
+
+def test_the_report_counts_shares_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([*SMALL, "--fp8-recipe", "rowwise_gw_hp"])
+    found = fp8_report(config)
+    layer = 64 * 192 + 64 * 64 + 64 * 256 + 128 * 64
+    assert [row["share"] for row in found["linears"][:2]] == [64 * 192 / layer / 4, 64 * 64 / layer / 4]
+    assert found["share"] == pytest.approx(2 / 4 * 2 / 3), "two of four layers, two of three products"
+    reasons = {row["linear"].split(".")[1]: row["reason"] for row in found["linears"]}
+    assert reasons["1"] is None and "num_layers_at_start_in_bf16" in reasons["0"]
+    assert main(["fp8", "report", *SMALL, "--fp8-recipe", "blockwise", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["share"] == pytest.approx(0.5)
+    assert main(["fp8", "report", *SMALL]) == 2
+    assert "expected --fp8-recipe NAME" in capsys.readouterr().err
+    assert main(["fp8", "recipes"]) == 0
+    assert "musa from 3.1" in capsys.readouterr().out
+
+
+def test_a_mixture_names_the_linears_that_are_built() -> None:
+    config = load_config(f"{MODEL} {MIXTURE} --fp8-recipe tensorwise --lr 1e-3 --train-iters 2".split())
+    names = {row["linear"] for row in fp8_report(config)["linears"]}
+    built = run_ranks(1, "tests.fp8.cases:names", f"{MIXTURE} --fp8-recipe tensorwise")[0]
+    assert set(built) == names
+
+
+def test_the_plan_counts_codes_and_operations() -> None:
+    config = load_config([*SMALL, "--fp8-recipe", "blockwise", "--no-first-last-layers-bf16"])
+    cost = fp8_cost(config)
+    layer = 64 * 192 + 64 * 64 + 64 * 256 + 128 * 64
+    assert cost is not None
+    assert cost["weight_codes_bytes"] == 4 * layer and cost["flops_per_token"] == 6 * 4 * layer
+    assert cost["saved_inputs"] == "params dtype"
+    assert fp8_cost(load_config(SMALL)) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--fp8-recipe blockwise --hidden-size 72", "expected multiples of 16"),
+        ("--fp8-recipe blockwise --num-layers 2", "covers no layer"),
+        ("--fp8-recipe blockwise --transformer-impl transformer_engine", "expected local"),
+        ("--fp8-recipe blockwise --fp8-param-gather", "expected fp8_recipe delayed or tensorwise"),
+        ("--fp8-param-gather --use-distributed-optimizer", "fp8_param_gather with fp8_recipe None"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_built(flags: str, says: str) -> None:
+    found = fp8_layer_problems(load_config([*SMALL, *flags.split()]))
+    assert any(says in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--fp8-recipe blockwize", "expected one of delayed, tensorwise"),
+        ("--fp8-recipe blockwise --fp16", "expected bf16 with it"),
+        ("--fp8-recipe blockwise --fp8-amax-history-len 16", "expected fp8_recipe delayed"),
+        ("--fp8-recipe mxfp8 --fp8-format hybrid", "expected a recipe with a scale per tensor"),
+        ("--fp8-recipe mxfp8 --fp8-demote-snr 10", "expected fp8_telemetry_interval"),
+        ("--fp8-recipe mxfp8 --num-layers-at-start-in-bf16 -1", "expected a whole number, at least 0"),
+    ],
+)
+def test_conflicting_options_say_what_to_change(flags: str, says: str) -> None:
+    from mt_megatron.training.validate import validate
+
+    with pytest.raises(ConfigError, match=says):
+        validate(load_config([*SMALL, "--mock-data", *flags.split()]), world_size=1)
