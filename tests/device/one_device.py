@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import mt_megatron
+from mt_megatron.fp8.formats import FORMATS, decode, encode
+from mt_megatron.fp8.products import reference, scaled_mm
+from mt_megatron.fp8.quantise import quantise
+from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, ROLES, native_recipes
 from tests.device.result import Unsupported, checked
 
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {}
@@ -236,6 +240,56 @@ def fp8_scalings_that_are_claimed_work(backend: Any) -> dict[str, Any]:
             out_dtype=torch.bfloat16,
         )
         figures[granularity] = _close(found.float(), a.double() @ b.double(), 0.1)
+    return figures
+
+
+@check
+def fp8_codes_equal_the_hosts(backend: Any) -> dict[str, Any]:
+    """Every bf16 number and many fp32 ones, clamped and cast here and there; the host's equal ml_dtypes'."""
+    bf16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    bits = torch.randint(-(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(5))
+    fp32 = bits.to(torch.int32).view(torch.float32)
+    figures = {}
+    for fmt in FORMATS.values():
+        for name, numbers in (("bf16", bf16), ("fp32", fp32)):
+            x = numbers[~numbers.isnan()]
+            there = encode(x.to(backend.device()), fmt).cpu().view(torch.uint8)
+            different = int((there != encode(x, fmt).view(torch.uint8)).sum())
+            assert not different, f"{different} of {len(x)} codes of {fmt.name} from {name} differ"
+            back = decode(encode(x.to(backend.device()), fmt), fmt, torch.float32).cpu()
+            assert torch.equal(back, decode(encode(x, fmt), fmt, torch.float32)), fmt.name
+            figures[f"{fmt.name} from {name}"] = len(x)
+    return figures
+
+
+@check
+def fp8_products_equal_the_reference(backend: Any) -> dict[str, Any]:
+    """The recipes that this device has kernels for."""
+    names = native_recipes(backend.fp8_granularities())
+    if not names:
+        raise Unsupported("the backend claims no FP8 GEMM for this device")
+    generator = torch.Generator().manual_seed(1)
+    figures = {}
+    for name in names:
+        for role in ROLES:
+            product = PRESETS[name].product(role)
+            if not product.quantised:
+                continue
+            left, right = CONTRACTED[role]
+            a = torch.randn((96, 128) if left else (128, 96), generator=generator).bfloat16()
+            b = torch.randn((64, 128) if right else (128, 64), generator=generator).bfloat16()
+            casts = [
+                (quantise(x, cast, along), quantise(x.to(backend.device()), cast, along))
+                for x, cast, along in ((a, product.a, left), (b, product.b, right))
+            ]
+            for here, there in casts:
+                assert torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8)), name
+                assert torch.equal(here.inverse, there.inverse.cpu()), name
+            expected = reference(role, casts[0][0], casts[1][0], product, torch.bfloat16)
+            found = scaled_mm(role, casts[0][1], casts[1][1], product, torch.bfloat16)
+            # Fast accumulation keeps fewer bits of partial sums.
+            bound = 2e-2 if product.fast_accumulate else 1e-2
+            figures[f"{name} {role}"] = _close(found.float(), expected.float(), bound)
     return figures
 
 

@@ -22,11 +22,12 @@ from tests.fp8.cases import MIXTURE, MODEL
 from tests.launch import run_ranks
 
 TENSOR = PRESETS["tensorwise"].fprop.a
-SMALL = (
+FLAGS = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 128 "
     "--position-embedding-type rope --seq-length 32 --swiglu --disable-bias-linear --micro-batch-size 1 "
     "--train-iters 4 --lr 1e-3"
-).split(" ")
+)
+SMALL = FLAGS.split()
 
 
 def measured(x: torch.Tensor, **how: Any) -> dict[str, float]:
