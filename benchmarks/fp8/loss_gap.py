@@ -1,9 +1,9 @@
 """Loss of FP8 training beside bf16 from the same weights on the same batches: the signed mean relative
 difference over the last steps, with a one-sided 95 % upper bound over seeds.
 
-    python benchmarks/fp8_loss_gap.py --family llama --seeds 1 2 3 4 5 --out gap.jsonl   # resumable
-    python benchmarks/fp8_loss_gap.py --toy --out gap.jsonl                              # see that it runs
-    python benchmarks/fp8_loss_gap.py --report gap.jsonl [--record results/]
+    python benchmarks/fp8/loss_gap.py --family llama --seeds 1 2 3 4 5 --out gap.jsonl   # resumable
+    python benchmarks/fp8/loss_gap.py --toy --out gap.jsonl                              # see that it runs
+    python benchmarks/fp8/loss_gap.py --report gap.jsonl [--record results/]
 
 Six layers of width 256, first and last layers in FP8 too. The negative control dequantises inputs with a
 scale that is wrong by 2**6. On the CPU the recipes are emulated, exactly.
@@ -22,7 +22,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 
 JUDGED = ("tensorwise", "blockwise", "mxfp8")
 OTHERS = ("delayed", "rowwise", "rowwise_gw_hp", "nvfp4")
