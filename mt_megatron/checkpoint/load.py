@@ -131,7 +131,7 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
     _require_same_optimizer(folder, document, trainable)
     notes = _padding_notes(folder, document, trainable)
     fp8_continues, fp8_notes = fp8.continues(
-        folder, document.get("config", {}).get("model", {}), trainable.chunks
+        folder, document.get("config", {}).get("model", {}), trainable.core
     )
     notes += fp8_notes
     with synchronised_parameters(trainable):
@@ -147,7 +147,7 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         state = _load(folder, wanted, document, strict)
         _load_chunks(trainable, state)
         if fp8_continues:
-            fp8.load(trainable.chunks, state[fp8.KEY])
+            fp8.load(trainable.chunks, state.get(fp8.KEY, {}), document["progress"]["iteration"])
         _keep_group_settings(state["optimizer"], settings)
         trainable.optimizer.load_state_dict(state["optimizer"])
     saved = state["opt_param_scheduler"]

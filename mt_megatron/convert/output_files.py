@@ -52,7 +52,11 @@ def published_files(request: Request, given: Input, model: Model, source: Source
     files = side_files_of(request, given)
     like = json.loads(files.pop(CONFIG)) if CONFIG in files else None
     document = config_json(
-        config, dtype=_name_of_dtype(model, source), like=like, fp8_block=BLOCK if request.fp8 else None
+        config,
+        dtype=_name_of_dtype(model, source),
+        like=like,
+        fp8_block=BLOCK if request.fp8 else None,
+        in_bf16=writer.modules_in_bf16(),
     )
     files[CONFIG] = (json.dumps(document, indent=2) + "\n").encode()
     files[hf_files.GENERATION] = hf_files.generation_config(document, files)

@@ -58,7 +58,8 @@ class Activation:
 
     def matrix(self) -> Tensor:
         """The operand of a product that is not quantised."""
-        assert self.source is not None, "the operand was kept in FP8"
+        if self.source is None:  # kept in FP8, and its linear was demoted since
+            return next(iter(self._cast.values())).dequantised(self.dtype)
         return self.source
 
     def saved(self) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from mt_megatron.backends.current import current_backend
@@ -33,21 +33,23 @@ def recipe_of_config(config: Any) -> Recipe | None:
     defaults = {"margin": 0, "history": 1, "algorithm": "most_recent"}
     if not delayed:
         given = {name: value for name, value in given.items() if value != defaults[name]}
-    return recipe_of(config.fp8_recipe, format=config.fp8_format, wgrad=config.fp8_wgrad, **given)
+    return recipe_of(config.fp8_recipe, format=config.fp8_recipe_format, wgrad=config.fp8_wgrad, **given)
 
 
-def state_of(config: Any) -> Fp8State | None:
-    """The state that all FP8 linears of ``config`` share, made when it is asked for first; None where the
-    configuration names no recipe.
+def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
+    """The state that the FP8 linears of one model of ``config`` share, made when it is asked for first; None
+    where the configuration names no recipe. A second model of the same configuration, which has linears of
+    the same ``names``, gets a state of its own.
 
     Raises ConfigError for a recipe that this device cannot train with.
     """
     recipe = recipe_of_config(config)
     if recipe is None:
         return None
-    state = getattr(config, "fp8_state", None)
-    if isinstance(state, Fp8State) and state.recipe == recipe:
-        return state
+    states = [each for each in getattr(config, "fp8_states", ()) if isinstance(each, Fp8State) and each.alive]
+    for state in states:
+        if state.recipe == recipe and not any(name in state.linears for name in names):
+            return state
     device = current_backend()
     require_possible(recipe.name, device.name, device.fp8_granularities())
     state = Fp8State(
@@ -69,27 +71,39 @@ def state_of(config: Any) -> Fp8State | None:
         )
     if state.options.telemetry_interval:
         state.telemetry = Telemetry()
-    config.fp8_state = state
+    config.fp8_states = [*states, state]
     return state
 
 
 def attach(layer: Any) -> None:
     """Give the weights of a built ``TransformerLayer`` their recipe; nothing where the configuration names
-    none. Raises ConfigError for features that FP8 kernels refuse."""
+    none. Raises ConfigError for features that FP8 kernels refuse, and for layers without linears of
+    Megatron-Core's own."""
     config = layer.config
-    state = state_of(config)
-    if state is None or layer_reason(layer.layer_number, config) is not None:
+    if recipe_of_config(config) is None or layer_reason(layer.layer_number, config) is not None:
         return
-    for name, parameter in _weights(layer):
+    found = [
+        (f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}", parameter)
+        for name, parameter in _weights(layer)
+    ]
+    if not found:
+        raise ConfigError(
+            f"fp8_recipe {config.fp8_recipe}: layer {layer.layer_number} has no linear of Megatron-Core's "
+            "own; expected its local layer specification. Use get_gpt_layer_local_spec (--transformer-impl "
+            "local), or leave fp8_recipe out."
+        )
+    for name, parameter in found:
         inputs, outputs = int(parameter.shape[-1]), int(parameter.shape[-2])
         if inputs % FEATURES or outputs % FEATURES:
             raise ConfigError(
-                f"fp8_recipe {config.fp8_recipe}: layer {layer.layer_number}, {name} has {inputs} inputs and "
-                f"{outputs} outputs on each rank; FP8 products need multiples of {FEATURES}. Change the "
-                "model's sizes or the tensor parallel size, or keep the layer in bf16."
+                f"fp8_recipe {config.fp8_recipe}: {name} has {inputs} inputs and {outputs} outputs on each "
+                f"rank; FP8 products need multiples of {FEATURES}. Change the model's sizes or the tensor "
+                "parallel size, or keep the layer in bf16."
             )
-        full = f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}"
-        linear = Fp8Linear(state, full, parameter, native=state.native)
+    state = state_of(config, [name for name, _ in found])
+    assert state is not None
+    for name, parameter in found:
+        linear = Fp8Linear(state, name, parameter, native=state.native)
         state.add(linear)
         parameter.gemm_recipe = linear
 

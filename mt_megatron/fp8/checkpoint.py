@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_megatron.errors import CheckpointError
-from mt_megatron.fp8.state import Fp8State, states_of
+from mt_megatron.fp8.attach import recipe_of_config
+from mt_megatron.fp8.state import states_of
 
 KEY = "fp8"
 
@@ -17,28 +18,24 @@ def sharded_state(chunks: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    states = states_of(chunks)
-    if not states:
-        return {}
     replica = (
         0,
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    rows = {
+    return {
         name: ShardedTensor.from_rank_offsets(f"{KEY}.{name}", state.row(name), replica_id=replica)
-        for state in states
+        for state in states_of(chunks)
         for name in state.linears
     }
-    return {"step": states[0].step, "linears": rows}
 
 
-def load(chunks: Any, loaded: Mapping[str, Any]) -> None:
-    """Put what ``sharded_state`` described, with loaded tensors, back."""
+def load(chunks: Any, loaded: Mapping[str, Any], iteration: int) -> None:
+    """Put what ``sharded_state`` described, with loaded tensors, back; ``iteration`` steps were made."""
     for state in states_of(chunks):
-        state.step = int(loaded["step"])
+        state.step = iteration
         for name in state.linears:
-            state.load_row(name, loaded["linears"][name])
+            state.load_row(name, loaded[name])
 
 
 def saved_recipe(model: Mapping[str, Any]) -> str | None:
@@ -47,14 +44,14 @@ def saved_recipe(model: Mapping[str, Any]) -> str | None:
     return recipe if recipe is not None else ("delayed" if model.get("fp8") is not None else None)
 
 
-def continues(folder: Any, saved: Mapping[str, Any], chunks: Any) -> tuple[bool, list[str]]:
-    """Whether the state in a checkpoint is this run's to continue, and one line for what is not.
+def continues(folder: Any, saved: Mapping[str, Any], config: Any) -> tuple[bool, list[str]]:
+    """Whether the state in a checkpoint is this run's to continue, and one line for what is not. The same on
+    every rank: ``config``, the ``TransformerConfig``, decides.
 
     Raises CheckpointError where it holds magnitudes that this run's recipe has another use for.
     """
     before = saved_recipe(saved)
-    states: list[Fp8State] = states_of(chunks)
-    now = states[0].recipe if states else None
+    now = recipe_of_config(config)
     if before is None or now is None:
         if before is None and now is not None:
             return False, [f"FP8 state starts anew: {folder} was trained without fp8_recipe"]

@@ -49,7 +49,7 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
     try:
         recipe_of(
             recipe,
-            format=values.get("fp8_format") or values.get("fp8"),
+            format=values.get("fp8") or values.get("fp8_recipe_format"),
             margin=given.get("fp8_margin"),
             history=given.get("fp8_amax_history_len"),
             algorithm=given.get("fp8_amax_compute_algo"),

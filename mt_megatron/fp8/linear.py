@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,7 +28,10 @@ class Fp8Linear:
     def __init__(self, state: Fp8State, name: str, parameter: Tensor, *, native: bool) -> None:
         self.state = state
         self.name = name
-        self.parameter = parameter
+        self._parameter = weakref.ref(parameter)
+        self.index = 0
+        """Among the linears of this name: experts that have parameters of their own."""
+
         self.demoted = False
         """Whether it has fallen back to bf16."""
 
@@ -38,8 +42,21 @@ class Fp8Linear:
         self._weights: dict[tuple[int | None, int], tuple[int | None, Quantised]] = {}
         self._draws = 0
 
-    def __deepcopy__(self, memo: Any) -> Fp8Linear:
-        return self
+    def __reduce__(self) -> Any:
+        # A stored module is loaded without us.
+        return _nothing, ()
+
+    @property
+    def parameter(self) -> Tensor:
+        """The weight. It must be alive."""
+        found = self._parameter()
+        assert found is not None
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether the weight still exists."""
+        return self._parameter() is not None
 
     def __repr__(self) -> str:
         return f"Fp8Linear({self.name!r}, {self.recipe.name})"
@@ -159,10 +176,14 @@ class Fp8Linear:
             state.counts["padded_rows"] += -x.shape[0] % self.recipe.row_multiple
         generator = None
         if cast.stochastic:
-            generator = state.generator(self.name, expert, kind, draws, x.device)
+            generator = state.generator(f"{self.name} {self.index}", expert, kind, draws, x.device)
         if self.recipe.scaling == "delayed":
-            scale = state.delayed_scale(self.name, kind, amax_of(x, cast, along), x.device)
-            made = quantise(x, cast, along, scale=scale)
+            largest = amax_of(x, cast, along)
+            scale = self._gathered(kind, cast, largest)
+            if scale is None:
+                scale = state.delayed_scale(self.name, kind, largest, x.device)
+            # A clamp would turn infinity into a number.
+            made = quantise(x, cast, along, scale=torch.where(torch.isfinite(largest), scale, torch.nan))
         else:
             amax = amax_of(x, cast, along) if not cast.hadamard else None
             whole = None
@@ -202,3 +223,7 @@ class Fp8Linear:
         with collectives.announced("all_reduce", "tp", group):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return (amax, values) if cast.granularity == "block" else (values, None)
+
+
+def _nothing() -> None:
+    """What a stored recipe is loaded as."""

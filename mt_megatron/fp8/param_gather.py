@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.formats import E4M3, decode, encode
 from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.quantise import amax_of, scale_of
@@ -57,7 +58,16 @@ def _segments(bucket: Any) -> list[_Segment]:
     for parameter in bucket.params_list:
         start = (parameter.data_ptr() - data.data_ptr()) // data.element_size()
         recipe = getattr(parameter, "gemm_recipe", None)
-        linear = recipe if isinstance(recipe, Fp8Linear) and not recipe.demoted else None
+        # Grouped experts have a scale each, and fp32 parameters are the optimizer's own.
+        plain = parameter.dim() == 3 or data.dtype is torch.float32
+        linear = None
+        if isinstance(recipe, Fp8Linear) and not recipe.demoted and not plain:
+            linear = recipe
+            if recipe.recipe.cast("fprop", "weight").granularity != "tensor":
+                raise ConfigError(
+                    f"fp8_param_gather with fp8_recipe {recipe.recipe.name}; expected a recipe whose weights "
+                    "have one scale per tensor (delayed, tensorwise). Leave fp8_param_gather out."
+                )
         found.append(_Segment(start, start + parameter.numel(), linear))
     found.sort(key=lambda segment: segment.start)
     # What lies between parameters is padding, and gathered with what is not quantised.
@@ -120,10 +130,6 @@ def _scales(
     linears = [each.linear for each in segments if each.linear is not None]
     if not linears:
         return {}
-    if linears[0].recipe.scaling == "delayed":
-        return {
-            linear: linear.state.delayed_scale(linear.name, "weight", None, data.device) for linear in linears
-        }
     largest = torch.zeros(len(linears), device=data.device)
     cast = linears[0].recipe.cast("fprop", "weight")
     for each in mine:
@@ -132,6 +138,7 @@ def _scales(
             largest[linears.index(each.linear)] = amax_of(part, cast, 1)
     with collectives.announced("all_reduce", "dp", group):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    # Of the updated weights, for delayed scaling too: the pass over the shard is made anyway.
     return {linear: scale_of(amax, E4M3) for linear, amax in zip(linears, largest, strict=True)}
 
 

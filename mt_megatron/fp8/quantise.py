@@ -154,11 +154,12 @@ def quantise(
 def scale_of(amax: Tensor, fmt: Format, *, power_of_2: bool = False, margin: int = 0) -> Tensor:
     """fp32 scales that bring ``amax`` to the format's maximum, or below it.
 
-    In double precision and rounded once, as torchao does; powers of two are rounded down. NaN where
-    ``amax`` is not finite.
+    Rounded once (torchao divides in double precision: the same bits, by an operation that some cards lack);
+    powers of two are rounded down. NaN where ``amax`` is not finite.
     """
-    wide = torch.where(torch.isfinite(amax), amax.double(), torch.nan).clamp_min(TINIEST)
-    scale = (fmt.maximum / wide).float()
+    divisor = torch.where(torch.isfinite(amax), amax.float(), torch.nan).clamp_min(TINIEST)
+    # A number over a tensor would be the tensor's reciprocal times the number, rounded twice.
+    scale = torch.full_like(divisor, fmt.maximum) / divisor
     if power_of_2:
         # Of the bits of an fp32 number, sign and exponent are the power of two below it.
         scale = torch.where(scale.isnan(), scale, (scale.view(torch.int32) & 0x7F800000).view(torch.float32))

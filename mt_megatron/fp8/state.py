@@ -88,13 +88,22 @@ class Fp8State:
         self._seen: Tensor | None = None
         """fp32 [slots]: largest magnitudes of the current step."""
 
-    def __deepcopy__(self, memo: Any) -> Fp8State:
-        # Configurations are copied; their linears are the same.
-        return self
+        _made.append(True)
+
+    def __reduce__(self) -> Any:
+        # A copied or stored configuration is another model's.
+        return _nothing, ()
+
+    @property
+    def alive(self) -> bool:
+        """Whether a weight of the model still exists, or none was added yet."""
+        return not self.linears or any(linear.alive for linear in self.every())
 
     def add(self, linear: Fp8Linear) -> None:
         """Register a linear and, under delayed scaling, its slots."""
-        self.linears.setdefault(linear.name, []).append(linear)
+        same = self.linears.setdefault(linear.name, [])
+        linear.index = len(same)
+        same.append(linear)
         if self.recipe.scaling == "delayed" and (linear.name, KINDS[0]) not in self._slots:
             assert self._history is None, "linears are added before the first step"
             for kind in KINDS:
@@ -114,13 +123,18 @@ class Fp8State:
         return self._history, self._scale, self._seen
 
     def delayed_scale(self, name: str, kind: Kind, amax: Tensor | None, device: torch.device) -> Tensor:
-        """The scale of a slot, fp32 scalar, after its tensor's ``amax`` was noted for later steps."""
-        _, scale, seen = self._tensors(device)
+        """The scale of a slot, fp32 scalar, after its tensor's ``amax`` was noted for later steps. Before any
+        step has ended there is none, and the tensor's own is taken."""
+        history, scale, seen = self._tensors(device)
         slot = self._slots[name, kind]
         if amax is not None and self.trains:
             # A magnitude that is not finite says nothing about the next steps.
             torch.maximum(seen[slot], torch.where(torch.isfinite(amax), amax, 0.0), out=seen[slot])
-        return scale[slot].clone()
+        if amax is None:
+            return scale[slot].clone()
+        fmt = next(each for each in FORMATS.values() if each.maximum == self._maxima[slot])
+        own = scale_of(amax, fmt, margin=self.recipe.margin)
+        return torch.where((history[slot] > 0).any(), scale[slot], own)
 
     def _update_scales(self) -> None:
         history, scale, seen = self._tensors(self._device())
@@ -207,10 +221,10 @@ class Fp8State:
     # Draws.
 
     def generator(self, name: str, expert: int | None, kind: Kind, draw: int, device: torch.device) -> Any:
-        """A generator for one cast: the same for the same seed, step, rank, linear and micro-batch."""
-        import os
-
-        text = f"{self.options.seed} {self.step} {os.environ.get('RANK', '0')} {name} {expert} {kind} {draw}"
+        """A generator for one cast: the same for the same seed, step, linear and micro-batch. Ranks with
+        other samples draw other numbers; tensor-parallel ranks the same, since some of their operands are
+        equal and must stay so."""
+        text = f"{self.options.seed} {self.step} {_data_rank()} {name} {expert} {kind} {draw}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)
@@ -225,7 +239,7 @@ class Fp8State:
         if self.recipe.scaling == "delayed":
             history, scale, _ = self._tensors(self._device())
             slots = [self._slots[name, kind] for kind in KINDS]
-            values += [scale[slots].double().cpu(), history[slots].double().flatten().cpu()]
+            values += [scale[slots].cpu().double(), history[slots].cpu().double().flatten()]
         return torch.cat(values)
 
     def row_length(self) -> int:
@@ -266,22 +280,31 @@ def _reads(role: str, kind: Kind) -> bool:
     return kind in OPERANDS[role]  # type: ignore[index]
 
 
+_made: list[bool] = []
+"""Whether any state was made in this process: without one nobody needs to look for them."""
+
+
 def states_of(chunks: Any) -> list[Fp8State]:
-    """The states of the models in ``chunks``, each once."""
+    """The states of the models in ``chunks``, each once. Parts may have configurations of their own."""
     found: list[Fp8State] = []
+    if not _made:
+        return found
     for chunk in chunks:
-        for config in _configurations(chunk):
-            state = getattr(config, "fp8_state", None)
-            if isinstance(state, Fp8State) and state not in found:
-                found.append(state)
+        configurations = {id(each.config): each.config for each in chunk.modules() if hasattr(each, "config")}
+        for config in configurations.values():
+            for state in getattr(config, "fp8_states", None) or ():
+                if isinstance(state, Fp8State) and state not in found and state.alive:
+                    found.append(state)
     return found
 
 
-def _configurations(module: Any) -> Iterator[Any]:
-    """The model's configuration, found at the outermost module that has one."""
-    while not hasattr(module, "config") and hasattr(module, "module"):
-        module = module.module
-    if hasattr(module, "config"):
-        yield module.config
-    else:  # a script's own module around Megatron's
-        yield from (each.config for each in module.modules() if hasattr(each, "config"))
+def _nothing() -> None:
+    """What a copied state becomes."""
+
+
+def _data_rank() -> int:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))

@@ -40,7 +40,8 @@ class Telemetry:
 
     def measure(self, name: str, kind: Kind, role: Role, x: Tensor, quantised: Quantised) -> None:
         key = (name, kind, role)
-        if key not in self._measured:
+        # An expert without tokens says nothing.
+        if key not in self._measured and x.numel():
             self._measured[key] = measures(x, quantised)
 
     def complete(self, state: Fp8State) -> None:
@@ -141,7 +142,7 @@ def measures(x: Tensor, quantised: Quantised) -> Tensor:
     positive = scale[scale > 0]
     middle = torch.log2(positive.median()) if positive.numel() else torch.tensor(0.0)
     found = [underflow, saturation, 1 - finite.float().mean(), snr, -middle]
-    return torch.stack([each.double().cpu() for each in found])
+    return torch.stack([each.cpu().double() for each in found])
 
 
 def _rows(quantised: Quantised, step: int, rows: int) -> Tensor:

@@ -217,6 +217,13 @@ _FP8 = _fields(
         "tensorwise, rowwise, rowwise_gw_hp, blockwise, mxfp8, nvfp4). None: not at all.",
     ),
     (
+        "fp8_recipe_format",
+        Literal["e4m3", "hybrid"] | None,
+        None,
+        "Formats of a recipe with one scale per tensor: gradients in e5m2 (hybrid) or not. Upstream's fp8 "
+        "(--fp8-format) sets it where a recipe computes. None: the recipe's own.",
+    ),
+    (
         "first_last_layers_bf16",
         bool,
         True,

@@ -20,10 +20,10 @@ def recipe_of_run(config: TrainingConfig) -> Recipe | None:
     if name is None:
         return None
     if name != "delayed":
-        return recipe_of(name, format=model.fp8, wgrad=model.fp8_wgrad)
+        return recipe_of(name, format=model.fp8 or model.fp8_recipe_format, wgrad=model.fp8_wgrad)
     return recipe_of(
         name,
-        format=model.fp8,
+        format=model.fp8 or model.fp8_recipe_format,
         margin=model.fp8_margin,
         history=model.fp8_amax_history_len,
         algorithm=model.fp8_amax_compute_algo,

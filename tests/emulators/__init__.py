@@ -11,8 +11,9 @@ SURFACE = FOLDER / "torch_musa_surface.txt"
 """The public names of torch_musa 2.7.1, with their signatures."""
 
 
-def environment() -> dict[str, str]:
-    """Variables for a process (``run_ranks(env=...)``) that shall find the emulated ``torch_musa``."""
+def environment(capability: str | None = None) -> dict[str, str]:
+    """Variables for a process (``run_ranks(env=...)``) that shall find the emulated ``torch_musa``;
+    ``capability``, such as ``3.1``: of another card than the emulator's."""
     root = FOLDER.parent.parent
     path = [str(FOLDER), str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -20,6 +21,7 @@ def environment() -> dict[str, str]:
         "MT_MEGATRON_TEST_BACKEND": "musa",
         # Each process has one emulated device, as where a launcher shows every process its own.
         "MUSA_VISIBLE_DEVICES": "0",
+        **({"EMULATED_MUSA_CAPABILITY": capability} if capability else {}),
     }
 
 

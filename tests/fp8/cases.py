@@ -101,13 +101,13 @@ def trained(folder: str, layouts: dict[str, str], steps: int) -> dict[str, Any]:
     begin()
     found: dict[str, Any] = {}
     for name, flags in layouts.items():
-        try:
-            config = config_of(flags)
-        except MtMegatronError as error:
-            found[name] = {"error": str(error)}
-            continue
+        config = config_of(flags)
         with joined(config, mt_megatron.backend()) as job:
-            run = Run(flags, job)
+            try:
+                run = Run(flags, job)
+            except MtMegatronError as error:
+                found[name] = {"error": str(error)}
+                continue
             common = Path(folder) / ("mixture" if "num-moe-experts" in flags else "dense")
             if not common.exists():
                 assert job.layout.world_size == 1

@@ -134,7 +134,7 @@ def test_the_plan_counts_codes_and_operations() -> None:
         ("--fp8-recipe blockwise --hidden-size 72", "expected multiples of 16"),
         ("--fp8-recipe blockwise --num-layers 2", "covers no layer"),
         ("--fp8-recipe blockwise --transformer-impl transformer_engine", "expected local"),
-        ("--fp8-recipe blockwise --fp8-param-gather", "expected fp8_recipe delayed or tensorwise"),
+        ("--fp8-recipe blockwise --fp8-param-gather", "expected bf16, fp8_recipe delayed or tensorwise"),
         ("--fp8-param-gather --use-distributed-optimizer", "fp8_param_gather with fp8_recipe None"),
     ],
 )

@@ -131,8 +131,8 @@ def test_pipeline_stages_change_nothing(pairs: list[dict[str, Any]], alone: dict
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
 def test_parameters_are_gathered_as_codes(pairs: list[dict[str, Any]], name: str) -> None:
     plain, gathered = (pairs[0][f"{name} {how}"] for how in ("zero1", "gathered"))
-    # The same codes: what differs are embedding, head and norms, which are gathered as they are.
-    assert gathered["losses"] == pytest.approx(plain["losses"], rel=2e-4)
+    # The same codes; delayed scaling takes the scale of the updated weights instead of its history's.
+    assert gathered["losses"] == pytest.approx(plain["losses"], rel=2e-4 if name == "tensorwise" else 2e-3)
     counts = [found[f"{name} gathered"]["counts"] for found in pairs]
     sent = sum(each["param_gather_bytes"] for each in counts)
     before = sum(each["param_gather_bf16_bytes"] for each in counts)

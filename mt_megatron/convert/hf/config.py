@@ -6,7 +6,7 @@ about other things than the model (caches, tokens, dtypes) is kept for the way b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +194,12 @@ def model_type_of(model: Any) -> str:
 
 
 def config_json(
-    model: Any, *, dtype: str, like: Mapping[str, Any] | None = None, fp8_block: tuple[int, int] | None = None
+    model: Any,
+    *,
+    dtype: str,
+    like: Mapping[str, Any] | None = None,
+    fp8_block: tuple[int, int] | None = None,
+    in_bf16: Sequence[str] = (),
 ) -> dict[str, Any]:
     """``config.json`` for a ``ModelConfig``: what transformers, vLLM and SGLang read.
 
@@ -236,6 +241,8 @@ def config_json(
             "fmt": "e4m3",
             "quant_method": "fp8",
             "weight_block_size": list(fp8_block),
+            # Linears of FP8 models that are not in FP8 here.
+            **({"modules_to_not_convert": [*in_bf16, "lm_head"]} if in_bf16 else {}),
         }
     return dict(sorted(kept.items()))
 

@@ -108,6 +108,16 @@ class SafetensorsWriter:
         size = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors)
         return _Entry(name=name, tensors=tuple(tensors), size=size)
 
+    def modules_in_bf16(self) -> list[str]:
+        """The linears that the recipe leaves as they are, though such files may hold them in FP8."""
+        return [
+            source.removesuffix(".weight")
+            for row in self._rows.values()
+            if row.block_scaled
+            for source in row.sources
+            if self._fp8 and self._stays(source)
+        ]
+
     def _stays(self, published: str) -> bool:
         """Whether a tensor stays as it is under the recipe."""
         layer = _LAYER.search(published)

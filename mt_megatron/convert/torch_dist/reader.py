@@ -29,7 +29,7 @@ from mt_megatron.convert.torch_dist.flattened import Flattened
 from mt_megatron.convert.torch_dist.metadata import Chunk, StoredTensor, read_metadata
 from mt_megatron.errors import CheckpointError
 
-_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler")
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "fp8.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,7 @@ def _choose_fp8(config: Any) -> None:
     if config.fp8 is not None and config.fp8_recipe is None and find_spec("transformer_engine") is None:
         config.fp8_recipe = "delayed"
     if config.fp8_recipe is not None and config.fp8 is not None:
-        config.fp8_format, config.fp8 = config.fp8, None
-    elif not hasattr(config, "fp8_format"):
-        config.fp8_format = None
+        config.fp8_recipe_format, config.fp8 = config.fp8, None
 
 
 @contextmanager

@@ -18,13 +18,14 @@ def fp8_layer_problems(config: TrainingConfig) -> list[str]:
     recipe = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
     found = []
     if config.ddp.fp8_param_gather and (
-        recipe not in PARAM_GATHER or not config.parallel.use_distributed_optimizer
+        recipe not in PARAM_GATHER or not config.parallel.use_distributed_optimizer or not config.train.bf16
     ):
         found.append(
-            f"fp8_param_gather with fp8_recipe {recipe} and use_distributed_optimizer = "
-            f"{config.parallel.use_distributed_optimizer}; expected fp8_recipe {' or '.join(PARAM_GATHER)}, "
-            "whose weights have one scale per tensor, and the distributed optimizer. Set --fp8-recipe and "
-            "--use-distributed-optimizer, or leave --fp8-param-gather out."
+            f"fp8_param_gather with fp8_recipe {recipe}, bf16 = {config.train.bf16} and "
+            f"use_distributed_optimizer = {config.parallel.use_distributed_optimizer}; expected bf16, "
+            f"fp8_recipe {' or '.join(PARAM_GATHER)}, whose weights have one scale per tensor, and the "
+            "distributed optimizer. Set --bf16, --fp8-recipe and --use-distributed-optimizer, or leave "
+            "--fp8-param-gather out."
         )
     if recipe is None:
         return found

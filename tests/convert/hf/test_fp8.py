@@ -122,6 +122,9 @@ def test_blockwise_writes_what_its_training_computes_with(tmp_path: Path) -> Non
     source, eight = read(tmp_path / "source"), load_file(tmp_path / "eight" / "model.safetensors")
     scaled = {name.removesuffix("_scale_inv") for name in eight if name.endswith("_scale_inv")}
     assert {name.split(".")[2] for name in scaled} == {"1", "2"} and len(scaled) == 2 * 7
+    left = json.loads((tmp_path / "eight" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.up_proj" in left["modules_to_not_convert"]
+    assert len(left["modules_to_not_convert"]) == 2 * 7 + 1
     for name in scaled:
         trained = quantised(source[name], PRESETS["blockwise"].fprop.b, 1)
         assert torch.equal(eight[name].view(torch.uint8), trained.codes.view(torch.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -92,11 +93,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 def get_device_properties(device: Any) -> types.SimpleNamespace:
     device_index(device)
-    # The one card with MCCL whose capability is on record; torch sees the host's memory and cores.
+    # The one card with MCCL whose capability is on record, or as asked; torch sees the host's memory.
+    major, minor = map(int, os.environ.get("EMULATED_MUSA_CAPABILITY", "2.2").split("."))
     return types.SimpleNamespace(
         name="MTT S4000 (emulated)",
-        major=2,
-        minor=2,
+        major=major,
+        minor=minor,
         total_memory=psutil.virtual_memory().total,
         multi_processor_count=psutil.cpu_count(),
     )

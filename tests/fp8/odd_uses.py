@@ -1,0 +1,87 @@
+"""The ranks' side of the tests of uses that no training run of ours makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import torch
+
+import mt_megatron
+from mt_megatron.fp8.state import states_of
+from mt_megatron.training.distributed import joined
+from tests.fp8.cases import Run, begin, config_of
+
+DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 4"
+
+
+def observed() -> dict[str, Any]:
+    begin()
+    config = config_of(DELAYED)
+    found: dict[str, Any] = {}
+    with joined(config, mt_megatron.backend()) as job:
+        run = Run(DELAYED, job)
+        model = run.trainable.bare_chunks()[0]
+        linear = model.decoder.layers[1].mlp.linear_fc1
+        x = torch.randn(16, 1, 64, dtype=torch.bfloat16)
+        gradients = []
+        for plain in (False, True):
+            inputs = x.clone().requires_grad_()
+            output = torch.nn.functional.linear(inputs, linear.weight) if plain else linear(inputs)[0]
+            output.backward(1e-6 * torch.ones_like(output))
+            gradients.append(inputs.grad.float().norm())
+        found["tiny gradient"] = float(gradients[0] / gradients[1])
+        x[0, 0, 0] = float("inf")
+        found["infinite input is seen"] = not bool(torch.isfinite(linear(x)[0]).all())
+        inputs = torch.randn(16, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+        output, _ = linear(inputs)
+        wrong = torch.ones_like(output)
+        wrong[0, 0, 0] = float("inf")
+        output.backward(wrong)
+        found["infinite gradient is seen"] = not bool(torch.isfinite(inputs.grad).all())
+        core = run.trainable.core
+        formats = dataclasses.replace(core, fp8_recipe="tensorwise", fp8="e4m3", fp8_amax_history_len=1)
+        again = dataclasses.replace(formats)
+        found["format"] = [formats.fp8_recipe_format, again.fp8_recipe_format]
+        from megatron.core.models.gpt import GPTModel
+
+        from mt_megatron.models.layer_spec import gpt_layer_spec
+
+        def built() -> Any:
+            spec = gpt_layer_spec(config, core)
+            return GPTModel(core, spec, 128, 32, position_embedding_type="rope")
+
+        second = built()
+        states = states_of([second])
+        found["states"] = len(states)
+        found["linears of each"] = [len(state.linears) for state in states]
+        buffer = io.BytesIO()
+        torch.save(linear.weight, buffer)
+        buffer.seek(0)
+        stored = torch.load(buffer, weights_only=False)
+        found["stored"] = torch.equal(stored, linear.weight)
+        found["recipe of the stored"] = getattr(stored, "gemm_recipe", None)
+    return found
+
+
+def gathered_growth() -> dict[str, Any]:
+    flags = (
+        "--fp8-recipe delayed --fp8-amax-history-len 4 --use-distributed-optimizer --fp8-param-gather "
+        "--lr 0.05 --min-lr 0.05 --lr-warmup-iters 0 --lr-decay-style constant"
+    )
+    begin()
+    config = config_of(flags)
+    with joined(config, mt_megatron.backend()) as job:
+        run = Run(flags, job)
+        for _ in range(8):
+            run.step()
+        weight = run.trainable.bare_chunks()[0].decoder.layers[1].mlp.linear_fc1.weight
+        part = None
+        for optimizer in getattr(run.trainable.optimizer, "chained_optimizers", [run.trainable.optimizer]):
+            if weight in optimizer.model_param_gbuf_map:
+                groups = optimizer.model_param_group_index_map[weight]
+                part = optimizer.optimizer.param_groups[groups[0]]["params"][groups[1]]
+        wanted = torch.zeros(()) if part is None else part.detach().abs().max().float()
+        torch.distributed.all_reduce(wanted, op=torch.distributed.ReduceOp.MAX)
+        return {"amax": float(weight.detach().abs().max()), "wanted": float(wanted)}

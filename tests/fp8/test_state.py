@@ -1,0 +1,42 @@
+"""What the state of delayed scaling, copies and odd uses do to numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return dict(run_ranks(1, "tests.fp8.odd_uses:observed", timeout=120)[0])
+
+
+def test_without_history_the_tensors_own_scale_is_taken(found: dict[str, Any]) -> None:
+    """A direct call outside of any schedule, with gradients that scale 1 would lose."""
+    assert found["tiny gradient"] > 0.9
+
+
+def test_infinity_shows_under_delayed_scaling(found: dict[str, Any]) -> None:
+    assert found["infinite input is seen"] and found["infinite gradient is seen"]
+
+
+def test_a_second_model_of_one_configuration_has_a_state_of_its_own(found: dict[str, Any]) -> None:
+    assert found["states"] == 2 and found["linears of each"] == [16, 16]
+
+
+def test_the_format_survives_a_copied_configuration(found: dict[str, Any]) -> None:
+    assert found["format"] == ["e4m3", "e4m3"]
+
+
+def test_a_module_can_be_stored(found: dict[str, Any]) -> None:
+    assert found["stored"] and found["recipe of the stored"] is None
+
+
+def test_weights_that_are_gathered_in_fp8_can_grow() -> None:
+    """Magnitudes are of the updated weights, not of those that were clamped to the old scale."""
+    found = run_ranks(2, "tests.fp8.odd_uses:gathered_growth", timeout=120)
+    for each in found:
+        assert each["amax"] == pytest.approx(each["wanted"], rel=0.07), each
