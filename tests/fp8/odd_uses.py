@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 import mt_megatron
 from mt_megatron.fp8.state import states_of
+from mt_megatron.seams.gemm import deferred_wgrad
 from mt_megatron.training.distributed import joined
 from tests.fp8.cases import Run, begin, config_of
 
@@ -62,6 +64,35 @@ def observed() -> dict[str, Any]:
         stored = torch.load(buffer, weights_only=False)
         found["stored"] = torch.equal(stored, linear.weight)
         found["recipe of the stored"] = getattr(stored, "gemm_recipe", None)
+    return found
+
+
+def deferred(recipes: list[str], fused: bool) -> dict[str, bool]:
+    """Whether weight gradients that waited equal those that did not, within one step of the state."""
+    begin()
+    found = {}
+    for name in recipes:
+        flags = f"--fp8-recipe {name}" + ("" if fused else " --no-gradient-accumulation-fusion")
+        with joined(config_of(flags), mt_megatron.backend()) as job:
+            run = Run(flags, job)
+            linear = run.trainable.bare_chunks()[0].decoder.layers[1].mlp.linear_fc1
+            x = torch.randn(24, 2, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2))
+            gradients = []
+            for waits in (False, True):
+                linear.weight.main_grad.zero_()
+                linear.weight.grad = None
+                with run.states[0].stepping(forward_only=False):
+                    with deferred_wgrad() if waits else nullcontext() as queue:
+                        inputs = x.clone().requires_grad_()
+                        output, _ = linear(inputs)
+                        output.backward(torch.ones_like(output) * 0.01)
+                    if waits:
+                        assert queue is not None and queue.flush() == 1
+                run.states[0].step = 0
+                grad = linear.weight.main_grad if fused else linear.weight.grad
+                # The hook of DDP moves what is not fused.
+                gradients.append((linear.weight.main_grad if grad is None else grad).clone())
+            found[name] = bool(torch.equal(*gradients)) and bool(gradients[0].any())
     return found
 
 

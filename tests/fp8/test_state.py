@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.fp8.recipe import PRESETS
 from tests.launch import run_ranks
 
 
@@ -33,6 +34,12 @@ def test_the_format_survives_a_copied_configuration(found: dict[str, Any]) -> No
 
 def test_a_module_can_be_stored(found: dict[str, Any]) -> None:
     assert found["stored"] and found["recipe of the stored"] is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_deferred_weight_gradients_are_the_same(fused: bool) -> None:
+    [found] = run_ranks(1, "tests.fp8.odd_uses:deferred", list(PRESETS), fused, timeout=120)
+    assert found == dict.fromkeys(PRESETS, True)
 
 
 def test_weights_that_are_gathered_in_fp8_can_grow() -> None:
