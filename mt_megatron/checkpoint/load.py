@@ -146,8 +146,10 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         )
         state = _load(folder, wanted, document, strict)
         _load_chunks(trainable, state)
+        # Steps are counted by the run, whatever it trained with before.
+        fp8.begin_at(trainable.chunks, document["progress"]["iteration"])
         if fp8_continues:
-            fp8.load(trainable.chunks, state.get(fp8.KEY, {}), document["progress"]["iteration"])
+            fp8.load(trainable.chunks, state.get(fp8.KEY, {}))
         _keep_group_settings(state["optimizer"], settings)
         trainable.optimizer.load_state_dict(state["optimizer"])
     saved = state["opt_param_scheduler"]

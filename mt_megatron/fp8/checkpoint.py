@@ -30,10 +30,15 @@ def sharded_state(chunks: Any) -> dict[str, Any]:
     }
 
 
-def load(chunks: Any, loaded: Mapping[str, Any], iteration: int) -> None:
-    """Put what ``sharded_state`` described, with loaded tensors, back; ``iteration`` steps were made."""
+def begin_at(chunks: Any, iteration: int) -> None:
+    """``iteration`` steps were made: what draws and telemetry count on from."""
     for state in states_of(chunks):
         state.step = iteration
+
+
+def load(chunks: Any, loaded: Mapping[str, Any]) -> None:
+    """Put what ``sharded_state`` described, with loaded tensors, back."""
+    for state in states_of(chunks):
         for name in state.linears:
             state.load_row(name, loaded[name])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.recipe import PRESETS, recipe_of
+from mt_megatron.near_names import hint
 
 _DELAYED = {"fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}
 _SHARES = ("fp8_demote_underflow", "fp8_demote_saturation")
@@ -38,7 +39,8 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
     if recipe not in PRESETS:
         return [
             *found,
-            f"fp8_recipe is {recipe!r}; expected one of {', '.join(PRESETS)}. Change fp8_recipe.",
+            f"fp8_recipe is {recipe!r}; expected one of {', '.join(PRESETS)}."
+            f"{hint(str(recipe), list(PRESETS))} Change fp8_recipe.",
         ]
     if values.get("fp16"):
         found.append(

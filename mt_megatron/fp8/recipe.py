@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.near_names import hint
 
 Kind = Literal["input", "weight", "grad"]
 """A linear's operands: its input x, its weight w and the gradient of its output."""
@@ -368,7 +369,10 @@ def recipe_of(
     the recipe has no place for.
     """
     if name not in PRESETS:
-        raise ConfigError(f"fp8_recipe is {name!r}; expected one of {', '.join(PRESETS)}. Set --fp8-recipe.")
+        raise ConfigError(
+            f"fp8_recipe is {name!r}; expected one of {', '.join(PRESETS)}.{hint(name, list(PRESETS))} "
+            "Change fp8_recipe."
+        )
     recipe = PRESETS[name]
     if format is not None:
         recipe = _with_format(recipe, format)

@@ -65,19 +65,19 @@ class Telemetry:
                 "event": "fp8",
                 "iteration": state.step,
                 "step": state.step,
+                "recipe": state.recipe.name,
                 "linear": name,
                 "operand": kind,
                 "role": role,
                 **found,
                 "scale_change": 0.0 if before is None else found["scale"] - before,
             }
-            reason = _reason(found, state)
+            why = _reason(found, state)
+            reason = None if why is None else f"{kind} of {role} {why}"
             if reason is not None and not state.is_demoted(name):
                 state.demote(name)
                 record["demoted"] = reason
-                state.announce(
-                    f"fp8: {name} falls back to bf16 after step {state.step}: {kind} of {role} {reason}"
-                )
+                state.announce(f"fp8: {name} falls back to bf16 after step {state.step}: {reason}")
             if self.write is not None:
                 self.write(record)
         self._measured.clear()
@@ -102,7 +102,7 @@ def _reason(found: dict[str, float], state: Fp8State) -> str | None:
             return f"has {100 * found[field]:.2f} % {field}, above {100 * limit:.2f} % (fp8_demote_{field})"
     if options.demote_snr is not None and found["snr"] < options.demote_snr:
         return (
-            f"has a median SNR of {found['snr']:.1f} dB, below {options.demote_snr:.1f} dB (fp8_demote_snr)"
+            f"has a median SNR of {found['snr']:.2f} dB, below {options.demote_snr:.2f} dB (fp8_demote_snr)"
         )
     return None
 

@@ -43,6 +43,8 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
     newest: dict[str, dict[str, Mapping[str, Any]]] = {}
     demoted: dict[str, str] = {}
     for record in telemetry:
+        if recipe is None or record.get("recipe", recipe.name) != recipe.name:
+            continue  # of an earlier part of the run, with another recipe
         newest.setdefault(record["linear"], {})[f"{record['operand']} of {record['role']}"] = record
         if record.get("demoted"):
             demoted[record["linear"]] = f"demoted after step {record['step']}: {record['demoted']}"

@@ -35,7 +35,8 @@ def both_ways(folder: str) -> dict[str, Any]:
         ("other history", "to FP8", DELAYED.replace("-len 4", "-len 8")),
         ("other recipe", "to FP8", "--fp8-recipe tensorwise"),
         ("to blockwise", "bf16", "--fp8-recipe blockwise"),
-        ("blockwise to mxfp8", "to blockwise", "--fp8-recipe mxfp8"),
+        ("blockwise to mxfp8", "to blockwise", "--fp8-recipe mxfp8 --fp8-telemetry-interval 1"),
+        ("measured after bf16", "bf16", "--fp8-recipe rowwise --fp8-telemetry-interval 1"),
     ):
         places = f"--resume {folder}/{source.replace(' ', '_')}"
         save = f"--save {folder}/{name.replace(' ', '_')}"

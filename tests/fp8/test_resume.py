@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.fp8.recipe import PRESETS
+from mt_megatron.training.logging.metrics import read_records
 from tests.fp8.resumed import DELAYED
 from tests.launch import run_ranks
 
@@ -40,6 +41,11 @@ def test_between_bf16_and_recipes(tmp_path: Path) -> None:
     [found] = run_ranks(1, f"{RESUMED}:both_ways", str(tmp_path), timeout=150)
     for name in ("to FP8", "back", "to blockwise", "blockwise to mxfp8"):
         assert found[name].get("iteration", 0) >= 5, (name, found[name])
+    for name in ("blockwise_to_mxfp8", "measured_after_bf16"):
+        # Counted on from the checkpoint, whatever it was trained with.
+        records = read_records(tmp_path / f"{name}.fp8.stage0.jsonl")
+        assert min(each["iteration"] for each in records) >= 4
+        assert {each["recipe"] for each in records} <= {"mxfp8", "rowwise"}
     for name in ("other history", "other recipe"):
         assert "magnitudes of the one are no state of the other" in found[name]["error"], found[name]
         assert "--load" in found[name]["error"]

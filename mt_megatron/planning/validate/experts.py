@@ -35,7 +35,9 @@ def _with_flags(problem: str) -> str:
     if not tail:
         return problem
     known = options()
-    words = re.sub(r"\w+", lambda word: known[word[0]].flag if word[0] in known else word[0], tail[0])
+    words = re.sub(
+        r"(?<![-\w])\w+", lambda word: known[word[0]].flag if word[0] in known else word[0], tail[0]
+    )
     return f"{head}. {words}"
 
 

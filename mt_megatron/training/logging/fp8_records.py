@@ -10,6 +10,7 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.fp8.state import Fp8State, states_of
+from mt_megatron.planning.fp8_report import fp8_report
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.logging.metrics import finite, metrics_path
 
@@ -32,7 +33,15 @@ class Fp8Records:
         path = metrics_path(config)
         at = job.at
         self._path = None if path is None or at.tp or at.dp or at.cp else telemetry_path(path, at.pp)
-        for state in states_of(chunks):
+        states = states_of(chunks)
+        if states:
+            how = "by the device's kernels" if states[0].native else "emulated"
+            share = fp8_report(config)["share"]
+            say(
+                f"FP8: recipe {states[0].recipe.name}, {how}; {share:.1%} of the operations of the decoder's "
+                "linears (mt-megatron fp8 report)"
+            )
+        for state in states:
             state.announce = say
             state.options = _seeded(state, config.train.seed)
             if state.telemetry is not None and self._path is not None:
