@@ -25,13 +25,14 @@ class Activation:
         *,
         group: Any,
         dtype: torch.dtype,
+        expert: int | None = None,
+        keep: bool = False,
     ) -> None:
         """``group``: ranks that have other rows of the same tensor and will gather them: scales that a
-        tensor or its columns share are theirs together."""
+        tensor or its columns share are theirs together. ``keep``: backward needs it."""
         self.source = source
         self.dtype = dtype
-        self.expert: int | None = None
-        self.keep = False
+        self.expert, self.keep = expert, keep
         self._owner, self._kind, self._group = owner, kind, group
         self._cast: dict[int, Quantised] = {}
         self._draws: int | None = None
@@ -133,12 +134,12 @@ class Activation:
     def _drawn(self) -> int:
         """The number of this operand among those of its linear in this step: what its draws depend on."""
         if self._draws is None:
-            self._draws = self._owner.next_draw(self._kind)
+            self._draws = self._owner.next_draw()
         return self._draws
 
 
 def _is_split(quantised: Quantised) -> bool:
-    """Whether each rank has scales of its own rows."""
+    """True where each rank has scales of its own rows."""
     if quantised.inverse.dim() == 0:
         return False
     return quantised.cast.granularity == "block" or quantised.along == 1

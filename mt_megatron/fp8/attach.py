@@ -1,4 +1,4 @@
-"""Which weights of a transformer layer compute in FP8, and why the others do not."""
+"""Choice of the weights of a transformer layer that compute in FP8, and their recipe objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of FP8: one row for each linear, and the step that draws depend on."""
+"""FP8 state in checkpoints: one row for each linear; the step that draws depend on is the run's own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved_recipe(model: Mapping[str, Any]) -> str | None:
 
 
 def continues(folder: Any, saved: Mapping[str, Any], config: Any) -> tuple[bool, list[str]]:
-    """Whether the state in a checkpoint is this run's to continue, and one line for what is not. The same on
+    """Decision whether the state in a checkpoint is continued, and one line for what is not. The same on
     every rank: ``config``, the ``TransformerConfig``, decides.
 
     Raises CheckpointError where it holds magnitudes that this run's recipe has another use for.

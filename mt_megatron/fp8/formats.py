@@ -140,7 +140,7 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """What ``pack_e2m1`` packed."""
+    """Codes, one a byte: the inverse of ``pack_e2m1``."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 

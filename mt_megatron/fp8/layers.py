@@ -1,4 +1,4 @@
-"""Which layers of a model stay in bf16 under a recipe, and why. Imports neither torch nor Megatron."""
+"""Layers of a model that stay in bf16 under a recipe, and why. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 

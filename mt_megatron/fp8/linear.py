@@ -11,7 +11,7 @@ from torch import Tensor
 from mt_megatron.fp8 import products
 from mt_megatron.fp8.activation import Activation
 from mt_megatron.fp8.formats import FORMATS
-from mt_megatron.fp8.quantise import Quantised, amax_of, quantise, scale_of
+from mt_megatron.fp8.quantise import Quantised, amax_of, quantise, rotated, scale_of
 from mt_megatron.fp8.recipe import CONTRACTED, Cast, Kind, Recipe, Role
 from mt_megatron.seams import collectives
 from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, torch_gemm
@@ -33,7 +33,7 @@ class Fp8Linear:
         """Among the linears of this name: experts that have parameters of their own."""
 
         self.demoted = False
-        """Whether it has fallen back to bf16."""
+        """Demotion: the linear has fallen back to bf16."""
 
         self.gathered_scale: Tensor | None = None
         """With which the distributed optimizer gathered the weight in FP8."""
@@ -55,7 +55,7 @@ class Fp8Linear:
 
     @property
     def alive(self) -> bool:
-        """Whether the weight still exists."""
+        """True while the weight exists."""
         return self._parameter() is not None
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Fp8Linear:
     def end_step(self) -> None:
         self._weights.clear()
 
-    def next_draw(self, kind: Kind) -> int:
+    def next_draw(self) -> int:
         self._draws += 1
         return self._draws
 
@@ -85,10 +85,7 @@ class Fp8Linear:
         whose rows are cast expert by expert."""
         if self.demoted or (self.parameter.dim() == 3 and weight.expert is None):
             return x
-        made = Activation(self, kind, x, group=group, dtype=x.dtype)
-        made.expert = weight.expert
-        made.keep = keep
-        return made
+        return Activation(self, kind, x, group=group, dtype=x.dtype, expert=weight.expert, keep=keep)
 
     def restored(self, tensors: tuple[Tensor, ...], weight: WeightRef, *, group: Any) -> Tensor | Operand:
         if not tensors or self.demoted:
@@ -181,7 +178,7 @@ class Fp8Linear:
             largest = amax_of(x, cast, along)
             scale = self._gathered(kind, cast, largest)
             if scale is None:
-                scale = state.delayed_scale(self.name, kind, largest, x.device)
+                scale = state.delayed_scale(self.name, kind, largest)
             # A clamp would turn infinity into a number.
             made = quantise(x, cast, along, scale=torch.where(torch.isfinite(largest), scale, torch.nan))
         else:
@@ -201,7 +198,7 @@ class Fp8Linear:
         scale = self.gathered_scale
         if kind != "weight" or scale is None or amax is None:
             return None
-        now = scale_of(amax, FORMATS[cast.format])
+        now = scale_of(amax, FORMATS[cast.format], margin=self.recipe.margin)
         return scale if bool((now / scale - 1).abs() < 2.0**-7) else None
 
     def _shared(
@@ -214,8 +211,6 @@ class Fp8Linear:
         if split_rows or (cast.granularity == "block" and cast.block_scale != "e4m3"):
             return amax, None
         if amax is None:
-            from mt_megatron.fp8.quantise import rotated
-
             amax = amax_of(rotated(x, along, cast.hadamard), cast, along)
         values = amax.amax() if cast.granularity == "block" else amax
         values = values.contiguous().clone()
@@ -226,4 +221,4 @@ class Fp8Linear:
 
 
 def _nothing() -> None:
-    """What a stored recipe is loaded as."""
+    """Stand-in: a stored recipe is loaded as None."""

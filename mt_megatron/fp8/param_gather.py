@@ -39,7 +39,7 @@ class Done:
 
 
 def has_fp8(group: Any) -> bool:
-    """Whether a bucket group holds a weight that computes in FP8."""
+    """True where a bucket group holds a weight that computes in FP8."""
     return any(
         isinstance(getattr(parameter, "gemm_recipe", None), Fp8Linear)
         for bucket in group.buckets
@@ -139,7 +139,10 @@ def _scales(
     with collectives.announced("all_reduce", "dp", group):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     # Of the updated weights, for delayed scaling too: the pass over the shard is made anyway.
-    return {linear: scale_of(amax, E4M3) for linear, amax in zip(linears, largest, strict=True)}
+    return {
+        linear: scale_of(amax, E4M3, margin=linear.recipe.margin)
+        for linear, amax in zip(linears, largest, strict=True)
+    }
 
 
 def _all_gather(

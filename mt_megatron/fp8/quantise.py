@@ -181,7 +181,7 @@ def _two_level(amax: Tensor, fmt: Format, whole: Tensor | None) -> tuple[Tensor,
 def rotated(x: Tensor, along: int, width: int) -> Tensor:
     """``x`` times an orthonormal Hadamard matrix in groups of ``width`` along one dimension, which is
     padded with zeros to whole groups. In a product over that dimension the rotations of both operands
-    cancel. Signs alternate by a fixed pattern; twice is the identity."""
+    cancel; twice is the identity."""
     missing = -x.shape[along] % width
     if missing:
         x = torch.nn.functional.pad(x, (0, missing) if along == 1 else (0, 0, 0, missing))

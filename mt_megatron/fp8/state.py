@@ -73,7 +73,6 @@ class Fp8State:
 
         self.telemetry: Telemetry | None = None
         self.sampling = False
-        self.records: list[dict[str, Any]] = []
         self.announce: Callable[[str], None] = lambda line: None
         self._slots: dict[tuple[str, Kind], int] = {}
         self._maxima: list[float] = []
@@ -96,7 +95,7 @@ class Fp8State:
 
     @property
     def alive(self) -> bool:
-        """Whether a weight of the model still exists, or none was added yet."""
+        """True while a weight of the model exists, or none was added yet."""
         return not self.linears or any(linear.alive for linear in self.every())
 
     def add(self, linear: Fp8Linear) -> None:
@@ -122,23 +121,21 @@ class Fp8State:
             self._seen = torch.zeros(count, device=device)
         return self._history, self._scale, self._seen
 
-    def delayed_scale(self, name: str, kind: Kind, amax: Tensor | None, device: torch.device) -> Tensor:
+    def delayed_scale(self, name: str, kind: Kind, amax: Tensor) -> Tensor:
         """The scale of a slot, fp32 scalar, after its tensor's ``amax`` was noted for later steps. Before any
         step has ended there is none, and the tensor's own is taken."""
-        history, scale, seen = self._tensors(device)
+        history, scale, seen = self._tensors(amax.device)
         slot = self._slots[name, kind]
-        if amax is not None and self.trains:
+        if self.trains:
             # A magnitude that is not finite says nothing about the next steps.
             torch.maximum(seen[slot], torch.where(torch.isfinite(amax), amax, 0.0), out=seen[slot])
-        if amax is None:
-            return scale[slot].clone()
         fmt = next(each for each in FORMATS.values() if each.maximum == self._maxima[slot])
         own = scale_of(amax, fmt, margin=self.recipe.margin)
         return torch.where((history[slot] > 0).any(), scale[slot], own)
 
     def _update_scales(self) -> None:
         history, scale, seen = self._tensors(self._device())
-        self._reduce(seen, "max")
+        self.reduce_max(seen)
         history.copy_(torch.roll(history, 1, dims=1))
         history[:, 0] = seen
         seen.zero_()
@@ -169,8 +166,9 @@ class Fp8State:
     def is_demoted(self, name: str) -> bool:
         return self.linears[name][0].demoted
 
-    def _reduce(self, values: Tensor, op: str) -> None:
-        """Over the ranks that share this stage's layers: tensor, context and data parallel."""
+    def reduce_max(self, values: Tensor) -> None:
+        """Elementwise largest over the ranks that share this stage's layers: tensor, context and data
+        parallel."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 
@@ -181,7 +179,7 @@ class Fp8State:
             return
         self.counts["amax_reductions"] += 1
         with collectives.announced("all_reduce", "tp-dp-cp", group):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 
     # Steps.
 
@@ -214,10 +212,6 @@ class Fp8State:
         if self.sampling and self.telemetry is not None:
             self.telemetry.complete(self)
 
-    def reduce_max(self, values: Tensor) -> None:
-        """Elementwise largest over the ranks that share this stage's layers."""
-        self._reduce(values, "max")
-
     # Draws.
 
     def generator(self, name: str, expert: int | None, kind: Kind, draw: int, device: torch.device) -> Any:
@@ -233,7 +227,7 @@ class Fp8State:
     # Checkpoints.
 
     def row(self, name: str) -> Tensor:
-        """Everything that a checkpoint keeps of one linear, fp64 [length of ``row_length``]: whether it was
+        """Everything that a checkpoint keeps of one linear, fp64 [n]: whether it was
         demoted and, under delayed scaling, scales and histories of its three operands."""
         values = [torch.tensor([float(self.is_demoted(name))], dtype=torch.float64)]
         if self.recipe.scaling == "delayed":
@@ -241,9 +235,6 @@ class Fp8State:
             slots = [self._slots[name, kind] for kind in KINDS]
             values += [scale[slots].cpu().double(), history[slots].cpu().double().flatten()]
         return torch.cat(values)
-
-    def row_length(self) -> int:
-        return 1 + (len(KINDS) * (1 + self.recipe.history) if self.recipe.scaling == "delayed" else 0)
 
     def load_row(self, name: str, row: Tensor) -> None:
         """What ``row`` returned."""

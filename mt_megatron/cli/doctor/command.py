@@ -299,7 +299,7 @@ def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _fp8_text(backends: dict[str, Any], usable: list[str]) -> str:
-    """Which recipes each usable backend trains with."""
+    """Recipes that each usable backend trains with."""
     parts = []
     for name in usable:
         recipes = possible_recipes(name, tuple(backends[name].get("fp8", ())))

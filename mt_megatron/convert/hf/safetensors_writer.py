@@ -119,7 +119,7 @@ class SafetensorsWriter:
         ]
 
     def _stays(self, published: str) -> bool:
-        """Whether a tensor stays as it is under the recipe."""
+        """True for a tensor that stays as it is under the recipe."""
         layer = _LAYER.search(published)
         return self._recipe is not None and layer is not None and self._in_bf16(int(layer[1]))
 
