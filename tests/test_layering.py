@@ -19,7 +19,7 @@ ROWS = (
     {"planning", "models", "data"},
     {"config", "checkpoint"},
     {"__init__", "_session"},
-    {"patches", "layers", "fp8"},
+    {"patches", "layers", "fp8", "pipeline"},
     {"patching", "backends", "seams", "parallel"},
     {"errors", "near_names"},
 )
