@@ -4,5 +4,6 @@ actions    ``Action``, ``Placement`` and ``Schedule``: the intermediate represen
 csv_form   schedules as CSV, written and read
 generate   schedules by name
 simulate   one training step timed: makespan, bubble, memory, slack, bytes over time
+upstream   Megatron-Core's own calls, with blocking exchanges
 validate   every rule that a schedule must keep; problems as sentences
 """
