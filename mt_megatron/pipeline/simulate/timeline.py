@@ -98,7 +98,7 @@ class Timeline:
 
     @cached_property
     def begins(self) -> Floats:
-        found = np.maximum(self.ends[self.program.after], self.ends[self.program.arrival] + self.lags)
+        found: Floats = np.maximum(self.ends[self.program.after], self.ends[self.program.arrival] + self.lags)
         for preds, lags in self.others:
             found = np.maximum(found, self.ends[preds] + lags)
         return found
@@ -112,14 +112,15 @@ class Timeline:
     def busy(self) -> Floats:
         """Seconds that each rank computes, [ranks]."""
         computes = self.program._computes
-        seconds = np.zeros(self.program.schedule.placement.ranks)
+        seconds: Floats = np.zeros(self.program.schedule.placement.ranks)
         np.add.at(seconds, self.program.ranks[computes], self.durations[computes])
         return seconds
 
     @property
     def idle(self) -> Floats:
         """Seconds of the step in which each rank computes nothing, [ranks]."""
-        return self.makespan - self.busy
+        idle: Floats = self.makespan - self.busy
+        return idle
 
     @property
     def bubble(self) -> float:
@@ -182,7 +183,7 @@ class Timeline:
                     begin=float(begins[node]),
                     sent=float(self.ends[node]),
                     arrived=float(self.ends[node] + self.latencies[edge]),
-                    free=float(self.ends[program.after[taker]]),
+                    free=float(self.ends[program.posted[node] if program.blocking else program.after[taker]]),
                     slack=float(slack[node]),
                 )
             )
@@ -227,13 +228,6 @@ class Timeline:
             ]
             node = max((pred for pred in preds if pred[0] >= begins[node]), default=(0.0, 0))[1]
         return tuple(reversed(chain))
-
-    def edge_waits(self) -> dict[Edge, float]:
-        """Seconds that receiving ranks wait for messages of each directed edge."""
-        waits = dict.fromkeys(self.program.edges, 0.0)
-        for transfer in self.transfers:
-            waits[transfer.edge] += transfer.stalls
-        return waits
 
     def traffic(self, bins: int = 100) -> tuple[Floats, dict[Edge, Floats]]:
         """Bytes per second of each directed edge over the step: ends of ``bins`` equal intervals [bins + 1],
