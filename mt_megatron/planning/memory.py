@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.simulate.memory import peaks_by_chunk
 from mt_megatron.planning.activation_memory import (
     ActivationOptions,
     backward_workspace,
@@ -332,16 +334,12 @@ def in_flight(case: MemoryCase, stage: int) -> tuple[tuple[int, ...], ...]:
 def _in_flight(stages: int, chunks: int, batches: int, stage: int) -> tuple[tuple[int, ...], ...]:
     if chunks == 1:
         return ((min(batches, stages - stage),),)
-    total = batches * chunks
-    warmup = total
-    if batches != stages:
-        warmup = min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages)
-    counts, found, period = [0] * chunks, set(), stages * chunks
-    # The pattern repeats with every group of one micro-batch per stage and chunk.
-    for step in range(min(total, warmup + 2 * period)):
-        counts[step % period // stages] += 1
-        if step >= warmup - 1:
-            found.add(tuple(counts))
-        if step >= warmup:
-            counts[chunks - 1 - (step - warmup) % period // stages] -= 1
-    return tuple(sorted(found))
+    # Megatron-Core refuses other numbers than multiples of the stages; the next one is counted for them.
+    whole = batches + -batches % stages
+    return _all_in_flight(stages, chunks, min(whole, 4 * stages))[stage]
+
+
+@lru_cache(maxsize=256)
+def _all_in_flight(stages: int, chunks: int, batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    # The pattern repeats with every group of one micro-batch per stage, here after two such groups.
+    return peaks_by_chunk(generate("interleaved", ranks=stages, chunks=chunks, microbatches=batches))

@@ -40,14 +40,19 @@ class Node:
 
 
 def nodes_of(
-    schedule: Schedule, calls: Sequence[Sequence[Call]] | None, *, rendezvous: bool, reduce_early: bool
+    schedule: Schedule,
+    calls: Sequence[Sequence[Call]] | None,
+    *,
+    rendezvous: bool,
+    reduce_early: bool,
+    links: bool,
 ) -> list[Node]:
     """Nodes so that each comes after those that it waits for; the first is the step's start. ``calls``: what
     the ranks do where exchanges block them; None: the schedule's own actions, SENDs and REDUCEs made for it
-    where it has none. Raises ConfigError as ``Program``."""
+    where it has none. Without ``links`` messages are no nodes. Raises ConfigError as ``Program``."""
     if calls is None:
         calls = schedule.ranks if schedule.is_lowered else _sending(schedule)
-    graph = _Graph(schedule)
+    graph = _Graph(schedule, links)
     for rank, own in enumerate(calls):
         graph.add_rank(rank, own if _reduces(own) else _reducing(own, reduce_early))
     graph.connect(rendezvous)
@@ -92,9 +97,9 @@ def _reducing(calls: Sequence[Call], early: bool) -> list[Call]:
 class _Graph:
     """Nodes while ranks are added one after another."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, links: bool) -> None:
         self.nodes = [Node(Action(Kind.F, -1, -1), -1)]
-        self._schedule = schedule
+        self._schedule, self._links = schedule, links
         self._computed: set[Action] = set()
         self._sent: dict[Action, int] = {}
         self._waiting: list[tuple[int, Action]] = []
@@ -138,6 +143,9 @@ class _Graph:
         return len(self.nodes) - 1
 
     def _send(self, rank: int, send: Action, previous: int, on_edge: dict[Edge, int]) -> int:
+        if not self._links:
+            self._sent[send] = previous
+            return previous
         stage = send.stage + (1 if send.kind is Kind.SEND_F else -1)
         edge = rank, self._schedule.placement.rank(stage)
         on_edge[edge] = self._sent[send] = self._add(Node(send, rank, previous, on_edge[edge], edge=edge))

@@ -33,7 +33,8 @@ class Program:
     without RECVs is ``lowered`` first) and the receiver's word of it has travelled back; otherwise a receiver
     always has room. ``calls``: what the ranks do where transfers are blocking exchanges (``upstream_calls``),
     each over when its messages have been sent and have arrived. ``reduce_early``: where no REDUCE is named,
-    reductions begin after a stage's last gradients, otherwise after the rank's last computation. Raises
+    reductions begin after a stage's last gradients, otherwise after the rank's last computation. Without
+    ``links`` messages take no time whatever the costs say, and timing takes half as long. Raises
     ConfigError where ranks wait for each other for ever or a computation comes before one that it needs;
     ``validate`` says more.
     """
@@ -45,13 +46,14 @@ class Program:
         rendezvous: bool = False,
         reduce_early: bool = True,
         calls: Sequence[Sequence[Call]] | None = None,
+        links: bool = True,
     ) -> None:
         self.schedule = schedule
         self.rendezvous = rendezvous or calls is not None
         self.blocking = calls is not None
         if calls is None and rendezvous and not schedule.is_lowered:
             schedule = lowered(schedule, reduce_early=reduce_early)
-        nodes = nodes_of(schedule, calls, rendezvous=self.rendezvous, reduce_early=reduce_early)
+        nodes = nodes_of(schedule, calls, rendezvous=self.rendezvous, reduce_early=reduce_early, links=links)
         self.edges: tuple[Edge, ...] = tuple(dict.fromkeys(n.edge for n in nodes if n.edge is not None))
         number: dict[Edge | None, int] = {edge: index for index, edge in enumerate(self.edges)}
         self.actions: tuple[Action, ...] = tuple(node.action for node in nodes)
