@@ -7,63 +7,80 @@ of gradients keep theirs.
 
 Memory: an F starts only if its activation fits under the cap of its rank, and if what is left still lets the
 two oldest micro-batches of the rank run through all of its chunks. The oldest micro-batch of the pipeline can
-therefore always go on, and no rank waits for ever.
+therefore always go on, and no rank waits for ever. Rules with groups reach the first backward of a group
+before the cap.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ..actions import Action, Kind, Placement, Schedule
+from ..generate.looping import forward_order
 from ..simulate.costs import Costs, per_stage
+
+PATIENCE = (0.2, 0.5)
+"""Values of ``Rule.patience`` that are tried, in parts of a task's time. Below 0.2 a rank starts a W just
+before a B arrives; above 0.5 it idles; in between neither is best everywhere."""
 
 _INFINITE = math.inf
 
-_EXACT = 1e-9
-"""Relative part by which sums of activations may pass a cap: the rounding of their additions, which is far
-below the size of one activation."""
+_ROUNDING = 1e-9
+"""Part of a cap by which sums of activations may pass it: the rounding of their additions, far below the size
+of one activation."""
 
 _BACKWARD, _FORWARD, _WEIGHT = 0, 1, 2
 _KINDS = (Kind.B, Kind.F, Kind.W)
+
+_Found = tuple[float, int, int, int]
+"""When a task can start, its place among those that are ready, its kind and its stage."""
 
 
 class Rule(NamedTuple):
     """Which of several ready tasks a rank takes first. W comes last in every rule."""
 
-    backward_first: bool = True
-    """B before F, otherwise F before B."""
-
-    deep_forward: bool = True
-    """F of the last chunk before the first: a micro-batch goes through. Otherwise the first chunk first."""
+    turns: bool = True
+    """F comes first after a B, otherwise B; if not, B always comes first."""
 
     deep_backward: bool = True
-    """B of the last chunk before the first; otherwise the first chunk first, which ends micro-batches."""
+    """B of the last chunk before the first; otherwise the first chunk first, which ends micro-batches.
+    F of the last chunk always come before the first."""
+
+    group: int | None = None
+    """Chunks follow each other as in the depth-first schedule with groups of so many micro-batches. None:
+    any chunk may run."""
 
     split: bool = True
     """Weight gradients are split off (W) and fill waiting times."""
 
-    patience: float = 0.0
+    patience: float = PATIENCE[0]
     """A rank waits for a task that comes before by this rule and arrives later by up to this part of the time
     of the task that it could start at once."""
 
     def __str__(self) -> str:
+        if self.group is not None:
+            chunks = f"groups of {self.group}"
+        else:
+            chunks = f"{'last' if self.deep_backward else 'first'} chunk's B first"
         return (
-            f"{'B' if self.backward_first else 'F'} first, "
-            f"{'deep' if self.deep_forward else 'shallow'} F, "
-            f"{'deep' if self.deep_backward else 'shallow'} B, "
-            f"{'split' if self.split else 'whole'} backward"
+            f"{'turns' if self.turns else 'B before F'}, {chunks}, "
+            f"{'split' if self.split else 'whole'} backward, patience {self.patience:g}"
         )
 
 
-def rules(chunks: int, *, split: bool) -> tuple[Rule, ...]:
-    """Rules that differ on ranks of ``chunks`` chunks; those that split the backward only if ``split``."""
-    depths = [True, False] if chunks > 1 else [True]
-    splits = [True, False] if split else [False]
-    return tuple(Rule(*each) for each in product([True, False], depths, depths, splits))
+def rules(placement: Placement, microbatches: int, *, split: bool) -> tuple[Rule, ...]:
+    """Rules to try on ``placement``, with a split or a whole backward, the ones that win most often first."""
+    orders: list[dict[str, Any]] = [{}]
+    if placement.chunks > 1:
+        # A group a quarter larger than the ranks hides a delay of up to that many passes at each turn.
+        groups = {min(each, microbatches) for each in (placement.ranks, placement.ranks * 5 // 4)}
+        orders = [*({"group": each} for each in sorted(groups)), {}, {"deep_backward": False}]
+    return tuple(
+        Rule(split=split, patience=patience, **order) for order in orders for patience in PATIENCE
+    )
 
 
 def list_schedule(
@@ -73,15 +90,17 @@ def list_schedule(
     cap: Sequence[float] | None = None,
     rule: Rule | None = None,
     *,
+    below: float = _INFINITE,
     name: str = "adapted",
-) -> Schedule:
-    """The schedule that ``rule`` (default: ``Rule()``) makes of ``costs``.
+) -> tuple[Schedule, float] | None:
+    """The schedule that ``rule`` (default: ``Rule()``) makes of ``costs``, and the seconds that it takes with
+    them, without reductions. None if it takes ``below`` seconds or more, which is often seen early.
 
     ``cap``: memory that each rank may hold, [ranks], in the unit of ``costs.activation`` and with
-    ``costs.static`` in it; None: no limit. Reductions are not laid out. Raises ConfigError where a cap is
-    too small for one micro-batch, or a rule splits the backward and the costs name no weight gradients.
+    ``costs.static`` in it; None: no limit. Raises ConfigError where a cap is too small for the rule, or a
+    rule splits the backward and the costs name no weight gradients.
     """
-    return _Layout(placement, microbatches, costs, cap, rule or Rule()).schedule(name)
+    return _Layout(placement, microbatches, costs, cap, rule or Rule()).lay_out(name, below)
 
 
 class _Layout:
@@ -95,59 +114,89 @@ class _Layout:
         cap: Sequence[float] | None,
         rule: Rule,
     ) -> None:
-        stages, count = placement.stages, microbatches
-        self.placement, self.microbatches, self.rule = placement, count, rule
+        stages, ranks = placement.stages, placement.ranks
+        self.placement, self.microbatches, self.rule = placement, microbatches, rule
         self.rank = [placement.rank(stage) for stage in range(stages)]
-        self.own = [placement.stages_of(rank) for rank in range(placement.ranks)]
-        self.seconds = _seconds(costs, stages, count, rule.split)
-        self.size = per_stage(costs.activation, stages, count, "activation").tolist()
+        self.own = [placement.stages_of(rank) for rank in range(ranks)]
+        self.seconds = _seconds(costs, stages, microbatches, rule.split)
+        self.size = per_stage(costs.activation, stages, microbatches, "activation").tolist()
         self.kept = costs.weight_share if rule.split else 0.0
+        """Part of an activation that is kept from B to W."""
         self.room = self._room(costs, cap)
         self.lag, self.wire = self._links(costs)
         self.priority = self._priorities()
-        # Times at which inputs are there: of each F, and of each B as far as it waits for another stage.
-        self.arrived: list[list[list[float]]] = [
-            [[_INFINITE] * count for _ in range(stages)],
-            [[_INFINITE] * count if stage else [0.0] * count for stage in range(stages)],
-        ]
-        self.done = [[0] * stages for _ in _KINDS]
-        self.free = [0.0] * placement.ranks
-        self.held = [0.0] * placement.ranks
-        self.younger = [0.0] * placement.ranks
-        """Memory held by micro-batches after the two oldest."""
-        self.oldest = [0] * placement.ranks
-        self.wire_free: dict[tuple[int, int], float] = {}
-        self.actions: list[list[Action]] = [[] for _ in range(placement.ranks)]
-
-    def schedule(self, name: str) -> Schedule:
-        ready = [self._ready(rank) for rank in range(self.placement.ranks)]
-        left = (3 if self.rule.split else 2) * self.placement.stages * self.microbatches
-        for _ in range(left):
-            # No message that arrives before the earliest start can still be sent: starts never decrease.
-            rank = min(range(len(ready)), key=lambda each: ready[each][0])
-            for changed in self._start(rank, *ready[rank][1:]):
-                ready[changed] = self._ready(changed)
-        return Schedule(
-            name, self.placement, self.microbatches, tuple(tuple(actions) for actions in self.actions)
+        self.order = (
+            []
+            if rule.group is None
+            else [chunk for chunk, _ in forward_order(placement.chunks, microbatches, rule.group)]
         )
+        """Chunks of the forwards of every rank, one after the other; empty: any order."""
+        # When inputs are there, by kind, stage and micro-batch: of a last stage's B, the end of its F.
+        self.arrived = [[[_INFINITE] * microbatches for _ in range(stages)] for _ in _KINDS[:2]]
+        self.arrived[_FORWARD][0] = [0.0] * microbatches
+        self.done = [[0] * stages for _ in _KINDS]
+        self.count = [[0] * ranks for _ in _KINDS]
+        self.free = [0.0] * ranks
+        self.held = [0.0] * ranks
+        self.younger = [0.0] * ranks
+        """Memory held by micro-batches after the two oldest."""
+        self.oldest = [0] * ranks
+        """First micro-batch whose memory is not free yet."""
+        self.wire_free: dict[tuple[int, int], float] = {}
+        self.after_backward = [False] * ranks
+        """Whether the last F or B was a B."""
+        self.actions: list[list[Action]] = [[] for _ in range(ranks)]
+
+    def lay_out(self, name: str, below: float) -> tuple[Schedule, float] | None:
+        ready = [self._ready(rank) for rank in range(self.placement.ranks)]
+        left = [
+            sum(sum(seconds[stage]) for seconds in self.seconds if seconds for stage in own)
+            for own in self.own
+        ]
+        for _ in range((3 if self.rule.split else 2) * self.placement.stages * self.microbatches):
+            # Starts never decrease: what arrives before the earliest of them has been sent already.
+            earliest = min(ready)
+            rank = ready.index(earliest)
+            begin, kind, stage = earliest
+            if begin + left[rank] >= below:
+                return None
+            left[rank] -= self.seconds[kind][stage][self.done[kind][stage]]
+            for changed in self._start(rank, begin, kind, stage):
+                ready[changed] = self._ready(changed)
+        actions = tuple(tuple(each) for each in self.actions)
+        seconds = max(self.free)
+        if seconds >= below:
+            return None
+        return Schedule(name, self.placement, self.microbatches, actions), seconds
 
     def _ready(self, rank: int) -> tuple[float, int, int]:
         """When ``rank`` can start its next action, and which: kind and stage."""
-        now, count = self.free[rank], self.microbatches
+        now = self.free[rank]
         backward, forward, weight = self.done
-        found: list[tuple[float, int, int, int]] = []
-        for stage in self.own[rank]:
+        backward_arrived, forward_arrived = self.arrived
+        backward_first, forward_first, weight_first = self.priority
+        found: list[_Found] = []
+        for stage in self._open(rank, _BACKWARD):
             index = backward[stage]
-            if index < forward[stage] and (time := self.arrived[_BACKWARD][stage][index]) < _INFINITE:
-                found.append((max(time, now), self.priority[_BACKWARD][stage], _BACKWARD, stage))
-            if self.rule.split and weight[stage] < index:
-                found.append((now, self.priority[_WEIGHT][stage], _WEIGHT, stage))
+            if index < forward[stage] and (time := backward_arrived[stage][index]) < _INFINITE:
+                found.append((time if time > now else now, backward_first[stage], _BACKWARD, stage))
+        if self.rule.split:
+            for stage in self.own[rank]:
+                if weight[stage] < backward[stage]:
+                    found.append((now, weight_first[stage], _WEIGHT, stage))
+        for stage in self._open(rank, _FORWARD):
             index = forward[stage]
-            if index < count and (time := self.arrived[_FORWARD][stage][index]) < _INFINITE:
-                if self._fits(rank, stage, index):
-                    found.append((max(time, now), self.priority[_FORWARD][stage], _FORWARD, stage))
+            if (
+                index < self.microbatches
+                and (time := forward_arrived[stage][index]) < _INFINITE
+                and self._fits(rank, stage, index)
+            ):
+                found.append((time if time > now else now, forward_first[stage], _FORWARD, stage))
         if not found:
             return _INFINITE, 0, 0
+        if self.after_backward[rank] and self.rule.turns:
+            moves = (self.placement.chunks, -self.placement.chunks, 0)
+            found = [(time, first + moves[kind], kind, stage) for time, first, kind, stage in found]
         time, first, kind, stage = min(found)
         limit = time + self.rule.patience * self.seconds[kind][stage][self.done[kind][stage]]
         for each in found:
@@ -155,56 +204,66 @@ class _Layout:
                 time, first, kind, stage = each
         return time, kind, stage
 
+    def _open(self, rank: int, kind: int) -> Sequence[int]:
+        """Stages of which ``rank`` may run an action of ``kind`` next."""
+        own = self.own[rank]
+        if not self.order:
+            return own
+        done = self.count[kind][rank]
+        if done == len(self.order):
+            return ()
+        chunk = self.order[done]
+        return (own[chunk if kind == _FORWARD else -1 - chunk],)
+
     def _fits(self, rank: int, stage: int, index: int) -> bool:
         """Whether the F may start without a rank that waits for ever later on."""
-        room, size = self.room[rank], self.size[stage][index]
+        room, size, own = self.room[rank], self.size, self.own[rank]
         if room == _INFINITE:
             return True
-        oldest, forward = self.oldest[rank], self.done[_FORWARD]
-        need = self.held[rank] + size
-        if index > oldest:
-            need += sum(self.size[each][oldest] for each in self.own[rank] if forward[each] <= oldest)
-        if need > room:
-            return False
-        if index <= oldest + 1:
-            return True
-        return self.younger[rank] + size + sum(self.size[each][oldest + 1] for each in self.own[rank]) <= room
+        need = self.held[rank] + size[stage][index]
+        oldest = self.oldest[rank]
+        if not self.order and index > oldest:
+            forward = self.done[_FORWARD]
+            need += sum(size[each][oldest] for each in own if forward[each] <= oldest)
+        if need > room or self.order or index <= oldest + 1:
+            return need <= room
+        return self.younger[rank] + size[stage][index] + sum(size[each][oldest + 1] for each in own) <= room
 
-    def _start(self, rank: int, kind: int, stage: int) -> tuple[int, ...]:
+    def _start(self, rank: int, begin: float, kind: int, stage: int) -> tuple[int, ...]:
         """Lay out the next action of ``kind`` of ``stage``; the ranks whose next action may change."""
         index = self.done[kind][stage]
         self.done[kind][stage] += 1
-        begin = max(self.free[rank], self.arrived[kind][stage][index] if kind != _WEIGHT else 0.0)
+        self.count[kind][rank] += 1
+        if kind != _WEIGHT:
+            self.after_backward[rank] = kind == _BACKWARD
         end = self.free[rank] = begin + self.seconds[kind][stage][index]
         self.actions[rank].append(Action(_KINDS[kind], stage, index))
         size = self.size[stage][index]
+        to = stage + 1 if kind == _FORWARD else stage - 1
         if kind == _FORWARD:
             self._hold(rank, index, size)
-            to = stage + 1
             if to == self.placement.stages:
                 self.arrived[_BACKWARD][stage][index] = end
                 return (rank,)
         else:
             self._hold(rank, index, -size * (self.kept if kind == _WEIGHT else 1.0 - self.kept))
-            self._complete(rank)
-            if kind == _WEIGHT or stage == 0:
+            if index == self.oldest[rank]:
+                self._complete(rank)
+            if kind == _WEIGHT or to < 0:
                 return (rank,)
-            to = stage - 1
         other = self.rank[to]
-        self.arrived[kind][to][index] = self._arrival(rank, other, kind, stage, index, end)
+        self.arrived[kind][to][index] = self._arrival((rank, other), min(stage, to), index, end)
         return (rank,) if other == rank else (rank, other)
 
-    def _arrival(self, rank: int, other: int, kind: int, stage: int, index: int, end: float) -> float:
-        if other == rank:
+    def _arrival(self, edge: tuple[int, int], stage: int, index: int, end: float) -> float:
+        """When the output of ``stage``, or the gradient that comes back for it, has arrived."""
+        if edge[0] == edge[1]:
             return end
-        sends = self.wire[rank, other]
-        if sends is None:
-            return end + self.lag[rank, other]
-        # The gradient that goes back has the bytes of the output before it.
-        seconds = sends[stage if kind == _FORWARD else stage - 1][index]
-        sent = max(end, self.wire_free.get((rank, other), 0.0)) + seconds
-        self.wire_free[rank, other] = sent
-        return sent + self.lag[rank, other]
+        wire = self.wire[edge]
+        if wire is not None:
+            end = max(end, self.wire_free.get(edge, 0.0)) + wire[stage][index]
+            self.wire_free[edge] = end
+        return end + self.lag[edge]
 
     def _hold(self, rank: int, index: int, size: float) -> None:
         self.held[rank] += size
@@ -223,28 +282,28 @@ class _Layout:
         """Memory that micro-batches of ``stage`` from ``first`` on hold."""
         backward, forward, weight = (done[stage] for done in self.done)
         sizes = self.size[stage]
-        whole = sum(sizes[max(first, backward) : forward])
+        whole: float = sum(sizes[max(first, backward) : forward])
         return whole + self.kept * sum(sizes[max(first, weight) : backward]) if self.rule.split else whole
 
     # -- what follows from the arguments
 
     def _room(self, costs: Costs, cap: Sequence[float] | None) -> list[float]:
         """Memory for activations of each rank."""
-        ranks = self.placement.ranks
         if cap is None:
-            return [_INFINITE] * ranks
-        if len(cap) != ranks:
-            raise ConfigError(f"found caps of {len(cap)} ranks; expected {ranks}")
+            return [_INFINITE] * self.placement.ranks
+        if len(cap) != self.placement.ranks:
+            raise ConfigError(f"found caps of {len(cap)} ranks; expected {self.placement.ranks}")
         static = per_stage(costs.static, self.placement.stages, 1, "static")
         found = []
         for rank, most in enumerate(cap):
             own = self.own[rank]
+            copies = [self.rule.group or 1] * (len(own) - 1) + [1]
             room = float(most) - sum(float(static[stage, 0]) for stage in own)
-            need = max(sum(sizes) for sizes in zip(*(self.size[stage] for stage in own), strict=True))
-            room += _EXACT * abs(room)
+            room += _ROUNDING * abs(room)
+            need = sum(copy * max(self.size[stage]) for copy, stage in zip(copies, own, strict=True))
             if need > room:
                 raise ConfigError(
-                    f"rank {rank}: one micro-batch needs {need:g} of activations in its {len(own)} chunks "
+                    f"rank {rank}: {len(own)} chunks with the rule '{self.rule}' need {need:g} of activations "
                     f"and the cap leaves {room:g}; raise the cap or shorten the micro-batches"
                 )
             found.append(room)
@@ -253,9 +312,8 @@ class _Layout:
     def _links(
         self, costs: Costs
     ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[list[float]] | None]]:
-        """Latency of each directed edge, and seconds that each message takes its wire: None for none."""
-        stages, count = self.placement.stages, self.microbatches
-        message = per_stage(costs.message, stages, count, "message")
+        """Latency of each directed edge, and seconds that each stage's message takes its wire: None for none."""
+        message = per_stage(costs.message, self.placement.stages, self.microbatches, "message")
         lag: dict[tuple[int, int], float] = {}
         wire: dict[tuple[int, int], list[list[float]] | None] = {}
         for one, other in zip(self.rank, self.rank[1:], strict=False):
@@ -263,20 +321,19 @@ class _Layout:
                 if one != other and edge not in lag:
                     link = costs.link_of(edge)
                     lag[edge] = link.latency
-                    wire[edge] = (
-                        None if math.isinf(link.bandwidth) else (message / link.bandwidth).tolist()
-                    )
+                    unlimited = math.isinf(link.bandwidth)
+                    wire[edge] = None if unlimited else (message / link.bandwidth).tolist()
         return lag, wire
 
     def _priorities(self) -> list[list[int]]:
-        """Rank of each kind and stage among tasks that are ready at the same time; the first is taken."""
-        rule, chunks = self.rule, self.placement.chunks
-        order = [0, 1, 2] if rule.backward_first else [1, 0, 2]
-        found = []
-        for kind, deep in ((_BACKWARD, rule.deep_backward), (_FORWARD, rule.deep_forward), (_WEIGHT, True)):
-            chunk = [self.placement.chunk(stage) for stage in range(self.placement.stages)]
-            found.append([order[kind] * chunks + (chunks - 1 - each if deep else each) for each in chunk])
-        return found
+        """Place of each kind and stage among tasks that are ready at the same time; the first is taken."""
+        chunks = self.placement.chunks
+        chunk = [self.placement.chunk(stage) for stage in range(self.placement.stages)]
+        deep = (self.rule.deep_backward, True, True)
+        return [
+            [kind * chunks + (chunks - 1 - each if deep[kind] else each) for each in chunk]
+            for kind in (_BACKWARD, _FORWARD, _WEIGHT)
+        ]
 
 
 def _seconds(costs: Costs, stages: int, microbatches: int, split: bool) -> list[list[list[float]]]:
@@ -292,9 +349,7 @@ def _seconds(costs: Costs, stages: int, microbatches: int, split: bool) -> list[
         )
     weight = per_stage(costs.weight, stages, microbatches, "weight")
     inputs = (
-        backward - weight
-        if costs.input is None
-        else per_stage(costs.input, stages, microbatches, "input")
+        backward - weight if costs.input is None else per_stage(costs.input, stages, microbatches, "input")
     )
     if inputs.min() < 0:
         raise ConfigError(

@@ -1,0 +1,328 @@
+"""The policy over many steps: takes in measured times, proposes schedules, and looks what they brought.
+
+Nothing here knows of processes. Ranks that are given the same numbers propose the same schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...errors import ConfigError
+from ..actions import Placement
+from ..simulate.costs import Costs, Edge, Link
+from .candidates import Candidate, default_of
+from .decide import Decision, decide
+from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
+from .smoothing import Smoothed
+
+FIRST_NOISE = 0.05
+"""Spread of step times, as a part of them, until two have been compared: that of a loaded machine."""
+
+GAIN_TO_NOISE = 2.0
+"""Standard errors of the mean step time by which a predicted gain must pass it to be worth a switch: below,
+the gain could not be told from noise afterwards."""
+
+WINDOW = 16
+"""Steps whose times the noise is measured on, at most."""
+
+CHANGE = 0.1
+"""Change of a delay, or of a stage's time, since the last decision that is worth another one: in parts of the
+mean time that a rank needs for one forward of its chunks, and besides of the delay itself. Smaller ones shift
+a schedule by less than it can be wrong."""
+
+REVIEW = 50
+"""Steps after which a decision is made again though nothing changed by more than ``CHANGE``."""
+
+OUTCOME = 10
+"""Steps after a switch over which the gain is measured, and before it at most."""
+
+_COMPUTE_FLOOR = 0.02
+"""Usual spread of a stage's time between steps, as a part of it: smaller deviations are no jump."""
+
+_DELAY_FLOOR = 0.1
+"""The same for the delay of a link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a switch brought."""
+
+    decided_at: int
+    """Step whose measurements led to the decision."""
+
+    steps: int
+    """Steps under the new schedule that were compared."""
+
+    seconds_before: float
+    """Median step of those before the switch, with like inputs."""
+
+    seconds: float
+    """Median step after it."""
+
+    predicted_gain: float
+
+    @property
+    def gain(self) -> float:
+        """Part of a step's time that is saved."""
+        return 1.0 - self.seconds / self.seconds_before
+
+
+@dataclass
+class _Trial:
+    """A switch whose outcome is not known yet."""
+
+    decision: Decision
+    decided_at: int
+    before: list[float]
+    after: list[float]
+
+
+class Controller:
+    """The policy of one pipeline, or of several that run the same schedule."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        microbatches: int,
+        *,
+        cap: Sequence[float] | None = None,
+        activation: Sequence[float] | None = None,
+        message: float = 1.0,
+        weight_share: float = 1.0,
+        splits: bool = True,
+    ) -> None:
+        """``cap``: memory that each rank may hold, [ranks], in the unit of ``activation`` (of each stage,
+        [stages]; None: 1 each). ``message``: bytes between two stages. ``weight_share``: part of an activation
+        that is kept from B to W. ``splits``: weight gradients can be deferred. Raises ConfigError where no
+        schedule fits the cap."""
+        self.placement, self.microbatches = placement, microbatches
+        self.cap = None if cap is None else tuple(cap)
+        self.splits = splits
+        self._message = message
+        self._activation = list(activation) if activation is not None else [1.0] * placement.stages
+        self._weight_share = weight_share
+        stages = range(placement.stages)
+        self._forward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
+        self._backward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
+        self._input = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
+        self._weight = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
+        self._delay: dict[Edge, Smoothed] = {}
+        self._wire: dict[Edge, Smoothed] = {}
+        self._static = [0.0] * placement.ranks
+        self._headroom: float | None = None
+        self._bias: dict[str, float] = {}
+        self._residuals: deque[float] = deque(maxlen=WINDOW)
+        self._times: deque[tuple[float, float]] = deque(maxlen=OUTCOME)
+        """Measured time of each step under ``current``, and what its own inputs give by simulation."""
+        self._decided: tuple[int, Situation] | None = None
+        self._trial: _Trial | None = None
+        self._last = -1
+        self.current = default_of(placement, microbatches)
+        if not self.current.fits(self._costs_of_ones(), self.cap):
+            self.current = decide(
+                Situation(
+                    placement=placement, microbatches=microbatches, costs=self._costs_of_ones(), cap=self.cap
+                ),
+                self.current,
+            ).chosen
+
+    # -- what comes in
+
+    def observe(self, measured: Measured) -> Outcome | None:
+        """Take in one step that ran ``current``; the outcome of the last switch once it is known."""
+        self._last = measured.step
+        for smoothed, values in (
+            (self._forward, measured.forward),
+            (self._backward, measured.backward),
+            (self._input, measured.input),
+            (self._weight, measured.weight),
+        ):
+            for each, value in zip(smoothed, values or (), strict=False):
+                each.add(value)
+        for edge, time in measured.edges.items():
+            self._delay.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.delay)
+            self._wire.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.wire)
+        if measured.memory is not None and self.cap is not None:
+            self._take_memory(measured.memory)
+        if self._is_known():
+            self._compare(measured)
+        return self._outcome(measured)
+
+    def _take_memory(self, memory: Sequence[float]) -> None:
+        peaks = self.current.peaks(self._costs_of_ones())
+        for rank, (found, expected) in enumerate(zip(memory, peaks, strict=True)):
+            self._static[rank] = max(0.0, found - expected)
+        assert self.cap is not None
+        self._headroom = min(
+            (most - found) / most for found, most in zip(memory, self.cap, strict=True)
+        )
+
+    def _compare(self, measured: Measured) -> None:
+        """Compare the step with a simulation of it from its own inputs: how wrong predictions are, by family,
+        and how much step times scatter about them."""
+        simulated = self.current.program.makespan(self._costs(measured))
+        ratio = measured.seconds / simulated
+        family = self.current.family
+        known = self._bias.get(family)
+        self._bias[family] = ratio if known is None else known + (ratio - known) / WINDOW
+        if known is not None:
+            self._residuals.append(ratio / known - 1.0)
+        self._times.append((measured.seconds, simulated))
+
+    def _outcome(self, measured: Measured) -> Outcome | None:
+        trial = self._trial
+        if trial is None or not math.isfinite(measured.seconds):
+            return None
+        trial.after.append(measured.seconds)
+        if len(trial.after) < OUTCOME or not trial.before:
+            return None
+        return self._ended()
+
+    def _ended(self) -> Outcome | None:
+        trial, self._trial = self._trial, None
+        if trial is None or not trial.before or not trial.after:
+            return None
+        return Outcome(
+            decided_at=trial.decided_at,
+            steps=len(trial.after),
+            seconds_before=median(trial.before),
+            seconds=median(trial.after),
+            predicted_gain=trial.decision.gain,
+        )
+
+    # -- what goes out
+
+    def situation(self) -> Situation:
+        """Inputs of a decision now."""
+        return Situation(
+            placement=self.placement,
+            microbatches=self.microbatches,
+            costs=self._costs(),
+            cap=self.cap,
+            headroom=self._headroom,
+        )
+
+    def noise(self) -> float:
+        """Part of a step's time that a predicted gain must pass."""
+        if len(self._residuals) < 2:
+            return GAIN_TO_NOISE * FIRST_NOISE
+        # Of a mean absolute deviation: 1.25 of them are a standard deviation where values are normal.
+        deviation = 1.25 * sum(map(abs, self._residuals)) / len(self._residuals)
+        return GAIN_TO_NOISE * deviation / math.sqrt(len(self._residuals))
+
+    def propose(self) -> Decision | None:
+        """A decision, if something changed since the last one; the caller runs ``adopt`` once all ranks agree.
+        A decision that does not switch is one too."""
+        if not self._is_known():
+            return None
+        situation = self.situation()
+        if not self._is_due(situation):
+            return None
+        self._decided = self._last, situation
+        seconds = self.current.program.makespan(situation.costs) * self._bias[self.current.family]
+        try:
+            return decide(situation, self.current, noise=self.noise() * seconds, bias=self._bias)
+        except ConfigError:
+            return None  # Nothing fits a cap that what runs has passed already: no better schedule is known.
+
+    def adopt(self, decision: Decision) -> Outcome | None:
+        """Run ``decision`` from the next step on; the outcome of the switch before, as far as it is known."""
+        ended = self._ended()
+        if decision.switches:
+            like = [
+                seconds
+                for seconds, simulated in self._times
+                if abs(simulated * self._bias[self.current.family] / decision.seconds_before - 1.0) < CHANGE
+            ]
+            self._trial = _Trial(decision, self._last, like, [])
+            self._times.clear()
+        self.current = decision.chosen
+        return ended
+
+    def _is_due(self, situation: Situation) -> bool:
+        if self._decided is None:
+            return True
+        step, before = self._decided
+        if self._last - step >= REVIEW:
+            return True
+        if situation.headroom is not None and (before.headroom or 0.0) - situation.headroom > CHANGE:
+            return True
+        unit = _mean_forward(situation)
+        for edge in situation.edges():
+            old, new = before.delay(edge), situation.delay(edge)
+            if abs(new - old) > CHANGE * (unit + max(old, new)):
+                return True
+        costs = before.costs, situation.costs
+        for one, other in zip(*((each.forward, each.backward) for each in costs), strict=True):
+            if any(abs(a - b) > CHANGE * unit for a, b in zip(one, other, strict=True)):  # type: ignore[arg-type]
+                return True
+        return False
+
+    # -- costs
+
+    def _is_known(self) -> bool:
+        return not any(math.isnan(each.mean) for each in self._forward) and not any(
+            math.isnan(whole.mean) and (math.isnan(part.mean) or math.isnan(weight.mean))
+            for whole, part, weight in zip(self._backward, self._input, self._weight, strict=True)
+        )
+
+    def _costs(self, measured: Measured | None = None) -> Costs:
+        """Smoothed costs; or those of one step alone, with smoothed ones where it says nothing."""
+        stages = range(self.placement.stages)
+
+        def value(smoothed: list[Smoothed], values: Sequence[float] | None, stage: int) -> float:
+            if values is not None and not math.isnan(values[stage]):
+                return values[stage]
+            return smoothed[stage].mean
+
+        of = measured
+        forward = [value(self._forward, of.forward if of else None, stage) for stage in stages]
+        whole = [value(self._backward, of.backward if of else None, stage) for stage in stages]
+        part = [value(self._input, of.input if of else None, stage) for stage in stages]
+        weight = [value(self._weight, of.weight if of else None, stage) for stage in stages]
+        for stage in stages:
+            if math.isnan(whole[stage]):
+                whole[stage] = part[stage] + weight[stage]
+            if math.isnan(weight[stage]):
+                weight[stage] = WEIGHT_SHARE * whole[stage]
+            if math.isnan(part[stage]):
+                part[stage] = whole[stage] - weight[stage]
+        links = {}
+        for edge, delay in self._delay.items():
+            time = (of.edges.get(edge) if of else None) or EdgeTime(
+                delay=delay.mean, wire=self._wire[edge].mean
+            )
+            links[edge] = link_of(time, self._message)
+        static = [0.0] * self.placement.stages
+        for rank, kept in enumerate(self._static):
+            static[self.placement.stage(rank, 0)] = kept
+        return Costs(
+            forward=forward,
+            backward=whole,
+            weight=weight if self.splits else None,
+            input=part if self.splits else None,
+            message=self._message,
+            link=Link(),
+            links=links,
+            activation=self._activation,
+            weight_share=self._weight_share,
+            static=static,
+        )
+
+    def _costs_of_ones(self) -> Costs:
+        """Costs before anything is measured: a forward of 1, a backward of 2."""
+        return Costs(
+            weight=2.0 * WEIGHT_SHARE if self.splits else None,
+            activation=self._activation,
+            weight_share=self._weight_share,
+        )
+
+
+def _mean_forward(situation: Situation) -> float:
+    """Mean seconds that a rank needs for one forward of all its chunks."""
+    total: float = sum(situation.costs.forward)  # type: ignore[arg-type]
+    return total / situation.placement.ranks
