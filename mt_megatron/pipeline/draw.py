@@ -83,7 +83,7 @@ def svg(timeline: Timeline, width: int = 1200) -> str:
     def x(value: float) -> float:
         return _LEFT + scale * value
 
-    parts = [_legend(timeline, width)]
+    parts = [_legend(timeline)]
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + rank * _ROW
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">rank {rank}</text>')
@@ -113,30 +113,29 @@ def svg(timeline: Timeline, width: int = 1200) -> str:
     for transfer in timeline.transfers:
         y = _TOP + transfer.edge[0] * _ROW + _BAR + 2
         cls = "late" if transfer.stalls > 1e-9 * timeline.makespan else "sent"
-        parts.append(
-            f'<rect class="{cls}" x="{x(transfer.begin):.2f}" y="{y}" height="{_LANE // 2}" '
-            f'width="{max(0.6, scale * (transfer.arrived - transfer.begin)):.2f}"><title>{transfer.action} to rank '
-            f"{transfer.edge[1]}: {seconds(transfer.arrived - transfer.begin)}, may take "
-            f"{seconds(max(0.0, transfer.window))} before it is waited for</title></rect>"
+        lasts = transfer.arrived - transfer.begin
+        about = (
+            f"{transfer.action} to rank {transfer.edge[1]}: {seconds(lasts)}, may take "
+            f"{seconds(max(0.0, transfer.window))} before it is waited for"
         )
+        parts.append(_line(cls, x(transfer.begin), y, max(0.6, scale * lasts), about))
     for reduction in timeline.reductions:
         if reduction.end > reduction.begin:
             y = _TOP + reduction.rank * _ROW + _BAR + 2 + _LANE // 2
+            wide = scale * (reduction.end - reduction.begin)
             parts.append(
-                f'<rect class="reduce" x="{x(reduction.begin):.2f}" y="{y}" height="{_LANE // 2}" '
-                f'width="{scale * (reduction.end - reduction.begin):.2f}"><title>gradients of stage '
-                f"{reduction.stage}</title></rect>"
+                _line("reduce", x(reduction.begin), y, wide, f"gradients of stage {reduction.stage}")
             )
     bottom = _TOP + _ROW * placement.ranks + 16
     for tick in range(5):
         at = timeline.makespan * tick / 4
         anchor = "start" if tick == 0 else "end" if tick == 4 else "middle"
-        parts.append(
-            f'<text class="dim" x="{x(at):.1f}" y="{bottom}" text-anchor="{anchor}">{seconds(at) if at else 0}</text>'
-        )
+        name = seconds(at) if at else "0"
+        parts.append(f'<text class="dim" x="{x(at):.1f}" y="{bottom}" text-anchor="{anchor}">{name}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {high}" width="{width}" height="{high}" '
-        f'role="img" aria-label="{escape(figures(timeline))}">{_STYLE}{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {high}" width="{width}" '
+        f'height="{high}" role="img" aria-label="{escape(figures(timeline))}">{_STYLE}'
+        f"{''.join(parts)}</svg>\n"
     )
 
 
@@ -159,8 +158,9 @@ def _colour(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def _bar(action: Action, chunk: int, chunks: int, x: float, y: int, wide: float) -> str:
+    colour = _colour(action.kind, chunk, chunks)
     made = (
-        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" fill="{_colour(action.kind, chunk, chunks)}" '
+        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" fill="{colour}" '
         f'stroke="#fff" stroke-width="{0.8 if wide > 3 else 0}"><title>{action}</title></rect>'
     )
     if wide >= _LEAST_LABEL * (1 if action.microbatch < 10 else 1.6):
@@ -168,7 +168,14 @@ def _bar(action: Action, chunk: int, chunks: int, x: float, y: int, wide: float)
     return made
 
 
-def _legend(timeline: Timeline, width: int) -> str:
+def _line(cls: str, x: float, y: int, wide: float, about: str) -> str:
+    return (
+        f'<rect class="{cls}" x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_LANE // 2}">'
+        f"<title>{about}</title></rect>"
+    )
+
+
+def _legend(timeline: Timeline) -> str:
     placement = timeline.program.schedule.placement
     kinds = [Kind.F, Kind.B] + [Kind.W] * bool(timeline.program.schedule.splits_backward)
     names = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
