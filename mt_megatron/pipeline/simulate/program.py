@@ -179,8 +179,8 @@ class Program:
     def _others(
         self, windows: tuple[int | None, ...]
     ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Further nodes that transfers wait for, with the place of the latency that comes on top (-1: none): a
-        receiver's word that it has room travels in the other direction."""
+        """Further nodes that transfers wait for, with the place of the latency that comes on top (-1: none):
+        a receiver's word that it has room travels in the other direction."""
         found = []
         if any(window is not None for window in windows):
             if windows not in self._windows:
@@ -193,8 +193,8 @@ class Program:
             before = self._windows[windows]
             found.append((before, np.where(before > 0, self.node_edges, -1)))
         if self.rendezvous:
-            back = len(self.edges) + self.node_edges
-            found.append((self.posted, np.where(self.posted > 0, back, -1)))
+            back = np.where(self.node_edges >= 0, len(self.edges) + self.node_edges, -1)
+            found.append((self.posted, back))
         return found
 
     def _ends(self, durations: Floats, lags: Floats, windows: tuple[int | None, ...]) -> list[float]:
@@ -234,7 +234,7 @@ class Program:
             np.add(ends[self._arrival[index - 1]], lags[arrival_edge[index]], out=end)
             np.maximum(end, ends[self._after[index - 1]], out=end)
             for preds, edges in others:
-                if preds[index]:
+                if preds[index] or edges[index] >= 0:
                     np.maximum(end, ends[preds[index]] + lags[edges[index]], out=end)
             end += durations[index]
         made: Floats = ends.max(axis=0)
