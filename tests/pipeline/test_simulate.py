@@ -131,9 +131,9 @@ def test_slack_is_what_a_transfer_may_take_longer() -> None:
             continue
         node = program.node_of[transfer.action]
         for extra, longer in ((0.99 * transfer.slack, False), (transfer.slack + 0.01, True)):
-            durations, latencies, windows = program._prepared(costs)
+            durations, lags, windows = program._prepared(costs)
             durations[node] += extra
-            ends = program._ends(durations, latencies, windows)
+            ends = program._ends(durations, lags, windows)
             assert (max(ends) > timeline.makespan + 1e-9) == longer
         moved += transfer.slack > 0
     assert moved > 5
@@ -255,7 +255,8 @@ def _blocking(schedule: Schedule, costs: Costs) -> float:
                 return None
             edge = placement.rank(send.stage), placement.rank(taker.stage)
             link = costs.link_of(edge)
-            begin = max(came[send], came[taker] + link.latency, free.get(edge, 0.0))
+            word = costs.link_of((edge[1], edge[0])).latency  # That the receiver is there.
+            begin = max(came[send], came[taker] + word, free.get(edge, 0.0))
             free[edge] = begin + 1.0 / link.bandwidth
             left[send] = free[edge], free[edge] + link.latency
         sides = zip(call, sends, strict=True)
@@ -300,7 +301,11 @@ def test_upstream_s_blocking_exchanges(ranks: int, chunks: int, microbatches: in
             forward=[rng.uniform(0.5, 2) for _ in range(stages)],
             backward=[rng.uniform(0.5, 2) for _ in range(stages)],
             message=1.0,
-            link=Link(rng.uniform(0, 1), rng.uniform(0.5, 4)),
+            links={
+                (one, other): Link(rng.uniform(0, 1), rng.uniform(0.5, 4))
+                for one in range(ranks)
+                for other in range(ranks)
+            },
         )
         found = program.run(costs)
         assert found.makespan == pytest.approx(_blocking(schedule, costs))

@@ -117,9 +117,8 @@ class Program:
 
     def run(self, costs: Costs) -> Timeline:
         """When everything begins and ends."""
-        durations, latencies, windows = self._prepared(costs)
-        ends = np.array(self._ends(durations, latencies, windows))
-        lags = np.append(latencies, 0.0)
+        durations, lags, windows = self._prepared(costs)
+        ends = np.array(self._ends(durations, lags, windows))
         return Timeline(
             program=self,
             costs=costs,
@@ -127,7 +126,7 @@ class Program:
             ends=ends,
             lags=lags[self.arrival_edge],
             others=[(preds, lags[edges]) for preds, edges in self._others(windows)],
-            latencies=latencies,
+            latencies=lags[: len(self.edges)],
         )
 
     def edge_costs(self, costs: Costs) -> dict[Edge, float]:
@@ -138,15 +137,17 @@ class Program:
         return {edge: seconds[0] - each for edge, each in zip(self.edges, seconds[1:], strict=True)}
 
     def _prepared(self, costs: Costs) -> tuple[Floats, Floats, tuple[int | None, ...]]:
-        """Seconds of each node, latency of each edge, window of each edge."""
+        """Seconds of each node; latencies: of each edge, of each in the other direction, and a zero; window
+        of each edge."""
         links = [costs.link_of(edge) for edge in self.edges]
         durations = self._seconds(costs)[self._where]
         stages, microbatches = self.schedule.placement.stages, self.schedule.microbatches
         size = per_stage(costs.message, stages, microbatches, "message")
         per_byte = np.array([1.0 / link.bandwidth for link in links])
         durations[self._transfers] = size.ravel()[self._messages] * per_byte[self._transfer_edges]
-        latencies = np.array([link.latency for link in links])
-        return durations, latencies, tuple(link.window for link in links)
+        back = [costs.link_of((target, source)).latency for source, target in self.edges]
+        lags = np.array([*(link.latency for link in links), *back, 0.0])
+        return durations, lags, tuple(link.window for link in links)
 
     def _seconds(self, costs: Costs) -> Floats:
         """Tables of F, whole B, B of input gradients alone, W, reductions, and a zero, one after another."""
@@ -178,7 +179,8 @@ class Program:
     def _others(
         self, windows: tuple[int | None, ...]
     ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Further nodes that transfers wait for, with the edge whose latency comes on top (-1: none)."""
+        """Further nodes that transfers wait for, with the place of the latency that comes on top (-1: none):
+        a receiver's word that it has room travels in the other direction."""
         found = []
         if any(window is not None for window in windows):
             if windows not in self._windows:
@@ -191,12 +193,12 @@ class Program:
             before = self._windows[windows]
             found.append((before, np.where(before > 0, self.node_edges, -1)))
         if self.rendezvous:
-            found.append((self.posted, np.where(self.posted > 0, self.node_edges, -1)))
+            back = np.where(self.node_edges >= 0, len(self.edges) + self.node_edges, -1)
+            found.append((self.posted, back))
         return found
 
-    def _ends(self, durations: Floats, latencies: Floats, windows: tuple[int | None, ...]) -> list[float]:
+    def _ends(self, durations: Floats, lags: Floats, windows: tuple[int | None, ...]) -> list[float]:
         """Seconds from the step's start to each node's end."""
-        lags = np.append(latencies, 0.0)
         ends = [0.0]
         append = ends.append
         plain = zip(
@@ -223,7 +225,7 @@ class Program:
     def _many(self, costs: Sequence[Costs]) -> Floats:
         prepared = [self._prepared(each) for each in costs]
         durations = np.stack([each[0] for each in prepared], axis=1)
-        lags = np.stack([np.append(each[1], 0.0) for each in prepared], axis=1)
+        lags = np.stack([each[1] for each in prepared], axis=1)
         ends = np.zeros_like(durations)
         others = [(preds.tolist(), edges.tolist()) for preds, edges in self._others(prepared[0][2])]
         arrival_edge = self.arrival_edge.tolist()
@@ -232,7 +234,7 @@ class Program:
             np.add(ends[self._arrival[index - 1]], lags[arrival_edge[index]], out=end)
             np.maximum(end, ends[self._after[index - 1]], out=end)
             for preds, edges in others:
-                if preds[index]:
+                if preds[index] or edges[index] >= 0:
                     np.maximum(end, ends[preds[index]] + lags[edges[index]], out=end)
             end += durations[index]
         made: Floats = ends.max(axis=0)
