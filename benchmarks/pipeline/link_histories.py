@@ -36,6 +36,9 @@ JITTER = 0.015
 DELAY_JITTER = 0.1
 """Spread of a slow link's delay from step to step."""
 
+HICCUP = 0.01
+"""Chance of a step in which a link drawn anew is as slow as a slow one, for that step alone."""
+
 DWELLS = (20, 30, 40)
 """Steps that an edge stays slow under ``dwell``; one of them for a whole history."""
 
@@ -142,6 +145,8 @@ def draw(mechanism: str, seed: int, *, ranks: int, microbatches: int, steps: int
     rank_jitter = made.lognormal(0, JITTER, (steps, ranks))
     pass_jitter = made.lognormal(0, JITTER, (ranks, microbatches, 3))
     level = (_dwell if mechanism == "dwell" else _markov)(made, ranks - 1, steps)
+    for step in np.flatnonzero(made.random(steps) < HICCUP):
+        level[step, made.integers(ranks - 1)] = 1.0
     delays, back = (
         HEALTHY + delay * level * made.lognormal(0, DELAY_JITTER, level.shape) for _ in range(2)
     )

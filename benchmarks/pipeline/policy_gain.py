@@ -6,8 +6,8 @@
 For each number of micro-batches and each delay of the slow link: the gain in steps per second of the policy over
 the one static schedule that is best on average over all the histories, with hindsight, under the same memory
 cap (1F1B's activations and 2 more on every rank). Static schedules are all named ones of every placement that
-fit, and list schedules that were made without knowledge of the slow link: for healthy links, and (counted
-apart) for links that are all equally slow. The policy stays within one placement, sees measured times alone,
+fit, and list schedules that were made without knowledge of the slow link: for healthy links, and for links
+that are all equally slow. The policy stays within one placement, sees measured times alone,
 and what it decides on the measurements of a step runs from the second step after it on.
 """
 
@@ -31,7 +31,7 @@ from pipeline.link_histories import HEALTHY, History, draw  # noqa: E402
 
 from mt_megatron.errors import ConfigError  # noqa: E402
 from mt_megatron.pipeline.actions import Placement, Style  # noqa: E402
-from mt_megatron.pipeline.generate.capped import capped  # noqa: E402
+from mt_megatron.pipeline.generate.catalogue import generate  # noqa: E402
 from mt_megatron.pipeline.policy.candidates import Candidate, named  # noqa: E402
 from mt_megatron.pipeline.policy.controller import Controller  # noqa: E402
 from mt_megatron.pipeline.policy.list_schedule import list_schedule, rules  # noqa: E402
@@ -45,18 +45,27 @@ NEEDED = {0.25: 0.0, 0.5: 0.01, 1.0: 0.10, 2.0: 0.25}
 EXTRA = 2
 """Activations above 1F1B's that every rank may keep."""
 
-CHUNKS = 2
-"""Of the policy's placement."""
+CHUNKS = {0.25: 4, 0.5: 4, 1.0: 2, 2.0: 2}
+"""Chunks per rank of the policy's placement, by delay: what was best on histories of ``dwell``."""
 
 LAG = 1
 """Steps from the one that was measured to the first that runs what was decided on it."""
 
-FINAL = 8
-"""Static schedules that are compared on all histories: the best on the first ``SAMPLE`` of them."""
+FINAL = 4
+"""Static schedules of each class that are compared on all histories: the best on every fourth step of the
+first ``SAMPLE`` of them."""
 
 SAMPLE = 10
 
 Floats = npt.NDArray[np.float64]
+
+
+CLASSES = (
+    "named",
+    "and list schedules for healthy links",
+    "and list schedules for equally slow links",
+)
+"""Classes of static schedules; each is compared together with those before it."""
 
 
 @dataclass(frozen=True)
@@ -65,48 +74,45 @@ class Static:
 
     label: str
     program: Program
-    spread: bool
-    """Whether it was made for links that are all equally slow."""
+    kind: int
+    """Index in ``CLASSES``."""
+
+
+def placements(ranks: int) -> tuple[Placement, ...]:
+    """Every placement that static schedules are made for."""
+    return (*(Placement(ranks, chunks) for chunks in (1, 2, 4)), Placement(ranks, 2, Style.V))
 
 
 @lru_cache(maxsize=4)
 def statics(ranks: int, microbatches: int) -> tuple[Static, ...]:
     """Every static schedule that fits the cap."""
     made: list[Static] = []
-    for placement in (*(Placement(ranks, chunks) for chunks in (1, 2, 4)), Placement(ranks, 2, Style.V)):
+    for placement in placements(ranks):
         chunks, cap = placement.chunks, cap_of(placement)
         place = f"{chunks} chunk{'s' * (chunks > 1)}{' as a V' * (placement.style is Style.V)}"
-        ones = Costs(weight=1.0)
         made += [
-            Static(f"{each.label}, {place}", each.program, False)
+            Static(f"{each.label}, {place}", each.program, 0)
             for each in named(placement, microbatches)
-            if each.fits(ones, cap)
+            if each.fits(Costs(weight=1.0), cap)
         ]
+        for split in (False, True) if placement.style is Style.LOOP else ():
+            schedule = generate(
+                "memory_capped", ranks=ranks, chunks=chunks, microbatches=microbatches,
+                cap=[int(each) for each in cap], split=split, costs=uniform(placement, HEALTHY),
+            )  # fmt: skip
+            made.append(Static(f"memory_capped{' split' * split}, {place}", Program(schedule), 0))
         for delay in (HEALTHY, *sorted({delay * part for delay in DELAYS for part in (1 / 7, 0.25, 0.5, 1)})):
-            costs = uniform(placement, delay)
-            words = f"made for {'healthy links' if delay == HEALTHY else f'{delay:.2g} F on every link'}"
-            for rule in (*rules(placement, microbatches, split=True), *rules(placement, microbatches, split=False)):
+            costs, healthy = uniform(placement, delay), delay == HEALTHY
+            words = "for healthy links" if healthy else f"for {delay:.2g} F on every link"
+            for rule in (rule for split in (True, False) for rule in rules(placement, microbatches, split=split)):
                 try:
                     found = list_schedule(placement, microbatches, costs, cap, rule)
                 except ConfigError:
                     continue
                 assert found is not None
-                schedule = found[0]
                 made.append(
-                    Static(f"list ({rule}) {words}, {place}", Program(schedule), delay != HEALTHY)
+                    Static(f"list {words} ({rule}), {place}", Program(found[0]), 1 if healthy else 2)
                 )
-        costs = uniform(placement, HEALTHY)
-        for group in (None, ranks):
-            for turns in (False, True):
-                for split in (False, True):
-                    if placement.style is Style.V or (chunks == 1 and group):
-                        continue
-                    schedule = capped(
-                        placement, microbatches, [int(each) for each in cap],
-                        costs=costs, group=group, turns=turns, split=split,
-                    )  # fmt: skip
-                    words = f"group {group}, turns {turns}, split {split}"
-                    made.append(Static(f"memory_capped ({words}), {place}", Program(schedule), False))
     return tuple({each.program.schedule.ranks: each for each in reversed(made)}.values())[::-1]
 
 
@@ -121,6 +127,35 @@ def uniform(placement: Placement, delay: float) -> Costs:
     return Costs(forward=share, backward=2 * share, weight=0.92 * share, link=Link(latency=delay))
 
 
+def least_step(placement: Placement, costs: Costs, cap: Sequence[float]) -> float:
+    """Seconds that no schedule of ``placement`` can go below under ``cap``: before the first backward can be at
+    a rank, it can run no more forwards than its cap holds; the rest of its work comes after."""
+    forward, backward, weight = (np.asarray(each) for each in (costs.forward, costs.backward, costs.weight))
+    there = 0.0
+    arrives, earliest = {}, {}
+    for stage in range(placement.stages):
+        rank = placement.rank(stage)
+        arrives.setdefault(rank, there)
+        there += forward[stage].min() + _delay(placement, costs, stage, stage + 1)
+    for stage in reversed(range(placement.stages)):
+        earliest[placement.rank(stage)] = min(there, earliest.get(placement.rank(stage), np.inf))
+        there += (backward - weight)[stage].min() + _delay(placement, costs, stage, stage - 1)
+    bounds = []
+    for rank in range(placement.ranks):
+        own = list(placement.stages_of(rank))
+        room = cap[rank] * forward[own].max()
+        done = min(forward[own].sum(), room, max(0.0, earliest[rank] - arrives[rank]))
+        bounds.append(earliest[rank] + forward[own].sum() + backward[own].sum() - done)
+    return float(max(bounds))
+
+
+def _delay(placement: Placement, costs: Costs, stage: int, other: int) -> float:
+    if not 0 <= other < placement.stages:
+        return 0.0
+    edge = placement.rank(stage), placement.rank(other)
+    return 0.0 if edge[0] == edge[1] else costs.link_of(edge).latency
+
+
 @dataclass(frozen=True)
 class Run:
     """The policy over one history."""
@@ -133,8 +168,11 @@ class Run:
     deciding: float
     """Real seconds that the decisions took."""
 
+    least: float
+    """Mean over the steps of ``least_step``."""
 
-def run_policy(history: History, chunks: int = CHUNKS) -> Run:
+
+def run_policy(history: History, chunks: int) -> Run:
     """The policy over ``history``."""
     placement = Placement(history.ranks, chunks)
     costs = [history.costs(placement, step) for step in range(history.steps)]
@@ -160,7 +198,8 @@ def run_policy(history: History, chunks: int = CHUNKS) -> Run:
                 decisions += 1
                 if decision.switches:
                     waiting[step + LAG] = decision
-    return Run(seconds, switches, decisions, deciding)
+    least = float(np.mean([least_step(placement, each, cap_of(placement)) for each in costs]))
+    return Run(seconds, switches, decisions, deciding, least)
 
 
 def _timed(candidate: Candidate, costs: Sequence[Costs]) -> Floats:
@@ -179,15 +218,20 @@ class Cell:
     static: dict[str, Floats]
     """The same of each static schedule."""
 
-    spread: frozenset[str]
+    kind: dict[str, int]
+    """Index of each static schedule's class."""
+
+    least: Floats
+    """``least_step`` of each history in the mean, [histories]."""
+
     switches: float
     decisions: float
     deciding: float
 
-    def best(self, spread: bool) -> str:
-        """The static schedule that is best on average; those made for equally slow links only if ``spread``."""
+    def best(self, kind: int) -> str:
+        """The static schedule of the classes up to ``kind`` that is best on average."""
         return min(
-            (each for each in self.static if spread or each not in self.spread),
+            (each for each in self.static if self.kind[each] <= kind),
             key=lambda each: float(self.static[each].mean()),
         )
 
@@ -203,36 +247,34 @@ def measure(
     histories = [
         draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay) for seed in seeds
     ]
+    _kept.clear()
     every = statics(ranks, microbatches)
-    sample = histories[:SAMPLE]
-    by_set = [
-        sorted(
-            (each for each in every if each.spread == spread),
-            key=lambda each: float(np.mean(_static(each, sample))),
-        )[:FINAL]
-        for spread in (False, True)
+    coarse = {each.label: float(np.mean(_static(each, histories[:SAMPLE], 4))) for each in every}
+    final = [
+        each
+        for kind in range(len(CLASSES))
+        for each in sorted((e for e in every if e.kind == kind), key=lambda e: coarse[e.label])[:FINAL]
     ]
-    final = [each for found in by_set for each in found]
-    runs = [run_policy(history) for history in histories]
+    runs = [run_policy(history, CHUNKS[delay]) for history in histories]
     return Cell(
         microbatches,
         delay,
         np.array([run.seconds.mean() for run in runs]),
         {each.label: _static(each, histories) for each in final},
-        frozenset(each.label for each in final if each.spread),
+        {each.label: each.kind for each in final},
+        np.array([run.least for run in runs]),
         float(np.mean([run.switches for run in runs])),
         float(np.mean([run.decisions for run in runs])),
         float(np.sum([run.deciding for run in runs]) / max(1, sum(run.decisions for run in runs))),
     )
 
 
-def _static(static: Static, histories: Sequence[History]) -> Floats:
+def _static(static: Static, histories: Sequence[History], every: int = 1) -> Floats:
+    """Mean of ``every``-th step of each history, [histories]."""
     placement = static.program.schedule.placement
-    means = []
-    for history in histories:
-        costs = _costs(history, placement)
-        means.append(float(static.program.makespans(costs).mean()))
-    return np.array(means)
+    return np.array(
+        [float(static.program.makespans(_costs(each, placement)[::every]).mean()) for each in histories]
+    )
 
 
 _kept: dict[tuple[int, Placement], list[Costs]] = {}
@@ -249,8 +291,8 @@ def _costs(history: History, placement: Placement) -> list[Costs]:
 
 def rows(cell: Cell) -> Iterator[tuple[str, ...]]:
     """Lines of the table."""
-    for spread in (False, True):
-        label = cell.best(spread)
+    for kind, words in enumerate(CLASSES):
+        label = cell.best(kind)
         gains = cell.gains(label)
         low, middle = np.percentile(gains, [5, 50])
         saved = float(np.median(1 - cell.policy / cell.static[label]))
@@ -258,11 +300,12 @@ def rows(cell: Cell) -> Iterator[tuple[str, ...]]:
         yield (
             str(cell.microbatches),
             f"{cell.delay:g}",
-            "equal delays too" if spread else "named, healthy lists",
+            words,
             f"{middle:+.1%}",
             f"{saved:+.1%}",
             f"{low:+.1%}",
             f"{gains.min():+.1%}",
+            f"{np.median(cell.static[label] / cell.least - 1):+.1%}",
             f"{NEEDED[cell.delay]:.0%}",
             "yes" if passed else "NO",
             label,
@@ -270,8 +313,8 @@ def rows(cell: Cell) -> Iterator[tuple[str, ...]]:
 
 
 HEADER = (
-    "micro-batches", "d / F", "static schedules", "median gain", "time saved", "5th percentile", "worst", "needed",
-    "kept", "best static schedule",
+    "micro-batches", "d / F", "static schedules", "median gain", "time saved", "5th percentile", "worst",
+    "bound", "needed", "kept", "best static schedule",
 )  # fmt: skip
 
 
@@ -315,8 +358,9 @@ def main() -> None:
                     "decisions": cell.decisions,
                     "seconds_per_decision": cell.deciding,
                     "policy": cell.policy.tolist(),
+                    "least": cell.least.tolist(),
                     "static": {label: values.tolist() for label, values in cell.static.items()},
-                    "made_for_equal_delays": sorted(cell.spread),
+                    "class": cell.kind,
                 }
                 for cell in found
             ],

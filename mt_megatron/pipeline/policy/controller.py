@@ -22,8 +22,8 @@ from .smoothing import Smoothed
 FIRST_NOISE = 0.05
 """Spread of step times, as a part of them, until two have been compared: that of a loaded machine."""
 
-GAIN_TO_NOISE = 2.0
-"""Standard errors of the mean step time by which a predicted gain must pass it to be worth a switch: below,
+GAIN_TO_NOISE = 1.0
+"""Standard errors of the mean step time that a predicted gain must pass to be worth a switch: below it,
 the gain could not be told from noise afterwards."""
 
 WINDOW = 16
