@@ -1,4 +1,6 @@
 """Pipeline schedules as data: what each rank does in which order, simulated, executed and chosen.
 
 actions    ``Action``, ``Placement`` and ``Schedule``: the intermediate representation
+generate   schedules by name
+simulate   one training step timed: makespan, bubble, memory, slack, bytes over time
 """

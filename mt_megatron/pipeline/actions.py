@@ -114,7 +114,7 @@ class Schedule:
         """(stage, micro-batch) of each B whose weight gradients a W computes."""
         return frozenset((a.stage, a.microbatch) for rank in self.ranks for a in rank if a.kind is Kind.W)
 
-    @property
+    @cached_property
     def is_lowered(self) -> bool:
         """True if transfers and reductions are named."""
         return any(not action.kind.computes for rank in self.ranks for action in rank)

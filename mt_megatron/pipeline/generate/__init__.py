@@ -1,0 +1,6 @@
+"""Generators of schedules.
+
+catalogue    ``generate``: a schedule by name
+looping      1F1B, interleaved, depth-first, hybrid and breadth-first, over Megatron-Core's placement
+zero_bubble  ZB-H1 and its interleaved form: weight gradients split off and deferred
+"""
