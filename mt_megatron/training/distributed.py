@@ -43,7 +43,7 @@ class Job:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the output layer."""
-        return self.at.pp == self.layout.pp - 1
+        return self.at.pp == (0 if self.layout.v else self.layout.pp - 1)
 
     @property
     def reports_loss(self) -> bool:

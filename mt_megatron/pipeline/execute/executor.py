@@ -28,7 +28,14 @@ from mt_megatron.pipeline.actions import (
 from mt_megatron.pipeline.execute.random_states import KeyedRandom
 from mt_megatron.pipeline.execute.reduction import Reduction
 from mt_megatron.pipeline.execute.transfer_events import TransferEvents, receiver_stage
-from mt_megatron.pipeline.execute.transport import Edge, Receiving, Sending, Transport
+from mt_megatron.pipeline.execute.transport import (
+    BACKWARD,
+    FORWARD,
+    Edge,
+    Receiving,
+    Sending,
+    Transport,
+)
 from mt_megatron.seams import events
 from mt_megatron.seams.gemm import DeferredWgrad, deferred_wgrad
 
@@ -296,9 +303,9 @@ class StepRun:
         return self._recomputed_fully[stage, microbatch]
 
     def _edge(self, sent: Action) -> Edge:
-        """The queue of a SEND; each boundary of stages has one for each direction."""
+        """The queue of a SEND: outputs and gradients from one rank to another have one each."""
         source, target = (self._placement.rank(each) for each in (sent.stage, receiver_stage(sent)))
-        lane = 2 * sent.stage + (sent.kind is Kind.SEND_B)
+        lane = FORWARD if sent.kind is Kind.SEND_F else BACKWARD
         return Edge(self._ranks[source], self._ranks[target], lane)
 
     def _edges(self) -> set[Edge]:

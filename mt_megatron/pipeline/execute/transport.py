@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 
+FORWARD, BACKWARD = 0, 1
+"""Lanes of the executor: outputs of stages, gradients of their inputs."""
+
+
 class Edge(NamedTuple):
-    """One queue. ``source`` and ``target`` are global ranks, ``lane`` tells the queues between them apart."""
+    """One queue. ``source`` and ``target`` are global ranks, ``lane`` (0 to 4,095) tells the queues between
+    them apart."""
 
     source: int
     target: int
