@@ -3,4 +3,5 @@
 actions    ``Action``, ``Placement`` and ``Schedule``: the intermediate representation
 generate   schedules by name
 simulate   one training step timed: makespan, bubble, memory, slack, bytes over time
+validate   every rule that a schedule must keep; problems as sentences
 """

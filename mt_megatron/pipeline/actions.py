@@ -7,7 +7,8 @@ checks it, the simulator times it, the executor runs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -161,6 +162,15 @@ def matching_send(receive: Action) -> Action:
     raise ValueError(f"found {receive}; expected a RECV_F or RECV_B")
 
 
+def matching_receive(send: Action) -> Action:
+    """The RECV of the neighbouring stage that takes in a SEND."""
+    if send.kind is Kind.SEND_F:
+        return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
+    if send.kind is Kind.SEND_B:
+        return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
+    raise ValueError(f"found {send}; expected a SEND_F or SEND_B")
+
+
 def computations(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The F, B and W of each rank alone."""
     return tuple(tuple(a for a in rank if a.kind.computes) for rank in schedule.ranks)
@@ -168,20 +178,21 @@ def computations(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 def lowered(schedule: Schedule, *, ahead: int = 1, reduce_early: bool = True) -> Schedule:
     """``schedule`` with transfers and reductions: a SEND right after the computation whose result it
-    sends, a RECV at most ``ahead`` computations before the one that waits for it, and a REDUCE after the
+    sends, a RECV at least ``ahead`` computations before the one that waits for it, and a REDUCE after the
     last computation of weight gradients of a stage (at the end of the rank's list if not ``reduce_early``).
-    Transfers and reductions that are there already are made anew."""
+
+    A RECV comes before the computation during which its message is sent where every F takes one unit and
+    every B two, so that no SEND has to wait for room and the ranks cannot wait for each other, however long
+    computations really take. RECVs of one directed edge follow the order of its SENDs: channels need no
+    tags. Transfers and reductions that are there already are made anew."""
+    begins, ends = _nominal_times(schedule)
     ranks: list[tuple[Action, ...]] = []
     for rank, actions in enumerate(computations(schedule)):
-        receives = [transfers_in(schedule.placement, action) for action in actions]
+        receives = _receives(schedule, rank, actions, ahead, begins[rank], ends)
         last = _last_gradients(actions)
         out: list[Action] = []
-        posted = 0
         for index, action in enumerate(actions):
-            while posted < len(actions) and posted <= index + ahead:
-                if (receive := receives[posted]) is not None:
-                    out.append(receive)
-                posted += 1
+            out += receives.get(index, ())
             out.append(action)
             if (send := transfer_out(schedule.placement, action)) is not None and not (
                 schedule.forward_only and send.kind is Kind.SEND_B
@@ -199,6 +210,65 @@ def lowered(schedule: Schedule, *, ahead: int = 1, reduce_early: bool = True) ->
     return Schedule(
         schedule.name, schedule.placement, schedule.microbatches, tuple(ranks), schedule.forward_only
     )
+
+
+def _receives(
+    schedule: Schedule,
+    rank: int,
+    actions: Sequence[Action],
+    ahead: int,
+    begins: Sequence[int],
+    ends: Mapping[Action, int],
+) -> dict[int, list[Action]]:
+    """RECVs of ``rank`` before each of its computations, by index."""
+    needed: dict[Action, int] = {}
+    for index, action in enumerate(actions):
+        if (receive := transfers_in(schedule.placement, action)) is not None:
+            needed[matching_send(receive)] = index
+    due: list[tuple[int, int, int, int, Action]] = []
+    for sender in {schedule.placement.rank(send.stage) for send in needed}:
+        soonest = latest = len(actions)
+        computed = [action for action in schedule.ranks[sender] if action.kind.computes]
+        for number, action in reversed(list(enumerate(computed))):
+            send = transfer_out(schedule.placement, action)
+            if send is None or send not in needed:
+                continue
+            soonest = min(soonest, needed[send])
+            latest = min(latest, max(0, soonest - ahead))
+            if action in ends:
+                latest = min(latest, max(0, bisect_right(begins, ends[action]) - 1))
+            due.append((latest, soonest, sender, number, send))
+    found: dict[int, list[Action]] = {}
+    for latest, _, _, _, send in sorted(due):
+        found.setdefault(latest, []).append(matching_receive(send))
+    return found
+
+
+def _nominal_times(schedule: Schedule) -> tuple[list[list[int]], dict[Action, int]]:
+    """Begins of each rank's computations and end of each computation, with 1 for F and W, 2 for a whole B and
+    1 for one whose weight gradients a W computes, and transfers that take no time. Computations that wait
+    for each other for ever are left out."""
+    ranks, split = computations(schedule), schedule.splits_backward
+    begins: list[list[int]] = [[] for _ in ranks]
+    ends: dict[Action, int] = {}
+    free = [0] * len(ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            for action in actions[len(begins[rank]) :]:
+                begin = free[rank]
+                if (receive := transfers_in(schedule.placement, action)) is not None:
+                    kind = Kind.F if receive.kind is Kind.RECV_F else Kind.B
+                    sent = Action(kind, matching_send(receive).stage, action.microbatch)
+                    if sent not in ends:
+                        break
+                    begin = max(begin, ends[sent])
+                whole = action.kind is Kind.B and action[1:] not in split
+                free[rank] = ends[action] = begin + (2 if whole else 1)
+                begins[rank].append(begin)
+                moved = True
+    return begins, ends
 
 
 def _last_gradients(actions: Sequence[Action]) -> dict[int, int]:

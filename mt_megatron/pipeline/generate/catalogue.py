@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import ConfigError
 from ..actions import Placement, Schedule
-from . import looping, zero_bubble
+from . import looping, v_shape, zero_bubble
 
 NAMES = {
     "1f1b": "Megatron-Core's schedule of one chunk per rank",
@@ -13,19 +13,26 @@ NAMES = {
     "depth_first": "few micro-batches through all chunks before the next (DFC): least memory",
     "hybrid": "depth-first over groups of K micro-batches, breadth-first inside a group",
     "zb_h1": "1F1B with deferred weight gradients and the memory of 1F1B",
+    "zbv": "two chunks in a V, weight gradients deferred: no bubble where F, B and W take equal times",
+    "dualpipev": "two chunks in a V, a forward beside each backward (DualPipe cut in half)",
 }
 """Name -> one line about it."""
+
+
+V_SHAPED = ("zbv", "dualpipev")
+"""Names of the schedules over the V placement; the others are over Megatron-Core's."""
 
 
 def generate(
     name: str,
     *,
     ranks: int,
-    chunks: int = 1,
+    chunks: int | None = None,
     microbatches: int,
     group: int | None = None,
 ) -> Schedule:
-    """The schedule called ``name`` of ``ranks`` pipeline ranks with ``chunks`` model chunks each.
+    """The schedule called ``name`` of ``ranks`` pipeline ranks with ``chunks`` model chunks each (None: 2 in
+    a V, otherwise 1).
 
     ``group``: micro-batches that go through a chunk before the next chunk follows (hybrid: needed;
     interleaved, depth_first, zb_h1: as many as ranks). Raises ConfigError for an unknown name, an option
@@ -33,9 +40,13 @@ def generate(
     """
     if name not in NAMES:
         raise ConfigError(f"found the pipeline schedule {name!r}; expected one of {', '.join(NAMES)}")
+    if chunks is None:
+        chunks = 2 if name in V_SHAPED else 1
     for what, size in (("ranks", ranks), ("chunks", chunks), ("micro-batches", microbatches)):
         if size < 1:
             raise ConfigError(f"found {size} {what}; expected at least 1")
+    if name in V_SHAPED:
+        return _v_shaped(name, ranks, chunks, microbatches, group)
     placement = Placement(ranks, chunks)
     if group is not None:
         _refuse_group(name, group, microbatches)
@@ -68,6 +79,21 @@ def generate(
             raise ConfigError("found no group size with hybrid; expected group=K, micro-batches of a group")
         return looping.depth_first(placement, microbatches, around, name)
     return zero_bubble.zb_h1(placement, microbatches, around)
+
+
+def _v_shaped(name: str, ranks: int, chunks: int, microbatches: int, group: int | None) -> Schedule:
+    if chunks != 2:
+        raise ConfigError(f"found {chunks} chunks per rank with {name}; expected 2, which the V placement has")
+    if group is not None:
+        raise ConfigError(f"found group={group} with {name}, which has no groups; leave it out")
+    if name == "zbv":
+        return v_shape.zbv(ranks, microbatches)
+    if microbatches < 2 * ranks:
+        raise ConfigError(
+            f"found {microbatches} micro-batches with dualpipev on {ranks} ranks; expected at least "
+            f"{2 * ranks}, two for each rank; use zbv, which takes any number"
+        )
+    return v_shape.dualpipev(ranks, microbatches)
 
 
 def _refuse_group(name: str, group: int, microbatches: int) -> None:

@@ -63,10 +63,14 @@ def interleaved(placement: Placement, microbatches: int, group: int, all_ahead: 
 
 def depth_first(placement: Placement, microbatches: int, group: int, name: str) -> Schedule:
     """A group goes through all chunks before the next begins, with the fewest forwards ahead that need no
-    waiting once the pipeline is full: rank 0 holds ``(chunks - 1) * group + ranks`` activations."""
+    waiting once the pipeline is full: rank 0 holds ``(chunks - 1) * group + ranks`` activations. Groups
+    smaller than the ranks hold fewer and wait."""
     last, chunks = placement.ranks - 1, placement.chunks
+    # A rank that is further ahead of the last one than a group would wait for a forward that the last one
+    # runs after backwards which wait for this rank.
+    most = group if chunks > 1 else last
     return one_forward_one_backward(
-        name, placement, microbatches, group, lambda rank: last - rank + (chunks - 1) * group
+        name, placement, microbatches, group, lambda rank: min(last - rank, most) + (chunks - 1) * group
     )
 
 
