@@ -8,6 +8,7 @@ order whatever the schedule, so that each gradient, loss and statistic is summed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ from mt_megatron.pipeline.execute.transport import (
     Transport,
 )
 from mt_megatron.seams import events
-from mt_megatron.seams.gemm import DeferredWgrad, deferred_wgrad
+from mt_megatron.seams.gemm import DeferredWgrad, deferred_wgrad, finding_shared_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,21 +150,23 @@ class StepRun:
         given = self._taken(self._inputs, action)
         chunk = self._at(action)
         self._parameters.before_forward(chunk)
-        output, tokens = self._schedules.forward_step(
-            self._call.forward_step_func,
-            self._call.batches[chunk],
-            self._call.model[chunk],
-            self._call.num_microbatches,
-            given,
-            self._reports,
-            self._config,
-            self._call.collect_non_loss_data,
-            self._checkpoints_all(stage, microbatch),
-            self._schedules.check_first_val_step(
-                self._call.first_val_step, self._call.forward_only, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-        )
+        splits = (stage, microbatch) in self._splits
+        with finding_shared_weights() if splits else nullcontext():
+            output, tokens = self._schedules.forward_step(
+                self._call.forward_step_func,
+                self._call.batches[chunk],
+                self._call.model[chunk],
+                self._call.num_microbatches,
+                given,
+                self._reports,
+                self._config,
+                self._call.collect_non_loss_data,
+                self._checkpoints_all(stage, microbatch),
+                self._schedules.check_first_val_step(
+                    self._call.first_val_step, self._call.forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+            )
         self._tokens += tokens.item()
         if not self._call.forward_only:
             self._held[stage, microbatch] = given, output

@@ -101,7 +101,7 @@ def forward_backward(
         if stage_order.is_v():
             raise ConfigError(
                 "found stages laid out as a V and a step that is left to Megatron-Core's own schedules, which "
-                "do not know it; expected a schedule over the V. Take zbv or dualpipe_v for all steps"
+                "do not know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
             )
         return upstream(
             forward_step_func=forward_step_func,
