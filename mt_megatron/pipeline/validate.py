@@ -103,7 +103,7 @@ def _counts(schedule: Schedule) -> Iterator[str]:
                 yield f"rank {rank}: {kind.value} of stage {stage} is missing for {_named(lost)}"
         for kind in (Kind.F, Kind.B, Kind.W):
             if double := [m for m in range(schedule.microbatches) if found[Action(kind, stage, m)] > 1]:
-                yield f"rank {rank}: {kind.value} of stage {stage} is there more than once for {_named(double)}"
+                yield f"rank {rank}: {kind.value} of stage {stage} comes more than once for {_named(double)}"
 
 
 def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
@@ -204,7 +204,7 @@ def _reductions(schedule: Schedule, rank: int) -> Iterator[str]:
             yield f"rank {rank}: REDUCE of stage {stage} is there {counts[stage]} times; expected once"
     for index, action in reductions:
         if last.get(action.stage, -1) > index:
-            yield f"rank {rank}: {action} comes before {actions[last[action.stage]]}, whose gradients it lacks"
+            yield f"rank {rank}: {action} comes before {actions[last[action.stage]]}, which it needs"
 
 
 @dataclass

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...errors import ConfigError
 from ..actions import Placement, Schedule
+from ..simulate.costs import Costs
+from ..simulate.program import Program
 from . import looping, v_shape, zero_bubble
+from .capped import capped
 
 NAMES = {
     "1f1b": "Megatron-Core's schedule of one chunk per rank",
@@ -12,6 +17,7 @@ NAMES = {
     "breadth_first": "all micro-batches through a chunk before the next (BFC): gradients early, most memory",
     "depth_first": "few micro-batches through all chunks before the next (DFC): least memory",
     "hybrid": "depth-first over groups of K micro-batches, breadth-first inside a group",
+    "memory_capped": "the fastest in simulation of several orders that keep CAP activations per rank",
     "zb_h1": "1F1B with deferred weight gradients and the memory of 1F1B",
     "zbv": "two chunks in a V, weight gradients deferred: no bubble where F, B and W take equal times",
     "dualpipev": "two chunks in a V, a forward beside each backward (DualPipe cut in half)",
@@ -30,12 +36,18 @@ def generate(
     chunks: int | None = None,
     microbatches: int,
     group: int | None = None,
+    cap: int | Sequence[int] | None = None,
+    split: bool = False,
+    costs: Costs | None = None,
 ) -> Schedule:
     """The schedule called ``name`` of ``ranks`` pipeline ranks with ``chunks`` model chunks each (None: 2 in
     a V, otherwise 1).
 
     ``group``: micro-batches that go through a chunk before the next chunk follows (hybrid: needed;
-    interleaved, depth_first, zb_h1: as many as ranks). Raises ConfigError for an unknown name, an option
+    interleaved, depth_first, zb_h1: as many as ranks). ``cap``, ``split`` and ``costs`` are options of
+    memory_capped: activations (micro-batches of one chunk) that every rank, or each, may keep; whether weight
+    gradients are split off; the costs by which it is simulated (None: F 1, whole B 2, W 1, links without
+    delay). Raises ConfigError for an unknown name, an option
     that the schedule has no use for, and sizes that it cannot have.
     """
     if name not in NAMES:
@@ -45,9 +57,15 @@ def generate(
     for what, size in (("ranks", ranks), ("chunks", chunks), ("micro-batches", microbatches)):
         if size < 1:
             raise ConfigError(f"found {size} {what}; expected at least 1")
+    if name != "memory_capped" and (cap is not None or split or costs is not None):
+        raise ConfigError(f"found cap, split or costs with {name}; they are options of memory_capped")
     if name in V_SHAPED:
         return _v_shaped(name, ranks, chunks, microbatches, group)
     placement = Placement(ranks, chunks)
+    if name == "memory_capped":
+        if cap is None:
+            raise ConfigError("found no cap with memory_capped; expected cap=N, activations of one chunk")
+        return fastest_capped(placement, microbatches, cap, group=group, split=split, costs=costs)
     if group is not None:
         _refuse_group(name, group, microbatches)
     around = min(group or ranks, microbatches)
@@ -81,9 +99,47 @@ def generate(
     return zero_bubble.zb_h1(placement, microbatches, around)
 
 
+def fastest_capped(
+    placement: Placement,
+    microbatches: int,
+    cap: int | Sequence[int],
+    *,
+    group: int | None = None,
+    split: bool = False,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The fastest, by simulation with ``costs``, of the list schedules that keep ``cap``: with groups (of
+    ``group`` micro-batches, or of as many as ranks and twice as many) and without, taking turns and backwards
+    first. The first of equals. Raises ConfigError as ``generate``."""
+    costs = costs or Costs(forward=1.0, backward=2.0, weight=1.0)
+    caps = [cap] * placement.ranks if isinstance(cap, int) else list(cap)
+    if len(caps) != placement.ranks:
+        raise ConfigError(
+            f"found caps of {len(caps)} ranks; expected one number, or one for each of {placement.ranks}"
+        )
+    most = microbatches if placement.chunks == 1 else (min(caps) - 1) // (placement.chunks - 1)
+    sizes: list[int | None] = [group]
+    if group is None and placement.chunks == 1:
+        sizes = [microbatches]
+    elif group is None:
+        usual = {min(microbatches, most, times * placement.ranks) for times in (1, 2)}
+        sizes = [*sorted(size for size in usual if size), None]
+    fastest: tuple[float, Schedule] | None = None
+    for size in sizes:
+        for turns in (True, False):
+            made = capped(placement, microbatches, caps, costs=costs, group=size, turns=turns, split=split)
+            seconds = Program(made).makespan(costs)
+            if fastest is None or seconds < fastest[0]:
+                fastest = seconds, made
+    assert fastest is not None
+    return fastest[1]
+
+
 def _v_shaped(name: str, ranks: int, chunks: int, microbatches: int, group: int | None) -> Schedule:
     if chunks != 2:
-        raise ConfigError(f"found {chunks} chunks per rank with {name}; expected 2, which the V placement has")
+        raise ConfigError(
+            f"found {chunks} chunks per rank with {name}; expected 2, which the V placement has"
+        )
     if group is not None:
         raise ConfigError(f"found group={group} with {name}, which has no groups; leave it out")
     if name == "zbv":

@@ -1,4 +1,4 @@
-"""Schedules over the V placement: rank 0 holds the first and the last stage, rank P - 1 the two in the middle.
+"""Schedules over the V placement: rank 0 holds the first and the last stage, the last rank the middle two.
 
 ZBV: arXiv 2401.10241, section 6. DualPipeV: the cut-in-half form of DualPipe (arXiv 2412.19437), as its
 authors and torch.distributed.pipelining lay it out; a forward and a backward that DualPipeV overlaps in one
