@@ -144,6 +144,7 @@ class Pipeline:
         size = parallel_state.get_tensor_model_parallel_world_size()
         with torch.no_grad():
             for name, parameter in self.whole_names().items():
+                name = name.rstrip("@")
                 whole = small_gpt.full_weight(name, parameter, size)
                 parameter.copy_(small_gpt.shard(name, whole, rank, size))
 
