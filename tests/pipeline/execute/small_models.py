@@ -146,7 +146,8 @@ class Pipeline:
             for name, parameter in self.whole_names().items():
                 name = name.rstrip("@")
                 whole = small_gpt.full_weight(name, parameter, size)
-                parameter.copy_(small_gpt.shard(name, whole, rank, size))
+                split = getattr(parameter, "tensor_model_parallel", False)
+                parameter.copy_(small_gpt.shard(name, whole, rank, size) if split else whole)
 
     def whole_names(self) -> dict[str, Any]:
         """Parameters by their names in a model of one stage; of a last stage's copies, marked."""
