@@ -1,12 +1,23 @@
-"""The simulator of a training step against closed forms."""
+"""The simulator of a training step against closed forms and against one that goes event by event."""
 
 from __future__ import annotations
 
+import math
+import random
+import timeit
+from dataclasses import replace
+
 import pytest
 
+from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.actions import Action, Kind, Schedule, lowered
 from mt_megatron.pipeline.generate.catalogue import generate
-from mt_megatron.pipeline.simulate.costs import Costs
+from mt_megatron.pipeline.simulate.costs import Costs, Link
+from mt_megatron.pipeline.simulate.memory import activation_peaks, memory_peaks
 from mt_megatron.pipeline.simulate.program import Program
+
+from . import by_events
+from .draws import drawn
 
 SIZES = [(1, 1), (2, 2), (2, 8), (4, 4), (4, 7), (8, 8), (8, 32)]
 
@@ -43,3 +54,174 @@ def test_zb_h1_fills_the_drain_with_weight_gradients(
     found = program.makespan(Costs(forward=forward, backward=backward, weight=weight))
     ideal = microbatches * (forward + backward)
     assert found == pytest.approx(ideal + (ranks - 1) * (forward + backward - 2 * weight))
+
+
+def _random_costs(rng: random.Random, schedule: Schedule) -> Costs:
+    stages, ranks = schedule.placement.stages, schedule.placement.ranks
+    weight = [rng.uniform(0.1, 0.9) for _ in range(stages)]
+    links = {
+        (one, other): Link(rng.uniform(0, 2), rng.uniform(0.5, 4), rng.choice([None, 1, 2, 3]))
+        for one in range(ranks)
+        for other in range(ranks)
+    }
+    return Costs(
+        forward=[rng.uniform(0.1, 2) for _ in range(stages)],
+        backward=[each + rng.uniform(0.1, 2) for each in weight],
+        weight=weight,
+        message=[rng.uniform(0.1, 2) for _ in range(stages)],
+        links=links,
+    )
+
+
+def test_equals_a_simulation_by_events() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        schedule, _ = drawn(rng, ranks=4, microbatches=8)
+        costs = _random_costs(rng, schedule)
+        expected = by_events.simulate(schedule, costs)
+        program = Program(schedule)
+        timeline = program.run(costs)
+        found = {span.action: (span.begin, span.end) for spans in timeline.spans for span in spans}
+        assert found.keys() == expected.keys()
+        for action, times in expected.items():
+            assert found[action] == pytest.approx(times), f"seed {seed}: {action}"
+        end = max(end for _, end in expected.values())
+        assert timeline.makespan == pytest.approx(end) == pytest.approx(program.makespan(costs))
+        assert timeline.busy.sum() == pytest.approx(sum(end - begin for begin, end in expected.values()))
+
+
+def test_many_costs_at_once_are_those_one_by_one() -> None:
+    rng = random.Random(3)
+    schedule = generate("depth_first", ranks=4, chunks=2, microbatches=8)
+    costs = [_random_costs(rng, schedule) for _ in range(12)]
+    for program in (Program(schedule), Program(schedule, rendezvous=True)):
+        alone = [program.makespan(each) for each in costs]
+        assert program.makespans(costs) == pytest.approx(alone)
+        assert len(set(alone)) == 12
+
+
+def test_list_scheduling_and_simulation_agree_on_times() -> None:
+    """Delays of a link change which order is made; the order's simulated time is the one it was made by, so
+    no other order of the same kind that ignores the link is faster."""
+    slow = Costs(forward=1.0, backward=2.0, links={(1, 2): Link(latency=2.0), (2, 1): Link(latency=2.0)})
+    aware = generate("memory_capped", ranks=4, microbatches=16, cap=6, costs=slow)
+    unaware = generate("memory_capped", ranks=4, microbatches=16, cap=6)
+    plain = generate("1f1b", ranks=4, microbatches=16)
+    seconds = [Program(each).makespan(slow) for each in (aware, unaware, plain)]
+    assert seconds[0] <= seconds[1] <= seconds[2] and seconds[0] < 0.9 * seconds[2]
+
+
+def test_slack_is_what_a_transfer_may_take_longer() -> None:
+    schedule = generate("interleaved", ranks=3, chunks=2, microbatches=6)
+    program = Program(schedule)
+    costs = Costs(forward=[1, 1.2, 1, 1, 0.9, 1.1], backward=2.0, message=1.0, link=Link(0.1, 5.0))
+    timeline = program.run(costs)
+    moved = 0
+    for transfer in timeline.transfers:
+        # The message of one stage and micro-batch grows; its gradient's grows with it, so leave that out.
+        if transfer.action.kind is not Kind.SEND_B or transfer.action.stage == 0:
+            continue
+        node = program.node_of[transfer.action]
+        for extra, longer in ((0.99 * transfer.slack, False), (transfer.slack + 0.01, True)):
+            durations, latencies, windows = program._prepared(costs)
+            durations[node] += extra
+            ends = program._ends(durations, latencies, windows)
+            assert (max(ends) > timeline.makespan + 1e-9) == longer
+        moved += transfer.slack > 0
+    assert moved > 5
+
+
+def test_waiting_is_laid_at_the_edge_that_is_slow() -> None:
+    program = Program(generate("1f1b", ranks=4, microbatches=8))
+    costs = Costs(link=Link(latency=0.01), links={(2, 1): Link(latency=1.5)})
+    lost = program.edge_costs(costs)
+    assert set(lost) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
+    assert lost[2, 1] > 1.5 and all(0 <= each <= 0.1 for edge, each in lost.items() if edge != (2, 1))
+    timeline = program.run(replace(costs, link=Link()))
+    edges = {
+        timeline.program.edges[timeline.program.node_edges[node]]
+        for node in timeline.critical
+        if timeline.program.node_edges[node] >= 0
+    }
+    assert (2, 1) in edges
+    # The chain has no gap: each begins when the one before has ended, and arrived.
+    ends = [0.0, *(timeline.ends[node] for node in timeline.critical)]
+    for before, node in zip(ends, timeline.critical, strict=False):
+        assert timeline.begins[node] - before in (pytest.approx(0.0), pytest.approx(1.5))
+
+
+def test_reductions_run_beside_the_pipeline() -> None:
+    broad = generate("breadth_first", ranks=2, chunks=2, microbatches=4)
+    deep = generate("interleaved", ranks=2, chunks=2, microbatches=4)
+    costs = Costs(forward=1.0, backward=2.0, reduction=3.0)
+    early, late = Program(broad).run(costs), Program(broad, reduce_early=False).run(costs)
+    assert late.makespan == pytest.approx(early.makespan + 3.0)
+    assert early.makespan == pytest.approx(Program(broad).makespan(Costs(forward=1.0, backward=2.0)) + 3.0)
+    first = {each.stage: each for each in early.reductions}
+    assert first[2].slack == pytest.approx(8.0 - 3.0)  # The whole backward of the other chunk.
+    other = {each.stage: each for each in Program(deep).run(costs).reductions}
+    assert other[2].slack < first[2].slack
+
+
+def test_traffic_adds_up_to_the_bytes_sent() -> None:
+    schedule = generate("interleaved", ranks=3, chunks=2, microbatches=6)
+    for bandwidth in (4.0, math.inf):
+        timeline = Program(schedule).run(Costs(message=2.0, link=Link(0.1, bandwidth)))
+        bounds, rates = timeline.traffic(50)
+        assert len(bounds) == 51
+        for edge, rate in rates.items():
+            sent = sum(each.bytes for each in timeline.transfers if each.edge == edge)
+            assert rate.sum() * (bounds[1] - bounds[0]) == pytest.approx(sent)
+            assert bandwidth == math.inf or rate.max() <= bandwidth + 1e-9
+
+
+def test_a_receive_that_is_posted_late_delays_its_transfer() -> None:
+    schedule = lowered(generate("1f1b", ranks=2, microbatches=4))
+    late = tuple(
+        a
+        for action in schedule.ranks[0]
+        if action.kind is not Kind.RECV_B
+        for a in ((Action(Kind.RECV_B, 0, action.microbatch), action) if action.kind is Kind.B else (action,))
+    )
+    changed = replace(schedule, ranks=(late, schedule.ranks[1]))
+    costs = Costs(forward=1.0, backward=2.0, message=1.0, link=Link(latency=0.5, bandwidth=1.0))
+    eager, strict = Program(changed).makespan(costs), Program(changed, rendezvous=True).makespan(costs)
+    assert eager < strict
+    assert Program(schedule, rendezvous=True).makespan(costs) < strict
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=[1.0, 2.0]), r"forward of shape \(2,\)"),
+        (Costs(backward=-1.0), "finite numbers of at least 0"),
+        (Costs(), "no time of its weight gradients"),
+        (Costs(weight=3.0), "smaller than the whole"),
+    ],
+)
+def test_impossible_costs_are_refused(costs: Costs, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Program(generate("zb_h1", ranks=4, microbatches=8)).makespan(costs)
+
+
+def test_impossible_links_are_refused() -> None:
+    for values in ((-1.0, 1.0, None), (0.0, 0.0, None), (math.inf, 1.0, None), (0.0, 1.0, 0)):
+        with pytest.raises(ConfigError):
+            Link(*values)
+
+
+def test_memory_is_kept_until_the_weight_gradients() -> None:
+    plain, split = (generate(name, ranks=4, microbatches=8) for name in ("1f1b", "zb_h1"))
+    assert activation_peaks(plain) == (4, 3, 2, 1)
+    assert activation_peaks(split) == (4, 4, 4, 4)
+    costs = Costs(activation=10.0, weight_share=0.5, static=[100.0, 0.0, 0.0, 7.0])
+    assert memory_peaks(plain, costs).tolist() == [140.0, 30.0, 20.0, 17.0]
+    # Rank 3 holds one whole activation and the halves of three whose weight gradients are deferred.
+    assert memory_peaks(split, costs).tolist() == [140.0, 35.0, 30.0, 32.0]
+
+
+def test_a_large_step_is_simulated_in_less_than_5_ms() -> None:
+    program = Program(generate("depth_first", ranks=8, chunks=2, microbatches=32))
+    costs = Costs(message=1.0, link=Link(0.1, 10.0))
+    best = min(timeit.repeat(lambda: program.makespan(costs), number=1, repeat=20))
+    assert best < 0.005

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError
 from ..actions import Action, Kind, Schedule, lowered, matching_send, transfer_out, transfers_in
-from .costs import Costs, Edge, Floats, per_stage
+from .costs import PERFECT, Costs, Edge, Floats, per_stage
 from .timeline import Timeline
 
 _TABLES = (Kind.F, Kind.B, "input", Kind.W)
@@ -202,6 +202,13 @@ class Program:
             others=[(preds, lags[edges]) for preds, edges in self._others(windows)],
             latencies=latencies,
         )
+
+    def edge_costs(self, costs: Costs) -> dict[Edge, float]:
+        """Seconds by which the step would be shorter if one directed edge had neither latency nor a limit of
+        bandwidth, the others being as they are."""
+        freed = [replace(costs, links={**costs.links, edge: PERFECT}) for edge in self.edges]
+        seconds = self.makespans([costs, *freed]).tolist()
+        return {edge: seconds[0] - each for edge, each in zip(self.edges, seconds[1:], strict=True)}
 
     def _prepared(self, costs: Costs) -> tuple[Floats, Floats, tuple[int | None, ...]]:
         """Seconds of each node, latency of each edge, window of each edge."""

@@ -228,13 +228,6 @@ class Timeline:
             node = max((pred for pred in preds if pred[0] >= begins[node]), default=(0.0, 0))[1]
         return tuple(reversed(chain))
 
-    def edge_waits(self) -> dict[Edge, float]:
-        """Seconds that receiving ranks wait for messages of each directed edge."""
-        waits = dict.fromkeys(self.program.edges, 0.0)
-        for transfer in self.transfers:
-            waits[transfer.edge] += transfer.stalls
-        return waits
-
     def traffic(self, bins: int = 100) -> tuple[Floats, dict[Edge, Floats]]:
         """Bytes per second of each directed edge over the step: ends of ``bins`` equal intervals [bins + 1],
         and the mean rate in each [bins]. A message without a limit of bandwidth counts where it begins."""
