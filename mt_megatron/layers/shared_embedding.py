@@ -29,8 +29,8 @@ def first_chunk() -> Any:
     found = None if _first is None else _first()
     if found is None:
         raise MtMegatronError(
-            "the last pipeline stage shares the first one's embedding, and the first was not built on this rank "
-            "before, or is gone; build the chunks of a rank in order and keep them"
+            "the last pipeline stage shares the first one's embedding, and the first was not built on this "
+            "rank before, or is gone; build the chunks of a rank in order and keep them"
         )
     return found
 

@@ -109,8 +109,8 @@ class RankLayout:
         Axes: ``tp``, ``cp``, ``dp``, ``pp``, ``ep`` (expert), ``edp`` (data parallel of experts);
         ``tp-pp`` is Megatron's model parallel group, ``dp-cp`` its data parallel group with context
         parallelism, ``tp-ep-pp`` and ``edp`` those of the expert parameters. Also ``embedding``
-        (ranks of the first and the last stage of each pipeline) and ``position-embedding`` (first stage). Groups and
-        their ranks ascend.
+        (ranks of the first and the last stage of each pipeline) and ``position-embedding`` (first stage).
+        Groups and their ranks ascend.
         """
         if kind == "embedding":
             return [sorted({group[0], group[0 if self.v else -1]}) for group in self.groups("pp")]

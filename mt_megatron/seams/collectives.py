@@ -121,7 +121,7 @@ def received(peer: int, size: int) -> Transfer:
 
 
 def reserve_sent(peer: int, count: int) -> int:
-    """The number of the first of ``count`` transfers to ``peer``, whose numbers both sides know beforehand."""
+    """The number of the first of ``count`` transfers to ``peer``, for sides that count all of a step's."""
     return _reserved(_sent, peer, count)
 
 

@@ -109,8 +109,8 @@ def sum_embedding_gradients(chunks: list[Any], config: Any) -> None:
         return
     if stage_order.is_v():
         if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
-            ends = (get_attr_wrapped_model(chunks[each], "pre_process", return_model_obj=True) for each in (0, -1))
-            sum_gradients(zip(*map(_shared_parameters, ends), strict=True))
+            ends = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+            sum_gradients(zip(_shared_parameters(ends[0]), _shared_parameters(ends[-1]), strict=True))
         return
     if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         chunk = chunks[0]

@@ -187,7 +187,9 @@ class _Receiving:
 
 def _shape_message(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.dim() > _MOST_DIMS:
-        raise MtMegatronError(f"found a tensor of {tensor.dim()} dimensions to send; expected at most {_MOST_DIMS}")
+        raise MtMegatronError(
+            f"found a tensor of {tensor.dim()} dimensions to send; expected at most {_MOST_DIMS}"
+        )
     sizes = [tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())]
     return torch.tensor(sizes, dtype=torch.int64, device=device)
 

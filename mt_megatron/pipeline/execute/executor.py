@@ -7,7 +7,7 @@ order whatever the schedule, so that each gradient, loss and statistic is summed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -241,7 +241,8 @@ class StepRun:
             self._reduction.reduce(action.stage)
 
     def _finish(self) -> None:
-        left = sum(map(len, (self._inputs, self._gradients, self._held, self._queues, self._outgoing)))
+        kept: list[Sized] = [self._inputs, self._gradients, self._held, self._queues, self._outgoing]
+        left = sum(map(len, kept))
         if left:
             raise MtMegatronError(
                 f"{left} tensor(s) are left over on pipeline rank {self._rank} at the end of the step; the "
@@ -273,7 +274,8 @@ class StepRun:
         return chunk
 
     def _taken(self, local: dict[tuple[int, int], Tensor], action: Action) -> Tensor | None:
-        """The input of a forward or the output's gradient of a backward, once it is there; None at the ends."""
+        """What a forward or backward works on, once it is there: the stage's input, or its output's gradient;
+        None at the ends of the pipeline."""
         end = 0 if action.kind is Kind.F else self._placement.stages - 1
         if action.stage == end:
             return None
@@ -337,9 +339,7 @@ class _ParameterSync:
     """Gathering of parameters that the configuration asks the schedule for: of the first two chunks at the
     step's begin, of each further one when the chunk before it begins."""
 
-    def __init__(
-        self, config: Any, call: StepCall, actions: Sequence[Action], placement: Placement
-    ) -> None:
+    def __init__(self, config: Any, call: StepCall, actions: Sequence[Action], placement: Placement) -> None:
         functions = config.param_sync_func
         # As upstream's: without chunks the first use of a parameter gathers it.
         self._starts = functions is not None and not call.forward_only and len(call.model) > 1
@@ -364,4 +364,3 @@ class _ParameterSync:
         if self._waiting:
             chunk = self._waiting.pop(0)
             self._functions[chunk](self._model[chunk].parameters())
-

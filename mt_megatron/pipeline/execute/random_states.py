@@ -31,7 +31,10 @@ class KeyedRandom:
 
         self._backend = backend
         self._tracker: Any = get_cuda_rng_tracker()
-        self._begin: dict[str, torch.Tensor] = {_DEFAULT: backend.get_rng_state(), **self._tracker.get_states()}
+        self._begin: dict[str, torch.Tensor] = {
+            _DEFAULT: backend.get_rng_state(),
+            **self._tracker.get_states(),
+        }
         for name, state in self._begin.items():
             if not isinstance(state, torch.Tensor):
                 raise ConfigError(

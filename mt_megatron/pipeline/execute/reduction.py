@@ -21,7 +21,9 @@ from mt_megatron.pipeline.actions import Action, Kind
 class Reduction:
     """The reductions of one rank in one training step."""
 
-    def __init__(self, config: Any, model: Sequence[torch.nn.Module], stages: Sequence[int], actions: Sequence[Action]) -> None:
+    def __init__(
+        self, config: Any, model: Sequence[torch.nn.Module], stages: Sequence[int], actions: Sequence[Action]
+    ) -> None:
         """``stages``: by chunk. Switches the reduction off for all chunks. Raises ConfigError for a
         ``no_sync_func`` that is not one per chunk."""
         self._model = model
@@ -32,8 +34,8 @@ class Reduction:
         self._switch_on = _switches(actions) if self._start is None else {}
         self._done: set[int] = set()
         self._off: dict[int, AbstractContextManager[Any]] = {}
-        for chunk in range(len(model)) if no_sync is not None else ():
-            context = no_sync[chunk]()
+        for chunk, switch_off in enumerate(no_sync or ()):
+            context = switch_off()
             context.__enter__()
             self._off[chunk] = context
 

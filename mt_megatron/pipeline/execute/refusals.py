@@ -25,13 +25,13 @@ def require_fit(schedule: Schedule, call: StepCall, decoder_seq_length: int | No
     name = f"pipeline schedule {schedule.name}"
     if (placement.ranks, placement.chunks) != (ranks, chunks):
         raise ConfigError(
-            f"found {name} for {placement.ranks} ranks of {placement.chunks} chunks; expected {ranks} ranks of "
-            f"{chunks}, as the process groups are. Change the schedule or the parallel sizes"
+            f"found {name} for {placement.ranks} ranks of {placement.chunks} chunks; expected {ranks} ranks "
+            f"of {chunks}, as the process groups are. Change the schedule or the parallel sizes"
         )
     if chunks > 1 and placement.style is not style:
         raise ConfigError(
-            f"found {name} for stages in a {placement.style.value}, and a model whose stages are laid out in a "
-            f"{style.value}; expected the same. Choose the schedule before the process groups are made"
+            f"found {name} for stages in a {placement.style.value}, and a model whose stages are laid out in "
+            f"a {style.value}; expected the same. Choose the schedule before the process groups are made"
         )
     if schedule.microbatches != call.num_microbatches or schedule.forward_only != call.forward_only:
         found, asked = (
@@ -42,18 +42,18 @@ def require_fit(schedule: Schedule, call: StepCall, decoder_seq_length: int | No
             )
         )
         raise ConfigError(
-            f"found {name} of {found} and a step of {asked}; expected the same. Give a schedule for this number, "
-            "or change the batch size"
+            f"found {name} of {found} and a step of {asked}; expected the same. Give a schedule for this "
+            "number, or change the batch size"
         )
     if not len(call.model) == len(call.batches) == chunks:
         raise ConfigError(
-            f"found {len(call.model)} model chunks and {len(call.batches)} batch iterators; expected {chunks} of "
-            "each, one per virtual pipeline stage"
+            f"found {len(call.model)} model chunks and {len(call.batches)} batch iterators; expected "
+            f"{chunks} of each, one per virtual pipeline stage"
         )
     if get_model_type(call.model[0]) is ModelType.encoder_and_decoder:
         raise ConfigError(
-            f"found {name} for a model of encoder and decoder; expected one of the two. Take Megatron-Core's own "
-            "schedules (--pipeline-schedule 1f1b)"
+            f"found {name} for a model of encoder and decoder; expected one of the two. Take Megatron-Core's "
+            "own schedules (--pipeline-schedule 1f1b)"
         )
     if decoder_seq_length is not None and decoder_seq_length != call.seq_length:
         raise ConfigError(
@@ -61,4 +61,6 @@ def require_fit(schedule: Schedule, call: StepCall, decoder_seq_length: int | No
             "expected the same. Take Megatron-Core's own schedules (--pipeline-schedule 1f1b)"
         )
     if get_model_config(call.model[0]).pipeline_dtype is None:
-        raise ConfigError("found no pipeline_dtype in the model's configuration; expected that of its outputs")
+        raise ConfigError(
+            "found no pipeline_dtype in the model's configuration; expected that of its outputs"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ import torch
 from mt_megatron.backends.current import current_backend
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel import stage_order
-from mt_megatron.pipeline.actions import Action, Kind, Schedule, lowered
+from mt_megatron.pipeline import forward_only as forward_only_schedules
+from mt_megatron.pipeline.actions import Schedule, lowered
 from mt_megatron.pipeline.execute.collective import CollectiveTransport
 from mt_megatron.pipeline.execute.executor import StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
@@ -41,13 +43,16 @@ _checked: OrderedDict[int, tuple[Schedule, Schedule]] = OrderedDict()
 
 _MOST_CHECKED = 64
 
+_forward_only = lru_cache(maxsize=64)(forward_only_schedules.forward_only)
+"""Always the same object for the same arguments: ``_checked`` goes by identity."""
+
 
 def set_pipeline_schedule(source: Schedule | Choose | None) -> None:
     """Run steps by ``source`` from now on; None goes back to Megatron-Core's own schedules.
 
-    A ``Schedule`` runs every training step, which must have its number of micro-batches; evaluations run its
-    forward passes, or with another number of micro-batches the plain order. Raises ConfigError with the
-    validator's sentences for a schedule that cannot be run.
+    A ``Schedule`` runs every training step, which must have its number of micro-batches; evaluations of any
+    number run over its placement. Raises ConfigError with the validator's sentences for a schedule that
+    cannot be run.
     """
     global _source, _step
     if isinstance(source, Schedule):
@@ -100,8 +105,8 @@ def forward_backward(
     if schedule is None:
         if stage_order.is_v():
             raise ConfigError(
-                "found stages laid out as a V and a step that is left to Megatron-Core's own schedules, which "
-                "do not know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
+                "found stages laid out as a V and a step left to Megatron-Core's own schedules, which do not "
+                "know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
             )
         return upstream(
             forward_step_func=forward_step_func,
@@ -139,25 +144,9 @@ def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
         return None
     if not isinstance(_source, Schedule):
         return _source(step, num_microbatches, forward_only)
-    if not forward_only:
+    if not forward_only or _source.forward_only:
         return _source
-    return forward_part(_source, num_microbatches)
-
-
-def forward_part(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forward passes of ``schedule`` alone, or of as many micro-batches as there are, chunk after chunk."""
-    if schedule.microbatches == microbatches:
-        ranks = tuple(tuple(a for a in rank if a.kind is Kind.F) for rank in schedule.ranks)
-    else:
-        ranks = tuple(
-            tuple(
-                Action(Kind.F, stage, microbatch)
-                for stage in schedule.placement.stages_of(rank)
-                for microbatch in range(microbatches)
-            )
-            for rank in range(schedule.placement.ranks)
-        )
-    return Schedule(schedule.name, schedule.placement, microbatches, ranks, True)
+    return _forward_only(_source.placement, num_microbatches)
 
 
 def _with_transfers(schedule: Schedule) -> Schedule:

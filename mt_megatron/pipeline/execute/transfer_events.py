@@ -35,7 +35,9 @@ class TransferEvents:
                     targets.setdefault(placement.rank(receiver_stage(action)), []).append(action)
             for target, sent in targets.items():
                 if sender == rank:
-                    self._count("send", ranks[target], collectives.reserve_sent(ranks[target], len(sent)), sent)
+                    self._count(
+                        "send", ranks[target], collectives.reserve_sent(ranks[target], len(sent)), sent
+                    )
                 elif target == rank:
                     first = collectives.reserve_received(ranks[sender], len(sent))
                     self._count("recv", ranks[sender], first, sent)

@@ -1,7 +1,7 @@
 """What a channel between pipeline ranks can do: the interface below the executor.
 
-A message belongs to an ``Edge``, a queue from one rank to another: messages of one edge arrive in the order in
-which they were posted, on both sides; edges do not wait for each other. Posting never waits for the peer.
+A message belongs to an ``Edge``, a queue from one rank to another: messages of one edge arrive in the order
+in which they were posted, on both sides; edges do not wait for each other. Posting never waits for the peer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
 
 FORWARD, BACKWARD = 0, 1
 """Lanes of the executor: outputs of stages, gradients of their inputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,23 +70,27 @@ def same_with_dropout(pp: int, cases: list[dict[str, Any]]) -> dict[str, list[st
         microbatches, v = options.pop("microbatches", 4), options.pop("v", False)
         small_models.start(pp, vpp=chunks if chunks > 1 else None, v=v)
         pipeline = small_models.Pipeline(model, layers=pp * chunks, **options)
-
-        def two_steps(names: list[str], seed: int = 7) -> list[Any]:
-            small_models.seed_all(seed)
-            digests = []
-            for name in names:
-                use(name, pp, chunks, microbatches)
-                digests.append({**pipeline.digests(pipeline.step(microbatches)), "random": random_states()})
-            return digests
-
-        expected = two_steps([schedules[0]] * 2)
-        label = f"{model} x{chunks} {case.get('recompute_granularity', '')}".strip()
+        two = partial(_steps, pipeline, pp, chunks, microbatches)
+        first, last = schedules[0], schedules[-1]
+        expected, label = two([first, first]), f"{model} x{chunks}"
         for name in schedules[1:]:
-            found[f"{label} {schedules[0]} {name}"] = _differences(expected, two_steps([name, name]))
-        found[f"{label} switched"] = _differences(expected, two_steps([schedules[-1], schedules[0]]))
-        found[f"{label} other seed"] = _differences(expected, two_steps([schedules[0]] * 2, seed=8))
+            found[f"{label} {first} {name}"] = _differences(expected, two([name, name]))
+        found[f"{label} switched"] = _differences(expected, two([last, first]))
+        found[f"{label} other seed"] = _differences(expected, two([first, first], seed=8))
     use(None, pp)
     return found
+
+
+def _steps(
+    pipeline: Any, pp: int, chunks: int, microbatches: int, names: list[str], seed: int = 7
+) -> list[dict[str, Any]]:
+    """Digests of one step after the other, each by another schedule, from the same random states on."""
+    small_models.seed_all(seed)
+    digests = []
+    for name in names:
+        use(name, pp, chunks, microbatches)
+        digests.append({**pipeline.digests(pipeline.step(microbatches)), "random": random_states()})
+    return digests
 
 
 def _differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
@@ -96,8 +100,9 @@ def _differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list
 
 def random_states() -> str:
     """All random states of the device, as one digest."""
-    import mt_megatron
     from megatron.core import tensor_parallel
+
+    import mt_megatron
 
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
     every = [mt_megatron.backend().get_rng_state(), *(states[name] for name in sorted(states))]

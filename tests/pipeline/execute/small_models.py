@@ -52,7 +52,7 @@ def start(pp: int, vpp: int | None = None, v: bool = False, tp: int = 1, cp: int
 
     mt_megatron.patch("cpu")
     gc.freeze()  # else every collection at the end of a run visits the modules
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -228,7 +228,9 @@ def _forward_step(config: Any) -> Any:
         def loss(losses: torch.Tensor) -> Any:
             total, count = (losses * data["mask"]).sum(), data["mask"].sum()
             report = {"loss": float(total.detach()), "tokens": float(count)}
-            return (total, count.int(), report) if config.calculate_per_token_loss else (total / count, report)
+            if config.calculate_per_token_loss:
+                return total, count.int(), report
+            return total / count, report
 
         return losses, loss
 
