@@ -97,6 +97,7 @@ class StepRun:
         self._receiving: dict[Action, Receiving] = {}
         self._outgoing: dict[Action, Tensor] = {}
         self._sending: dict[Action, Sending] = {}
+        self._last_sent: dict[Edge, tuple[Action, Sending]] = {}
         self._recomputed_fully: dict[tuple[int, int], bool] = {}
 
     def run(self) -> list[Any]:
@@ -230,8 +231,10 @@ class StepRun:
     def _send(self, action: Action) -> None:
         tensor = self._outgoing.pop(action)
         with_shape = action.kind is Kind.SEND_F and self._shape is None
+        edge = self._edge(action)
         with self._events.send(action, tensor.nbytes):
-            sending = self._transport.post_send(self._edge(action), tensor, with_shape=with_shape)
+            sending = self._transport.post_send(edge, tensor, with_shape=with_shape)
+        self._last_sent[edge] = action, sending
         if action.kind is Kind.SEND_F and not self._call.forward_only:
             self._sending[action] = sending
             self._deallocate(tensor)
@@ -250,8 +253,10 @@ class StepRun:
             )
         if self._reduction is not None:
             self._reduction.finish()
-        with self._events.drain():
-            self._transport.finish()
+        for action, sending in self._last_sent.values():
+            with self._events.drain(action):
+                sending.wait()
+        self._transport.finish()
         if self._random is not None:
             self._random.leave()
 

@@ -48,18 +48,17 @@ class TransferEvents:
 
     def send(self, action: Action, size: int) -> AbstractContextManager[None]:
         """Around the posting of a SEND of ``size`` bytes."""
-        # Not as the start of something that is waited for: the posting is all that this rank spends on it.
+        # A whole transfer, not the start of one: when its memory is asked for again says nothing about when
+        # it arrived, and both sides' times together tell how long it took.
         return self._span(action, size, size, None) if self._on else events.IDLE
 
     def receive(self, action: Action, size: int, phase: Phase) -> AbstractContextManager[None]:
         """Around the posting of a RECV, or the wait for it. ``size`` -1: not known."""
         return self._span(matching_send(action), 0, size, phase) if self._on else events.IDLE
 
-    def drain(self) -> AbstractContextManager[None]:
-        """Around the wait for the sends that are left at the end of a step."""
-        if not self._on:
-            return events.IDLE
-        return events.span("p2p", group="pp", ranks=self._members, bytes=0)
+    def drain(self, action: Action) -> AbstractContextManager[None]:
+        """Around the wait, at the end of a step, for a SEND and those before it on the same edge."""
+        return self._span(action, 0, -1, "wait") if self._on else events.IDLE
 
     def _span(self, sent: Action, given: int, size: int, phase: Phase | None) -> AbstractContextManager[None]:
         op, peer, number = self._numbers[sent]
