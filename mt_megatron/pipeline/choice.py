@@ -118,6 +118,45 @@ class ScheduleChoice:
         return lambda step, microbatches, only_forward: schedule(microbatches, only_forward)
 
 
+    def for_any_layout(self) -> Choose:
+        """``source`` for a script, whose sizes are known once it has made its process groups. Every step raises
+        ConfigError where they do not fit, also without a pipeline."""
+        return _ForAnyLayout(self)
+
+
+class _ForAnyLayout:
+    """A source that asks Megatron-Core for the sizes."""
+
+    def __init__(self, choice: ScheduleChoice) -> None:
+        self._choice = choice
+        self._sources: dict[tuple[int, int], Choose | None] = {}
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether Megatron-Core's own schedule is meant."""
+        return self._choice.is_upstream
+
+    def require_pipeline(self) -> None:
+        """Raise ConfigError: there is one pipeline rank."""
+        raise ConfigError(self._choice.problems(1, 1, 1)[0])
+
+    def __call__(self, step: int, microbatches: int, only_forward: bool) -> Schedule | None:
+        from megatron.core import parallel_state
+
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        if (ranks, chunks) not in self._sources:
+            self._sources[ranks, chunks] = self._choice.source(ranks, chunks)
+        source = self._sources[ranks, chunks]
+        if source is not None and not only_forward and (found := self._checked(ranks, chunks, microbatches)):
+            raise ConfigError("; ".join(found))
+        return None if source is None else source(step, microbatches, only_forward)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - one object for the life of the process
+    def _checked(self, ranks: int, chunks: int, microbatches: int) -> list[str]:
+        return self._choice.problems(ranks, chunks, microbatches)
+
+
 @lru_cache(maxsize=16)
 def parse(text: str) -> ScheduleChoice:
     """The choice that ``text`` makes. Raises ConfigError for an unknown name, a number that is none, and a

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,19 @@ Choose = Callable[[int, int, bool], "Schedule | None"]
 """(step, micro-batches, forward only) -> the schedule, on all ranks of a pipeline the same; None: upstream's.
 ``step`` counts the training steps that this process has asked for since the source was set, from 0;
 an evaluation has the number of the next step."""
+
+
+@runtime_checkable
+class NeedsPipeline(Protocol):
+    """A source that was asked for, so that a run without a pipeline is an error."""
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether Megatron-Core's own schedule is meant."""
+
+    def require_pipeline(self) -> None:
+        """Raise ConfigError: there is one pipeline rank."""
+
 
 MakeTransport = Callable[[Any, torch.device], Transport]
 """(the pipeline's process group, this rank's device) -> its channels."""
@@ -66,12 +79,18 @@ def pipeline_schedule() -> Schedule | Choose | None:
 
 
 def takes_over() -> bool:
-    """Whether steps come here: there is a pipeline, and a source or stages that upstream does not know."""
+    """Whether steps come here: there is a pipeline, and a source or stages that upstream does not know. Raises
+    ConfigError without a pipeline where a user asked for a schedule."""
     from megatron.core import parallel_state
 
     if _source is None and not stage_order.is_v():
         return False
-    return int(parallel_state.get_pipeline_model_parallel_world_size()) > 1
+    is_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if isinstance(_source, NeedsPipeline):
+        if not is_pipeline:
+            _source.require_pipeline()
+        return not _source.is_upstream
+    return bool(is_pipeline)
 
 
 def set_transport(make: MakeTransport | None) -> None:
