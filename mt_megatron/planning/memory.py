@@ -18,6 +18,7 @@ from mt_megatron.planning.activation_memory import (
 from mt_megatron.planning.parameter_memory import NOTHING, ParameterMemory, StateOptions, chunk_state_memory
 from mt_megatron.planning.parameter_tensors import ChunkPlace, ParameterTensor, chunk_tensors
 from mt_megatron.planning.parameters import ModelShape
+from mt_megatron.pipeline.actions import Kind, Placement, Schedule, Style
 
 _FP32 = 4
 _INT64 = 8
@@ -101,6 +102,9 @@ class MemoryCase:
     fused_weight_gradients: bool = False
     """Whether weight gradients are added up by the matrix product itself."""
 
+    schedule: Schedule | None = None
+    """Order of a step's passes, and where chunks lie. None: Megatron-Core's own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -155,10 +159,13 @@ class MemoryEstimate:
 def worst_memory(case: MemoryCase) -> RankMemory:
     """``estimate_memory(case).worst``, from the stages that it can be.
 
-    Of stages with the same kinds of layers the first has most micro-batches in flight.
+    Of stages with the same kinds of layers the first has most micro-batches in flight under Megatron-Core's
+    own schedules.
     """
-    first = {tuple(places(case, stage)): stage for stage in reversed(range(case.pipeline_parallel))}
-    return max((_stage(case, stage) for stage in sorted(first.values())), key=lambda each: each.total)
+    stages = list(range(case.pipeline_parallel))
+    if case.schedule is None:
+        stages = sorted({tuple(places(case, stage)): stage for stage in reversed(stages)}.values())
+    return max((_stage(case, stage) for stage in stages), key=lambda each: each.total)
 
 
 def estimate_memory(case: MemoryCase) -> MemoryEstimate:
@@ -176,21 +183,22 @@ def chunk_layers(case: MemoryCase) -> tuple[int, ...]:
 
 def stage_layers(case: MemoryCase) -> list[int]:
     """Transformer layers of each stage."""
-    counts, stages = chunk_layers(case), case.pipeline_parallel
-    return [sum(counts[stage::stages]) for stage in range(stages)]
+    return [sum(place.layers for place in places(case, stage)) for stage in range(case.pipeline_parallel)]
 
 
 def places(case: MemoryCase, stage: int) -> list[ChunkPlace]:
     """The chunks of one stage in their order."""
-    return list(_places(case.shape, chunk_layers(case), case.pipeline_parallel)[stage])
+    style = Style.LOOP if case.schedule is None else case.schedule.placement.style
+    placement = Placement(case.pipeline_parallel, case.chunks, style)
+    return list(_places(case.shape, chunk_layers(case), placement)[stage])
 
 
 @lru_cache(maxsize=4096)
-def _places(shape: ModelShape, counts: tuple[int, ...], stages: int) -> list[list[ChunkPlace]]:
-    found: list[list[ChunkPlace]] = [[] for _ in range(stages)]
+def _places(shape: ModelShape, counts: tuple[int, ...], placement: Placement) -> list[list[ChunkPlace]]:
+    found: list[list[ChunkPlace]] = [[] for _ in range(placement.ranks)]
     pattern, start = shape.pattern, 0
     for index, count in enumerate(counts):
-        found[index % stages].append(
+        found[placement.rank(index)].append(
             ChunkPlace(
                 layers=count,
                 first=index == 0,
@@ -323,8 +331,11 @@ def _communication(case: MemoryCase) -> int:
 def in_flight(case: MemoryCase, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each chunk how many micro-batches are kept, at every moment when it may be most.
 
-    Upstream: ``forward_backward_pipelining_without_interleaving`` and ``_with_interleaving``.
+    Upstream: ``forward_backward_pipelining_without_interleaving`` and ``_with_interleaving``. Under another
+    schedule a micro-batch is kept from its F to its B, or to its W, whose linears have kept their inputs.
     """
+    if case.schedule is not None:
+        return _in_flight_of(case.schedule, stage)
     return _in_flight(case.pipeline_parallel, case.chunks, case.num_microbatches, stage)
 
 
@@ -344,4 +355,17 @@ def _in_flight(stages: int, chunks: int, batches: int, stage: int) -> tuple[tupl
             found.add(tuple(counts))
         if step >= warmup:
             counts[chunks - 1 - (step - warmup) % period // stages] -= 1
+    return tuple(sorted(found))
+
+
+@lru_cache(maxsize=256)
+def _in_flight_of(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    counts, found = [0] * schedule.placement.chunks, set()
+    for kind, stage, microbatch in schedule.ranks[rank]:
+        chunk = schedule.placement.chunk(stage)
+        if kind is Kind.F:
+            counts[chunk] += 1
+            found.add(tuple(counts))
+        elif kind is Kind.W or (kind is Kind.B and (stage, microbatch) not in schedule.splits_backward):
+            counts[chunk] -= 1
     return tuple(sorted(found))

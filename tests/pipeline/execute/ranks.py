@@ -13,17 +13,16 @@ from tests.pipeline.execute import small_models
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def use(name: str | None, pp: int, chunks: int = 1, microbatches: int = 4, change: Any = None) -> None:
-    """Run steps by the schedule called ``name``; ``change`` makes another one of it, unchecked."""
+def use(name: str | None, pp: int, chunks: int = 1, microbatches: int = 4) -> None:
+    """Run steps by the schedule called ``name``, None: by upstream's."""
     from mt_megatron.pipeline.execute.source import set_pipeline_schedule
-    from mt_megatron.pipeline.generate.catalogue import generate
 
     if name is None:
         set_pipeline_schedule(None)
         return
-    name, _, group = name.partition(":")
-    options = {"group": int(group)} if group else {}
-    set_pipeline_schedule(generate(name, ranks=pp, chunks=chunks, microbatches=microbatches, **options))
+    from mt_megatron.pipeline.choice import parse
+
+    set_pipeline_schedule(parse(name).schedule(pp, chunks, microbatches))
 
 
 def same_as_upstream(pp: int, cases: list[dict[str, Any]]) -> dict[str, list[str]]:
