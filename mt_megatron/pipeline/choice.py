@@ -118,8 +118,8 @@ class ScheduleChoice:
         return lambda step, microbatches, only_forward: schedule(microbatches, only_forward)
 
     def for_any_layout(self) -> Choose:
-        """``source`` for a script, whose sizes are known once it has made its process groups. Every step raises
-        ConfigError where they do not fit, also without a pipeline."""
+        """``source`` for a script, whose sizes are known once it has made its process groups. Every step
+        raises ConfigError where they do not fit, also without a pipeline."""
         return _ForAnyLayout(self)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from mt_megatron.pipeline.actions import Kind, Placement, Schedule, Style
 from mt_megatron.planning.activation_memory import (
     ActivationOptions,
     backward_workspace,
@@ -18,7 +19,6 @@ from mt_megatron.planning.activation_memory import (
 from mt_megatron.planning.parameter_memory import NOTHING, ParameterMemory, StateOptions, chunk_state_memory
 from mt_megatron.planning.parameter_tensors import ChunkPlace, ParameterTensor, chunk_tensors
 from mt_megatron.planning.parameters import ModelShape
-from mt_megatron.pipeline.actions import Kind, Placement, Schedule, Style
 
 _FP32 = 4
 _INT64 = 8

@@ -79,8 +79,8 @@ def pipeline_schedule() -> Schedule | Choose | None:
 
 
 def takes_over() -> bool:
-    """Whether steps come here: there is a pipeline, and a source or stages that upstream does not know. Raises
-    ConfigError without a pipeline where a user asked for a schedule."""
+    """Whether steps come here: there is a pipeline, and a source or stages that upstream does not know.
+    Raises ConfigError without a pipeline where a user asked for a schedule."""
     from megatron.core import parallel_state
 
     if _source is None and not stage_order.is_v():

@@ -241,3 +241,8 @@ def one_fails(pp: int) -> dict[str, Any]:
     # As a process does that ends.
     end_groups()
     return {"error": found, "seconds": seconds}
+
+
+def several(pp: int, names: list[str]) -> dict[str, Any]:
+    """The results of functions of this file, by name."""
+    return {name: globals()[name](pp) for name in names}

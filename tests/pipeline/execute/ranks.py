@@ -29,13 +29,13 @@ def same_as_upstream(pp: int, cases: list[dict[str, Any]]) -> dict[str, list[str
     """Per case and schedule what differs from upstream's schedule, by name of the gradient or statistic."""
     found: dict[str, list[str]] = {}
     for case in cases:
-        found.update(_case(pp, **case))
+        found.update(_case(**{"pp": pp, **case}))
     return found
 
 
 def _case(
-    pp: int,
     *,
+    pp: int,
     model: str,
     schedules: list[str],
     chunks: int = 1,
@@ -52,7 +52,7 @@ def _case(
     for name in schedules:
         use(name, pp, chunks, microbatches)
         got = pipeline.digests(pipeline.step(microbatches))
-        label = f"{model} {name} x{chunks} m{microbatches} {options or ''}".strip()
+        label = f"P{pp} T{tp} C{cp} {model} {name} x{chunks} m{microbatches} {options or ''}".strip()
         assert got.keys() == expected.keys() and len(got) > 5
         found[label] = [key for key in expected if got[key] != expected[key]]
     use(None, pp)
@@ -67,6 +67,7 @@ def same_with_dropout(pp: int, cases: list[dict[str, Any]]) -> dict[str, list[st
         options = {**DROPOUT, **case}
         model, schedules, chunks = options.pop("model"), options.pop("schedules"), options.pop("chunks", 1)
         microbatches, v = options.pop("microbatches", 4), options.pop("v", False)
+        like = options.pop("like", None)
         small_models.start(pp, vpp=chunks if chunks > 1 else None, v=v)
         pipeline = small_models.Pipeline(model, layers=pp * chunks, **options)
         two = partial(_steps, pipeline, pp, chunks, microbatches)
@@ -75,6 +76,10 @@ def same_with_dropout(pp: int, cases: list[dict[str, Any]]) -> dict[str, list[st
         for name in schedules[1:]:
             found[f"{label} {first} {name}"] = _differences(expected, two([name, name]))
         found[f"{label} switched"] = _differences(expected, two([last, first]))
+        if like is not None:
+            plain = small_models.Pipeline(like, layers=pp * chunks, **DROPOUT)
+            other = _steps(plain, pp, chunks, microbatches, [first, first])
+            found[f"{label} {like}"] = _differences(expected, other)
         found[f"{label} other seed"] = _differences(expected, two([first, first], seed=8))
     use(None, pp)
     return found

@@ -133,8 +133,8 @@ def test_both_ends_of_an_edge_number_the_same_transfers(heard: list[dict[str, An
         assert [seq for seq, _ in numbers] == list(range(numbers[0][0], numbers[0][0] + len(numbers)))
         # [sequence, micro-batch, hidden] in fp32
         assert {size for _, size in numbers} == {32 * 2 * 32 * 4}
-    # Outputs of the first of two stages, or of the first and third of four and a gradient of the third; in a V
-    # of the first, and a gradient of the last.
+    # Outputs of the first of two stages, or of the first and third of four and a gradient of the third; in a
+    # V of the first, and a gradient of the last.
     per_step = {"pp2": 4, "zb_h1": 4, "zbv": 4 + 4}.get(name, 4 * 2 + 4)
     assert len(sent[0, 1]) == per_step * STEPS
 

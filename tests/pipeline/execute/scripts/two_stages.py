@@ -1,7 +1,7 @@
-"""A pipelined training script as people write them for CUDA, with no word of us: two ranks, two chunks each.
+"""A pipelined training script as people write them for CUDA, with no word of us.
 
-python two_stages.py FILE trains and writes the losses of all steps to FILE; with ``one`` after it there is one
-chunk per rank.
+python two_stages.py FILE trains two chunks per rank and writes the losses of all steps to FILE; with ``one``
+after it there is one chunk per rank.
 """
 
 import json
