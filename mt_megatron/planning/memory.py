@@ -269,7 +269,7 @@ def _chunk_state(
 
 def _stage(case: MemoryCase, stage: int) -> RankMemory:
     state, chunks = state_memory(case, stage), places(case, stage)
-    kept = [_kept(case, place) for place in chunks]
+    kept = [kept_bytes(case, place) for place in chunks]
     activations = max(
         sum(count * size for count, size in zip(counts, kept, strict=True))
         for counts in in_flight(case, stage)
@@ -290,7 +290,8 @@ def _stage(case: MemoryCase, stage: int) -> RankMemory:
     )
 
 
-def _kept(case: MemoryCase, place: ChunkPlace) -> int:
+def kept_bytes(case: MemoryCase, place: ChunkPlace) -> int:
+    """What one micro-batch leaves behind for the backward pass of a model chunk."""
     kept = chunk_bytes(case.shape, place, case.activations)
     return kept + (loss_kept_bytes(case.shape, case.activations) if place.last else 0)
 
