@@ -1,7 +1,9 @@
 """Pipeline schedules as data: what each rank does in which order, simulated, executed and chosen.
 
 actions    ``Action``, ``Placement`` and ``Schedule``: the intermediate representation
+compare    schedules side by side under one set of costs
 csv_form   schedules as CSV, written and read
+draw       a simulated step as text and as SVG
 generate   schedules by name
 simulate   one training step timed: makespan, bubble, memory, slack, bytes over time
 upstream   Megatron-Core's own calls, with blocking exchanges
