@@ -17,7 +17,7 @@ checkpoint    whole or absent, loadable under any layout
 _session      what is patched in this process
 patches       what is changed in Megatron-Core
 fp8           FP8 recipes and quantised products of linears
-pipeline      schedules of a step as data: generated, checked, simulated, executed
+pipeline      schedules of a pipeline: made, checked, simulated, run, chosen
 layers        modules that Megatron-Core lacks
 patching      the engine of declared patches
 backends      what a device is

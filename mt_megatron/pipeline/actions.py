@@ -52,6 +52,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{'' if self.microbatch < 0 else self.microbatch}"
 
 
+Call = Action | tuple[Action, ...]
+"""A computation, or the SENDs and RECVs of one blocking exchange."""
+
+
 class Style(str, Enum):
     """How stages are laid over ranks."""
 

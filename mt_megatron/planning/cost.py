@@ -7,7 +7,9 @@ Each part is work divided by a rate of ``Hardware``:
 * tensor- and context-parallel collectives as rings over the slowest link they cross, half of those of
   the backward pass hidden behind matrix products; tokens that travel to their experts and back as
   exchanges over the slowest link of the expert-parallel group, none of them hidden;
-* the pipeline's bubble, (p - 1) / v micro-batches of the slowest stage (arXiv 2104.04473, section 2.2);
+* the pipeline's bubble, the time in which the slowest stage waits: a simulated step of 1F1B or its
+  interleaved form with the times of every stage and chunk; (p - 1) / v micro-batches where all are alike
+  (arXiv 2104.04473, section 2.2);
 * gradients and weights over the data-parallel ranks, less what hides behind one micro-batch;
 * the optimizer by the bytes of its state.
 """
@@ -15,7 +17,11 @@ Each part is work divided by a rate of ``Hardware``:
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.simulate.costs import Costs
+from mt_megatron.pipeline.simulate.program import Program
 from mt_megatron.planning.activation_memory import hidden_bytes, layer_bytes
 from mt_megatron.planning.balance import balanced_layout
 from mt_megatron.planning.expert_memory import expert_rows
@@ -23,6 +29,7 @@ from mt_megatron.planning.flops import ForwardFlops, forward_flops
 from mt_megatron.planning.hardware import Hardware
 from mt_megatron.planning.memory import MemoryCase, RankMemory, places, state_memory
 from mt_megatron.planning.parameter_memory import ParameterMemory
+from mt_megatron.planning.parameter_tensors import ChunkPlace
 
 __all__ = ["StepCost", "balanced_layout", "step_cost"]
 
@@ -57,38 +64,124 @@ class StepCost:
         return {"total": self.total, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """Seconds of one micro-batch on one pipeline rank."""
+
+    chunks: tuple[float, ...]
+    """Forward and backward of each chunk, without what is computed twice."""
+
+    weights: tuple[float, ...]
+    """The part of each chunk's that the products of its weight gradients take."""
+
+    recompute: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    pipeline: float
+
+    @property
+    def compute(self) -> float:
+        return sum(self.chunks)
+
+    @property
+    def total(self) -> float:
+        parts = self.tensor_parallel + self.context_parallel + self.expert_parallel + self.pipeline
+        return self.compute + self.recompute + parts
+
+
 def step_cost(case: MemoryCase, memory: RankMemory, hardware: Hardware) -> StepCost:
     """Estimated seconds of one step. ``memory`` is that of the rank that holds most."""
-    flops = forward_flops(case.shape, case.activations.sequence)
-    kinds = [_kinds(case, stage) for stage in range(case.pipeline_parallel)]
-    computes = [_stage_compute(case, flops, hardware, stage, kinds[stage]) for stage in range(len(kinds))]
-    stage = max(range(len(kinds)), key=computes.__getitem__)
-    batches, compute, layers = case.num_microbatches, computes[stage], len(kinds[stage])
-    mixtures = sum(kinds[stage])
-    again = _recompute(case, flops, hardware, stage)
-    tensor, context = layers * _tensor_parallel(case, hardware), layers * _context_parallel(case, hardware)
-    exchange = mixtures * _exchange(case, hardware, 4)
-    transfer = _transfer(case, hardware)
-    one = compute + again + tensor + context + exchange + transfer
+    times = stage_times(case, hardware)
+    stage = max(range(len(times)), key=lambda each: times[each].total)
+    batches, slowest = case.num_microbatches, times[stage]
     return StepCost(
-        compute=batches * compute,
-        recompute=batches * again,
-        tensor_parallel=batches * tensor,
-        context_parallel=batches * context,
-        expert_parallel=batches * exchange,
-        pipeline=batches * transfer,
-        bubble=(case.pipeline_parallel - 1) / case.chunks * one,
-        data_parallel=_data_parallel(case, stage, hardware, one),
+        compute=batches * slowest.compute,
+        recompute=batches * slowest.recompute,
+        tensor_parallel=batches * slowest.tensor_parallel,
+        context_parallel=batches * slowest.context_parallel,
+        expert_parallel=batches * slowest.expert_parallel,
+        pipeline=batches * slowest.pipeline,
+        bubble=_bubble(times, batches),
+        data_parallel=_data_parallel(case, stage, hardware, slowest.total),
         optimizer=_optimizer(memory, hardware),
     )
 
 
+def stage_times(case: MemoryCase, hardware: Hardware) -> list[StageTime]:
+    """Of each pipeline rank."""
+    flops = forward_flops(case.shape, case.activations.sequence)
+    alike: dict[tuple[ChunkPlace, ...], StageTime] = {}
+    times = []
+    for stage in range(case.pipeline_parallel):
+        key = tuple(places(case, stage))
+        if key not in alike:
+            alike[key] = _stage_time(case, flops, hardware, stage)
+        times.append(alike[key])
+    return times
+
+
+def _stage_time(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> StageTime:
+    own, kinds = places(case, stage), _kinds(case, stage)
+    return StageTime(
+        chunks=tuple(_chunk_compute(case, flops, hardware, place) for place in own),
+        weights=tuple(_weight_gradients(case, flops, hardware, place) for place in own),
+        recompute=_recompute(case, flops, hardware, stage),
+        tensor_parallel=len(kinds) * _tensor_parallel(case, hardware),
+        context_parallel=len(kinds) * _context_parallel(case, hardware),
+        expert_parallel=sum(kinds) * _exchange(case, hardware, 4),
+        pipeline=_transfer(case, hardware),
+    )
+
+
+def _bubble(times: list[StageTime], batches: int) -> float:
+    """Seconds in which the slowest rank waits for others."""
+    ranks, chunks = len(times), len(times[0].chunks)
+    if ranks == 1:
+        return 0.0
+    forwards, backwards = passes(times)
+    costs = Costs(forward=forwards, backward=backwards)
+    slowest = max(time.total for time in times)
+
+    def bubble(count: int) -> float:
+        return _program(ranks, chunks, count).makespan(costs) - count * slowest
+
+    # Groups of as many micro-batches as ranks soon wait as long as the group before.
+    few, more = 2 * ranks, 3 * ranks
+    if batches <= more:
+        return bubble(batches)
+    return bubble(more) + (bubble(more) - bubble(few)) / ranks * (batches - more)
+
+
+def passes(times: list[StageTime], *, transfers: bool = True) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward of each model chunk, in the order that a batch takes: what a
+    rank does besides is spread over its chunks as their operations are; ``transfers`` between stages too, or
+    they are left out."""
+    forwards, backwards = [], []
+    for chunk in range(len(times[0].chunks)):
+        for time in times:
+            share = time.chunks[chunk] / time.compute
+            total = time.total - (0.0 if transfers else time.pipeline)
+            once = (total - time.recompute) / 3
+            forwards.append(share * once)
+            backwards.append(share * (total - once))
+    return forwards, backwards
+
+
+@lru_cache(maxsize=256)
+def _program(ranks: int, chunks: int, batches: int) -> Program:
+    name = "interleaved" if chunks > 1 else "1f1b"
+    schedule = generate(name, ranks=ranks, chunks=chunks, microbatches=batches)
+    return Program(schedule, links=False)
+
+
 def _kinds(case: MemoryCase, stage: int) -> list[bool]:
     """For each layer of a stage whether it is a mixture; those of multi-token prediction come last."""
-    kinds = [kind for place in places(case, stage) for kind in place.kinds(case.shape)]
-    if stage == case.pipeline_parallel - 1:
-        kinds += [case.shape.pattern[-1:] == (1,)] * (case.shape.mtp_num_layers or 0)
-    return kinds
+    return [kind for place in places(case, stage) for kind in _chunk_kinds(case, place)]
+
+
+def _chunk_kinds(case: MemoryCase, place: ChunkPlace) -> list[bool]:
+    return [*place.kinds(case.shape), *[case.shape.pattern[-1:] == (1,)] * place.depths(case.shape)]
 
 
 def _rate(hardware: Hardware, efficiency: float) -> float:
@@ -103,30 +196,44 @@ def _moved(case: MemoryCase, hardware: Hardware, mixture: bool) -> float:
 
 def _layer_forward(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, mixture: bool) -> float:
     tokens = case.activations.tokens / case.activations.tensor_parallel
+    attention = (flops.layer_attention + flops.padding) / _rate(hardware, hardware.attention_efficiency)
+    return tokens * (_products(case, flops, hardware, mixture) + attention)
+
+
+def _chunk_compute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, place: ChunkPlace) -> float:
+    kinds, seconds = _chunk_kinds(case, place), 0.0
+    for kind in set(kinds):
+        layer = 3 * _layer_forward(case, flops, hardware, kind) + _moved(case, hardware, kind)
+        seconds += kinds.count(kind) * layer
+    if place.last:
+        tokens = case.activations.tokens / case.activations.tensor_parallel
+        head = (1 + flops.depths) * flops.head + flops.depths * flops.depth_projection
+        seconds += 3 * tokens * head / _rate(hardware, hardware.matrix_efficiency)
+    return seconds
+
+
+def _weight_gradients(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, place: ChunkPlace) -> float:
+    """As long as the forward's products with weights; attention has none."""
+    tokens = case.activations.tokens / case.activations.tensor_parallel
+    seconds = 0.0
+    for mixture in _chunk_kinds(case, place):
+        seconds += _products(case, flops, hardware, mixture)
+    if place.last:
+        head = (1 + flops.depths) * flops.head + flops.depths * flops.depth_projection
+        seconds += head / _rate(hardware, hardware.matrix_efficiency)
+    return tokens * seconds
+
+
+def _products(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, mixture: bool) -> float:
+    """Seconds per token of a layer's products with weights, forward."""
     matrices, routed = flops.matrices(mixture), 0.0
     if mixture:
         # The busiest rank is waited for; its products are many small ones.
         matrices -= flops.experts
         routed = flops.experts * case.activations.expert_rows
-    return tokens * (
-        matrices / _rate(hardware, hardware.matrix_efficiency)
-        + routed / _rate(hardware, hardware.expert_efficiency)
-        + (flops.layer_attention + flops.padding) / _rate(hardware, hardware.attention_efficiency)
+    return matrices / _rate(hardware, hardware.matrix_efficiency) + routed / _rate(
+        hardware, hardware.expert_efficiency
     )
-
-
-def _stage_compute(
-    case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int, kinds: list[bool]
-) -> float:
-    seconds = 0.0
-    for kind in set(kinds):
-        layer = 3 * _layer_forward(case, flops, hardware, kind) + _moved(case, hardware, kind)
-        seconds += kinds.count(kind) * layer
-    if stage == case.pipeline_parallel - 1:
-        tokens = case.activations.tokens / case.activations.tensor_parallel
-        head = (1 + flops.depths) * flops.head + flops.depths * flops.depth_projection
-        seconds += 3 * tokens * head / _rate(hardware, hardware.matrix_efficiency)
-    return seconds
 
 
 def _recompute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> float:

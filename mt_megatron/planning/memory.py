@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from mt_megatron.pipeline.actions import Kind, Placement, Schedule, Style
+from mt_megatron.pipeline.actions import Placement, Schedule, Style
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.simulate.memory import peaks_by_chunk
 from mt_megatron.planning.activation_memory import (
     ActivationOptions,
     backward_workspace,
@@ -275,7 +277,7 @@ def _chunk_state(
 
 def _stage(case: MemoryCase, stage: int) -> RankMemory:
     state, chunks = state_memory(case, stage), places(case, stage)
-    kept = [_kept(case, place) for place in chunks]
+    kept = [kept_bytes(case, place) for place in chunks]
     activations = max(
         sum(count * size for count, size in zip(counts, kept, strict=True))
         for counts in in_flight(case, stage)
@@ -296,7 +298,8 @@ def _stage(case: MemoryCase, stage: int) -> RankMemory:
     )
 
 
-def _kept(case: MemoryCase, place: ChunkPlace) -> int:
+def kept_bytes(case: MemoryCase, place: ChunkPlace) -> int:
+    """What one micro-batch leaves behind for the backward pass of a model chunk."""
     kept = chunk_bytes(case.shape, place, case.activations)
     return kept + (loss_kept_bytes(case.shape, case.activations) if place.last else 0)
 
@@ -335,7 +338,7 @@ def in_flight(case: MemoryCase, stage: int) -> tuple[tuple[int, ...], ...]:
     schedule a micro-batch is kept from its F to its B, or to its W, whose linears have kept their inputs.
     """
     if case.schedule is not None:
-        return _in_flight_of(case.schedule, stage)
+        return _in_flight_of(case.schedule)[stage]
     return _in_flight(case.pipeline_parallel, case.chunks, case.num_microbatches, stage)
 
 
@@ -343,29 +346,17 @@ def in_flight(case: MemoryCase, stage: int) -> tuple[tuple[int, ...], ...]:
 def _in_flight(stages: int, chunks: int, batches: int, stage: int) -> tuple[tuple[int, ...], ...]:
     if chunks == 1:
         return ((min(batches, stages - stage),),)
-    total = batches * chunks
-    warmup = total
-    if batches != stages:
-        warmup = min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages)
-    counts, found, period = [0] * chunks, set(), stages * chunks
-    # The pattern repeats with every group of one micro-batch per stage and chunk.
-    for step in range(min(total, warmup + 2 * period)):
-        counts[step % period // stages] += 1
-        if step >= warmup - 1:
-            found.add(tuple(counts))
-        if step >= warmup:
-            counts[chunks - 1 - (step - warmup) % period // stages] -= 1
-    return tuple(sorted(found))
+    # Megatron-Core refuses other numbers than multiples of the stages; the next one is counted for them.
+    whole = batches + -batches % stages
+    return _all_in_flight(stages, chunks, min(whole, 4 * stages))[stage]
 
 
 @lru_cache(maxsize=256)
-def _in_flight_of(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    counts, found = [0] * schedule.placement.chunks, set()
-    for kind, stage, microbatch in schedule.ranks[rank]:
-        chunk = schedule.placement.chunk(stage)
-        if kind is Kind.F:
-            counts[chunk] += 1
-            found.add(tuple(counts))
-        elif kind is Kind.W or (kind is Kind.B and (stage, microbatch) not in schedule.splits_backward):
-            counts[chunk] -= 1
-    return tuple(sorted(found))
+def _all_in_flight(stages: int, chunks: int, batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    # The pattern repeats with every group of one micro-batch per stage, here after two such groups.
+    return peaks_by_chunk(generate("interleaved", ranks=stages, chunks=chunks, microbatches=batches))
+
+
+@lru_cache(maxsize=256)
+def _in_flight_of(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return peaks_by_chunk(schedule)

@@ -164,7 +164,7 @@ def received_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | 
 
 
 def waiting_for_each_other(rng: random.Random, schedule: Schedule) -> Schedule | None:
-    """A forward after the backward of the micro-batch before it, which the next rank runs after the forward."""
+    """A forward after the backward before it, which the next rank runs after that forward."""
     placement = schedule.placement
     stages = [s for s in range(placement.stages - 1) if placement.rank(s) != placement.rank(s + 1)]
     if not stages or schedule.microbatches < 2 or schedule.is_lowered:

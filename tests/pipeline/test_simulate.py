@@ -10,11 +10,19 @@ from dataclasses import replace
 import pytest
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.pipeline.actions import Action, Kind, Schedule, lowered
+from mt_megatron.pipeline.actions import (
+    Action,
+    Kind,
+    Schedule,
+    lowered,
+    matching_receive,
+    matching_send,
+)
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.simulate.costs import Costs, Link
 from mt_megatron.pipeline.simulate.memory import activation_peaks, memory_peaks
 from mt_megatron.pipeline.simulate.program import Program
+from mt_megatron.pipeline.upstream import upstream_calls
 
 from . import by_events
 from .draws import drawn
@@ -123,9 +131,9 @@ def test_slack_is_what_a_transfer_may_take_longer() -> None:
             continue
         node = program.node_of[transfer.action]
         for extra, longer in ((0.99 * transfer.slack, False), (transfer.slack + 0.01, True)):
-            durations, latencies, windows = program._prepared(costs)
+            durations, lags, windows = program._prepared(costs)
             durations[node] += extra
-            ends = program._ends(durations, latencies, windows)
+            ends = program._ends(durations, lags, windows)
             assert (max(ends) > timeline.makespan + 1e-9) == longer
         moved += transfer.slack > 0
     assert moved > 5
@@ -225,3 +233,86 @@ def test_a_large_step_is_simulated_in_less_than_5_ms() -> None:
     costs = Costs(message=1.0, link=Link(0.1, 10.0))
     best = min(timeit.repeat(lambda: program.makespan(costs), number=1, repeat=20))
     assert best < 0.005
+
+
+def _blocking(schedule: Schedule, costs: Costs) -> float:
+    """Seconds of a step in which every rank waits for its exchanges, call by call."""
+    placement, calls = schedule.placement, upstream_calls(schedule)
+    assert isinstance(costs.forward, list) and isinstance(costs.backward, list)
+    at, now = [0] * placement.ranks, [0.0] * placement.ranks
+    came: dict[Action, float] = {}
+    free: dict[tuple[int, int], float] = {}
+    left: dict[Action, tuple[float, float]] = {}
+
+    def exchanged(rank: int, call: tuple[Action, ...]) -> float | None:
+        """When ``rank`` goes on; None while another rank has not come."""
+        sends = [each if each.kind.name.startswith("SEND") else matching_send(each) for each in call]
+        for send in sends:
+            if send in left:
+                continue
+            taker = matching_receive(send)
+            if send not in came or taker not in came:
+                return None
+            edge = placement.rank(send.stage), placement.rank(taker.stage)
+            link = costs.link_of(edge)
+            word = costs.link_of((edge[1], edge[0])).latency  # That the receiver is there.
+            begin = max(came[send], came[taker] + word, free.get(edge, 0.0))
+            free[edge] = begin + 1.0 / link.bandwidth
+            left[send] = free[edge], free[edge] + link.latency
+        sides = zip(call, sends, strict=True)
+        return max(now[rank], *(left[send][0 if each == send else 1] for each, send in sides))
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(calls):
+            if at[rank] == len(own):
+                continue
+            call = own[at[rank]]
+            if isinstance(call, Action):
+                seconds = costs.forward if call.kind is Kind.F else costs.backward
+                now[rank] += seconds[call.stage]
+            else:
+                came.update(dict.fromkeys(call, now[rank]))
+                over = exchanged(rank, call)
+                if over is None:
+                    continue
+                now[rank] = over
+            at[rank] += 1
+            moved = True
+    assert at == [len(own) for own in calls]
+    return max(now)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "microbatches"),
+    [(2, 1, 4), (4, 1, 6), (4, 1, 3), (2, 2, 4), (4, 2, 8), (4, 2, 4), (3, 3, 9)],
+)
+def test_upstream_s_blocking_exchanges(ranks: int, chunks: int, microbatches: int) -> None:
+    name = "1f1b" if chunks == 1 else "interleaved"
+    schedule = generate(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+    program = Program(schedule, calls=upstream_calls(schedule))
+    stages = ranks * chunks
+    even = Costs(forward=[1.0] * stages, backward=[2.0] * stages)
+    assert program.makespan(even) == pytest.approx(3.0 * (microbatches * chunks + ranks - 1))
+    rng = random.Random(ranks)
+    for _ in range(5):
+        costs = Costs(
+            forward=[rng.uniform(0.5, 2) for _ in range(stages)],
+            backward=[rng.uniform(0.5, 2) for _ in range(stages)],
+            message=1.0,
+            links={
+                (one, other): Link(rng.uniform(0, 1), rng.uniform(0.5, 4))
+                for one in range(ranks)
+                for other in range(ranks)
+            },
+        )
+        found = program.run(costs)
+        assert found.makespan == pytest.approx(_blocking(schedule, costs))
+        assert found.makespan > Program(schedule).makespan(costs)
+
+
+def test_only_upstream_s_schedules_have_its_calls() -> None:
+    for name, options in (("depth_first", {}), ("interleaved", {"group": 8})):
+        with pytest.raises(ConfigError, match="as Megatron-Core runs them"):
+            upstream_calls(generate(name, ranks=4, chunks=2, microbatches=8, **options))

@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: what each stage does in which order, and what may run at the same time.
+"""Megatron-Core's calls under 1F1B and interleaved 1F1B, and which of them can be played at the same time.
 
-Plain 1F1B and its interleaved form (arXiv:2104.04473), with blocking transfers that both sides must have
-reached, as ``batch_isend_irecv`` and its wait are.
+The order of computations and of blocking exchanges is the pipeline package's; here both sides of every
+transfer are matched, and the calls of all stages put into levels that need nothing of each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.actions import Action, Call, Kind, Placement, matching_receive, matching_send
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.upstream import upstream_calls
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
@@ -79,95 +82,29 @@ def plan(stages: int, microbatches: int, chunks: int = 1) -> Plan:
             f"{microbatches} micro-batches with {chunks} chunks on {stages} stages; interleaving needs a "
             "multiple of the stages"
         )
-    make = _interleaved if chunks > 1 else _plain
-    programs = tuple(tuple(make(stage, stages, microbatches, chunks)) for stage in range(stages))
+    name = "interleaved" if chunks > 1 else "1f1b"
+    schedule = generate(name, ranks=stages, chunks=chunks, microbatches=microbatches)
+    programs = tuple(
+        tuple(_operation(schedule.placement, call) for call in calls) for calls in upstream_calls(schedule)
+    )
     return _ordered(programs)
 
 
-def _forward_out(stage: int, stages: int) -> Transfer:
-    return Transfer(stage, (stage + 1) % stages, "forward")
+def _operation(placement: Placement, call: Call) -> Operation:
+    if isinstance(call, Action):
+        direction: Direction = "forward" if call.kind is Kind.F else "backward"
+        return Pass(direction, call.microbatch, placement.chunk(call.stage))
+    return Exchange(tuple(_transfer(placement, action) for action in call))
 
 
-def _forward_in(stage: int, stages: int) -> Transfer:
-    return Transfer((stage - 1) % stages, stage, "forward")
-
-
-def _backward_out(stage: int, stages: int) -> Transfer:
-    return Transfer(stage, (stage - 1) % stages, "backward")
-
-
-def _backward_in(stage: int, stages: int) -> Transfer:
-    return Transfer((stage + 1) % stages, stage, "backward")
-
-
-def _exchange(*wanted: tuple[bool, Transfer]) -> list[Operation]:
-    transfers = tuple(transfer for holds, transfer in wanted if holds)
-    return [Exchange(transfers)] if transfers else []
-
-
-def _plain(stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """1F1B: as many forwards ahead as stages follow, then one forward and one backward in turn."""
-    first, last = stage == 0, stage == stages - 1
-    ahead = min(stages - stage - 1, microbatches)
-    out, into = _forward_out(stage, stages), _forward_in(stage, stages)
-    back, gradient = _backward_out(stage, stages), _backward_in(stage, stages)
-    made: list[Operation] = []
-    for number in range(ahead):
-        made += [*_exchange((not first, into)), Pass("forward", number, 0), *_exchange((not last, out))]
-    if ahead < microbatches:
-        made += _exchange((not first, into))
-    for number in range(microbatches - ahead):
-        ends = number == microbatches - ahead - 1
-        made += [Pass("forward", number + ahead, 0), *_exchange((not last, out), (not last, gradient))]
-        made += [Pass("backward", number, 0), *_exchange((not first, back), (not first and not ends, into))]
-    for number in range(microbatches - ahead, microbatches):
-        made += [*_exchange((not last, gradient)), Pass("backward", number, 0), *_exchange((not first, back))]
-    return made
-
-
-def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """Groups of as many micro-batches as stages go through one chunk after another."""
-    first, last, total = stage == 0, stage == stages - 1, microbatches * chunks
-    ahead = total if microbatches == stages else min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
-
-    def chunk_at(index: int) -> int:
-        return index % (stages * chunks) // stages
-
-    def one(direction: Direction, index: int) -> Pass:
-        chunk = chunk_at(index)
-        microbatch = index // (stages * chunks) * stages + index % stages
-        return Pass(direction, microbatch, chunk if direction == "forward" else chunks - 1 - chunk)
-
-    def sends_on(index: int) -> tuple[bool, Transfer]:
-        return not (last and chunk_at(index) == chunks - 1), _forward_out(stage, stages)
-
-    def sends_back(index: int) -> tuple[bool, Transfer]:
-        return not (first and chunk_at(index) == chunks - 1), _backward_out(stage, stages)
-
-    into, gradient = _forward_in(stage, stages), _backward_in(stage, stages)
-    made: list[Operation] = _exchange((not first, into))
-    for index in range(ahead):
-        more = index < total - 1 and not (first and chunk_at(index + 1) == 0)
-        turn = index == ahead - 1 and ahead < total and not last
-        made += [one("forward", index), *_exchange(sends_on(index), (more, into), (turn, gradient))]
-    for index in range(total - ahead):
-        ends = index == total - ahead - 1
-        # The far end of the pipeline is this many iterations behind.
-        into_first = chunk_at(index + ahead - (stages - 1)) != chunks - 1
-        into_last = chunk_at(index - (stages - 1)) != chunks - 1
-        made += [one("forward", index + ahead), one("backward", index)]
-        made += _exchange(
-            sends_on(index + ahead),
-            sends_back(index),
-            (not ends and (into_first if first else True), into),
-            (into_last if last else True, gradient),
-        )
-    if ahead == total:
-        made += _exchange((not last, gradient))
-    for index in range(total - ahead, total):
-        more = index < total - 1 and (chunk_at(index - (stages - 1)) != chunks - 1 if last else True)
-        made += [one("backward", index), *_exchange(sends_back(index), (more, gradient))]
-    return made
+def _transfer(placement: Placement, action: Action) -> Transfer:
+    """The message between pipeline ranks, which are this simulator's stages, that a SEND or RECV is a side
+    of."""
+    receives = action.kind in (Kind.RECV_F, Kind.RECV_B)
+    sent = matching_send(action) if receives else action
+    direction: Direction = "forward" if sent.kind is Kind.SEND_F else "backward"
+    target = matching_receive(sent).stage
+    return Transfer(placement.rank(sent.stage), placement.rank(target), direction)
 
 
 def _ordered(programs: tuple[tuple[Operation, ...], ...]) -> Plan:

@@ -86,8 +86,7 @@ def generate(
                 f"found {microbatches} micro-batches with interleaved on {ranks} ranks; expected a multiple "
                 f"of {group or ranks}; use depth_first, which takes any number"
             )
-        all_ahead = group is None and microbatches == ranks
-        return looping.interleaved(placement, microbatches, around, all_ahead)
+        return looping.interleaved(placement, microbatches, group)
     if name == "breadth_first":
         return looping.breadth_first(placement, microbatches)
     if name == "depth_first":

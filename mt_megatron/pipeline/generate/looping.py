@@ -44,21 +44,34 @@ def one_forward_one_backward(
 
 def plain(placement: Placement, microbatches: int) -> Schedule:
     """1F1B. One chunk."""
-    last = placement.ranks - 1
-    return one_forward_one_backward("1f1b", placement, microbatches, microbatches, lambda rank: last - rank)
+    return one_forward_one_backward(
+        "1f1b", placement, microbatches, microbatches, lambda rank: plain_ahead(placement, rank)
+    )
 
 
-def interleaved(placement: Placement, microbatches: int, group: int, all_ahead: bool) -> Schedule:
-    """Megatron-Core's interleaved order: two forwards more for each rank that follows, so that a message
-    has the time of one pass to arrive. ``all_ahead``: all forwards before the first backward."""
-    last, chunks = placement.ranks - 1, placement.chunks
+def plain_ahead(placement: Placement, rank: int) -> int:
+    """Forwards that a rank runs ahead under 1F1B: one for each rank that follows."""
+    return placement.ranks - 1 - rank
+
+
+def interleaved(placement: Placement, microbatches: int, group: int | None) -> Schedule:
+    """Megatron-Core's interleaved order. ``group``: None for as many micro-batches as ranks, as there."""
     return one_forward_one_backward(
         "interleaved",
         placement,
         microbatches,
-        group,
-        lambda rank: chunks * microbatches if all_ahead else 2 * (last - rank) + (chunks - 1) * group,
+        group or placement.ranks,
+        lambda rank: interleaved_ahead(placement, microbatches, rank, group),
     )
+
+
+def interleaved_ahead(placement: Placement, microbatches: int, rank: int, group: int | None = None) -> int:
+    """Forwards that a rank runs ahead under Megatron-Core's interleaved schedule: two more for each rank
+    that follows, so that a message has the time of a pass to arrive; all of them where there are as many
+    micro-batches as ranks and no ``group`` is given."""
+    if group is None and microbatches == placement.ranks:
+        return placement.chunks * microbatches
+    return 2 * (placement.ranks - 1 - rank) + (placement.chunks - 1) * (group or placement.ranks)
 
 
 def depth_first(placement: Placement, microbatches: int, group: int, name: str) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..actions import Kind, Schedule
+from ..actions import Kind, Schedule, computations
 from .costs import Costs, Floats, per_stage
 
 
@@ -37,3 +37,21 @@ def activation_peaks(schedule: Schedule) -> tuple[int, ...]:
     """Activations that each rank holds at most: micro-batches of one chunk, from F to B, or to W where the
     backward is split."""
     return tuple(round(peak) for peak in memory_peaks(schedule, Costs()).tolist())
+
+
+def peaks_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank the activations that it keeps of each of its chunks, at every moment at which they may be
+    most: after an F with no F behind it. For chunks whose activations differ in size."""
+    found = []
+    for rank, actions in enumerate(computations(schedule)):
+        chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.placement.stages_of(rank))}
+        kept, moments = [0] * len(chunk_of), set()
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
+            if action.kind is Kind.F:
+                kept[chunk_of[action.stage]] += 1
+                if following is None or following.kind is not Kind.F:
+                    moments.add(tuple(kept))
+            elif (action.kind is Kind.W) == ((action.stage, action.microbatch) in schedule.splits_backward):
+                kept[chunk_of[action.stage]] -= 1
+        found.append(tuple(sorted(moments)))
+    return tuple(found)

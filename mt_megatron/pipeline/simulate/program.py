@@ -13,42 +13,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError
-from ..actions import Action, Kind, Schedule, lowered, matching_send, transfer_out, transfers_in
+from ..actions import Action, Call, Kind, Schedule, lowered
 from .costs import PERFECT, Costs, Edge, Floats, per_stage
+from .graph import nodes_of
 from .timeline import Timeline
-
-_TABLES = (Kind.F, Kind.B, "input", Kind.W)
-"""Blocks of [stages x micro-batches] seconds, in the order of ``Program._seconds``."""
-
-
-@dataclass
-class _Node:
-    """Something that takes time: what it is, what it waits for, and which of those travel over a link."""
-
-    action: Action
-    rank: int
-    edge: int = -1
-    """Of a transfer."""
-
-    after: int = 0
-    """Node that must be over: the rank's computation before, or the one that a transfer sends."""
-
-    arrival: int = 0
-    """Node that must be over, and have arrived if it is a transfer (computations), or the node before on the
-    same edge (transfers) or among the rank's reductions."""
-
-    arrival_edge: int = -1
-    """Edge whose latency ``arrival`` has to be waited for; -1: none."""
-
-    posted: int = 0
-    """Computation that is over when the receive is posted (transfers, with rendezvous)."""
 
 
 class Program:
@@ -56,121 +31,73 @@ class Program:
 
     ``rendezvous``: a transfer begins no sooner than the RECV that takes it in has been posted (a schedule
     without RECVs is ``lowered`` first) and the receiver's word of it has travelled back; otherwise a receiver
-    always has room. ``reduce_early``: where the schedule names no REDUCE, reductions begin after a stage's
-    last gradients, otherwise after the rank's last computation. Raises ConfigError where ranks wait for each
-    other for ever or a computation comes before one that it needs; ``validate`` says more.
+    always has room. ``calls``: what the ranks do where transfers are blocking exchanges (``upstream_calls``),
+    each over when its messages have been sent and have arrived. ``reduce_early``: where no REDUCE is named,
+    reductions begin after a stage's last gradients, otherwise after the rank's last computation. Without
+    ``links`` messages take no time whatever the costs say, and timing takes half as long. Raises
+    ConfigError where ranks wait for each other for ever or a computation comes before one that it needs;
+    ``validate`` says more.
     """
 
-    def __init__(self, schedule: Schedule, *, rendezvous: bool = False, reduce_early: bool = True) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        rendezvous: bool = False,
+        reduce_early: bool = True,
+        calls: Sequence[Sequence[Call]] | None = None,
+        links: bool = True,
+    ) -> None:
         self.schedule = schedule
-        self.rendezvous = rendezvous
-        if rendezvous and not schedule.is_lowered:
+        self.rendezvous = rendezvous or calls is not None
+        self.blocking = calls is not None
+        if calls is None and rendezvous and not schedule.is_lowered:
             schedule = lowered(schedule, reduce_early=reduce_early)
-        self.edges: tuple[Edge, ...] = ()
-        nodes = self._nodes(schedule, reduce_early)
-        order = _topological(nodes)
-        place = np.empty(len(nodes), dtype=np.int64)
-        place[order] = np.arange(len(nodes))
-        ordered = [nodes[index] for index in order]
-        self.actions: tuple[Action, ...] = tuple(node.action for node in ordered)
+        nodes = nodes_of(schedule, calls, rendezvous=self.rendezvous, reduce_early=reduce_early, links=links)
+        self.edges: tuple[Edge, ...] = tuple(dict.fromkeys(n.edge for n in nodes if n.edge is not None))
+        number: dict[Edge | None, int] = {edge: index for index, edge in enumerate(self.edges)}
+        self.actions: tuple[Action, ...] = tuple(node.action for node in nodes)
         """Of each node; the first is the step's start and takes no time."""
-        self.ranks = np.array([node.rank for node in ordered])
+        self.ranks = np.array([node.rank for node in nodes])
         """Of each node; of a transfer the sender."""
-        self.node_edges = np.array([node.edge for node in ordered])
+        self.node_edges = np.array([number.get(node.edge, -1) for node in nodes])
         """Of each node: index in ``edges``, -1 where it is no transfer."""
-        self.after = place[[node.after for node in ordered]]
-        self.arrival = place[[node.arrival for node in ordered]]
-        self.arrival_edge = np.array([node.arrival_edge for node in ordered])
-        self._posted = place[[node.posted for node in ordered]]
-        self.node_of = {action: index for index, action in enumerate(self.actions) if index}
+        self.after = np.array([node.after for node in nodes])
+        self.arrival = np.array([node.arrival for node in nodes])
+        self.arrival_edge = np.array([number.get(node.arrival_edge, -1) for node in nodes])
+        self.posted = np.array([node.posted for node in nodes])
+        self.node_of = {n.action: index for index, n in enumerate(nodes) if index and not n.waits}
         """Node of each computation, SEND and REDUCE."""
+        self._waits = np.array([node.waits for node in nodes])
         self._after: list[int] = self.after.tolist()[1:]
         self._arrival: list[int] = self.arrival.tolist()[1:]
         self._index_durations()
         self._windows: dict[tuple[int | None, ...], npt.NDArray[np.int64]] = {}
 
-    # -- the graph
-
-    def _nodes(self, schedule: Schedule, reduce_early: bool) -> list[_Node]:
-        placement = schedule.placement
-        edges: dict[Edge, int] = {}
-        nodes = [_Node(Action(Kind.F, -1, -1), -1)]
-        computed: dict[Action, int] = {}
-        sends: dict[Action, int] = {}
-        receives: list[tuple[int, Action]] = []
-        posted: dict[Action, int] = {}
-        for rank, actions in enumerate(schedule.ranks):
-            previous = reduced = 0
-            on_edge: dict[int, int] = defaultdict(int)
-            last = {a.stage: i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}
-            for index, action in enumerate(actions):
-                if action.kind.computes:
-                    _check_local(schedule, rank, action, computed)
-                    nodes.append(_Node(action, rank, after=previous))
-                    previous = computed[action] = len(nodes) - 1
-                    if (receive := transfers_in(placement, action)) is not None:
-                        receives.append((previous, receive))
-                    send = None if schedule.is_lowered else transfer_out(placement, action)
-                    if send is not None and schedule.forward_only and send.kind is Kind.SEND_B:
-                        send = None
-                elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-                    posted[matching_send(action)] = previous
-                    continue
-                else:
-                    send = action if action.kind is not Kind.REDUCE else None
-                if send is not None:
-                    forward = send.kind is Kind.SEND_F
-                    to = placement.rank(send.stage + 1 if forward else send.stage - 1)
-                    edge = edges.setdefault((rank, to), len(edges))
-                    nodes.append(_Node(send, rank, edge, previous, on_edge[edge]))
-                    on_edge[edge] = sends[send] = len(nodes) - 1
-                reduces = action.kind is Kind.REDUCE or (
-                    reduce_early and not schedule.is_lowered and last.get(action.stage) == index
-                )
-                if reduces:
-                    nodes.append(_Node(Action(Kind.REDUCE, action.stage, -1), rank, -1, previous, reduced))
-                    reduced = len(nodes) - 1
-            if not reduce_early and not schedule.is_lowered:
-                for stage in (stage for stage in placement.stages_of(rank) if stage in last):
-                    nodes.append(_Node(Action(Kind.REDUCE, stage, -1), rank, -1, previous, reduced))
-                    reduced = len(nodes) - 1
-        for node, receive in receives:
-            send = matching_send(receive)
-            if send not in sends:
-                raise ConfigError(
-                    f"rank {nodes[node].rank}: {nodes[node].action} waits for {send}, never sent"
-                )
-            nodes[node].arrival, nodes[node].arrival_edge = sends[send], nodes[sends[send]].edge
-            if self.rendezvous:
-                nodes[sends[send]].posted = posted.get(send, 0)
-        self.edges = tuple(edges)
-        return nodes
-
     def _index_durations(self) -> None:
         """Where the duration of each node stands in the table of ``_seconds``."""
         stages, microbatches = self.schedule.placement.stages, self.schedule.microbatches
         split, block = self.schedule.splits_backward, stages * microbatches
-        self._transfers = np.flatnonzero(self.node_edges >= 0)
-        self._transfer_edges = self.node_edges[self._transfers]
-        where = np.zeros(len(self.actions), dtype=np.int64)
+        blocks = {Kind.F: 0, Kind.B: 1, Kind.W: 3}
+        where = np.full(len(self.actions), 4 * block + stages)
         messages = np.zeros(len(self.actions), dtype=np.int64)
         for index, action in enumerate(self.actions):
-            if index == 0:
-                continue
             at = action.stage * microbatches + action.microbatch
+            if index == 0 or self._waits[index]:
+                continue
             if action.kind.computes:
-                row = 2 if (action.stage, action.microbatch) in split else 1
-                block_of = {Kind.F: 0, Kind.B: row, Kind.W: 3}[action.kind]
-                where[index] = block_of * block + at
+                halved = action.kind is Kind.B and (action.stage, action.microbatch) in split
+                where[index] = (2 if halved else blocks[action.kind]) * block + at
             elif action.kind is Kind.REDUCE:
                 where[index] = 4 * block + action.stage
             else:
                 messages[index] = at - (microbatches if action.kind is Kind.SEND_B else 0)
+        self._transfers = np.flatnonzero(self.node_edges >= 0)
+        self._transfer_edges = self.node_edges[self._transfers]
         self._where, self._messages = where, messages[self._transfers]
-        self._computes = np.array([a.kind.computes for a in self.actions])
+        self._computes: npt.NDArray[np.bool_] = np.array([a.kind.computes for a in self.actions])
         self._computes[0] = False
         self._has_split = bool(split)
-        self._edge_index = {edge: index for index, edge in enumerate(self.edges)}
 
     # -- timing
 
@@ -190,9 +117,8 @@ class Program:
 
     def run(self, costs: Costs) -> Timeline:
         """When everything begins and ends."""
-        durations, latencies, windows = self._prepared(costs)
-        ends = np.array(self._ends(durations, latencies, windows))
-        lags = np.append(latencies, 0.0)
+        durations, lags, windows = self._prepared(costs)
+        ends = np.array(self._ends(durations, lags, windows))
         return Timeline(
             program=self,
             costs=costs,
@@ -200,7 +126,7 @@ class Program:
             ends=ends,
             lags=lags[self.arrival_edge],
             others=[(preds, lags[edges]) for preds, edges in self._others(windows)],
-            latencies=latencies,
+            latencies=lags[: len(self.edges)],
         )
 
     def edge_costs(self, costs: Costs) -> dict[Edge, float]:
@@ -211,19 +137,20 @@ class Program:
         return {edge: seconds[0] - each for edge, each in zip(self.edges, seconds[1:], strict=True)}
 
     def _prepared(self, costs: Costs) -> tuple[Floats, Floats, tuple[int | None, ...]]:
-        """Seconds of each node, latency of each edge, window of each edge."""
+        """Seconds of each node; latencies: of each edge, of each in the other direction, and a zero; window
+        of each edge."""
         links = [costs.link_of(edge) for edge in self.edges]
         durations = self._seconds(costs)[self._where]
-        durations[0] = 0.0
         stages, microbatches = self.schedule.placement.stages, self.schedule.microbatches
         size = per_stage(costs.message, stages, microbatches, "message")
         per_byte = np.array([1.0 / link.bandwidth for link in links])
         durations[self._transfers] = size.ravel()[self._messages] * per_byte[self._transfer_edges]
-        latencies = np.array([link.latency for link in links])
-        return durations, latencies, tuple(link.window for link in links)
+        back = [costs.link_of((target, source)).latency for source, target in self.edges]
+        lags = np.array([*(link.latency for link in links), *back, 0.0])
+        return durations, lags, tuple(link.window for link in links)
 
     def _seconds(self, costs: Costs) -> Floats:
-        """Tables of F, whole B, B of input gradients alone, W and reductions, one after another."""
+        """Tables of F, whole B, B of input gradients alone, W, reductions, and a zero, one after another."""
         stages, microbatches = self.schedule.placement.stages, self.schedule.microbatches
         forward = per_stage(costs.forward, stages, microbatches, "forward")
         whole = per_stage(costs.backward, stages, microbatches, "backward")
@@ -246,12 +173,14 @@ class Program:
                     "expected the part to be smaller than the whole"
                 )
         reduction = per_stage(costs.reduction, stages, 1, "reduction")
-        return np.concatenate([each.ravel() for each in (forward, whole, inputs, weights, reduction)])
+        tables = (forward, whole, inputs, weights, reduction, np.zeros(1))
+        return np.concatenate([each.ravel() for each in tables])
 
     def _others(
         self, windows: tuple[int | None, ...]
     ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Further nodes that transfers wait for, with the edge whose latency comes on top (-1: none)."""
+        """Further nodes that transfers wait for, with the place of the latency that comes on top (-1: none):
+        a receiver's word that it has room travels in the other direction."""
         found = []
         if any(window is not None for window in windows):
             if windows not in self._windows:
@@ -264,12 +193,12 @@ class Program:
             before = self._windows[windows]
             found.append((before, np.where(before > 0, self.node_edges, -1)))
         if self.rendezvous:
-            found.append((self._posted, np.where(self._posted > 0, self.node_edges, -1)))
+            back = np.where(self.node_edges >= 0, len(self.edges) + self.node_edges, -1)
+            found.append((self.posted, back))
         return found
 
-    def _ends(self, durations: Floats, latencies: Floats, windows: tuple[int | None, ...]) -> list[float]:
+    def _ends(self, durations: Floats, lags: Floats, windows: tuple[int | None, ...]) -> list[float]:
         """Seconds from the step's start to each node's end."""
-        lags = np.append(latencies, 0.0)
         ends = [0.0]
         append = ends.append
         plain = zip(
@@ -296,7 +225,7 @@ class Program:
     def _many(self, costs: Sequence[Costs]) -> Floats:
         prepared = [self._prepared(each) for each in costs]
         durations = np.stack([each[0] for each in prepared], axis=1)
-        lags = np.stack([np.append(each[1], 0.0) for each in prepared], axis=1)
+        lags = np.stack([each[1] for each in prepared], axis=1)
         ends = np.zeros_like(durations)
         others = [(preds.tolist(), edges.tolist()) for preds, edges in self._others(prepared[0][2])]
         arrival_edge = self.arrival_edge.tolist()
@@ -305,50 +234,8 @@ class Program:
             np.add(ends[self._arrival[index - 1]], lags[arrival_edge[index]], out=end)
             np.maximum(end, ends[self._after[index - 1]], out=end)
             for preds, edges in others:
-                if preds[index]:
+                if preds[index] or edges[index] >= 0:
                     np.maximum(end, ends[preds[index]] + lags[edges[index]], out=end)
             end += durations[index]
         made: Floats = ends.max(axis=0)
         return made
-
-
-def _check_local(schedule: Schedule, rank: int, action: Action, computed: dict[Action, int]) -> None:
-    """Raise unless what ``action`` needs of its own rank came before it."""
-    kind, stage, microbatch = action
-    if kind is Kind.F:
-        needs = [Action(Kind.F, stage - 1, microbatch)] if stage > 0 else []
-    elif kind is Kind.B:
-        needs = [Action(Kind.F, stage, microbatch)]
-        if stage < schedule.placement.stages - 1:
-            needs.append(Action(Kind.B, stage + 1, microbatch))
-    else:
-        needs = [Action(Kind.B, stage, microbatch)]
-    for need in needs:
-        if schedule.placement.rank(need.stage) == rank and need not in computed:
-            raise ConfigError(f"rank {rank} of schedule {schedule.name}: {action} comes before {need}")
-
-
-def _topological(nodes: list[_Node]) -> npt.NDArray[np.int64]:
-    """Indices of ``nodes`` so that each comes after those that it waits for, the start first."""
-    followers: list[list[int]] = [[] for _ in nodes]
-    waits = [0] * len(nodes)
-    for index, node in enumerate(nodes):
-        if index:
-            for other in {node.after, node.arrival, node.posted}:
-                followers[other].append(index)
-                waits[index] += 1
-    order, ready = [], [0]
-    while ready:
-        index = ready.pop()
-        order.append(index)
-        for follower in followers[index]:
-            waits[follower] -= 1
-            if not waits[follower]:
-                ready.append(follower)
-    if len(order) < len(nodes):
-        stuck = min(index for index, left in enumerate(waits) if left)
-        raise ConfigError(
-            f"the ranks wait for each other for ever: {len(nodes) - len(order)} actions never begin, "
-            f"among them {nodes[stuck].action} on rank {nodes[stuck].rank}"
-        )
-    return np.array(order)

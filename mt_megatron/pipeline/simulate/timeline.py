@@ -55,8 +55,9 @@ class Transfer:
 
     @property
     def window(self) -> float:
-        """Seconds that it may take from ``ready`` without the receiving rank waiting for it."""
-        return self.free - self.ready
+        """Seconds that it may take from ``ready`` without the receiving rank waiting for it; 0 where that
+        rank waits before it is ready."""
+        return max(0.0, self.free - self.ready)
 
     @property
     def stalls(self) -> float:
@@ -98,7 +99,7 @@ class Timeline:
 
     @cached_property
     def begins(self) -> Floats:
-        found = np.maximum(self.ends[self.program.after], self.ends[self.program.arrival] + self.lags)
+        found: Floats = np.maximum(self.ends[self.program.after], self.ends[self.program.arrival] + self.lags)
         for preds, lags in self.others:
             found = np.maximum(found, self.ends[preds] + lags)
         return found
@@ -112,14 +113,15 @@ class Timeline:
     def busy(self) -> Floats:
         """Seconds that each rank computes, [ranks]."""
         computes = self.program._computes
-        seconds = np.zeros(self.program.schedule.placement.ranks)
+        seconds: Floats = np.zeros(self.program.schedule.placement.ranks)
         np.add.at(seconds, self.program.ranks[computes], self.durations[computes])
         return seconds
 
     @property
     def idle(self) -> Floats:
         """Seconds of the step in which each rank computes nothing, [ranks]."""
-        return self.makespan - self.busy
+        idle: Floats = self.makespan - self.busy
+        return idle
 
     @property
     def bubble(self) -> float:
@@ -182,7 +184,7 @@ class Timeline:
                     begin=float(begins[node]),
                     sent=float(self.ends[node]),
                     arrived=float(self.ends[node] + self.latencies[edge]),
-                    free=float(self.ends[program.after[taker]]),
+                    free=float(self.ends[program.posted[node] if program.blocking else program.after[taker]]),
                     slack=float(slack[node]),
                 )
             )
