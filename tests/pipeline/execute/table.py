@@ -19,6 +19,10 @@ SCHEDULES = {
 """By chunks per rank."""
 
 ZERO = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "bucket_size": 4000}
+WIDE = 128
+"""Hidden size where the optimizer is distributed: upstream lays a tied embedding's first 64 gradients into the
+bucket before its own where parameters do not all begin at multiples of 128, and then loses what comes late."""
+
 REDUCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap_grad_reduce": True, "bucket_size": 4000},
@@ -40,6 +44,7 @@ def case(
         "schedules": [name.format(cap=cap, group=min(3, count)) for name in SCHEDULES[chunks]],
         **({"bf16": True} if bf16 else {}),
         **({"ddp": REDUCTIONS[reduction]} if reduction != "plain" else {}),
+        **({"hidden_size": WIDE} if "use_distributed_optimizer" in REDUCTIONS[reduction] else {}),
     }
 
 
