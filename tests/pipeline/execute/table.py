@@ -20,8 +20,9 @@ SCHEDULES = {
 
 ZERO = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "bucket_size": 4000}
 WIDE = 128
-"""Hidden size where the optimizer is distributed: upstream lays a tied embedding's first 64 gradients into the
-bucket before its own where parameters do not all begin at multiples of 128, and then loses what comes late."""
+"""Hidden size where the optimizer is distributed: where parameters do not all begin at multiples of 128,
+upstream lays a tied embedding's first 64 gradients into the bucket before its own, and loses what comes
+late."""
 
 REDUCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -21,19 +21,22 @@ def found() -> list[dict[str, Any]]:
 def test_the_step_is_upstreams(found: list[dict[str, Any]], name: str) -> None:
     """Over groups of two ranks for each edge; with micro-batches of different lengths."""
     for rank in found:
-        assert len(rank[name]) >= 3
+        assert len(rank[name]) == 2
         assert {key: names for key, names in rank[name].items() if names} == {}
 
 
 def test_evaluations_compute_upstreams_losses(found: list[dict[str, Any]]) -> None:
-    counts = 0
-    for rank in found:
-        for result in rank["evaluations"].values():
-            four, three = result["ours"]
-            assert four == result["upstream"] and three == four[:3]
-            counts += len(four)
-    # Three placements, each with one rank that has the losses.
-    assert counts == 3 * 4
+    first, last = (rank["evaluations"] for rank in found)
+    for name in ("zb_h1", "breadth_first"):
+        four, three = last[name]["ours"]
+        assert four == last[name]["upstream"] and three == four[:3] and len(four) == 4
+        assert first[name]["ours"] == [[], []]
+    # In a V the first rank has the losses, of the same weights as the loop of two chunks.
+    assert last["zbv"]["ours"] == [[], []]
+    four, three = first["zbv"]["ours"]
+    assert three == four[:3]
+    expected = [report["loss"] for report in last["breadth_first"]["upstream"]]
+    assert [report["loss"] for report in four] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_reduction_starts_when_its_chunk_is_done(found: list[dict[str, Any]]) -> None:
