@@ -8,6 +8,7 @@ doctor/     what this machine has, what would run, what would not
 prepare     make training data from text
 preprocess  text, JSONL or Parquet to indexed data files
 plan        parameters, operations and memory of a run; layouts that fit a machine
+pipeline/   schedules of a pipeline, simulated
 pretrain    train a model
 launch      start training on this machine or through a scheduler
 run         run a script that uses Megatron-Core on another device

@@ -8,6 +8,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prepare": "make training data from text",
         "preprocess": "turn text, JSONL or Parquet into indexed data files",
         "plan": "parameters, operations and memory of a run; layouts that fit a machine",
+        "pipeline": "schedules of a pipeline, simulated: step, bubble, memory, links",
     },
     "train": {
         "pretrain": "train a model",
@@ -34,6 +35,7 @@ NEXT: dict[str, str] = {
     "--tokenizer-model DIR/tokenizer.json",
     "preprocess": "mt-megatron pretrain --data-path PREFIX_text_document --tokenizer-model tokenizer.json",
     "plan": "mt-megatron launch with the options of the layout you chose",
+    "pipeline": "mt-megatron pretrain --pipeline-schedule NAME or FILE.csv",
     "pretrain": "the same command resumes; mt-megatron convert --from-megatron SAVE --to-hf FOLDER; "
     "mt-megatron scan report SAVE/scan",
     "launch": "the same command resumes; mt-megatron scan status RUN while it trains",
@@ -49,7 +51,7 @@ NEXT: dict[str, str] = {
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 """Subcommands, in the order of ``--help``."""
 
-_IN_FOLDERS = {"doctor": "doctor.command", "scan": "scan.command"}
+_IN_FOLDERS = {"doctor": "doctor.command", "scan": "scan.command", "pipeline": "pipeline.command"}
 
 
 def module_of(command: str) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron import _session
-from mt_megatron.errors import BackendError, RunError, UpstreamVersionError
-from mt_megatron.launching.scripts.choice import BACKEND, Choice
+from mt_megatron.errors import BackendError, ConfigError, RunError, UpstreamVersionError
+from mt_megatron.launching.scripts.choice import BACKEND, SCHEDULE, Choice
 from mt_megatron.launching.scripts.script import find, rendezvous_defaults
 
 
@@ -22,7 +22,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "modules beside it and those below every --scope folder see the backend where they say cuda;\n"
         "all other libraries see the machine as it is. So do the processes that it starts.\n"
         "Without torchrun the script is a run of one process.",
-        usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] -- SCRIPT|-m MODULE [ARGS ...]",
+        usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] [--pipeline-schedule NAME]\n"
+        "                       -- SCRIPT|-m MODULE [ARGS ...]",
         epilog="examples:\n"
         "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data --transformer-impl local ...\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli run --backend cpu -- pretrain_gpt.py ...\n"
@@ -38,6 +39,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--scope", action="append", default=[], metavar="FOLDER", help="also redirect the modules below it"
     )
+    parser.add_argument(
+        "--pipeline-schedule",
+        default=None,
+        metavar="NAME",
+        help=f"order of a step's passes where the script has a pipeline: 1f1b, zb_h1 ..., NAME:NUMBER, a "
+        f"FILE.csv or auto (default: ${SCHEDULE}, else Megatron-Core's own)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(func=run)
     return parser
@@ -50,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     folders = [_existing(folder) for folder in args.scope]
     backend = args.backend or os.environ.get(BACKEND) or "auto"
     _check_backend(backend)
+    schedule = _schedule(args.pipeline_schedule or os.environ.get(SCHEDULE))
     sys.path.insert(0, script.path0)  # where the script will look for Megatron
     try:
         _session.check_upstream_version()
@@ -64,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             f"name the folders of your own modules with --scope",
             file=sys.stderr,
         )
-    choice = Choice(backend=backend, folders=tuple(dict.fromkeys(folders)))
+    choice = Choice(backend=backend, folders=tuple(dict.fromkeys(folders)), schedule=schedule)
     sys.stdout.flush()
     sys.stderr.flush()
     # The process stays the same for who waits for it, and runs the script as python itself does:
@@ -90,6 +99,21 @@ def _check_backend(name: str) -> None:
         registry.check_name(name)
     except BackendError as error:
         raise RunError(str(error)) from error
+
+
+def _schedule(text: str | None) -> str | None:
+    """``text`` where it is a schedule, with a file's whole path, since the script may change folders."""
+    if not text:
+        return None
+    from mt_megatron.pipeline.choice import parse
+
+    if text.endswith(".csv"):
+        text = str(Path(text).resolve())
+    try:
+        parse(text)
+    except ConfigError as error:
+        raise RunError(str(error)) from error
+    return text
 
 
 def _check_interpreter() -> None:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.stage_layers import chunks_of_layout
+
+if TYPE_CHECKING:
+    from mt_megatron.pipeline.choice import ScheduleChoice
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ class ParallelConfig:
 
     num_layers_per_virtual_pipeline_stage: int | None = None
     """The same said by layers: chunks = layers per stage / this."""
+
+    pipeline_schedule: str | None = None
+    """The order of a step's passes: a name (``mt-megatron pipeline draw`` lists them), such as ``zb_h1`` or
+    ``hybrid:4``, a FILE.csv, or ``auto``. 1f1b, interleaved and None: Megatron-Core's own."""
 
     context_parallel_size: int = 1
     """Processes that share every sequence."""
@@ -483,6 +490,17 @@ class TrainingConfig:
         if per_chunk is not None:
             chunks = self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_chunk
         return None if chunks == 1 else chunks
+
+    @property
+    def schedule_choice(self) -> ScheduleChoice | None:
+        """What ``pipeline_schedule`` says; None where Megatron-Core's own schedule runs. Raises
+        ``ConfigError`` for an unknown name or an unreadable file."""
+        if self.parallel.pipeline_schedule is None:
+            return None
+        from mt_megatron.pipeline.choice import parse
+
+        choice = parse(self.parallel.pipeline_schedule)
+        return None if choice.is_upstream else choice
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in ``world_size`` processes. Raises ``ConfigError`` if it does not divide."""

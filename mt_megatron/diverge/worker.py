@@ -25,6 +25,7 @@ from mt_megatron.data.loader.datasets import SampleDataset, build_datasets
 from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import ConfigError
 from mt_megatron.models.families import family_of
+from mt_megatron.parallel import stage_order
 from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.training.distributed import Job, joined, require_precision
 from mt_megatron.training.lr import learning_rate
@@ -107,7 +108,8 @@ def _step(
     scale = 1.0 if core.calculate_per_token_loss else shape.num_microbatches / job.layout.cp
     scale /= float(trainable.optimizer.get_loss_scale())
     recorder = Recorder(frame=frames.of, gradient_scale=scale, gated=core.gated_linear_unit)
-    stages = [chunk * job.layout.pp + job.at.pp for chunk in range(len(trainable.chunks))]
+    chunks = range(len(trainable.chunks))
+    stages = [stage_order.virtual_stage(job.at.pp, chunk, job.layout.pp) for chunk in chunks]
     started: dict[int, int] = {}
     for chunk, stage in zip(trainable.bare_chunks(), stages, strict=True):
         recorder.attach(chunk, stage)

@@ -13,5 +13,6 @@ moe/                router, token permutation and dispatch, grouped and shared e
 mla/                multi-latent attention
 block_spec          specs of a block whose layers differ: experts or dense, kind of attention
 mtp/                multi-token prediction
+shared_embedding    weights of the first and the last stage where both are on one rank
 transformer_checks  checks of the added fields
 """

@@ -18,7 +18,18 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
 from ..seams import collectives, events
-from ..seams.gemm import GemmRole, Operand, WeightRef, gemm, prepared, restored, saved, wgrad_queue
+from ..seams.gemm import (
+    GemmRole,
+    Operand,
+    WeightRef,
+    gemm,
+    is_deferrable,
+    note_use,
+    prepared,
+    restored,
+    saved,
+    wgrad_queue,
+)
 
 # torch renamed these twice; the newest name is the one that does not warn.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -64,6 +75,7 @@ class TensorParallelLinear(torch.autograd.Function):
         ctx.dtype = _autocast_dtype(input)
         with _autocast_off(input):
             input = _cast(input, ctx.dtype).contiguous()
+            note_use(weight)
             reference, group = WeightRef(weight), _group() if sequence_parallel else None
             keep = ctx.needs_input_grad[1]
             operand = prepared("input", _flat(input), reference, group=group, keep=keep)
@@ -91,7 +103,7 @@ class TensorParallelLinear(torch.autograd.Function):
             input = restored(ctx.saved_tensors, reference, group=group)
             grad_output = _cast(grad_output, ctx.dtype)
             later = _keep_for_drain(ctx, grad_output) or not ctx.needs_input_grad[1]
-            queue = None if later or not _deferrable(weight) else wgrad_queue()
+            queue = None if later or not is_deferrable(weight) else wgrad_queue()
 
             total_input: Any = input
             gather = None
@@ -305,11 +317,6 @@ def _already_added(weight: Tensor) -> Tensor | None:
     # A weight that is shared with the embedding gets the embedding's gradient added to this one.
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight, requires_grad=False)
-
-
-def _deferrable(weight: Tensor) -> bool:
-    # The gradient of a computed or detached weight is an input of the backward pass that runs now.
-    return isinstance(weight, torch.nn.Parameter) and weight.is_leaf
 
 
 def _wgrad_later(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.parallel import stage_order
 from mt_megatron.parallel.stage_layers import divide_layers, end_counts
 
 
@@ -24,7 +25,8 @@ class Share:
 def share_of_this_stage(config: Any) -> Share | None:
     """What the current chunk of this rank builds; None where upstream's own arithmetic gives it.
 
-    That is the case when all virtual stages have the same number of layers and none was given. Raises
+    That is the case when all virtual stages have the same number of layers, none was given, and stages are
+    no V. Raises
     ``ConfigError`` when a layer would be left out, or when ``config`` and the process groups differ.
     """
     from megatron.core import parallel_state
@@ -42,7 +44,7 @@ def share_of_this_stage(config: Any) -> Share | None:
         last=last,
         mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
     )
-    if layout is None and (first, last) == (None, None):
+    if layout is None and (first, last) == (None, None) and not stage_order.is_v():
         return None
     size = parallel_state.get_pipeline_model_parallel_world_size()
     if size != stages:
@@ -51,7 +53,7 @@ def share_of_this_stage(config: Any) -> Share | None:
             "groups; expected the same where layers are given per stage. Change one of them"
         )
     chunk = (parallel_state.get_virtual_pipeline_model_parallel_rank() or 0) if chunks > 1 else 0
-    index = chunk * stages + parallel_state.get_pipeline_model_parallel_rank()
+    index = stage_order.virtual_stage(parallel_state.get_pipeline_model_parallel_rank(), chunk, stages)
     return Share(offset=sum(map(len, divided[:index])), count=len(divided[index]))
 
 

@@ -22,6 +22,7 @@ from mt_megatron.backends.distributed.namespace import (
 )
 from mt_megatron.backends.distributed.rendezvous import elastic_group
 from mt_megatron.errors import ConfigError
+from mt_megatron.parallel import stage_order
 
 _AXES = ("tp", "cp", "ep", "edp", "pp")
 
@@ -49,6 +50,9 @@ class RankLayout:
     """Model chunks per pipeline stage; None and 1 both mean no interleaving."""
     cp: int = 1
     ep: int = 1
+    v: bool = False
+    """Whether a token goes back through the pipeline's ranks with the second of two chunks, so that the first
+    rank has the first and the last stage (``parallel.stage_order``)."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "cp", "ep"):
@@ -72,6 +76,8 @@ class RankLayout:
             raise ConfigError(
                 f"vpp is {self.vpp} with one pipeline stage; interleaving needs pp of at least 2"
             )
+        if self.v and self.vpp != 2:
+            raise ConfigError(f"vpp is {self.vpp} with stages in a V; expected 2 chunks per rank")
 
     @property
     def dp(self) -> int:
@@ -103,11 +109,11 @@ class RankLayout:
         Axes: ``tp``, ``cp``, ``dp``, ``pp``, ``ep`` (expert), ``edp`` (data parallel of experts);
         ``tp-pp`` is Megatron's model parallel group, ``dp-cp`` its data parallel group with context
         parallelism, ``tp-ep-pp`` and ``edp`` those of the expert parameters. Also ``embedding``
-        (first and last stage of each pipeline) and ``position-embedding`` (first stage). Groups and
-        their ranks ascend.
+        (ranks of the first and the last stage of each pipeline) and ``position-embedding`` (first stage).
+        Groups and their ranks ascend.
         """
         if kind == "embedding":
-            return [sorted({group[0], group[-1]}) for group in self.groups("pp")]
+            return [sorted({group[0], group[0 if self.v else -1]}) for group in self.groups("pp")]
         if kind == "position-embedding":
             return [group[:1] for group in self.groups("pp")]
         named = set(kind.split("-"))
@@ -149,6 +155,7 @@ def initialize(layout: RankLayout, backend: Backend, timeout: timedelta = timede
         dist.init_process_group(backend.collective, timeout=timeout, **elastic_group(timeout))
         _made_default_group = True
     _require_world(dist.get_world_size(), layout)
+    stage_order.use_v(layout.v)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -165,6 +172,7 @@ def destroy() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    stage_order.use_v(False)
     if _made_default_group and dist.is_initialized():
         let_group_threads_rest()
         dist.destroy_process_group()

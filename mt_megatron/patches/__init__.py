@@ -4,6 +4,7 @@ device/        ``torch.cuda`` means the active backend; random numbers, process 
 compat/        Megatron-Core 0.9.0 on newer torch, numpy, zarr; Megatron-LM's scripts
 model/         layers, layer specs and model configuration
 optimizer/     Adam without Apex, parameter groups
+pipeline/      schedules as data in the place of upstream's; stages laid out as a V
 events/        upstream's functions emit ``seams.events``
 errata/        defects of 0.9.0
 catalogue      the declared patches as a file, listed without importing torch
@@ -61,6 +62,8 @@ CONCERNS = (
     "model.fp8",
     "model.router",
     "compat.megatron_lm",
+    "pipeline.schedules",
+    "pipeline.v_shape",
 )
 """Modules of this package, in the order of their patches; each has ``patches(backend) -> list[Patch]``."""
 

@@ -116,7 +116,7 @@ def svg(timeline: Timeline, width: int = 1200) -> str:
         lasts = transfer.arrived - transfer.begin
         about = (
             f"{transfer.action} to rank {transfer.edge[1]}: {seconds(lasts)}, may take "
-            f"{seconds(max(0.0, transfer.window))} before it is waited for"
+            f"{seconds(transfer.window)} before it is waited for"
         )
         parts.append(_line(cls, x(transfer.begin), y, max(0.6, scale * lasts), about))
     for reduction in timeline.reductions:

@@ -31,6 +31,7 @@ parameter_tensors   the parameter tensors of one rank's model chunk, in the orde
                     Megatron-Core registers them
 parameters          exact parameter counts of a decoder by closed form, per module, without building
                     anything
+pipeline_costs      what the pipeline simulator is given for a configuration, by the cost model
 pipeline_layout     layers of each pipeline stage and chunk that a configuration asks for,
                     ``balanced`` as numbers
 shape               the ``ModelShape`` of a configuration's ``model`` section, and of its padded

@@ -65,11 +65,14 @@ class StepCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StageTime:
+class StageTime:
     """Seconds of one micro-batch on one pipeline rank."""
 
     chunks: tuple[float, ...]
     """Forward and backward of each chunk, without what is computed twice."""
+
+    weights: tuple[float, ...]
+    """The part of each chunk's that the products of its weight gradients take."""
 
     recompute: float
     tensor_parallel: float
@@ -89,14 +92,7 @@ class _StageTime:
 
 def step_cost(case: MemoryCase, memory: RankMemory, hardware: Hardware) -> StepCost:
     """Estimated seconds of one step. ``memory`` is that of the rank that holds most."""
-    flops = forward_flops(case.shape, case.activations.sequence)
-    alike: dict[tuple[ChunkPlace, ...], _StageTime] = {}
-    times = []
-    for stage in range(case.pipeline_parallel):
-        key = tuple(places(case, stage))
-        if key not in alike:
-            alike[key] = _stage_time(case, flops, hardware, stage)
-        times.append(alike[key])
+    times = stage_times(case, hardware)
     stage = max(range(len(times)), key=lambda each: times[each].total)
     batches, slowest = case.num_microbatches, times[stage]
     return StepCost(
@@ -112,11 +108,24 @@ def step_cost(case: MemoryCase, memory: RankMemory, hardware: Hardware) -> StepC
     )
 
 
-def _stage_time(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> _StageTime:
-    chunks = tuple(_chunk_compute(case, flops, hardware, place) for place in places(case, stage))
-    kinds = _kinds(case, stage)
-    return _StageTime(
-        chunks=chunks,
+def stage_times(case: MemoryCase, hardware: Hardware) -> list[StageTime]:
+    """Of each pipeline rank."""
+    flops = forward_flops(case.shape, case.activations.sequence)
+    alike: dict[tuple[ChunkPlace, ...], StageTime] = {}
+    times = []
+    for stage in range(case.pipeline_parallel):
+        key = tuple(places(case, stage))
+        if key not in alike:
+            alike[key] = _stage_time(case, flops, hardware, stage)
+        times.append(alike[key])
+    return times
+
+
+def _stage_time(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> StageTime:
+    own, kinds = places(case, stage), _kinds(case, stage)
+    return StageTime(
+        chunks=tuple(_chunk_compute(case, flops, hardware, place) for place in own),
+        weights=tuple(_weight_gradients(case, flops, hardware, place) for place in own),
         recompute=_recompute(case, flops, hardware, stage),
         tensor_parallel=len(kinds) * _tensor_parallel(case, hardware),
         context_parallel=len(kinds) * _context_parallel(case, hardware),
@@ -125,19 +134,12 @@ def _stage_time(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage
     )
 
 
-def _bubble(times: list[_StageTime], batches: int) -> float:
+def _bubble(times: list[StageTime], batches: int) -> float:
     """Seconds in which the slowest rank waits for others."""
     ranks, chunks = len(times), len(times[0].chunks)
     if ranks == 1:
         return 0.0
-    forwards, backwards = [], []
-    for chunk in range(chunks):
-        for time in times:
-            # Everything else is spread over the chunks as their operations are.
-            share = time.chunks[chunk] / time.compute
-            once = (time.total - time.recompute) / 3
-            forwards.append(share * once)
-            backwards.append(share * (time.total - once))
+    forwards, backwards = passes(times)
     costs = Costs(forward=forwards, backward=backwards)
     slowest = max(time.total for time in times)
 
@@ -149,6 +151,21 @@ def _bubble(times: list[_StageTime], batches: int) -> float:
     if batches <= more:
         return bubble(batches)
     return bubble(more) + (bubble(more) - bubble(few)) / ranks * (batches - more)
+
+
+def passes(times: list[StageTime], *, transfers: bool = True) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward of each model chunk, in the order that a batch takes: what a
+    rank does besides is spread over its chunks as their operations are; ``transfers`` between stages too, or
+    they are left out."""
+    forwards, backwards = [], []
+    for chunk in range(len(times[0].chunks)):
+        for time in times:
+            share = time.chunks[chunk] / time.compute
+            total = time.total - (0.0 if transfers else time.pipeline)
+            once = (total - time.recompute) / 3
+            forwards.append(share * once)
+            backwards.append(share * (total - once))
+    return forwards, backwards
 
 
 @lru_cache(maxsize=256)
@@ -179,16 +196,8 @@ def _moved(case: MemoryCase, hardware: Hardware, mixture: bool) -> float:
 
 def _layer_forward(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, mixture: bool) -> float:
     tokens = case.activations.tokens / case.activations.tensor_parallel
-    matrices, routed = flops.matrices(mixture), 0.0
-    if mixture:
-        # The busiest rank is waited for; its products are many small ones.
-        matrices -= flops.experts
-        routed = flops.experts * case.activations.expert_rows
-    return tokens * (
-        matrices / _rate(hardware, hardware.matrix_efficiency)
-        + routed / _rate(hardware, hardware.expert_efficiency)
-        + (flops.layer_attention + flops.padding) / _rate(hardware, hardware.attention_efficiency)
-    )
+    attention = (flops.layer_attention + flops.padding) / _rate(hardware, hardware.attention_efficiency)
+    return tokens * (_products(case, flops, hardware, mixture) + attention)
 
 
 def _chunk_compute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, place: ChunkPlace) -> float:
@@ -201,6 +210,30 @@ def _chunk_compute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, pl
         head = (1 + flops.depths) * flops.head + flops.depths * flops.depth_projection
         seconds += 3 * tokens * head / _rate(hardware, hardware.matrix_efficiency)
     return seconds
+
+
+def _weight_gradients(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, place: ChunkPlace) -> float:
+    """As long as the forward's products with weights; attention has none."""
+    tokens = case.activations.tokens / case.activations.tensor_parallel
+    seconds = 0.0
+    for mixture in _chunk_kinds(case, place):
+        seconds += _products(case, flops, hardware, mixture)
+    if place.last:
+        head = (1 + flops.depths) * flops.head + flops.depths * flops.depth_projection
+        seconds += head / _rate(hardware, hardware.matrix_efficiency)
+    return tokens * seconds
+
+
+def _products(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, mixture: bool) -> float:
+    """Seconds per token of a layer's products with weights, forward."""
+    matrices, routed = flops.matrices(mixture), 0.0
+    if mixture:
+        # The busiest rank is waited for; its products are many small ones.
+        matrices -= flops.experts
+        routed = flops.experts * case.activations.expert_rows
+    return matrices / _rate(hardware, hardware.matrix_efficiency) + routed / _rate(
+        hardware, hardware.expert_efficiency
+    )
 
 
 def _recompute(case: MemoryCase, flops: ForwardFlops, hardware: Hardware, stage: int) -> float:

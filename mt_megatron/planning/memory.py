@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from mt_megatron.pipeline.actions import Placement, Schedule, Style
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.simulate.memory import peaks_by_chunk
 from mt_megatron.planning.activation_memory import (
@@ -103,6 +104,9 @@ class MemoryCase:
     fused_weight_gradients: bool = False
     """Whether weight gradients are added up by the matrix product itself."""
 
+    schedule: Schedule | None = None
+    """Order of a step's passes, and where chunks lie. None: Megatron-Core's own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -157,10 +161,13 @@ class MemoryEstimate:
 def worst_memory(case: MemoryCase) -> RankMemory:
     """``estimate_memory(case).worst``, from the stages that it can be.
 
-    Of stages with the same kinds of layers the first has most micro-batches in flight.
+    Of stages with the same kinds of layers the first has most micro-batches in flight under Megatron-Core's
+    own schedules.
     """
-    first = {tuple(places(case, stage)): stage for stage in reversed(range(case.pipeline_parallel))}
-    return max((_stage(case, stage) for stage in sorted(first.values())), key=lambda each: each.total)
+    stages = list(range(case.pipeline_parallel))
+    if case.schedule is None:
+        stages = sorted({tuple(places(case, stage)): stage for stage in reversed(stages)}.values())
+    return max((_stage(case, stage) for stage in stages), key=lambda each: each.total)
 
 
 def estimate_memory(case: MemoryCase) -> MemoryEstimate:
@@ -178,21 +185,22 @@ def chunk_layers(case: MemoryCase) -> tuple[int, ...]:
 
 def stage_layers(case: MemoryCase) -> list[int]:
     """Transformer layers of each stage."""
-    counts, stages = chunk_layers(case), case.pipeline_parallel
-    return [sum(counts[stage::stages]) for stage in range(stages)]
+    return [sum(place.layers for place in places(case, stage)) for stage in range(case.pipeline_parallel)]
 
 
 def places(case: MemoryCase, stage: int) -> list[ChunkPlace]:
     """The chunks of one stage in their order."""
-    return list(_places(case.shape, chunk_layers(case), case.pipeline_parallel)[stage])
+    style = Style.LOOP if case.schedule is None else case.schedule.placement.style
+    placement = Placement(case.pipeline_parallel, case.chunks, style)
+    return list(_places(case.shape, chunk_layers(case), placement)[stage])
 
 
 @lru_cache(maxsize=4096)
-def _places(shape: ModelShape, counts: tuple[int, ...], stages: int) -> list[list[ChunkPlace]]:
-    found: list[list[ChunkPlace]] = [[] for _ in range(stages)]
+def _places(shape: ModelShape, counts: tuple[int, ...], placement: Placement) -> list[list[ChunkPlace]]:
+    found: list[list[ChunkPlace]] = [[] for _ in range(placement.ranks)]
     pattern, start = shape.pattern, 0
     for index, count in enumerate(counts):
-        found[index % stages].append(
+        found[placement.rank(index)].append(
             ChunkPlace(
                 layers=count,
                 first=index == 0,
@@ -269,7 +277,7 @@ def _chunk_state(
 
 def _stage(case: MemoryCase, stage: int) -> RankMemory:
     state, chunks = state_memory(case, stage), places(case, stage)
-    kept = [_kept(case, place) for place in chunks]
+    kept = [kept_bytes(case, place) for place in chunks]
     activations = max(
         sum(count * size for count, size in zip(counts, kept, strict=True))
         for counts in in_flight(case, stage)
@@ -290,7 +298,8 @@ def _stage(case: MemoryCase, stage: int) -> RankMemory:
     )
 
 
-def _kept(case: MemoryCase, place: ChunkPlace) -> int:
+def kept_bytes(case: MemoryCase, place: ChunkPlace) -> int:
+    """What one micro-batch leaves behind for the backward pass of a model chunk."""
     kept = chunk_bytes(case.shape, place, case.activations)
     return kept + (loss_kept_bytes(case.shape, case.activations) if place.last else 0)
 
@@ -325,8 +334,11 @@ def _communication(case: MemoryCase) -> int:
 def in_flight(case: MemoryCase, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each chunk how many micro-batches are kept, at every moment when it may be most.
 
-    Upstream: ``forward_backward_pipelining_without_interleaving`` and ``_with_interleaving``.
+    Upstream: ``forward_backward_pipelining_without_interleaving`` and ``_with_interleaving``. Under another
+    schedule a micro-batch is kept from its F to its B, or to its W, whose linears have kept their inputs.
     """
+    if case.schedule is not None:
+        return _in_flight_of(case.schedule)[stage]
     return _in_flight(case.pipeline_parallel, case.chunks, case.num_microbatches, stage)
 
 
@@ -343,3 +355,8 @@ def _in_flight(stages: int, chunks: int, batches: int, stage: int) -> tuple[tupl
 def _all_in_flight(stages: int, chunks: int, batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     # The pattern repeats with every group of one micro-batch per stage, here after two such groups.
     return peaks_by_chunk(generate("interleaved", ranks=stages, chunks=chunks, microbatches=batches))
+
+
+@lru_cache(maxsize=256)
+def _in_flight_of(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return peaks_by_chunk(schedule)

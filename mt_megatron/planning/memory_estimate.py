@@ -8,6 +8,8 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.actions import Schedule
+from mt_megatron.pipeline.choice import AUTO
 from mt_megatron.planning.activation_memory import ActivationOptions, Recompute
 from mt_megatron.planning.memory import MemoryCase, MemoryEstimate, estimate_memory
 from mt_megatron.planning.parameter_memory import StateOptions
@@ -64,7 +66,18 @@ def memory_case(
         chunks=config.virtual_pipeline_model_parallel_size or 1,
         layers=chunk_layer_counts(config),
         fused_weight_gradients=model.gradient_accumulation_fusion,
+        schedule=_schedule(config, world_size),
     )
+
+
+def _schedule(config: TrainingConfig, world_size: int) -> Schedule | None:
+    """None for Megatron-Core's own, and for ``auto``, which has not chosen yet."""
+    choice, parallel = config.schedule_choice, config.parallel
+    if choice is None or choice.name == AUTO:
+        return None
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    stages = parallel.pipeline_model_parallel_size
+    return choice.schedule(stages, chunks, config.num_microbatches(world_size))
 
 
 def padded_shape(config: TrainingConfig) -> ModelShape:

@@ -120,6 +120,16 @@ def received(peer: int, size: int) -> Transfer:
     return ("recv", peer, _next(_received, peer), size)
 
 
+def reserve_sent(peer: int, count: int) -> int:
+    """The number of the first of ``count`` transfers to ``peer``, for sides that count all of a step's."""
+    return _reserved(_sent, peer, count)
+
+
+def reserve_received(peer: int, count: int) -> int:
+    """The same for transfers from ``peer``."""
+    return _reserved(_received, peer, count)
+
+
 def size_of(*tensors: Tensor | None) -> int:
     """Bytes of ``tensors``; None counts nothing."""
     size = 0
@@ -140,3 +150,9 @@ def _next(edges: dict[int, itertools.count[int]], peer: int) -> int:
     if numbers is None:
         numbers = edges.setdefault(peer, itertools.count())
     return next(numbers)
+
+
+def _reserved(edges: dict[int, itertools.count[int]], peer: int, count: int) -> int:
+    first = _next(edges, peer)
+    edges[peer] = itertools.count(first + count)
+    return first

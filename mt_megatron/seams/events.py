@@ -19,7 +19,8 @@ step            ``iteration``, from 1
 data            end: ``work``, the tokens of this rank's micro-batch
 microbatch      ``direction`` (``forward``, ``backward``), ``microbatch`` and ``chunk``; inside it:
 forward         ``microbatch``, ``chunk``
-backward        ``microbatch``, ``chunk``; the micro-batch is counted, as upstream does not know it here
+backward        ``microbatch``, ``chunk``; the micro-batch is counted, as upstream does not know it here.
+                Weight gradients that a pipeline schedule defers are a second one
 layer           ``number``, from 1 over the whole pipeline; forward and its recomputation
 module          ``module``, its path below the chunk (``decoder.layers.0.mlp``), ``direction``, ``number`` of
                 the layer; for experts ``work``, the rows this rank's experts get

@@ -9,7 +9,7 @@ schedules) collects them with ``deferred_wgrad``.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -309,6 +309,43 @@ def deferred_wgrad(queue: DeferredWgrad | None = None) -> Iterator[DeferredWgrad
         yield _queue
     finally:
         _queue = outer
+
+
+_WHOLE = "_mt_megatron_whole_backward"
+"""Attribute of a weight whose gradients are never queued."""
+
+_uses: Counter[Tensor] | None = None
+
+
+@contextmanager
+def finding_shared_weights() -> Iterator[None]:
+    """Within it the forward pass of one micro-batch runs: weights that linears use more than once are not
+    ``is_deferrable`` from its end on. Autograd adds up the gradients of one backward pass before they are
+    accumulated; computed later, one by one, their sum would be rounded otherwise."""
+    global _uses
+    outer, _uses = _uses, Counter()
+    try:
+        yield
+    finally:
+        found, _uses = _uses, outer
+        for weight, count in found.items():
+            if count > 1:
+                setattr(weight, _WHOLE, True)
+
+
+def note_use(weight: Tensor) -> None:
+    """A linear's forward pass with ``weight``."""
+    if _uses is not None:
+        _uses[weight] += 1
+
+
+def is_deferrable(weight: Tensor) -> bool:
+    """Whether the gradient of ``weight`` may be queued: it is a parameter (that of a computed weight is an
+    input of the backward pass that runs now), and nothing else adds to its gradient in a backward pass."""
+    if not isinstance(weight, torch.nn.Parameter) or not weight.is_leaf:
+        return False
+    # ``zero_out_wgrad``: upstream's mark of an output layer's weight that is an embedding's on this stage.
+    return not (hasattr(weight, _WHOLE) or getattr(weight, "zero_out_wgrad", False))
 
 
 def wgrad_queue() -> DeferredWgrad | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.parallel import rank_layout
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.seams import collectives
+
+if TYPE_CHECKING:
+    from mt_megatron.pipeline.choice import ScheduleChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class Job:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the output layer."""
-        return self.at.pp == self.layout.pp - 1
+        return self.at.pp == (0 if self.layout.v else self.layout.pp - 1)
 
     @property
     def reports_loss(self) -> bool:
@@ -87,6 +91,7 @@ def world_size() -> int:
 def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
     """Join the run's process groups, seed, and leave them again.
 
+    Within it steps run by the configuration's pipeline schedule.
     Uses torch's default process group if there is one. Otherwise makes it from torchrun's
     variables, or, when there are none, for this process alone and without opening a socket.
     Raises ``ConfigError`` when the number of processes does not fit the parallel sizes.
@@ -94,7 +99,7 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
     if backend.device_type == "cpu":
         set_threads(config.launch.cpu_threads)
         keep_freed_memory()
-    parallel = config.parallel
+    parallel, choice = config.parallel, config.schedule_choice
     layout = RankLayout(
         world_size=world_size(),
         tp=parallel.tensor_model_parallel_size,
@@ -102,6 +107,7 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
         vpp=config.virtual_pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
         ep=parallel.expert_model_parallel_size,
+        v=choice is not None and choice.is_v,
     )
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     alone = not dist.is_initialized() and "RANK" not in os.environ
@@ -113,13 +119,30 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
             rank = dist.get_rank()
             job = Job(backend=backend, layout=layout, rank=rank, at=layout.coordinates(rank))
             seed_everything(config.train.seed, job)
-            yield job
+            with _scheduled(choice, layout):
+                yield job
         finally:
             rank_layout.destroy()
     finally:
         if alone and dist.is_initialized():
             let_group_threads_rest()
             dist.destroy_process_group()
+
+
+@contextmanager
+def _scheduled(choice: ScheduleChoice | None, layout: RankLayout) -> Iterator[None]:
+    """Steps within it run as ``pipeline_schedule`` says; None: by Megatron-Core's own schedule."""
+    source = None if choice is None else choice.source(layout.pp, layout.vpp or 1)
+    if source is None:
+        yield
+        return
+    from mt_megatron.pipeline.execute.source import set_pipeline_schedule
+
+    set_pipeline_schedule(source)
+    try:
+        yield
+    finally:
+        set_pipeline_schedule(None)
 
 
 def _init_alone(backend: Backend, timeout: timedelta) -> None:

@@ -290,6 +290,7 @@ class _Run:
                 "seq_length": self.shape.seq_length,
                 "parameters": parameters,
                 "precision": self.config.params_dtype,
+                "pipeline_schedule": self.config.parallel.pipeline_schedule,
                 "flops_per_token": self.flops_per_token,
             },
             resumed_from=self.checkpoint,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mt_megatron.parallel import stage_order
 from mt_megatron.seams.schedule import ForwardStep
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
@@ -212,7 +213,7 @@ class _Search:
         return self._numbers.setdefault(tensor, next(self._next_number))
 
     def _stage(self, index: int) -> int:
-        return index * self._job.layout.pp + self._job.at.pp
+        return stage_order.virtual_stage(self._job.at.pp, index, self._job.layout.pp)
 
     def _from_the_end(self, index: int) -> int:
         return self._stages - 1 - self._stage(index)

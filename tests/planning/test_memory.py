@@ -50,6 +50,8 @@ TWO_RANKS = [
     f"{PIPELINE} --bf16 --no-untie-embeddings-and-output-weights",
     f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer",
     "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 4",
+    f"{PIPELINE} --pipeline-schedule breadth_first",
+    f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule depth_first",
     "--use-distributed-optimizer",
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --bucket-size 20000",
     "",
@@ -101,6 +103,7 @@ NEW_ON_TWO_RANKS = [
     "--pipeline-model-parallel-layout 3,1 --use-distributed-optimizer",
     f"{PIPELINE} --mtp-num-layers 1 --no-untie-embeddings-and-output-weights --use-distributed-optimizer "
     "--bf16 --virtual-pipeline-model-parallel-size 2",
+    f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule zbv",
 ]
 NEW_ON_FOUR_RANKS = [
     f"{EXPERT_PARALLEL} {GROUPED}",

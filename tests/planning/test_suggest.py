@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.planning.cost import _stage_time, step_cost
-from mt_megatron.planning.flops import forward_flops
+from mt_megatron.planning.cost import stage_times, step_cost
 from mt_megatron.planning.hardware import DEVICES, hardware_of, parse_bytes
 from mt_megatron.planning.layouts import Layout, layouts, reason_of, rule_problems
 from mt_megatron.planning.memory import worst_memory
@@ -251,8 +250,7 @@ def test_parts_of_the_cost_by_hand() -> None:
     one = (cost.compute + cost.recompute + cost.tensor_parallel + cost.context_parallel + cost.pipeline) / 16
     # The last stage, with the output layer, is the slowest: it waits while the first micro-batch comes
     # through the three others and the last one goes back, and for nothing else.
-    flops = forward_flops(case.shape, case.activations.sequence)
-    times = [_stage_time(case, flops, H100, stage).total for stage in range(4)]
+    times = [time.total for time in stage_times(case, H100)]
     assert max(times[:3]) < times[3] == pytest.approx(one)
     assert cost.bubble == pytest.approx(sum(times[:3]))
     # Further micro-batches are counted on from two simulated numbers of them, and add no waiting here.

@@ -204,6 +204,10 @@ def activate(choice: Choice) -> None:
         found = mt_megatron.patch(choice.backend, scope=(*choice.modules, *choice.folders))
     except MtMegatronError as error:
         _refuse(error)
+    try:
+        _use_schedule(choice.schedule)
+    except MtMegatronError as error:
+        _refuse(error)
     # ``auto`` is settled once, for all processes.
     os.environ[BACKEND] = found.backend
     if found.backend != "cuda":
@@ -213,6 +217,18 @@ def activate(choice: Choice) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.", append=True)
     if is_main(os.environ) and os.environ.get("RANK", "0") == "0":
         print(f"mt-megatron: {found.summary()}", file=sys.stderr, flush=True)
+
+
+def _use_schedule(text: str | None) -> None:
+    if text is None:
+        return
+    from mt_megatron.parallel import stage_order
+    from mt_megatron.pipeline.choice import parse
+    from mt_megatron.pipeline.execute.source import set_pipeline_schedule
+
+    chosen = parse(text)
+    stage_order.use_v(chosen.is_v)
+    set_pipeline_schedule(chosen.for_any_layout())
 
 
 def _refuse(error: MtMegatronError) -> NoReturn:

@@ -13,6 +13,8 @@ SCOPE = "MT_MEGATRON_SCOPE"
 """Folders, separated like a path list."""
 MODULES = "MT_MEGATRON_SCOPE_MODULES"
 """Dotted names, separated by commas."""
+SCHEDULE = "MT_MEGATRON_PIPELINE_SCHEDULE"
+"""The pipeline schedule, as ``--pipeline-schedule`` takes it; not set for Megatron-Core's own."""
 PREFIX = "MT_MEGATRON_PREFIX"
 """``sys.prefix`` of the installation the choice was made for; other interpreters ignore it."""
 MAIN = "MT_MEGATRON_MAIN"
@@ -28,12 +30,15 @@ class Choice:
     backend: str
     folders: tuple[Path, ...] = ()
     modules: tuple[str, ...] = ()
+    schedule: str | None = None
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """``base`` with the choice in it, and with the startup folder first on the path."""
         path = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        scheduled = {} if self.schedule is None else {SCHEDULE: self.schedule}
         return {
             **base,
+            **scheduled,
             BACKEND: self.backend,
             SCOPE: os.pathsep.join(map(str, self.folders)),
             MODULES: ",".join(self.modules),
@@ -52,6 +57,7 @@ class Choice:
             backend=backend,
             folders=tuple(Path(one) for one in environment.get(SCOPE, "").split(os.pathsep) if one),
             modules=tuple(one for one in environment.get(MODULES, "").split(",") if one),
+            schedule=environment.get(SCHEDULE) or None,
         )
 
 

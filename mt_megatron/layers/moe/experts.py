@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from mt_megatron.layers import linear
 from mt_megatron.layers.moe import token_dispatch
 from mt_megatron.layers.moe.permutation import Routing, sum_rows
-from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, gemm, prepared, wgrad_queue
+from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, gemm, is_deferrable, prepared, wgrad_queue
 from mt_megatron.seams.grouped_gemm import (
     TokenGroups,
     compiled_for_each_shape,
@@ -237,7 +237,7 @@ class _WeightGradients:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, groups: TokenGroups, fused: bool) -> None:
         self._weight, self._dtype, self._groups, self._fused = weight, dtype, groups, fused
-        self._queue = wgrad_queue() if linear._deferrable(weight) else None
+        self._queue = wgrad_queue() if is_deferrable(weight) else None
         self._later: list[tuple[_Tile, Any, Any]] = []
         self._into: Tensor | None = None
         self._complete = False

@@ -21,6 +21,8 @@ from mt_megatron.backends.current import current_backend
 from mt_megatron.backends.dtypes import wide_float
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.attention.packed_sequences import are_borders
+from mt_megatron.layers.shared_embedding import copy_weights, first_chunk, sum_gradients
+from mt_megatron.parallel import stage_order
 from mt_megatron.parallel.group_names import name_of
 from mt_megatron.seams import collectives
 from mt_megatron.seams.loss_gradient import announced, announced_loss_gradient
@@ -55,9 +57,11 @@ def _share_embedding(model: Any) -> None:
         return  # One stage has both, or a stage between them none.
     if model.post_process:
         _copy_embedding(model)
+    if stage_order.is_v() and model.post_process:
+        copy_weights(zip(_shared_parameters(first_chunk()), _shared_parameters(model), strict=True))
     for parameter in _shared_parameters(model):
         parameter.shared_embedding = True
-        if dist.is_initialized():
+        if dist.is_initialized() and not stage_order.is_v():
             from megatron.core import parallel_state
 
             value = parameter.detach().to(current_backend().device())
@@ -102,6 +106,11 @@ def sum_embedding_gradients(chunks: list[Any], config: Any) -> None:
     from megatron.core.utils import get_attr_wrapped_model
 
     if not config.mtp_num_layers or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if stage_order.is_v():
+        if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            ends = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+            sum_gradients(zip(_shared_parameters(ends[0]), _shared_parameters(ends[-1]), strict=True))
         return
     if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         chunk = chunks[0]

@@ -20,7 +20,7 @@ def _layer_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
         attach(self)
 
 
-def _schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_fp8_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """While it runs weights do not change; when it ends, magnitudes of the step are known."""
     from mt_megatron.fp8.state import states_of
 
@@ -77,7 +77,7 @@ def patches(backend: Backend) -> list[Patch]:
                 kind="wrap",
                 feature="fp8",
                 reason="weights are cast once in a step, and scales follow the step's magnitudes",
-                body=_schedule,
+                body=in_fp8_step,
                 digest=digest,
             )
             for name, function, digest in (

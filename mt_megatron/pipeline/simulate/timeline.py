@@ -55,8 +55,9 @@ class Transfer:
 
     @property
     def window(self) -> float:
-        """Seconds that it may take from ``ready`` without the receiving rank waiting for it."""
-        return self.free - self.ready
+        """Seconds that it may take from ``ready`` without the receiving rank waiting for it; 0 where that
+        rank waits before it is ready."""
+        return max(0.0, self.free - self.ready)
 
     @property
     def stalls(self) -> float:

@@ -9,6 +9,7 @@ fp8          checks of FP8 recipes that need no device
 model        checks of the model's shape that hold for any number of processes
 parallel     checks of how model and batch divide over processes, pipeline stages and nodes
 rampup       checks of a batch size that ramps up, at every size it will have
+schedule     checks of the pipeline schedule that is asked for
 supported    checks before all others: backend installed, numbers within limits, no option that is
              not offered
 train        checks of batches, steps, schedule, optimizer and precision

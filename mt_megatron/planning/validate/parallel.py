@@ -8,6 +8,7 @@ import os
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.stage_layers import divide_layers, end_counts
+from mt_megatron.planning.validate.schedule import runs_upstream, schedule_problems
 
 
 def node_problems(
@@ -172,7 +173,7 @@ def _communication(config: TrainingConfig) -> list[str]:
             f"wgrad_deferral_limit is {model.wgrad_deferral_limit}; expected at least 0, where 0 is all "
             "micro-batches. Set --wgrad-deferral-limit."
         )
-    if is_interleaved(config) and stages == 2 and not model.overlap_p2p_comm:
+    if is_interleaved(config) and stages == 2 and not model.overlap_p2p_comm and runs_upstream(config):
         found.append(
             "overlap_p2p_comm is off with 2 interleaved stages; expected on: without it, batches of sends "
             "between the same two processes would mix. Leave --no-overlap-p2p-comm out."
@@ -305,10 +306,10 @@ def _data(config: TrainingConfig, world_size: int) -> list[str]:
     except ConfigError as error:
         return [*found, str(error)]
     stages = parallel.pipeline_model_parallel_size
-    if is_interleaved(config) and microbatches % stages:
+    if is_interleaved(config) and microbatches % stages and runs_upstream(config):
         found.append(
             f"there are {microbatches} micro-batches per step; expected a multiple of "
             f"pipeline_model_parallel_size = {stages} under the interleaved schedule. Change "
-            "--global-batch-size or --micro-batch-size."
+            "--global-batch-size or --micro-batch-size, or take --pipeline-schedule depth_first."
         )
-    return found
+    return found or schedule_problems(config, microbatches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mt_megatron.config.rampup import batch_sizes
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
+from mt_megatron.planning.validate.schedule import runs_upstream, schedule_problems
 
 
 def rampup_problems(config: TrainingConfig, world_size: int) -> list[str]:
@@ -51,7 +52,11 @@ def _whole_rounds(option: str, sizes: list[int], round_size: int) -> list[str]:
 
 def _whole_groups(config: TrainingConfig, option: str, sizes: list[int], round_size: int) -> list[str]:
     stages = config.parallel.pipeline_model_parallel_size
-    if config.virtual_pipeline_model_parallel_size is None or round_size < 1:
+    if round_size < 1:
+        return []
+    if not runs_upstream(config):
+        return _scheduled(config, option, sizes, round_size)
+    if config.virtual_pipeline_model_parallel_size is None:
         return []
     wrong = next((size for size in sizes if size % round_size == 0 and size // round_size % stages), None)
     if wrong is None:
@@ -60,3 +65,11 @@ def _whole_groups(config: TrainingConfig, option: str, sizes: list[int], round_s
         f"{option}, which makes a step of {wrong // round_size} micro-batches; expected multiples of "
         f"pipeline_model_parallel_size = {stages} under the interleaved schedule. Change --rampup-batch-size."
     ]
+
+
+def _scheduled(config: TrainingConfig, option: str, sizes: list[int], round_size: int) -> list[str]:
+    for size in sizes:
+        found = schedule_problems(config, size // round_size) if size % round_size == 0 else []
+        if found:
+            return [f"{option}, which makes a step of {size // round_size} micro-batches: {found[0]}"]
+    return []

@@ -22,6 +22,11 @@ LAYOUTS = {
     "tp2_apart": f"{PARALLEL.format('tensor-model')} --sequence-parallel --no-cross-entropy-loss-fusion",
     "pp2": PARALLEL.format("pipeline-model"),
     "vpp2": f"{PARALLEL.format('pipeline-model')} --virtual-pipeline-model-parallel-size 2",
+    "zb_h1": f"{PARALLEL.format('pipeline-model')} --pipeline-schedule zb_h1",
+    "breadth_first": f"{PARALLEL.format('pipeline-model')} --virtual-pipeline-model-parallel-size 2 "
+    "--pipeline-schedule breadth_first --overlap-grad-reduce",
+    "zbv": f"{PARALLEL.format('pipeline-model')} --virtual-pipeline-model-parallel-size 2 "
+    "--pipeline-schedule zbv",
     "cp2": PARALLEL.format("context"),
     "cp2_ring": f"{PARALLEL.format('context')} --cp-comm-type p2p",
     "ep2": f"{PARALLEL.format('expert-model')} {EXPERTS}",
@@ -114,7 +119,7 @@ def test_sums_inside_the_loss_are_heard_where_they_are_made(heard: list[dict[str
         assert [row[4] for row in inside[:2]] == [2 * 32 * 4, 2 * 2 * 32 * 4]
 
 
-@pytest.mark.parametrize("name", ["pp2", "vpp2"])
+@pytest.mark.parametrize("name", ["pp2", "vpp2", "zb_h1", "breadth_first", "zbv"])
 def test_both_ends_of_an_edge_number_the_same_transfers(heard: list[dict[str, Any]], name: str) -> None:
     sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
     received: dict[tuple[int, int], list[Any]] = defaultdict(list)
@@ -128,8 +133,10 @@ def test_both_ends_of_an_edge_number_the_same_transfers(heard: list[dict[str, An
         assert [seq for seq, _ in numbers] == list(range(numbers[0][0], numbers[0][0] + len(numbers)))
         # [sequence, micro-batch, hidden] in fp32
         assert {size for _, size in numbers} == {32 * 2 * 32 * 4}
-    per_step = 4 if name == "pp2" else 4 * 2 + 4
-    assert len(sent[0, 1]) == per_step * STEPS if name == "pp2" else len(sent[0, 1]) > 4 * STEPS
+    # Outputs of the first of two stages, or of the first and third of four and a gradient of the third; in a
+    # V of the first, and a gradient of the last.
+    per_step = {"pp2": 4, "zb_h1": 4, "zbv": 4 + 4}.get(name, 4 * 2 + 4)
+    assert len(sent[0, 1]) == per_step * STEPS
 
 
 def test_a_transfer_that_was_started_is_waited_for(heard: list[dict[str, Any]]) -> None:
@@ -141,9 +148,9 @@ def test_a_transfer_that_was_started_is_waited_for(heard: list[dict[str, Any]]) 
         assert not parts["None"] & parts["start"]
 
 
-@pytest.mark.parametrize("name", ["dp2", "pp2", "vpp2"])
+@pytest.mark.parametrize("name", ["dp2", "pp2", "vpp2", "breadth_first"])
 def test_micro_batches_are_counted_both_ways(heard: list[dict[str, Any]], name: str) -> None:
-    chunks = 2 if name == "vpp2" else 1
+    chunks = 1 if name in ("dp2", "pp2") else 2
     per_step = 2 if name == "dp2" else 4
     for found in heard:
         for direction in ("forward", "backward"):
@@ -151,6 +158,14 @@ def test_micro_batches_are_counted_both_ways(heard: list[dict[str, Any]], name: 
                 numbers = [each[2] for each in found[name]["passes"] if each[:2] == [direction, chunk]]
                 assert numbers == list(range(per_step)) * STEPS
         assert len(found[name]["passes"]) == 2 * chunks * per_step * STEPS
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zbv"])
+def test_deferred_weight_gradients_are_a_second_backward(heard: list[dict[str, Any]], name: str) -> None:
+    for found in heard:
+        for chunk in range(1 if name == "zb_h1" else 2):
+            numbers = Counter(each[2] for each in found[name]["passes"] if each[:2] == ["backward", chunk])
+            assert numbers == dict.fromkeys(range(4), 2 * STEPS)
 
 
 def test_work_is_tokens_and_rows_of_experts(heard: list[dict[str, Any]]) -> None:

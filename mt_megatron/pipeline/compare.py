@@ -1,0 +1,188 @@
+"""Schedules side by side under one set of costs: step, bubble, memory, and what they demand of the links.
+
+Everything here is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from .actions import Placement, Schedule
+from .generate.catalogue import generate
+from .simulate.costs import PERFECT, Costs, Floats, per_stage
+from .simulate.demands import Demands, demands
+from .simulate.memory import activation_peaks, memory_peaks
+from .simulate.program import Program
+from .simulate.rerouted import rerouted_makespan
+from .upstream import upstream_calls
+
+MORE_THAN_1F1B = 2
+"""Activations of a whole rank that memory_capped may keep beyond those of 1F1B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One schedule."""
+
+    name: str
+    chunks: int
+    seconds: float
+    """Of a step."""
+
+    bubble: float
+    """Part of the ranks' time in which they compute nothing."""
+
+    against: float
+    """Seconds over those of the first row; after the loss of a rank over those before it."""
+
+    activations: float
+    """What the rank that keeps most keeps, in micro-batches of a whole rank."""
+
+    bytes: float
+    """What the rank that needs most needs, activations and the rest; 0 where sizes are not known."""
+
+    demands: Demands | None
+    """None of rows that are no schedule of one pipeline."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def with_chunks(costs: Costs, placement: Placement, wanted: int) -> Costs:
+    """``costs`` of ``placement`` as if every rank had ``wanted`` chunks: the model is cut anew, what a stage
+    does being spread evenly over its layers, and micro-batches become alike. ``costs`` themselves where it
+    has so many."""
+    if placement.chunks == wanted:
+        return costs
+    stages = placement.ranks * wanted
+
+    def spread(value: Any, name: str) -> list[float]:
+        before = np.concatenate(([0.0], np.cumsum(_by_stage(value, placement.stages, name))))
+        at = np.linspace(0.0, placement.stages, stages + 1)
+        parts: list[float] = np.diff(np.interp(at, np.arange(placement.stages + 1), before)).tolist()
+        return parts
+
+    return replace(
+        costs,
+        forward=spread(costs.forward, "forward"),
+        backward=spread(costs.backward, "backward"),
+        weight=None if costs.weight is None else spread(costs.weight, "weight"),
+        input=None if costs.input is None else spread(costs.input, "input"),
+        message=float(_by_stage(costs.message, placement.stages, "message").mean()),
+        reduction=spread(costs.reduction, "reduction"),
+        activation=spread(costs.activation, "activation"),
+        static=spread(costs.static, "static"),
+    )
+
+
+def _by_stage(value: Any, stages: int, name: str) -> Floats:
+    microbatches = np.shape(value)[1] if np.ndim(value) == 2 else 1
+    mean: Floats = per_stage(value, stages, microbatches, name).mean(axis=1)
+    return mean
+
+
+def row(schedule: Schedule, costs: Costs, *, name: str | None = None, blocking: bool = False) -> Row:
+    """``schedule`` under ``costs``; ``blocking``: with Megatron-Core's exchanges, which its ranks wait for.
+    ``against`` is 1."""
+    program = Program(schedule, calls=upstream_calls(schedule)) if blocking else Program(schedule)
+    timeline = program.run(costs)
+    sizes = float(np.max(costs.activation)) > 1.0
+    return Row(
+        name=name or schedule.name,
+        chunks=schedule.placement.chunks,
+        seconds=timeline.makespan,
+        bubble=timeline.bubble,
+        against=1.0,
+        activations=max(activation_peaks(schedule)) / schedule.placement.chunks,
+        bytes=float(memory_peaks(schedule, costs).max()) if sizes else 0.0,
+        demands=demands(program, costs),
+    )
+
+
+def compare(
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    *,
+    schedules: Sequence[Schedule] = (),
+    replicas: int = 0,
+) -> list[Row]:
+    """Rows of Megatron-Core's 1F1B as it runs (blocking exchanges), of every generated schedule that has
+    these sizes, each with asynchronous transfers, of ``schedules``, and with ``replicas`` of the pipeline
+    after the loss of a rank. ``costs`` are those of ``placement``; schedules with several chunks have as many
+    as it, or 2."""
+    ranks, several = placement.ranks, placement.chunks if placement.chunks > 1 else 2
+    one, many = (with_chunks(costs, placement, count) for count in (1, several))
+    plain = generate("1f1b", ranks=ranks, microbatches=microbatches)
+    rows = [row(plain, one, name="1f1b, blocking", blocking=True), row(plain, one)]
+    for name, count, options in _wanted(placement, microbatches, several, one, many):
+        its = with_chunks(costs, placement, count)
+        try:
+            made = generate(name, ranks=ranks, chunks=count, microbatches=microbatches, **options)
+        except ConfigError:
+            continue  # Not of these sizes; whoever asks for it by name hears why.
+        rows.append(row(made, its, name=_title(name, options)))
+    rows += [row(each, with_chunks(costs, placement, each.placement.chunks)) for each in schedules]
+    rows = [replace(each, against=each.seconds / rows[0].seconds) for each in rows]
+    return rows + (_lost(one, ranks, microbatches, replicas) if replicas > 1 else [])
+
+
+def _wanted(
+    placement: Placement, microbatches: int, several: int, one: Costs, many: Costs
+) -> list[tuple[str, int, dict[str, Any]]]:
+    """Name, chunks and options of the generated schedules."""
+    ranks = placement.ranks
+    cap = ranks + MORE_THAN_1F1B
+    wanted: list[tuple[str, int, dict[str, Any]]] = [
+        ("interleaved", several, {}),
+        ("depth_first", several, {}),
+        ("hybrid", several, {"group": min(2 * ranks, microbatches)}),
+        ("breadth_first", several, {}),
+        ("memory_capped", 1, {"cap": cap, "costs": one}),
+        ("memory_capped", several, {"cap": cap * several, "costs": many}),
+    ]
+    if one.weight is not None:
+        wanted.append(("memory_capped", 1, {"cap": cap, "costs": one, "split": True}))
+        wanted += [("zb_h1", 1, {}), ("zbv", 2, {}), ("dualpipev", 2, {})]
+    return wanted
+
+
+def _title(name: str, options: dict[str, Any]) -> str:
+    number = options.get("group", options.get("cap"))
+    return name + (f":{number}" if number else "") + (", W apart" if options.get("split") else "")
+
+
+def _lost(costs: Costs, ranks: int, microbatches: int, replicas: int) -> list[Row]:
+    """A rank of one of ``replicas`` pipelines is lost, the one whose loss costs most; against 1F1B of all of
+    them. Links are perfect."""
+    costs = replace(costs, link=PERFECT, links={})
+    whole = rerouted_makespan(ranks, microbatches, replicas, costs, lost=None)
+    found = {}
+    for split in (False, True) if costs.weight is not None else (False,):
+        name = f"a rank of {replicas} pipelines lost, re-routed{', W apart' * split}"
+        found[name] = max(
+            rerouted_makespan(ranks, microbatches, replicas, costs, lost=stage, split=split)
+            for stage in range(ranks)
+        )
+    # The other replicas run all micro-batches; some of them run one less.
+    more = -(-microbatches * replicas // (replicas - 1))
+    dropped = Program(generate("1f1b", ranks=ranks, microbatches=more), links=False)
+    found[f"its whole pipeline of {replicas} dropped"] = dropped.makespan(replace(costs, reduction=0.0))
+    return [
+        Row(
+            name=name,
+            chunks=1,
+            seconds=seconds,
+            bubble=0.0,
+            against=seconds / whole,
+            activations=0.0,
+            bytes=0.0,
+            demands=None,
+        )
+        for name, seconds in found.items()
+    ]

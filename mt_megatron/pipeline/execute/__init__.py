@@ -1,0 +1,11 @@
+"""Runs schedules on Megatron-Core's models.
+
+source           which schedule a step runs: ``set_pipeline_schedule``
+executor         one step of a schedule on this rank
+refusals         what a schedule does not fit
+reduction        when the data-parallel reduction of a stage starts
+random_states    random numbers keyed by stage and micro-batch
+transport        the interface of channels between ranks
+collective       channels over ``torch.distributed``
+transfer_events  events of transfers for MegaScan
+"""

@@ -1,0 +1,200 @@
+"""Transport over ``torch.distributed``'s point-to-point operations.
+
+Gloo tells messages apart by tags, all of them in the pipeline's own group. NCCL (and MCCL) has no tags and
+runs the transfers of a communicator one after another, so each edge has a group of its two ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.pipeline.execute.transport import Edge
+
+_TAGS = 1 << 28
+"""Tags from here on are ours: upstream's transfers have tag 0."""
+
+_NUMBERS = 1 << 16
+"""Messages of an edge between two that share a tag."""
+
+_MOST_DIMS = 7
+
+
+class CollectiveTransport:
+    """See ``transport.Transport``."""
+
+    def __init__(self, group: Any, device: torch.device, *, tagged: bool | None = None) -> None:
+        """``group``: the pipeline's. ``tagged``: whether its library tells messages apart by tags (None:
+        Gloo does)."""
+        self._group = group
+        self._device = device
+        self._tagged = dist.get_backend(group) == "gloo" if tagged is None else tagged
+        self._groups: dict[Edge, Any] = {}
+        self._sent: dict[Edge, int] = {}
+        self._received: dict[Edge, int] = {}
+        self._sendings: deque[_Sending] = deque()
+        self._receivings: list[_Receiving] = []
+        self._unknown: dict[Edge, deque[_Receiving]] = {}
+
+    def prepare(self, edges: Iterable[Edge]) -> None:
+        if self._tagged:
+            return
+        own = dist.get_rank()
+        # One order for all ranks: both members of a group meet when it is made.
+        for edge in sorted(edges, key=lambda each: (each.lane, each.source, each.target)):
+            if own in edge[:2] and edge not in self._groups:
+                self._groups[edge] = dist.new_group(
+                    [edge.source, edge.target],
+                    timeout=_timeout(self._group, self._device),
+                    backend=dist.get_backend(self._group),
+                    use_local_synchronization=True,
+                )
+
+    def post_send(self, edge: Edge, tensor: Tensor, *, with_shape: bool = False) -> _Sending:
+        while self._sendings and self._sendings[0].is_done():
+            self._sendings.popleft()
+        # A tensor of its own: ``deallocate_output_tensor`` exchanges the storage of the one given.
+        tensor = tensor.detach().contiguous()
+        parts = [_shape_message(tensor, self._device), tensor] if with_shape else [tensor]
+        sending = _Sending([(self._start(dist.isend, edge, part), part) for part in parts])
+        self._sendings.append(sending)
+        return sending
+
+    def post_recv(self, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype) -> _Receiving:
+        receiving = _Receiving(self, edge, shape, dtype)
+        self._receivings.append(receiving)
+        if shape is not None:
+            receiving.start()
+            return receiving
+        # The next shape comes after this message, on the wire as on the sender's side.
+        waiting = self._unknown.setdefault(edge, deque())
+        waiting.append(receiving)
+        if len(waiting) == 1:
+            receiving.start()
+        return receiving
+
+    def finish(self) -> None:
+        missing = [receiving for receiving in self._receivings if not receiving.is_over]
+        if missing:
+            raise MtMegatronError(
+                f"{len(missing)} transfer(s) were made ready for and not taken, the first from rank "
+                f"{missing[0].edge.source}; the schedule was not checked before it ran"
+            )
+        self._receivings.clear()
+        while self._sendings:
+            self._sendings.popleft().wait()
+
+    def abandon(self) -> None:
+        # Gloo writes into these buffers as long as the connection lives.
+        _abandoned.extend(self._sendings)
+        _abandoned.extend(self._receivings)
+        self._sendings.clear()
+        self._receivings.clear()
+        self._unknown.clear()
+
+    def over(self, receiving: _Receiving) -> None:
+        """``receiving`` has its message."""
+        self._receivings.remove(receiving)
+        waiting = self._unknown.get(receiving.edge)
+        if waiting and waiting[0] is receiving:
+            waiting.popleft()
+            if waiting:
+                waiting[0].start()
+
+    def receive_into(self, edge: Edge, buffer: Tensor) -> Any:
+        """Start the edge's next message into ``buffer``."""
+        return self._start(dist.irecv, edge, buffer)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def _start(self, operation: Any, edge: Edge, tensor: Tensor) -> Any:
+        sends = operation is dist.isend
+        peer = edge.target if sends else edge.source
+        if not self._tagged:
+            return operation(tensor, peer, group=self._groups[edge])
+        counts = self._sent if sends else self._received
+        number = counts.get(edge, 0)
+        counts[edge] = number + 1
+        tag = _TAGS + edge.lane * _NUMBERS + number % _NUMBERS
+        return operation(tensor, peer, group=self._group, tag=tag)
+
+
+_abandoned: list[Any] = []
+
+
+class _Sending:
+    """Works and the tensors that they read."""
+
+    def __init__(self, parts: list[tuple[Any, Tensor]]) -> None:
+        self._parts = parts
+
+    def is_done(self) -> bool:
+        # Gloo's works say so only after a wait.
+        if all(work.is_completed() for work, _ in self._parts):
+            self._parts.clear()
+        return not self._parts
+
+    def wait(self) -> None:
+        # A work of Gloo's can be waited for once.
+        parts, self._parts = self._parts, []
+        for work, _ in parts:
+            work.wait()
+
+
+class _Receiving:
+    def __init__(
+        self, transport: CollectiveTransport, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype
+    ) -> None:
+        self.edge = edge
+        self.is_over = False
+        self._transport = transport
+        self._shape = shape
+        self._dtype = dtype
+        self._work: Any = None
+        self._buffer: Tensor | None = None
+
+    def start(self) -> None:
+        if self._shape is None:
+            self._buffer = self._transport.empty((1 + _MOST_DIMS,), torch.int64)
+        else:
+            self._buffer = self._transport.empty(self._shape, self._dtype)
+        self._work = self._transport.receive_into(self.edge, self._buffer)
+
+    def wait(self) -> Tensor:
+        if self._buffer is None:
+            raise MtMegatronError(
+                f"a message from rank {self.edge.source} is waited for before an earlier one of the same "
+                "queue, whose shape is not known yet; take them in order"
+            )
+        self._work.wait()
+        if self._shape is None:
+            dims, *sizes = self._buffer.tolist()
+            self._shape = sizes[:dims]
+            self.start()
+            self._work.wait()
+        message, self._buffer, self._work = self._buffer, None, None
+        self.is_over = True
+        self._transport.over(self)
+        return message
+
+
+def _shape_message(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.dim() > _MOST_DIMS:
+        raise MtMegatronError(
+            f"found a tensor of {tensor.dim()} dimensions to send; expected at most {_MOST_DIMS}"
+        )
+    sizes = [tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())]
+    return torch.tensor(sizes, dtype=torch.int64, device=device)
+
+
+def _timeout(group: Any, device: torch.device) -> Any:
+    """That of ``group``, so that a rank that is gone is noticed no later than elsewhere."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)

@@ -1,0 +1,192 @@
+"""Which schedule a step runs: ``set_pipeline_schedule`` says it, upstream's entry point asks.
+
+``megatron.core.pipeline_parallel.get_forward_backward_func``, patched, returns ``forward_backward`` of this
+module while a source is set and there is a pipeline; so both scripts and ``seams.schedule.run_schedule`` come
+here, without another switch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from mt_megatron.backends.current import current_backend
+from mt_megatron.errors import ConfigError
+from mt_megatron.parallel import stage_order
+from mt_megatron.pipeline import forward_only as forward_only_schedules
+from mt_megatron.pipeline.actions import Schedule, lowered
+from mt_megatron.pipeline.execute.collective import CollectiveTransport
+from mt_megatron.pipeline.execute.executor import StepCall, StepRun
+from mt_megatron.pipeline.execute.refusals import require_fit
+from mt_megatron.pipeline.execute.transport import Transport
+from mt_megatron.pipeline.validate import check
+
+Choose = Callable[[int, int, bool], "Schedule | None"]
+"""(step, micro-batches, forward only) -> the schedule, on all ranks of a pipeline the same; None: upstream's.
+``step`` counts the training steps that this process has asked for since the source was set, from 0;
+an evaluation has the number of the next step."""
+
+
+@runtime_checkable
+class NeedsPipeline(Protocol):
+    """A source that was asked for, so that a run without a pipeline is an error."""
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether Megatron-Core's own schedule is meant."""
+
+    def require_pipeline(self) -> None:
+        """Raise ConfigError: there is one pipeline rank."""
+
+
+MakeTransport = Callable[[Any, torch.device], Transport]
+"""(the pipeline's process group, this rank's device) -> its channels."""
+
+_source: Schedule | Choose | None = None
+_step = 0
+_make_transport: MakeTransport = CollectiveTransport
+_transport: tuple[weakref.ref[Any], Transport] | None = None
+_checked: OrderedDict[int, tuple[Schedule, Schedule]] = OrderedDict()
+"""By identity: a schedule as it was given, and checked with its transfers; the latest last."""
+
+_MOST_CHECKED = 64
+
+_forward_only = lru_cache(maxsize=64)(forward_only_schedules.forward_only)
+"""Always the same object for the same arguments: ``_checked`` goes by identity."""
+
+
+def set_pipeline_schedule(source: Schedule | Choose | None) -> None:
+    """Run steps by ``source`` from now on; None goes back to Megatron-Core's own schedules.
+
+    A ``Schedule`` runs every training step, which must have its number of micro-batches; evaluations of any
+    number run over its placement. Raises ConfigError with the validator's sentences for a schedule that
+    cannot be run.
+    """
+    global _source, _step
+    if isinstance(source, Schedule):
+        check(source)
+    _source, _step = source, 0
+
+
+def pipeline_schedule() -> Schedule | Choose | None:
+    """What ``set_pipeline_schedule`` was last given."""
+    return _source
+
+
+def takes_over() -> bool:
+    """Whether steps come here: there is a pipeline, and a source or stages that upstream does not know.
+    Raises ConfigError without a pipeline where a user asked for a schedule."""
+    from megatron.core import parallel_state
+
+    if _source is None and not stage_order.is_v():
+        return False
+    is_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if isinstance(_source, NeedsPipeline):
+        if not is_pipeline:
+            _source.require_pipeline()
+        return not _source.is_upstream
+    return bool(is_pipeline)
+
+
+def set_transport(make: MakeTransport | None) -> None:
+    """Send activations and gradients through what ``make`` returns, from the next step on; None goes back to
+    ``CollectiveTransport``."""
+    global _make_transport, _transport
+    _make_transport, _transport = CollectiveTransport if make is None else make, None
+
+
+def forward_backward(
+    upstream: Callable[..., list[Any]],
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+) -> list[Any]:
+    """One step by the schedule that the source gives, or by ``upstream``; arguments and result are those of
+    ``get_forward_backward_func()`` of Megatron-Core.
+
+    Raises ConfigError, before anything is sent, for a schedule that is invalid, does not fit the process
+    groups or the number of micro-batches, and for what cannot be executed.
+    """
+    schedule = _chosen(num_microbatches, forward_only)
+    if schedule is None:
+        if stage_order.is_v():
+            raise ConfigError(
+                "found stages laid out as a V and a step left to Megatron-Core's own schedules, which do not "
+                "know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
+            )
+        return upstream(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        batches=list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator],  # type: ignore[list-item]
+        model=list(model) if isinstance(model, (list, tuple)) else [model],  # type: ignore[list-item]
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+    )
+    require_fit(schedule, call, decoder_seq_length)
+    return StepRun(_with_transfers(schedule), call, _transport_of_pipeline()).run()
+
+
+def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
+    global _step
+    step = _step
+    if not forward_only:
+        _step += 1
+    if _source is None:
+        return None
+    if not isinstance(_source, Schedule):
+        return _source(step, num_microbatches, forward_only)
+    if not forward_only or _source.forward_only:
+        return _source
+    return _forward_only(_source.placement, num_microbatches)
+
+
+def _with_transfers(schedule: Schedule) -> Schedule:
+    """``schedule`` lowered, after the validator had nothing to say."""
+    known = _checked.get(id(schedule))
+    if known is None or known[0] is not schedule:
+        check(schedule)
+        known = schedule, schedule if schedule.is_lowered else lowered(schedule)
+        _checked[id(schedule)] = known
+        while len(_checked) > _MOST_CHECKED:
+            _checked.popitem(last=False)
+    _checked.move_to_end(id(schedule))
+    return known[1]
+
+
+def _transport_of_pipeline() -> Transport:
+    """One for each process group, which a test or another layout may have replaced."""
+    global _transport
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if _transport is None or _transport[0]() is not group:
+        _transport = weakref.ref(group), _make_transport(group, current_backend().device())
+    return _transport[1]

@@ -1,0 +1,40 @@
+"""Checks of the pipeline schedule that is asked for."""
+
+from __future__ import annotations
+
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.errors import ConfigError
+
+
+def runs_upstream(config: TrainingConfig) -> bool:
+    """Whether Megatron-Core's own schedule runs; also where the choice cannot be read, which is a problem of
+    its own."""
+    try:
+        return config.schedule_choice is None
+    except ConfigError:
+        return True
+
+
+def schedule_problems(config: TrainingConfig, microbatches: int) -> list[str]:
+    """One line per problem of the schedule of a step of ``microbatches``: found, expected, what to change."""
+    text = config.parallel.pipeline_schedule
+    if text is None:
+        return []
+    from mt_megatron.pipeline.choice import parse
+
+    try:
+        choice = parse(text)
+    except ConfigError as error:
+        return [f"{error}."]
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    found = choice.problems(config.parallel.pipeline_model_parallel_size, chunks, microbatches)
+    if found or choice.is_upstream:
+        return found
+    for name in ("use_te_rng_tracker", "enable_cuda_graph"):
+        if getattr(config.model, name):
+            found.append(
+                f"pipeline_schedule is {text} with {name}; expected it unset: random states are keyed by "
+                f"micro-batch, which Transformer Engine's tracker and graphs do not allow. Leave "
+                f"--{name.replace('_', '-')} out, or take 1f1b or interleaved."
+            )
+    return found

@@ -1,0 +1,79 @@
+"""Transfers, reductions, evaluations and failures under the executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+
+HERE = "tests.pipeline.execute.channel_ranks"
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    names = ["without_tags", "uneven", "evaluations", "reductions", "wrong_orders", "refused"]
+    return run_ranks(2, f"{HERE}:several", 2, names)
+
+
+@pytest.mark.parametrize("name", ["without_tags", "uneven"])
+def test_the_step_is_upstreams(found: list[dict[str, Any]], name: str) -> None:
+    """Over groups of two ranks for each edge; with micro-batches of different lengths."""
+    for rank in found:
+        assert len(rank[name]) == 2
+        assert {key: names for key, names in rank[name].items() if names} == {}
+
+
+def test_evaluations_compute_upstreams_losses(found: list[dict[str, Any]]) -> None:
+    first, last = (rank["evaluations"] for rank in found)
+    for name in ("zb_h1", "breadth_first"):
+        four, three = last[name]["ours"]
+        assert four == last[name]["upstream"] and three == four[:3] and len(four) == 4
+        assert first[name]["ours"] == [[], []]
+    # In a V the first rank has the losses, of the same weights as the loop of two chunks.
+    assert last["zbv"]["ours"] == [[], []]
+    four, three = first["zbv"]["ours"]
+    assert three == four[:3]
+    expected = [report["loss"] for report in last["breadth_first"]["upstream"]]
+    assert [report["loss"] for report in four] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_reduction_starts_when_its_chunk_is_done(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        orders = rank["reductions"]
+        assert orders["differ"] == []
+        for name in ("breadth_first", "zb_h1"):
+            early, late = orders[f"{name} early"], orders[f"{name} late"]
+            last = "B 0" if name == "breadth_first" else "W 0"
+            # The second chunk's backwards come first: its reduction runs beside those of the first chunk.
+            assert early.index("reduce 1") < len(early) - 1 - early[::-1].index(last)
+            assert late.index("reduce 1") > len(late) - 1 - late[::-1].index(last)
+            assert sorted(early) == sorted(late)
+
+
+def test_a_wrong_order_is_noticed(found: list[dict[str, Any]]) -> None:
+    """Without the validator: weight gradients in another order are another sum, and a message of another
+    micro-batch another loss."""
+    weights = [rank["wrong_orders"]["weights"] for rank in found]
+    assert weights[0] == [] and any("linear_fc1" in name for name in weights[1])
+    assert not any("layernorm" in name for name in weights[1])
+    assert "reports" in found[1]["wrong_orders"]["messages"]
+
+
+def test_what_cannot_run_is_refused_before_anything_is_sent(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        said = rank["refused"]
+        assert "B of stage 0 is missing for micro-batch 3" in said["incomplete"]
+        assert said["at once"] == said["incomplete"]
+        assert "3 micro-batches and a step of 4" in said["microbatches"]
+        assert "for 3 ranks of 1 chunks; expected 2 ranks of 1" in said["ranks"]
+        assert "2 ranks of 2 chunks; expected 2 ranks of 1" in said["chunks"]
+        assert "4 micro-batches forward only" in said["forward only"]
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    other, failed = run_ranks(2, f"{HERE}:one_fails", 2, timeout=60)
+    assert "must match the size" in failed["error"]
+    # By the connection that was closed, long before the groups' own limit of minutes.
+    assert other["error"] is not None and other["seconds"] < 20

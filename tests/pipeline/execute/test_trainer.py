@@ -1,0 +1,154 @@
+"""``--pipeline-schedule`` in a run: upstream's steps to the bit, switching, resuming, errors beforehand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.config.parse import load_config
+from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.csv_form import to_csv
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.training.validate import validate
+from tests.launch import run_ranks
+from tests.training.loop_cases import MODEL, TRAINING
+
+HERE = "tests.pipeline.execute.trainer_ranks"
+PLAIN = "--hidden-dropout 0 --attention-dropout 0"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+PP2 = "--pipeline-model-parallel-size 2 --eval-iters 1"
+VPP2 = f"{PP2} --virtual-pipeline-model-parallel-size 2"
+EXPERTS = (
+    "--family deepseek --num-moe-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid --moe-router-dtype fp32 "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 --mtp-num-layers 1"
+)
+OTHERS = {
+    "fp16": f"{PP2} --fp16 --initial-loss-scale 65536 --loss-scale-window 2",
+    "parameters gathered in forward": f"{VPP2} --bf16 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --align-param-gather",
+    "a loss per token": f"{VPP2} --calculate-per-token-loss",
+    "experts": f"{VPP2} {EXPERTS}",
+    "fp8": f"{PP2} --bf16 --fp8-recipe tensorwise",
+    "the output layer's gradient put off": f"{PP2} --defer-embedding-wgrad-compute "
+    "--gradient-accumulation-fusion",
+    "uneven stages": f"{PP2} --pipeline-model-parallel-layout 2,1,1,0",
+}
+
+
+@pytest.mark.daily
+def test_steps_are_upstreams_to_the_bit(tmp_path: Path) -> None:
+    flags = {}
+    for name, given in OTHERS.items():
+        flags[name] = f"{PLAIN} {given}"
+        for schedule in ("breadth_first", "zb_h1"):
+            flags[f"{name} {schedule}"] = f"{PLAIN} {given} --pipeline-schedule {schedule}"
+    for found in run_ranks(2, f"{HERE}:runs", str(tmp_path), flags, timeout=300):
+        assert {name: result["error"] for name, result in found.items() if result["error"]} == {}
+        for name in OTHERS:
+            for schedule in ("breadth_first", "zb_h1"):
+                assert found[f"{name} {schedule}"] == found[name], (name, schedule)
+
+
+@pytest.mark.daily
+def test_packed_documents_are_upstreams_to_the_bit() -> None:
+    for upstream, *others in run_ranks(2, f"{HERE}:packed", ["1f1b", "breadth_first", "zb_h1"]):
+        assert upstream["packed"] != upstream["not reset"]
+        assert all(other == upstream for other in others)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "mine.csv").write_text(to_csv(generate("depth_first", ranks=2, chunks=2, microbatches=4)))
+    loop = f"{PLAIN} {VPP2} --clip-grad 0"
+    flags = {
+        "upstream": f"{loop} --save FOLDER/loop --save-interval 3",
+        "named": f"{loop} --pipeline-schedule interleaved",
+        "file": f"{loop} --pipeline-schedule FOLDER/mine.csv",
+        # Another placement goes on from the third step.
+        "v": f"{loop} --pipeline-schedule zbv --resume FOLDER/loop/iter_0000003",
+        "dropped": f"{DROPOUT} {PP2} --pipeline-schedule zb_h1",
+        "dropped first": f"{DROPOUT} {PP2} --pipeline-schedule breadth_first --save FOLDER/d "
+        "--exit-interval 3",
+        "dropped second": f"{DROPOUT} {PP2} --pipeline-schedule zb_h1 --save FOLDER/d",
+        "dropped upstream": f"{DROPOUT} {PP2}",
+    }
+    first: dict[str, Any] = run_ranks(2, f"{HERE}:runs", str(folder), flags, timeout=200)[0]
+    assert {name: result["error"] for name, result in first.items() if result["error"]} == {}
+    return first
+
+
+def test_a_file_and_a_name_run_as_upstream_does(found: dict[str, Any]) -> None:
+    assert found["named"] == found["upstream"] == found["file"]
+    assert len(found["upstream"]["steps"]) == 6
+
+
+def test_a_v_goes_on_from_a_loops_checkpoint(found: dict[str, Any]) -> None:
+    """With the same losses, as nothing is clipped."""
+    steps, whole = found["v"]["steps"], found["upstream"]["steps"]
+    assert sorted(steps) == ["4", "5", "6"]
+    for step, (loss, norm, _) in steps.items():
+        assert loss == pytest.approx(whole[step][0], rel=1e-6)
+        assert norm == pytest.approx(whole[step][1], rel=1e-5)
+
+
+def test_schedules_change_between_runs_without_a_trace(found: dict[str, Any]) -> None:
+    """With dropout, a checkpoint in between and another schedule before it: the same steps to the bit."""
+    whole, first, second = (found[name]["steps"] for name in ("dropped", "dropped first", "dropped second"))
+    assert sorted(first) == ["1", "2", "3"] and sorted(second) == ["4", "5", "6"]
+    assert {**first, **second} == whole
+    assert found["dropped upstream"]["steps"] != whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{PP2} --pipeline-schedule zb_h2", r"expected one of auto, 1f1b, .* Did you mean zb_h1\?"),
+        ("--pipeline-schedule zb_h1", "zb_h1 with pipeline_model_parallel_size 1; expected a size above 1"),
+        ("--pipeline-schedule 1f1b", "1f1b with pipeline_model_parallel_size 1; expected a size above 1"),
+        (f"{PP2} --pipeline-schedule zbv", "1 model chunk.* expected 2, a way there and a way back"),
+        (f"{PP2} --pipeline-schedule interleaved", "one chunk per rank with interleaved"),
+        (f"{VPP2} --pipeline-schedule 1f1b", "2 chunks per rank with 1f1b"),
+        (f"{PP2} --pipeline-schedule hybrid", "hybrid without a number; expected hybrid:K, micro-batches"),
+        (f"{PP2} --pipeline-schedule hybrid:x", "expected hybrid:NUMBER"),
+        (f"{PP2} --pipeline-schedule hybrid:9", "groups of 9 micro-batches out of 4"),
+        (f"{PP2} --pipeline-schedule nowhere.csv", "nowhere.csv.*No such file"),
+        (f"{PP2} --pipeline-schedule FOLDER/bad.csv", "B of stage 0 is missing for micro-batch 3"),
+        (
+            f"{PP2} --pipeline-schedule FOLDER/short.csv",
+            "3 micro-batches; expected 2 ranks .* 4 micro-batches",
+        ),
+        (
+            f"{PP2} --pipeline-schedule zb_h1 --use-te-rng-tracker",
+            "with use_te_rng_tracker; expected it unset",
+        ),
+        (
+            f"{VPP2} --pipeline-schedule dualpipev --rampup-batch-size 4 4 100",
+            "a step of 2 micro-batches: .*expected at least 4",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_before_the_start(tmp_path: Path, flags: str, expected: str) -> None:
+    made = generate("1f1b", ranks=2, microbatches=4)
+    lines = to_csv(made).splitlines()
+    (tmp_path / "bad.csv").write_text("\n".join([lines[0].removesuffix(",0B3"), *lines[1:]]) + "\n")
+    (tmp_path / "short.csv").write_text(to_csv(generate("1f1b", ranks=2, microbatches=3)))
+    config = load_config(f"{MODEL} {TRAINING} {flags}".replace("FOLDER", str(tmp_path)).split())
+    with pytest.raises(ConfigError) as error:
+        validate(config, world_size=2)
+    assert re.search(expected, str(error.value), re.DOTALL), error.value
+    # The tracker alone is refused elsewhere too, without Transformer Engine.
+    assert ("1 problem:" in str(error.value)) != ("use-te-rng-tracker" in flags), error.value
+
+
+def test_more_micro_batch_counts_than_upstreams() -> None:
+    """Interleaved wants a multiple of the ranks; the schedules that do not, run with any number."""
+    flags = f"{MODEL} {TRAINING} {VPP2} --global-batch-size 6"
+    with pytest.raises(ConfigError, match="take --pipeline-schedule depth_first"):
+        validate(load_config(flags.split()), world_size=2)
+    validate(load_config(f"{flags} --pipeline-schedule depth_first".split()), world_size=2)
