@@ -7,5 +7,6 @@ reduction        when the data-parallel reduction of a stage starts
 random_states    random numbers keyed by stage and micro-batch
 transport        the interface of channels between ranks
 collective       channels over ``torch.distributed``
+step_times       when actions begin and end on this rank
 transfer_events  events of transfers for MegaScan
 """

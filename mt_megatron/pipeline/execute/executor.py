@@ -28,6 +28,7 @@ from mt_megatron.pipeline.actions import (
 )
 from mt_megatron.pipeline.execute.random_states import KeyedRandom
 from mt_megatron.pipeline.execute.reduction import Reduction
+from mt_megatron.pipeline.execute.step_times import StepTimes
 from mt_megatron.pipeline.execute.transfer_events import TransferEvents, receiver_stage
 from mt_megatron.pipeline.execute.transport import (
     BACKWARD,
@@ -59,13 +60,17 @@ class StepCall:
 class StepRun:
     """``schedule``, lowered and checked, for one step on this rank. Used once."""
 
-    def __init__(self, schedule: Schedule, call: StepCall, transport: Transport) -> None:
+    def __init__(
+        self, schedule: Schedule, call: StepCall, transport: Transport, times: StepTimes | None = None
+    ) -> None:
+        """``times``: where to mark when actions begin and end."""
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.utils import get_model_config, get_model_type
 
         self._call = call
         self._transport = transport
+        self._times = times
         self._schedules: Any = schedules
         self._state: Any = parallel_state
         self._placement: Placement = schedule.placement
@@ -152,6 +157,7 @@ class StepRun:
         chunk = self._at(action)
         self._parameters.before_forward(chunk)
         splits = (stage, microbatch) in self._splits
+        begin = None if self._times is None else self._times.begins(action)
         with finding_shared_weights() if splits else nullcontext():
             output, tokens = self._schedules.forward_step(
                 self._call.forward_step_func,
@@ -169,6 +175,8 @@ class StepRun:
                 current_microbatch=microbatch,
             )
         self._tokens += tokens.item()
+        if self._times is not None:
+            self._times.computed(action, begin)
         if not self._call.forward_only:
             self._held[stage, microbatch] = given, output
             if self._shape is None:
@@ -187,12 +195,15 @@ class StepRun:
         given, output = self._held.pop(at)
         self._at(action)
         step = self._schedules.backward_step
+        begin = None if self._times is None else self._times.begins(action)
         if at in self._splits:
             with deferred_wgrad(DeferredWgrad()) as queue:
                 gradient = step(given, output, gradient, self._model_type, self._config)
             self._queues[at] = queue
         else:
             gradient = step(given, output, gradient, self._model_type, self._config)
+        if self._times is not None:
+            self._times.computed(action, begin)
         self._recomputed_fully.pop(at, None)
         if given is None:
             return
@@ -208,11 +219,14 @@ class StepRun:
         queue = self._queues.pop((action.stage, action.microbatch))
         chunk = self._at(action)
         where = {"microbatch": action.microbatch, "chunk": chunk}
+        begin = None if self._times is None else self._times.begins(action)
         with (
             events.span("microbatch", direction="backward", **where),
             events.span("backward", **where),
         ):
             queue.flush(len(queue))
+        if self._times is not None:
+            self._times.computed(action, begin)
 
     def _receive(self, action: Action) -> None:
         if action in self._receiving:
@@ -232,6 +246,8 @@ class StepRun:
         tensor = self._outgoing.pop(action)
         with_shape = action.kind is Kind.SEND_F and self._shape is None
         edge = self._edge(action)
+        if self._times is not None:
+            self._times.sent(action)
         with self._events.send(action, tensor.nbytes):
             sending = self._transport.post_send(edge, tensor, with_shape=with_shape)
         self._last_sent[edge] = action, sending
@@ -259,6 +275,8 @@ class StepRun:
         self._transport.finish()
         if self._random is not None:
             self._random.leave()
+        if self._times is not None:
+            self._times.end()
 
     def _undo(self) -> None:
         for queue in self._queues.values():
@@ -288,8 +306,11 @@ class StepRun:
         if awaited is None:
             return local.pop((action.stage, action.microbatch))
         self._receive(awaited)
+        begin = None if self._times is None else self._times.mark()
         with self._events.receive(awaited, self._size(self._shape), "wait"):
             found = self._receiving.pop(awaited).wait()
+        if self._times is not None:
+            self._times.waited(awaited, begin)
         if action.kind is Kind.F:
             return found.requires_grad_()
         # The answer to what was sent forward: that has arrived, and its memory can go.

@@ -23,6 +23,7 @@ from mt_megatron.pipeline.actions import Schedule, lowered
 from mt_megatron.pipeline.execute.collective import CollectiveTransport
 from mt_megatron.pipeline.execute.executor import StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
+from mt_megatron.pipeline.execute.step_times import StepTimes
 from mt_megatron.pipeline.execute.transport import Transport
 from mt_megatron.pipeline.validate import check
 
@@ -42,6 +43,21 @@ class NeedsPipeline(Protocol):
 
     def require_pipeline(self) -> None:
         """Raise ConfigError: there is one pipeline rank."""
+
+
+@runtime_checkable
+class Watches(Protocol):
+    """A source that wants to know how long its steps take."""
+
+    def begin_step(self, schedule: Schedule) -> StepTimes | None:
+        """Where to mark the training step that begins, which runs ``schedule``; None: nowhere."""
+
+    def end_step(self, schedule: Schedule, times: StepTimes) -> None:
+        """That step is over."""
+
+    def leaves_to_upstream(self, error: ConfigError) -> bool:
+        """Whether a step that cannot be run, because of ``error``, and all later ones are left to
+        Megatron-Core's own schedule."""
 
 
 MakeTransport = Callable[[Any, torch.device], Transport]
@@ -120,13 +136,8 @@ def forward_backward(
     Raises ConfigError, before anything is sent, for a schedule that is invalid, does not fit the process
     groups or the number of micro-batches, and for what cannot be executed.
     """
-    schedule = _chosen(num_microbatches, forward_only)
-    if schedule is None:
-        if stage_order.is_v():
-            raise ConfigError(
-                "found stages laid out as a V and a step left to Megatron-Core's own schedules, which do not "
-                "know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
-            )
+
+    def left_to_upstream() -> list[Any]:
         return upstream(
             forward_step_func=forward_step_func,
             data_iterator=data_iterator,
@@ -139,6 +150,15 @@ def forward_backward(
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
+
+    schedule = _chosen(num_microbatches, forward_only)
+    if schedule is None:
+        if stage_order.is_v():
+            raise ConfigError(
+                "found stages laid out as a V and a step left to Megatron-Core's own schedules, which do not "
+                "know it; expected a schedule over the V. Take zbv or dualpipev for all steps"
+            )
+        return left_to_upstream()
     call = StepCall(
         forward_step_func=forward_step_func,
         batches=list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator],  # type: ignore[list-item]
@@ -150,8 +170,19 @@ def forward_backward(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
     )
-    require_fit(schedule, call, decoder_seq_length)
-    return StepRun(_with_transfers(schedule), call, _transport_of_pipeline()).run()
+    watch = _source if isinstance(_source, Watches) else None
+    try:
+        require_fit(schedule, call, decoder_seq_length)
+        times = None if watch is None or forward_only else watch.begin_step(schedule)
+        run = StepRun(_with_transfers(schedule), call, _transport_of_pipeline(), times)
+    except ConfigError as error:
+        if watch is not None and watch.leaves_to_upstream(error):
+            return left_to_upstream()
+        raise
+    reports = run.run()
+    if watch is not None and times is not None:
+        watch.end_step(schedule, times)
+    return reports
 
 
 def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:

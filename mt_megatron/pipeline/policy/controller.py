@@ -5,6 +5,7 @@ Nothing here knows of processes. Ranks that are given the same numbers propose t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from .candidates import Candidate, default_of
 from .decide import Decision, decide
 from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
 from .smoothing import Smoothed
+
+MEMORY_SHARE = 0.95
+"""Part of the device's memory that a schedule may be predicted to fill; the rest is other libraries' and the
+allocator's own."""
 
 FIRST_NOISE = 0.05
 """Spread of step times, as a part of them, until two have been compared: that of a loaded machine."""
@@ -39,6 +44,13 @@ REVIEW = 50
 
 OUTCOME = 10
 """Steps after a switch over which the gain is measured, and before it at most."""
+
+_MESSAGE = 1.0
+"""Size of a message: bandwidths are in messages per second, as nothing depends on bytes."""
+
+MOST_AHEAD = 8
+"""Computations by which a receive is made ready before it is needed, at most: each holds the buffer of one
+message."""
 
 _COMPUTE_FLOOR = 0.02
 """Usual spread of a stage's time between steps, as a part of it: smaller deviations are no jump."""
@@ -90,21 +102,18 @@ class Controller:
         microbatches: int,
         *,
         cap: Sequence[float] | None = None,
-        activation: Sequence[float] | None = None,
-        message: float = 1.0,
-        weight_share: float = 1.0,
+        cap_is_given: bool = True,
         splits: bool = True,
     ) -> None:
-        """``cap``: memory that each rank may hold, [ranks], in the unit of ``activation`` (of each stage,
-        [stages]; None: 1 each). ``message``: bytes between two stages. ``weight_share``: part of an activation
-        that is kept from B to W. ``splits``: weight gradients can be deferred. Raises ConfigError where no
+        """``cap``: activations (micro-batches of one chunk) that each rank may keep, [ranks]; None: no limit.
+        ``cap_is_given``: it holds for ever; otherwise until the device has said how much memory there is and
+        how much an activation takes. ``splits``: weight gradients can be deferred. Raises ConfigError where no
         schedule fits the cap."""
         self.placement, self.microbatches = placement, microbatches
         self.cap = None if cap is None else tuple(cap)
         self.splits = splits
-        self._message = message
-        self._activation = list(activation) if activation is not None else [1.0] * placement.stages
-        self._weight_share = weight_share
+        self._cap_is_given = cap_is_given
+        self._activation = [1.0] * placement.stages
         stages = range(placement.stages)
         self._forward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
         self._backward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
@@ -113,6 +122,8 @@ class Controller:
         self._delay: dict[Edge, Smoothed] = {}
         self._wire: dict[Edge, Smoothed] = {}
         self._static = [0.0] * placement.ranks
+        self._expected = [0.0] * placement.ranks
+        """Activations at most of all schedules that have run, in bytes."""
         self._headroom: float | None = None
         self._bias: dict[str, float] = {}
         self._residuals: deque[float] = deque(maxlen=WINDOW)
@@ -146,19 +157,30 @@ class Controller:
         for edge, time in measured.edges.items():
             self._delay.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.delay)
             self._wire.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.wire)
-        if measured.memory is not None and self.cap is not None:
-            self._take_memory(measured.memory)
+        if measured.memory is not None and not self._cap_is_given:
+            self._take_memory(measured)
         if self._is_known():
             self._compare(measured)
         return self._outcome(measured)
 
-    def _take_memory(self, memory: Sequence[float]) -> None:
+    def _take_memory(self, measured: Measured) -> None:
+        """Take the cap from the device: bytes instead of numbers of activations."""
+        memory, activation, capacity = measured.memory, measured.activation, measured.capacity
+        assert memory is not None and activation is not None and capacity is not None
+        if self.cap is None or self._activation == [1.0] * self.placement.stages:
+            self._activation = list(activation)
+        self._activation = [max(each) for each in zip(self._activation, activation, strict=True)]
+        self.cap = tuple(MEMORY_SHARE * each for each in capacity)
+        self._static = [0.0] * self.placement.ranks
         peaks = self.current.peaks(self._costs_of_ones())
-        for rank, (found, expected) in enumerate(zip(memory, peaks, strict=True)):
-            self._static[rank] = max(0.0, found - expected)
-        assert self.cap is not None
+        # What is held at most was held under whichever schedule kept most.
+        self._expected = [max(each) for each in zip(self._expected, peaks, strict=True)]
+        self._static = [
+            max(0.0, found - most) for found, most in zip(memory, self._expected, strict=True)
+        ]
         self._headroom = min(
-            (most - found) / most for found, most in zip(memory, self.cap, strict=True)
+            (most - static - peak) / most
+            for most, static, peak in zip(self.cap, self._static, peaks, strict=True)
         )
 
     def _compare(self, measured: Measured) -> None:
@@ -194,14 +216,21 @@ class Controller:
             predicted_gain=trial.decision.gain,
         )
 
+    def learn_from(self, other: Controller) -> None:
+        """Take over what ``other`` measured: of the same placement, with another number of micro-batches."""
+        for name in ("_forward", "_backward", "_input", "_weight", "_delay", "_wire", "_bias", "_residuals"):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+        if not self._cap_is_given:
+            self.cap, self._activation, self._static = other.cap, other._activation, other._static
+
     # -- what goes out
 
     def situation(self) -> Situation:
-        """Inputs of a decision now."""
+        """Inputs of a decision now; of ones where nothing has been measured."""
         return Situation(
             placement=self.placement,
             microbatches=self.microbatches,
-            costs=self._costs(),
+            costs=self._costs() if self._is_known() else self._costs_of_ones(),
             cap=self.cap,
             headroom=self._headroom,
         )
@@ -213,6 +242,16 @@ class Controller:
         # Of a mean absolute deviation: 1.25 of them are a standard deviation where values are normal.
         deviation = 1.25 * sum(map(abs, self._residuals)) / len(self._residuals)
         return GAIN_TO_NOISE * deviation / math.sqrt(len(self._residuals))
+
+    def ahead(self) -> int:
+        """Computations before the one that needs it by which a receive is made ready: the word of it must
+        travel to the sender before the message can."""
+        situation = self.situation()
+        delays = [situation.delay(edge) for edge in situation.edges()]
+        unit = _mean_forward(situation) / self.placement.chunks
+        if not self._is_known() or not delays:
+            return 1
+        return min(MOST_AHEAD, 1 + math.ceil(2 * max(delays) / unit))
 
     def propose(self) -> Decision | None:
         """A decision, if something changed since the last one; the caller runs ``adopt`` once all ranks agree.
@@ -296,7 +335,7 @@ class Controller:
             time = (of.edges.get(edge) if of else None) or EdgeTime(
                 delay=delay.mean, wire=self._wire[edge].mean
             )
-            links[edge] = link_of(time, self._message)
+            links[edge] = link_of(time, _MESSAGE)
         static = [0.0] * self.placement.stages
         for rank, kept in enumerate(self._static):
             static[self.placement.stage(rank, 0)] = kept
@@ -305,11 +344,10 @@ class Controller:
             backward=whole,
             weight=weight if self.splits else None,
             input=part if self.splits else None,
-            message=self._message,
+            message=_MESSAGE,
             link=Link(),
             links=links,
             activation=self._activation,
-            weight_share=self._weight_share,
             static=static,
         )
 
@@ -318,7 +356,6 @@ class Controller:
         return Costs(
             weight=2.0 * WEIGHT_SHARE if self.splits else None,
             activation=self._activation,
-            weight_share=self._weight_share,
         )
 
 

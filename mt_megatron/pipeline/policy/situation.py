@@ -47,7 +47,13 @@ class Measured:
     """By sending and receiving rank; an edge that carried nothing is missing."""
 
     memory: Sequence[float] | None = None
-    """Bytes that each rank held at most, [ranks]; None where the device does not say."""
+    """Bytes that each rank has held at most so far, [ranks]; None where the device does not say."""
+
+    activation: Sequence[float] | None = None
+    """Bytes that an F leaves behind for its B, [stages]; None where the device does not say."""
+
+    capacity: Sequence[float] | None = None
+    """Bytes that each rank's device has, [ranks]."""
 
 
 @dataclass(frozen=True, kw_only=True)

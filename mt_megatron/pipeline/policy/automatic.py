@@ -1,0 +1,259 @@
+"""``--pipeline-schedule auto`` while training: measures each step, and switches all ranks together.
+
+At the end of a training step each rank starts one sum over all ranks of what it measured (``exchange``), beside the
+optimizer; at the begin of the next step it waits for it, and every rank makes the same decision from the same
+numbers. Before a switch the ranks compare what they decided, by one more sum of two integers: if one differs, all
+keep the schedule that they have. Nothing else is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...backends.current import current_backend
+from ...errors import ConfigError
+from ...parallel import stage_order
+from ..actions import Placement, Schedule, Style, lowered
+from ..execute.step_times import StepTimes
+from ..forward_only import forward_only as forward_only_schedule
+from ..simulate.costs import Costs
+from .candidates import Candidate, default_of
+from .controller import Controller, Outcome
+from .decision_log import FILE, DecisionLog
+from .exchange import Vector, watched
+
+EXTRA = 2
+"""Activations of a rank's layers above those of Megatron-Core's own schedule that a rank may keep where neither the
+user nor the device says how many: enough for a delay of about one forward, little beside the rest."""
+
+
+def automatic(*, ranks: int, chunks: int, cap: int | None = None) -> Automatic:
+    """What ``set_pipeline_schedule`` takes for ``auto``. ``cap``: activations (micro-batches of one chunk) that
+    every rank may keep."""
+    style = Style.V if stage_order.is_v() else Style.LOOP
+    return Automatic(Placement(ranks, chunks, style), cap)
+
+
+def controller(placement: Placement, microbatches: int, cap: int | None) -> Controller:
+    """The policy before anything is measured. ``cap`` as in ``automatic``; None: what Megatron-Core's own schedule
+    keeps and ``EXTRA`` more, until the device says how much memory there is. Raises ConfigError where no schedule
+    fits."""
+    if cap is not None:
+        caps = (float(cap),) * placement.ranks
+    else:
+        most = max(default_of(placement, microbatches).peaks(Costs()))
+        caps = (most + EXTRA * placement.chunks,) * placement.ranks
+    return Controller(placement, microbatches, cap=caps, cap_is_given=cap is not None)
+
+
+class Automatic:
+    """A source of schedules that adapts. Every rank of the job has one; calls come in the same order."""
+
+    def __init__(self, placement: Placement, cap: int | None = None) -> None:
+        self.placement = placement
+        self.reductions = 0
+        """Sums over all ranks so far: one a step, and one a switch."""
+        self._cap = cap
+        self._first = self._step = 0
+        self._log = DecisionLog(None)
+        self._say: Callable[[str], None] = _to_standard_error
+        self._given_up = False
+        self._pipelines: dict[int, _Pipeline] = {}
+        """By micro-batches of a step."""
+        self._unread: tuple[int, _Pipeline, Vector, StepTimes] | None = None
+        """Times of a step that no sum has taken up yet."""
+        self._sum: tuple[int, _Pipeline, Vector, _Sum] | None = None
+
+    def begin_at(self, step: int, *, folder: Path | None, say: Callable[[str], None]) -> None:
+        """The next training step follows ``step`` others; rank 0 writes its decisions into ``folder`` (None:
+        nowhere) and ``say`` takes lines for the user. Without it steps count from 0 and lines go to standard
+        error."""
+        self._first, self._say = step, say
+        if dist.get_rank() == 0:
+            self._log = DecisionLog(None if folder is None else folder / FILE)
+
+    @property
+    def decision_seconds(self) -> float:
+        """Seconds that decisions took on this rank so far."""
+        return sum(each.decision_seconds for each in self._pipelines.values())
+
+    # -- as a source of schedules
+
+    def __call__(self, step: int, microbatches: int, forward_only: bool) -> Schedule | None:
+        """The schedule of one step, with its transfers; None where steps are left to Megatron-Core."""
+        if self._given_up:
+            return None
+        if forward_only:
+            return forward_only_schedule(self.placement, microbatches)
+        self._step = self._first + step
+        self._take_in()
+        current = self._pipelines.get(microbatches)
+        if current is None:
+            current = self._begin(microbatches)
+        self._decide(current)
+        return current.running()[0]
+
+    def begin_step(self, schedule: Schedule) -> StepTimes | None:
+        """Marks of the step that begins."""
+        return StepTimes(current_backend())
+
+    def end_step(self, schedule: Schedule, times: StepTimes) -> None:
+        """Tell the other ranks: now, beside the optimizer, or after the next step has begun on a device that
+        queues its work."""
+        current = self._pipelines[schedule.microbatches]
+        self._unread = self._step, current, current.running()[1], times
+        self._tell()
+
+    def leaves_to_upstream(self, error: ConfigError) -> bool:
+        """Give up: the model, or its settings, cannot run on a schedule of ours."""
+        self._given_up = True
+        if dist.get_rank() == 0:
+            self._say(f"pipeline schedule auto: Megatron-Core's own schedule runs: {error}")
+            self._log.note(self._step, f"Megatron-Core's own schedule runs: {error}")
+        return True
+
+    # -- a step's measurements
+
+    def _take_in(self) -> None:
+        if self._sum is not None:
+            step, current, vector, pending = self._sum
+            self._sum = None
+            measured = vector.unpack(pending.wait(), step)
+            if measured is not None:
+                self._report(current.control.observe(measured))
+        if self._unread is not None:
+            current_backend().synchronize()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Start the sum, if the times can be read."""
+        if self._unread is None:
+            return
+        step, current, vector, times = self._unread
+        read = times.read()
+        if read is None:
+            return
+        rank, pipeline, tells = _place()
+        values = vector.pack(read, rank, pipeline) if tells else [0] * len(vector)
+        self._unread, self._sum = None, (step, current, vector, _Sum(values))
+        self.reductions += 1
+
+    def _report(self, outcome: Outcome | None) -> None:
+        if outcome is None or dist.get_rank() != 0:
+            return
+        self._log.outcome(self._step, outcome)
+        self._say(
+            f"pipeline schedule auto: the switch before step {outcome.decided_at + 1} saved {outcome.gain:.1%} "
+            f"of a step ({outcome.predicted_gain:.1%} predicted)"
+        )
+
+    # -- decisions
+
+    def _begin(self, microbatches: int) -> _Pipeline:
+        """Steps of another number of micro-batches: what was measured on others holds on."""
+        from megatron.core import parallel_state
+
+        control = controller(self.placement, microbatches, self._cap)
+        if self._pipelines:
+            control.learn_from(next(reversed(self._pipelines.values())).control)
+        pipelines = parallel_state.get_data_parallel_world_size()
+        self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
+        if dist.get_rank() == 0:
+            self._log.start(self._step, control, pipelines=pipelines)
+            self._say(
+                f"pipeline schedule auto: {control.current.label} to begin with, {microbatches} micro-batches; "
+                "measured times decide from the second step on"
+            )
+        return made
+
+    def _decide(self, current: _Pipeline) -> None:
+        control = current.control
+        begin = time.perf_counter()
+        situation, noise, decision = control.situation(), control.noise(), control.propose()
+        took = time.perf_counter() - begin
+        if decision is None:
+            return
+        current.decision_seconds += took
+        is_main = dist.get_rank() == 0
+        if decision.switches and not self._all_agree(decision.chosen.schedule):
+            # Every rank knows it: the sums are the same everywhere.
+            if is_main:
+                self._say("pipeline schedule auto: ranks decided differently; the schedule stays")
+                self._log.note(self._step, "ranks decided differently; the schedule stays")
+            return
+        self._report(control.adopt(decision))
+        if not is_main:
+            return
+        self._log.decision(self._step, decision, situation, noise=noise, seconds=took)
+        if decision.switches:
+            self._say(
+                f"pipeline schedule auto: {decision.chosen.label} from step {self._step + 1} on, predicted to "
+                f"save {decision.gain:.1%} of a step: {decision.reason}"
+            )
+
+    def _all_agree(self, schedule: Schedule) -> bool:
+        """Whether all ranks chose ``schedule``: the sum and the sum of squares of a digest are those of equal
+        numbers only if all are equal."""
+        text = repr([[str(action) for action in rank] for rank in schedule.ranks]).encode()
+        own = int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big")
+        self.reductions += 1
+        world = dist.get_world_size()
+        return _Sum([own, own * own]).wait() == [world * own, world * own * own]
+
+
+class _Pipeline:
+    """A controller, and the schedule that it has chosen, ready to run and to be measured."""
+
+    def __init__(self, control: Controller, pipelines: int) -> None:
+        self.control = control
+        self.decision_seconds = 0.0
+        self._pipelines = pipelines
+        self._running: tuple[Candidate, Schedule, Vector] | None = None
+
+    def running(self) -> tuple[Schedule, Vector]:
+        """The schedule with its transfers, and where its measurements go."""
+        chosen = self.control.current
+        if self._running is None or self._running[0] is not chosen:
+            watch = watched(chosen.program, self.control.situation().costs)
+            vector = Vector(chosen.schedule, watch, self._pipelines)
+            self._running = chosen, lowered(chosen.schedule, ahead=self.control.ahead()), vector
+        return self._running[1:]
+
+
+class _Sum:
+    """A sum of integers over all ranks that goes on in the background."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        # Of integers: the same bits on every rank, in whatever order they are added.
+        self._tensor = torch.tensor(values, dtype=torch.int64, device=current_backend().device())
+        self._work: Any = dist.all_reduce(self._tensor, async_op=True)
+
+    def wait(self) -> list[int]:
+        self._work.wait()
+        found: list[int] = self._tensor.tolist()
+        return found
+
+
+def _place() -> tuple[int, int, bool]:
+    """Pipeline rank, pipeline, and whether this rank tells what it measured: of ranks that share a stage of a
+    pipeline (tensor and context parallel) the first."""
+    from megatron.core import parallel_state
+
+    first = not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank())
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        first,
+    )
+
+
+def _to_standard_error(text: str) -> None:
+    print(f"mt-megatron: {text}", file=sys.stderr, flush=True)

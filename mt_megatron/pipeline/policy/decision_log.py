@@ -1,0 +1,153 @@
+"""Decisions of a run as JSON lines, and what reads them.
+
+One record a line: ``start`` (placement, caps, the step a process begins with), ``decision`` (inputs, predictions,
+reason, whether it switched) and ``outcome`` (what a switch brought). A process that resumes appends: records of
+steps that it repeats follow those of the first time, and ``records`` leaves the older ones out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from .controller import Controller, Outcome
+from .decide import Decision
+from .situation import Situation
+
+FILE = "pipeline-policy.jsonl"
+"""Name of the log in the run's folder."""
+
+
+class DecisionLog:
+    """Writer of one process's records; with no path it writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def start(self, step: int, control: Controller, *, pipelines: int) -> None:
+        """A controller begins with ``step``."""
+        placement = control.placement
+        self._write(
+            {
+                "record": "start",
+                "step": step,
+                "ranks": placement.ranks,
+                "chunks": placement.chunks,
+                "style": placement.style.value,
+                "microbatches": control.microbatches,
+                "pipelines": pipelines,
+                "cap": control.cap,
+                "schedule": control.current.label,
+            }
+        )
+
+    def decision(
+        self, step: int, decision: Decision, situation: Situation, *, noise: float, seconds: float
+    ) -> None:
+        """A decision for the steps from ``step`` on, which took ``seconds`` to make."""
+        costs = situation.costs
+        slow = decision.slow_edge
+        self._write(
+            {
+                "record": "decision",
+                "step": step,
+                "switched": decision.switches,
+                "from": decision.before.label,
+                "to": decision.chosen.label,
+                "reason": decision.reason,
+                "pressure": decision.pressure,
+                "predicted_seconds": decision.seconds,
+                "predicted_seconds_before": decision.seconds_before,
+                "predicted_gain": decision.gain,
+                "noise": noise,
+                "slow_edge": None if slow is None else [*slow[0], slow[1]],
+                "inputs": {
+                    "forward": costs.forward,
+                    "backward": costs.backward,
+                    "input": costs.input,
+                    "weight": costs.weight,
+                    "delays": [[*edge, situation.delay(edge)] for edge in situation.edges()],
+                    "bandwidth_limited": [
+                        [*edge, link.bandwidth]
+                        for edge, link in sorted(costs.links.items())
+                        if link.bandwidth != float("inf")
+                    ],
+                    "headroom": situation.headroom,
+                },
+                "considered": dict(decision.predicted),
+                "past_the_cap": list(decision.too_large),
+                "seconds_to_decide": seconds,
+            }
+        )
+
+    def outcome(self, step: int, outcome: Outcome) -> None:
+        """What the switch of ``outcome.decided_at`` brought, known at ``step``."""
+        self._write(
+            {
+                "record": "outcome",
+                "step": step,
+                "decision": outcome.decided_at,
+                "steps": outcome.steps,
+                "seconds_before": outcome.seconds_before,
+                "seconds": outcome.seconds,
+                "predicted_gain": outcome.predicted_gain,
+                "gain": outcome.gain,
+            }
+        )
+
+    def note(self, step: int, text: str) -> None:
+        """Something else that a reader must know."""
+        self._write({"record": "note", "step": step, "text": text})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        # One write of a whole line: a process that is killed leaves no half of a record before others.
+        line = (json.dumps(record) + "\n").encode()
+        number = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(number, line)
+        finally:
+            os.close(number)
+
+
+def find(run: Path) -> Path:
+    """The log of ``run``, a file or the folder of a run. Raises ConfigError where there is none."""
+    if run.is_file():
+        return run
+    found = sorted(run.rglob(FILE)) if run.is_dir() else []
+    if not found:
+        raise ConfigError(
+            f"found no {FILE} at {run}; expected the folder of a run with --pipeline-schedule auto, or the file"
+        )
+    return found[0]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Records of a log in the order of their steps; of steps that a resumed process repeated, the later ones. A
+    last line that is cut short is left out. Raises ConfigError for a file that is no log."""
+    found: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            kind, step = record["record"], record["step"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                continue
+            raise ConfigError(
+                f"{path}:{number}: found no record of a decision; expected the log of a run with "
+                "--pipeline-schedule auto"
+            ) from None
+        if kind == "start":
+            found = [each for each in found if each["step"] < step]
+        found.append(record)
+    return found
