@@ -97,6 +97,7 @@ class Pipeline:
             **{
                 "num_layers": layers,
                 "virtual_pipeline_model_parallel_size": count,
+                "context_parallel_size": parallel_state.get_context_parallel_world_size(),
                 "bf16": bf16,
                 "params_dtype": dtype,
                 "pipeline_dtype": dtype,
@@ -164,8 +165,10 @@ class Pipeline:
         return found
 
     def batches(self, count: int) -> list[dict[str, torch.Tensor]]:
-        """Micro-batches with a random loss mask each, of this data-parallel rank."""
+        """Micro-batches with a random loss mask each: what this rank has of its data-parallel rank's."""
         from megatron.core import parallel_state
+
+        from mt_megatron.parallel.context_parallel import part_of_sequence
 
         rank, found = parallel_state.get_data_parallel_rank(), []
         for index in range(count):
@@ -173,6 +176,12 @@ class Pipeline:
             data = small_gpt.batch(seed)
             generator = torch.Generator().manual_seed(1000 + seed)
             data["mask"] = (torch.rand(BATCH, SEQUENCE, generator=generator) > 0.3).float()
+            size, part = (
+                parallel_state.get_context_parallel_world_size(),
+                parallel_state.get_context_parallel_rank(),
+            )
+            if size > 1:
+                data = {name: part_of_sequence(value, 1, part, size) for name, value in data.items()}
             found.append(data)
         return found
 
