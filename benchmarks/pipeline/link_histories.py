@@ -2,11 +2,11 @@
 
 Two mechanisms, so that what is tuned on one is judged on the other:
 
-``dwell``: exactly one edge is slow; after a fixed number of steps the slowness moves at once to another edge.
-``markov``: slowness comes and goes by chance, ramps up and down over some steps, and meets an edge drawn anew.
+``dwell``: exactly one edge is slow; after a fixed number of steps the slowness moves at once to another
+edge. ``markov``: slowness comes and goes by chance, ramps up and down over some steps, and meets an edge
+drawn anew.
 
-Times are in units of the mean forward of a rank, F. Delays hold for both directions of an edge.
-"""
+Times are in units of the mean forward of a rank, F. Delays hold for both directions of an edge."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ class History:
             forward=forward, backward=backward, weight=weight, link=Link(latency=HEALTHY), links=links
         )
 
-    def measured(self, placement: Placement, costs: Costs, step: int, seconds: float, split: bool) -> Measured:
+    def measured(
+        self, placement: Placement, costs: Costs, step: int, seconds: float, split: bool
+    ) -> Measured:
         """What the ranks measure of a step that took ``seconds``: means over micro-batches, and of each edge
         half of the round trip."""
         noise = self.noise[step]
@@ -147,9 +149,7 @@ def draw(mechanism: str, seed: int, *, ranks: int, microbatches: int, steps: int
     level = (_dwell if mechanism == "dwell" else _markov)(made, ranks - 1, steps)
     for step in np.flatnonzero(made.random(steps) < HICCUP):
         level[step, made.integers(ranks - 1)] = 1.0
-    delays, back = (
-        HEALTHY + delay * level * made.lognormal(0, DELAY_JITTER, level.shape) for _ in range(2)
-    )
+    delays, back = (HEALTHY + delay * level * made.lognormal(0, DELAY_JITTER, level.shape) for _ in range(2))
     noise = made.standard_normal((steps, 4, ranks))
     return History(
         ranks, microbatches, parts, backward, weight, rank_jitter, pass_jitter, delays, back, noise

@@ -1,15 +1,14 @@
 """What the policy brings against the best static schedule, simulated: 8 stages, one slow link that moves.
 
-    python benchmarks/pipeline/policy_gain.py tune            # histories of ``dwell``
-    python benchmarks/pipeline/policy_gain.py judge --record  # histories of ``markov``, once
+python benchmarks/pipeline/policy_gain.py tune            # histories of ``dwell`` python
+benchmarks/pipeline/policy_gain.py judge --record  # histories of ``markov``, once
 
-For each number of micro-batches and each delay of the slow link: the gain in steps per second of the policy over
-the one static schedule that is best on average over all the histories, with hindsight, under the same memory
-cap (1F1B's activations and 2 more on every rank). Static schedules are all named ones of every placement that
-fit, and list schedules that were made without knowledge of the slow link: for healthy links, and for links
-that are all equally slow. The policy stays within one placement, sees measured times alone,
-and what it decides on the measurements of a step runs from the second step after it on.
-"""
+For each number of micro-batches and each delay of the slow link: the gain in steps per second of the policy
+over the one static schedule that is best on average over all the histories, with hindsight, under the same
+memory cap (1F1B's activations and 2 more on every rank). Static schedules are all named ones of every
+placement that fit, and list schedules that were made without knowledge of the slow link: for healthy links,
+and for links that are all equally slow. The policy stays within one placement, sees measured times alone,
+and what it decides on the measurements of a step runs from the second step after it on."""
 
 from __future__ import annotations
 
@@ -104,15 +103,15 @@ def statics(ranks: int, microbatches: int) -> tuple[Static, ...]:
         for delay in (HEALTHY, *sorted({delay * part for delay in DELAYS for part in (1 / 7, 0.25, 0.5, 1)})):
             costs, healthy = uniform(placement, delay), delay == HEALTHY
             words = "for healthy links" if healthy else f"for {delay:.2g} F on every link"
-            for rule in (rule for split in (True, False) for rule in rules(placement, microbatches, split=split)):
+            for rule in (
+                rule for split in (True, False) for rule in rules(placement, microbatches, split=split)
+            ):
                 try:
                     found = list_schedule(placement, microbatches, costs, cap, rule)
                 except ConfigError:
                     continue
                 assert found is not None
-                made.append(
-                    Static(f"list {words} ({rule}), {place}", Program(found[0]), 1 if healthy else 2)
-                )
+                made.append(Static(f"list {words} ({rule}), {place}", Program(found[0]), 1 if healthy else 2))
     return tuple({each.program.schedule.ranks: each for each in reversed(made)}.values())[::-1]
 
 
@@ -128,8 +127,8 @@ def uniform(placement: Placement, delay: float) -> Costs:
 
 
 def least_step(placement: Placement, costs: Costs, cap: Sequence[float]) -> float:
-    """Seconds that no schedule of ``placement`` can go below under ``cap``: before the first backward can be at
-    a rank, it can run no more forwards than its cap holds; the rest of its work comes after."""
+    """Seconds that no schedule of ``placement`` can go below under ``cap``: before the first backward can
+    be at a rank, it can run no more forwards than its cap holds; the rest of its work comes after."""
     forward, backward, weight = (np.asarray(each) for each in (costs.forward, costs.backward, costs.weight))
     there = 0.0
     arrives, earliest = {}, {}
@@ -241,11 +240,18 @@ class Cell:
 
 
 def measure(
-    mechanism: str, seeds: Sequence[int], microbatches: int, delay: float, *, ranks: int = RANKS, steps: int = STEPS
+    mechanism: str,
+    seeds: Sequence[int],
+    microbatches: int,
+    delay: float,
+    *,
+    ranks: int = RANKS,
+    steps: int = STEPS,
 ) -> Cell:
     """The cell over the histories of ``seeds``."""
     histories = [
-        draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay) for seed in seeds
+        draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay)
+        for seed in seeds
     ]
     _kept.clear()
     every = statics(ranks, microbatches)
@@ -366,7 +372,9 @@ def main() -> None:
             ],
         }
         folder = Path(__file__).resolve().parents[2] / "results"
-        for path in record(folder, f"pipeline-policy-{mechanism}", "Gain of the policy, simulated", figures, text):
+        for path in record(
+            folder, f"pipeline-policy-{mechanism}", "Gain of the policy, simulated", figures, text
+        ):
             print(path)
 
 

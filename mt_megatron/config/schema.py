@@ -103,7 +103,9 @@ class ParallelConfig:
 
     pipeline_schedule: str | None = None
     """The order of a step's passes: a name (``mt-megatron pipeline draw`` lists them), such as ``zb_h1`` or
-    ``hybrid:4``, a FILE.csv, or ``auto``. 1f1b, interleaved and None: Megatron-Core's own."""
+    ``hybrid:4``, a FILE.csv, or ``auto``, which adapts while training (``auto:N``: at most N activations of
+    one chunk on a rank; ``auto_if_pipeline``: nothing without a pipeline). 1f1b, interleaved and None:
+    Megatron-Core's own."""
 
     context_parallel_size: int = 1
     """Processes that share every sequence."""
@@ -500,7 +502,8 @@ class TrainingConfig:
         from mt_megatron.pipeline.choice import parse
 
         choice = parse(self.parallel.pipeline_schedule)
-        return None if choice.is_upstream else choice
+        means_nothing = choice.is_default and self.parallel.pipeline_model_parallel_size == 1
+        return None if choice.is_upstream or means_nothing else choice
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in ``world_size`` processes. Raises ``ConfigError`` if it does not divide."""

@@ -22,7 +22,11 @@ from .generate.catalogue import NAMES, V_SHAPED, generate
 from .validate import validate
 
 AUTO = "auto"
-"""The choice that is left to ``mt_megatron.pipeline.policy``."""
+"""The choice that is left to ``mt_megatron.pipeline.policy``; with a number, activations (micro-batches of
+one chunk) that a rank may keep at most."""
+
+AUTO_IF_PIPELINE = "auto_if_pipeline"
+"""The default of launch scripts: ``auto`` where there is a pipeline, nothing otherwise."""
 
 UPSTREAM = ("1f1b", "interleaved")
 """Names that, without a number, are Megatron-Core's own schedules."""
@@ -30,7 +34,7 @@ UPSTREAM = ("1f1b", "interleaved")
 NUMBERED = {"hybrid": "K, micro-batches of a group", "memory_capped": "N, activations that a rank may keep"}
 """Names that need a number, and which."""
 
-_POLICY = f"{__package__}.policy"
+_POLICY = f"{__package__}.policy.automatic"
 
 Choose = Callable[[int, int, bool], "Schedule | None"]
 """``mt_megatron.pipeline.execute.source.Choose``."""
@@ -47,6 +51,9 @@ class ScheduleChoice:
 
     file: Schedule | None = None
     """What a FILE.csv holds."""
+
+    is_default: bool = False
+    """Nobody asked for it: without a pipeline it means nothing."""
 
     @property
     def is_upstream(self) -> bool:
@@ -80,6 +87,8 @@ class ScheduleChoice:
     def problems(self, ranks: int, chunks: int, microbatches: int) -> list[str]:
         """One line per problem of running this with ``ranks`` pipeline ranks of ``chunks`` chunks each and
         ``microbatches`` per step: found, expected, what to change."""
+        if ranks == 1 and self.is_default:
+            return []
         if ranks == 1:
             return [
                 f"pipeline_schedule is {self.text} with pipeline_model_parallel_size 1; expected a size "
@@ -87,7 +96,7 @@ class ScheduleChoice:
                 "--pipeline-model-parallel-size."
             ]
         if self.name == AUTO:
-            return _auto_problems()
+            return self._auto_problems(ranks, chunks, microbatches)
         if self.is_v and chunks != 2:
             return [
                 f"pipeline_schedule is {self.text} with {chunks} model chunk(s) per rank; expected 2, a way "
@@ -101,10 +110,10 @@ class ScheduleChoice:
 
     def source(self, ranks: int, chunks: int) -> Choose | None:
         """What ``set_pipeline_schedule`` takes; None for Megatron-Core's own schedule."""
-        if self.is_upstream:
+        if self.is_upstream or (self.is_default and ranks == 1):
             return None
         if self.name == AUTO:
-            made: Choose = _policy().automatic(ranks=ranks, chunks=chunks)
+            made: Choose = _policy().automatic(ranks=ranks, chunks=chunks, cap=self.number)
             return made
 
         @lru_cache(maxsize=64)
@@ -116,6 +125,13 @@ class ScheduleChoice:
             return self.schedule(ranks, chunks, microbatches)
 
         return lambda step, microbatches, only_forward: schedule(microbatches, only_forward)
+
+    def _auto_problems(self, ranks: int, chunks: int, microbatches: int) -> list[str]:
+        try:
+            _policy().controller(Placement(ranks, chunks), microbatches, self.number)
+        except ConfigError as error:
+            return [f"pipeline_schedule is {self.text}: {error}. Change --pipeline-schedule or the sizes."]
+        return []
 
     def for_any_layout(self) -> Choose:
         """``source`` for a script, whose sizes are known once it has made its process groups. Every step
@@ -129,6 +145,7 @@ class _ForAnyLayout:
     def __init__(self, choice: ScheduleChoice) -> None:
         self._choice = choice
         self._sources: dict[tuple[int, int], Choose | None] = {}
+        self._latest: Choose | None = None
 
     @property
     def is_upstream(self) -> bool:
@@ -136,8 +153,25 @@ class _ForAnyLayout:
         return self._choice.is_upstream
 
     def require_pipeline(self) -> None:
-        """Raise ConfigError: there is one pipeline rank."""
-        raise ConfigError(self._choice.problems(1, 1, 1)[0])
+        """Raise ConfigError if somebody asked for a schedule: there is one pipeline rank."""
+        for problem in self._choice.problems(1, 1, 1):
+            raise ConfigError(problem)
+
+    # What an automatic source wants to know; others want nothing.
+
+    def begin_step(self, schedule: Schedule) -> Any:
+        """See ``execute.source.Watches``."""
+        begin_step = getattr(self._latest, "begin_step", None)
+        return None if begin_step is None else begin_step(schedule)
+
+    def end_step(self, schedule: Schedule, times: Any) -> None:
+        """See ``execute.source.Watches``."""
+        self._latest.end_step(schedule, times)  # type: ignore[union-attr]
+
+    def leaves_to_upstream(self, error: ConfigError) -> bool:
+        """See ``execute.source.Watches``."""
+        leaves = getattr(self._latest, "leaves_to_upstream", None)
+        return leaves is not None and leaves(error)
 
     def __call__(self, step: int, microbatches: int, only_forward: bool) -> Schedule | None:
         from megatron.core import parallel_state
@@ -146,7 +180,7 @@ class _ForAnyLayout:
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         if (ranks, chunks) not in self._sources:
             self._sources[ranks, chunks] = self._choice.source(ranks, chunks)
-        source = self._sources[ranks, chunks]
+        source = self._latest = self._sources[ranks, chunks]
         if source is not None and not only_forward and (found := self._checked(ranks, chunks, microbatches)):
             raise ConfigError("; ".join(found))
         return None if source is None else source(step, microbatches, only_forward)
@@ -164,9 +198,9 @@ def parse(text: str) -> ScheduleChoice:
         return ScheduleChoice(text, Path(text).stem, file=read_csv(text))
     name, colon, number = text.partition(":")
     name = name.strip().lower().replace("-", "_")
-    if name == AUTO and not colon:
-        return ScheduleChoice(text, name)
-    if name not in NAMES:
+    if name == AUTO_IF_PIPELINE and not colon:
+        return ScheduleChoice(text, AUTO, is_default=True)
+    if name not in (AUTO, *NAMES):
         known = [AUTO, *NAMES]
         raise ConfigError(
             f"found pipeline_schedule {text!r}; expected one of {', '.join(known)}, or a FILE.csv."
@@ -195,14 +229,3 @@ def _fitting(file: Schedule, text: str, ranks: int, chunks: int, microbatches: i
 
 def _policy() -> Any:
     return import_module(_POLICY)
-
-
-def _auto_problems() -> list[str]:
-    try:
-        _policy()
-    except ImportError:
-        return [
-            f"pipeline_schedule is {AUTO}, and this version has no policy that chooses; expected one of "
-            f"{', '.join(NAMES)}, or a FILE.csv. Change --pipeline-schedule."
-        ]
-    return []

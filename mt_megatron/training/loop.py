@@ -139,6 +139,7 @@ class _Run:
             watchdog=watchdog,
         )
         self._announce()
+        self._begin_policy()
         self.tracing = tracing_of(
             config,
             job,
@@ -300,6 +301,16 @@ class _Run:
             f"{self.config.params_dtype}; {self.global_batch_size} x {self.shape.seq_length} tokens a step, "
             f"{self.train_iters} steps"
         )
+
+    def _begin_policy(self) -> None:
+        """Tell a pipeline schedule that adapts which step is next, and where its decisions go."""
+        from mt_megatron.pipeline.execute.source import pipeline_schedule
+
+        policy, metrics = pipeline_schedule(), self.output.metrics_path
+        begin_at = getattr(policy, "begin_at", None)
+        if begin_at is not None:
+            folder = None if metrics is None else metrics.parent
+            begin_at(self.progress.iteration, folder=folder, say=self.display.say)
 
     def _finished(self) -> bool:
         return self.progress.iteration >= self.train_iters

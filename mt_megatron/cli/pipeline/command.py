@@ -9,7 +9,7 @@ import argparse
 from importlib import import_module
 from typing import Any
 
-WORDS = ("simulate", "draw", "compare")
+WORDS = ("simulate", "draw", "compare", "explain")
 """Actions, in the order of ``--help``."""
 
 
@@ -18,10 +18,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "pipeline",
         description="Simulate the schedules of a pipeline: how long a step takes, how long ranks wait, what\n"
-        "it keeps in memory and asks of the links. Everything printed here is simulated.",
+        "it keeps in memory and asks of the links (simulated); and what 'auto' decided in a run (measured).",
         epilog="examples:\n  mt-megatron pipeline simulate zb_h1 --from runs/llama3\n"
         "  mt-megatron pipeline draw interleaved --ranks 4 --chunks 2 --microbatches 8 --output step.svg\n"
-        "  mt-megatron pipeline compare --cluster 64x200g\n\nexit codes: 0 fine, 2 wrong use",
+        "  mt-megatron pipeline compare --cluster 64x200g\n"
+        "  mt-megatron pipeline explain runs/llama3\n\nexit codes: 0 fine, 2 wrong use",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for word in WORDS:

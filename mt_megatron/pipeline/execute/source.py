@@ -105,7 +105,7 @@ def takes_over() -> bool:
     if isinstance(_source, NeedsPipeline):
         if not is_pipeline:
             _source.require_pipeline()
-        return not _source.is_upstream
+        return bool(is_pipeline) and not _source.is_upstream
     return bool(is_pipeline)
 
 

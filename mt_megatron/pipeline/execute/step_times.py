@@ -16,8 +16,8 @@ from ...backends.base import Backend
 from ..actions import Action, Kind
 
 WAITED = 100_000
-"""Nanoseconds from which a receive counts as waited for: its end is when the message arrived. Below, the message
-was there already, and when it came is not known."""
+"""Nanoseconds from which a receive counts as waited for: its end is when the message arrived. Below, the
+message was there already, and when it came is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,7 @@ class StepTimes:
             seconds=at(self._end),
             computed={action: at(end) - at(begin) for action, begin, end in self._computed},
             sent={action: at(mark) for action, mark in self._sent},
-            arrived={
-                action: at(end) for action, begin, end in self._waits if at(end) - at(begin) >= WAITED
-            },
+            arrived={action: at(end) for action, begin, end in self._waits if at(end) - at(begin) >= WAITED},
             # The largest: packed micro-batches differ.
             kept={stage: max(held) for stage, held in self._held.items()},
             memory=None if self._device is None else self._device.max_memory_allocated(),
@@ -117,4 +115,4 @@ class StepTimes:
         if self._is_host:
             found: int = mark - self._begin
             return found
-        return round(self._begin.elapsed_time(mark) * 1e6)
+        return int(round(self._begin.elapsed_time(mark) * 1e6))

@@ -1,10 +1,9 @@
 """``--pipeline-schedule auto`` while training: measures each step, and switches all ranks together.
 
-At the end of a training step each rank starts one sum over all ranks of what it measured (``exchange``), beside the
-optimizer; at the begin of the next step it waits for it, and every rank makes the same decision from the same
-numbers. Before a switch the ranks compare what they decided, by one more sum of two integers: if one differs, all
-keep the schedule that they have. Nothing else is sent.
-"""
+At the end of a training step each rank starts one sum over all ranks of what it measured (``exchange``),
+beside the optimizer; at the begin of the next step it waits for it, and every rank makes the same decision
+from the same numbers. Before a switch the ranks compare what they decided, by one more sum of two integers:
+if one differs, all keep the schedule that they have. Nothing else is sent."""
 
 from __future__ import annotations
 
@@ -31,21 +30,22 @@ from .decision_log import FILE, DecisionLog
 from .exchange import Vector, watched
 
 EXTRA = 2
-"""Activations of a rank's layers above those of Megatron-Core's own schedule that a rank may keep where neither the
-user nor the device says how many: enough for a delay of about one forward, little beside the rest."""
+"""Activations of a rank's layers above those of Megatron-Core's own schedule that a rank may keep where
+neither the user nor the device says how many: enough for a delay of about one forward, little beside the
+rest."""
 
 
 def automatic(*, ranks: int, chunks: int, cap: int | None = None) -> Automatic:
-    """What ``set_pipeline_schedule`` takes for ``auto``. ``cap``: activations (micro-batches of one chunk) that
-    every rank may keep."""
+    """What ``set_pipeline_schedule`` takes for ``auto``. ``cap``: activations (micro-batches of one chunk)
+    that every rank may keep."""
     style = Style.V if stage_order.is_v() else Style.LOOP
     return Automatic(Placement(ranks, chunks, style), cap)
 
 
 def controller(placement: Placement, microbatches: int, cap: int | None) -> Controller:
-    """The policy before anything is measured. ``cap`` as in ``automatic``; None: what Megatron-Core's own schedule
-    keeps and ``EXTRA`` more, until the device says how much memory there is. Raises ConfigError where no schedule
-    fits."""
+    """The policy before anything is measured. ``cap`` as in ``automatic``; None: what Megatron-Core's own
+    schedule keeps and ``EXTRA`` more, until the device says how much memory there is. Raises ConfigError
+    where no schedule fits."""
     if cap is not None:
         caps = (float(cap),) * placement.ranks
     else:
@@ -151,8 +151,8 @@ class Automatic:
             return
         self._log.outcome(self._step, outcome)
         self._say(
-            f"pipeline schedule auto: the switch before step {outcome.decided_at + 1} saved {outcome.gain:.1%} "
-            f"of a step ({outcome.predicted_gain:.1%} predicted)"
+            f"pipeline schedule auto: the switch before step {outcome.decided_at + 1} saved "
+            f"{outcome.gain:.1%} of a step ({outcome.predicted_gain:.1%} predicted)"
         )
 
     # -- decisions
@@ -169,8 +169,8 @@ class Automatic:
         if dist.get_rank() == 0:
             self._log.start(self._step, control, pipelines=pipelines)
             self._say(
-                f"pipeline schedule auto: {control.current.label} to begin with, {microbatches} micro-batches; "
-                "measured times decide from the second step on"
+                f"pipeline schedule auto: {control.current.label} to begin with, {microbatches} micro-batches"
+                "; measured times decide from the second step on"
             )
         return made
 
@@ -195,8 +195,8 @@ class Automatic:
         self._log.decision(self._step, decision, situation, noise=noise, seconds=took)
         if decision.switches:
             self._say(
-                f"pipeline schedule auto: {decision.chosen.label} from step {self._step + 1} on, predicted to "
-                f"save {decision.gain:.1%} of a step: {decision.reason}"
+                f"pipeline schedule auto: {decision.chosen.label} from step {self._step + 1} on, predicted "
+                f"to save {decision.gain:.1%} of a step: {decision.reason}"
             )
 
     def _all_agree(self, schedule: Schedule) -> bool:
@@ -247,7 +247,9 @@ def _place() -> tuple[int, int, bool]:
     pipeline (tensor and context parallel) the first."""
     from megatron.core import parallel_state
 
-    first = not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank())
+    first = not (
+        parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank()
+    )
     return (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),

@@ -62,9 +62,7 @@ class Candidate:
         if cap is None:
             return True
         # The rounding of sums, far below the size of one activation.
-        return all(
-            peak <= most * (1 + 1e-9) for peak, most in zip(self.peaks(costs), cap, strict=True)
-        )
+        return all(peak <= most * (1 + 1e-9) for peak, most in zip(self.peaks(costs), cap, strict=True))
 
 
 @lru_cache(maxsize=16)
@@ -78,7 +76,7 @@ def named(placement: Placement, microbatches: int) -> tuple[Candidate, ...]:
                 ranks=placement.ranks,
                 chunks=placement.chunks,
                 microbatches=microbatches,
-                **({} if group is None else {"group": group}),
+                group=group,
             )
         except ConfigError:
             continue  # This number of micro-batches is none that the schedule can have.

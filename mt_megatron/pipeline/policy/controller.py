@@ -14,8 +14,8 @@ from statistics import median
 
 from ...errors import ConfigError
 from ..actions import Placement
-from ..simulate.costs import Costs, Edge, Link
-from .candidates import Candidate, default_of
+from ..simulate.costs import Costs, Edge, Link, PerStage
+from .candidates import default_of
 from .decide import Decision, decide
 from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
 from .smoothing import Smoothed
@@ -38,6 +38,10 @@ CHANGE = 0.1
 """Change of a delay, or of a stage's time, since the last decision that is worth another one: in parts of the
 mean time that a rank needs for one forward of its chunks, and besides of the delay itself. Smaller ones shift
 a schedule by less than it can be wrong."""
+
+VARIES = 2.0
+"""Usual deviations of single values from their mean by which the mean must have moved besides: by chance it
+moves by less than one."""
 
 REVIEW = 50
 """Steps after which a decision is made again though nothing changed by more than ``CHANGE``."""
@@ -105,10 +109,10 @@ class Controller:
         cap_is_given: bool = True,
         splits: bool = True,
     ) -> None:
-        """``cap``: activations (micro-batches of one chunk) that each rank may keep, [ranks]; None: no limit.
-        ``cap_is_given``: it holds for ever; otherwise until the device has said how much memory there is and
-        how much an activation takes. ``splits``: weight gradients can be deferred. Raises ConfigError where no
-        schedule fits the cap."""
+        """``cap``: activations (micro-batches of one chunk) that each rank may keep, [ranks]; None: no
+        limit. ``cap_is_given``: it holds for ever; otherwise until the device has said how much memory
+        there is and how much an activation takes. ``splits``: weight gradients can be deferred. Raises
+        ConfigError where no schedule fits the cap."""
         self.placement, self.microbatches = placement, microbatches
         self.cap = None if cap is None else tuple(cap)
         self.splits = splits
@@ -175,9 +179,7 @@ class Controller:
         peaks = self.current.peaks(self._costs_of_ones())
         # What is held at most was held under whichever schedule kept most.
         self._expected = [max(each) for each in zip(self._expected, peaks, strict=True)]
-        self._static = [
-            max(0.0, found - most) for found, most in zip(memory, self._expected, strict=True)
-        ]
+        self._static = [max(0.0, found - most) for found, most in zip(memory, self._expected, strict=True)]
         self._headroom = min(
             (most - static - peak) / most
             for most, static, peak in zip(self.cap, self._static, peaks, strict=True)
@@ -254,8 +256,8 @@ class Controller:
         return min(MOST_AHEAD, 1 + math.ceil(2 * max(delays) / unit))
 
     def propose(self) -> Decision | None:
-        """A decision, if something changed since the last one; the caller runs ``adopt`` once all ranks agree.
-        A decision that does not switch is one too."""
+        """A decision, if something changed since the last one; the caller runs ``adopt`` once all ranks
+        agree. A decision that does not switch is one too."""
         if not self._is_known():
             return None
         situation = self.situation()
@@ -283,6 +285,8 @@ class Controller:
         return ended
 
     def _is_due(self, situation: Situation) -> bool:
+        """Whether something changed since the last decision by more than ``CHANGE`` and than it usually
+        varies."""
         if self._decided is None:
             return True
         step, before = self._decided
@@ -292,13 +296,16 @@ class Controller:
             return True
         unit = _mean_forward(situation)
         for edge in situation.edges():
-            old, new = before.delay(edge), situation.delay(edge)
-            if abs(new - old) > CHANGE * (unit + max(old, new)):
+            smoothed = self._delay.get(edge)
+            usual = 0.0 if smoothed is None else smoothed.deviation()
+            if _differs(before.delay(edge), situation.delay(edge), unit, usual):
                 return True
-        costs = before.costs, situation.costs
-        for one, other in zip(*((each.forward, each.backward) for each in costs), strict=True):
-            if any(abs(a - b) > CHANGE * unit for a, b in zip(one, other, strict=True)):  # type: ignore[arg-type]
-                return True
+        old, new = before.costs, situation.costs
+        passes = (self._forward, old.forward, new.forward), (self._backward, old.backward, new.backward)
+        for smoothed_by_stage, olds, news in passes:
+            for each, one, other in zip(smoothed_by_stage, _listed(olds), _listed(news), strict=True):
+                if _differs(one, other, unit, 0.0 if math.isnan(each.mean) else each.deviation()):
+                    return True
         return False
 
     # -- costs
@@ -353,13 +360,25 @@ class Controller:
 
     def _costs_of_ones(self) -> Costs:
         """Costs before anything is measured: a forward of 1, a backward of 2."""
+        stages = self.placement.stages
         return Costs(
-            weight=2.0 * WEIGHT_SHARE if self.splits else None,
+            forward=[1.0] * stages,
+            backward=[2.0] * stages,
+            weight=[2.0 * WEIGHT_SHARE] * stages if self.splits else None,
             activation=self._activation,
         )
 
 
 def _mean_forward(situation: Situation) -> float:
     """Mean seconds that a rank needs for one forward of all its chunks."""
-    total: float = sum(situation.costs.forward)  # type: ignore[arg-type]
-    return total / situation.placement.ranks
+    return sum(_listed(situation.costs.forward)) / situation.placement.ranks
+
+
+def _listed(values: PerStage) -> list[float]:
+    """Values of a ``Costs`` of this module, [stages]."""
+    found: list[float] = values  # type: ignore[assignment]
+    return found
+
+
+def _differs(old: float, new: float, unit: float, usual: float) -> bool:
+    return abs(new - old) > max(CHANGE * (unit + max(old, new)), VARIES * usual)

@@ -99,9 +99,9 @@ class _Choice:
         self.adapt(self.cap, min(known, default=math.inf))
         if not self.fitting:
             raise ConfigError(
-                f"no pipeline schedule fits the memory cap of {[f'{each:g}' for each in self.cap or ()]} per rank; "
-                "expected room for one micro-batch through all chunks of a rank. Raise the cap or shorten the "
-                "micro-batches"
+                "no pipeline schedule fits the memory cap of "
+                f"{', '.join(f'{each:g}' for each in self.cap or ())} (by rank); expected room for one "
+                "micro-batch through all chunks of a rank. Raise the cap or shorten the micro-batches"
             )
 
     def adapt(self, cap: tuple[float, ...] | None, below: float) -> Candidate | None:

@@ -1,9 +1,9 @@
 """Decisions of a run as JSON lines, and what reads them.
 
-One record a line: ``start`` (placement, caps, the step a process begins with), ``decision`` (inputs, predictions,
-reason, whether it switched) and ``outcome`` (what a switch brought). A process that resumes appends: records of
-steps that it repeats follow those of the first time, and ``records`` leaves the older ones out.
-"""
+One record a line: ``start`` (placement, caps, the step a process begins with), ``decision`` (inputs,
+predictions, reason, whether it switched) and ``outcome`` (what a switch brought). A process that resumes
+appends: records of steps that it repeats follow those of the first time, and ``records`` leaves the older
+ones out."""
 
 from __future__ import annotations
 
@@ -124,14 +124,15 @@ def find(run: Path) -> Path:
     found = sorted(run.rglob(FILE)) if run.is_dir() else []
     if not found:
         raise ConfigError(
-            f"found no {FILE} at {run}; expected the folder of a run with --pipeline-schedule auto, or the file"
+            f"found no {FILE} at {run}; expected the folder of a run with --pipeline-schedule auto, or the "
+            "file"
         )
     return found[0]
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Records of a log in the order of their steps; of steps that a resumed process repeated, the later ones. A
-    last line that is cut short is left out. Raises ConfigError for a file that is no log."""
+    """Records of a log in the order of their steps; of steps that a resumed process repeated, the later
+    ones. A last line that is cut short is left out. Raises ConfigError for a file that is no log."""
     found: list[dict[str, Any]] = []
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):

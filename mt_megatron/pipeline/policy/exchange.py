@@ -1,10 +1,9 @@
 """What ranks tell each other about a step: one vector of integers, summed over all ranks.
 
-Each rank writes into places of its own, so the sum is a collection of what all of them know, equal to the bit on
-every rank. Times are nanoseconds on the clock of the rank that wrote them. Clocks of two ranks differ, so the
-delay of a link is half of a round trip: what a message took from one rank's clock to the other's, and a message
-back, added; the difference between the clocks falls out.
-"""
+Each rank writes into places of its own, so the sum is a collection of what all of them know, equal to the
+bit on every rank. Times are nanoseconds on the clock of the rank that wrote them. Clocks of two ranks
+differ, so the delay of a link is half of a round trip: what a message took from one rank's clock to the
+other's, and a message back, added; the difference between the clocks falls out."""
 
 from __future__ import annotations
 
@@ -65,8 +64,8 @@ def _sends(schedule: Schedule, edge: Edge) -> list[Action]:
 
 
 class Vector:
-    """Where each rank writes what it knows: for each pipeline and rank its stages' times, the step and memory;
-    for each edge the times of its watched messages. 0 stands for what is not known."""
+    """Where each rank writes what it knows: for each pipeline and rank its stages' times, the step and
+    memory; for each edge the times of its watched messages. 0 stands for what is not known."""
 
     def __init__(self, schedule: Schedule, watch: Watched, pipelines: int) -> None:
         self._schedule, self._watch, self._pipelines = schedule, watch, pipelines
@@ -188,8 +187,8 @@ class Vector:
 
 
 def _wire(seen: Sequence[tuple[int, float, float]]) -> float:
-    """Seconds of one message on the wire, from messages that queued: the first and the last of ``seen`` (place,
-    seconds from clock to clock, arrival). 0 where the later one took no longer."""
+    """Seconds of one message on the wire, from messages that queued: the first and the last of ``seen``
+    (place, seconds from clock to clock, arrival). 0 where the later one took no longer."""
     (place, taken, arrived), (last, taken_last, arrived_last) = seen[0], seen[-1]
     if last == place or taken_last <= taken:
         return 0.0

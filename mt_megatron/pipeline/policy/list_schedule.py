@@ -78,9 +78,7 @@ def rules(placement: Placement, microbatches: int, *, split: bool) -> tuple[Rule
         # A group a quarter larger than the ranks hides a delay of up to that many passes at each turn.
         groups = {min(each, microbatches) for each in (placement.ranks, placement.ranks * 5 // 4)}
         orders = [*({"group": each} for each in sorted(groups)), {}, {"deep_backward": False}]
-    return tuple(
-        Rule(split=split, patience=patience, **order) for order in orders for patience in PATIENCE
-    )
+    return tuple(Rule(split=split, patience=patience, **order) for order in orders for patience in PATIENCE)
 
 
 def list_schedule(
@@ -119,10 +117,12 @@ class _Layout:
         self.rank = [placement.rank(stage) for stage in range(stages)]
         self.own = [placement.stages_of(rank) for rank in range(ranks)]
         self.seconds = _seconds(costs, stages, microbatches, rule.split)
-        self.size = per_stage(costs.activation, stages, microbatches, "activation").tolist()
+        self.size: list[list[float]] = per_stage(
+            costs.activation, stages, microbatches, "activation"
+        ).tolist()
         self.kept = costs.weight_share if rule.split else 0.0
         """Part of an activation that is kept from B to W."""
-        self.room = self._room(costs, cap)
+        self.room: list[float] = self._room(costs, cap)
         self.lag, self.wire = self._links(costs)
         self.priority = self._priorities()
         self.order = (
@@ -303,8 +303,8 @@ class _Layout:
             need = sum(copy * max(self.size[stage]) for copy, stage in zip(copies, own, strict=True))
             if need > room:
                 raise ConfigError(
-                    f"rank {rank}: {len(own)} chunks with the rule '{self.rule}' need {need:g} of activations "
-                    f"and the cap leaves {room:g}; raise the cap or shorten the micro-batches"
+                    f"rank {rank}: {len(own)} chunks with the rule '{self.rule}' need {need:g} of "
+                    f"activations and the cap leaves {room:g}; raise the cap or shorten the micro-batches"
                 )
             found.append(room)
         return found
@@ -312,7 +312,8 @@ class _Layout:
     def _links(
         self, costs: Costs
     ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[list[float]] | None]]:
-        """Latency of each directed edge, and seconds that each stage's message takes its wire: None for none."""
+        """Latency of each directed edge, and seconds that each stage's message takes its wire: None for
+        none."""
         message = per_stage(costs.message, self.placement.stages, self.microbatches, "message")
         lag: dict[tuple[int, int], float] = {}
         wire: dict[tuple[int, int], list[list[float]] | None] = {}

@@ -10,8 +10,8 @@ from ..actions import Placement
 from ..simulate.costs import Costs, Edge, Link
 
 WEIGHT_SHARE = 0.4
-"""Part of a whole backward that computes weight gradients, until a split backward has been measured: half of a
-linear layer's backward, nothing of attention's and of a norm's."""
+"""Part of a whole backward that computes weight gradients, until a split backward has been measured: half
+of a linear layer's backward, nothing of attention's and of a norm's."""
 
 SLOW_EDGE = 2.0
 """An edge is called slow if a message takes at least so many times as long as over the median edge."""

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
 SMOOTHING = 0.3
 """Weight of a new value: the mean reaches back about three steps."""
 
 JUMP = 4.0
-"""Deviations from the mean, in mean absolute ones, at which a value counts as a new level."""
+"""Usual deviations by which a value that begins a new level is away from the mean: about 2.7 standard
+deviations where values are normal."""
 
-CONFIRMATIONS = 1
-"""Values in a row, on one side, that make a new level: a single one may be a hiccup of one message."""
+MEMORY = 9
+"""Values whose median deviation is the usual one: a level that lasts fewer than half as many does not change
+it."""
 
 
 class Smoothed:
-    """Exponential mean of one quantity. After ``CONFIRMATIONS`` values in a row that jump to one side it starts
-    again from their mean."""
+    """Exponential mean of one quantity, which starts again from a value that is far from it."""
 
     def __init__(self, floor: float) -> None:
-        """``floor``: deviation below which no value counts as a jump, as a part of the mean."""
+        """``floor``: deviation that is usual at least, as a part of the mean."""
         self.mean = math.nan
         self._floor = floor
-        self._deviation = 0.0
-        self._jumped: list[float] = []
+        self._deviations: deque[float] = deque(maxlen=MEMORY)
+
+    def deviation(self) -> float:
+        """Usual distance of a value from the mean."""
+        floor = self._floor * abs(self.mean)
+        return max(floor, median(self._deviations)) if self._deviations else floor
 
     def add(self, value: float) -> None:
         """Take in one value; NaN is left out."""
@@ -33,16 +40,6 @@ class Smoothed:
             self.mean = value
             return
         change = value - self.mean
-        limit = JUMP * max(self._deviation, self._floor * abs(self.mean))
-        if abs(change) > limit:
-            if self._jumped and (self._jumped[-1] > self.mean) != (change > 0):
-                self._jumped = []
-            self._jumped.append(value)
-            if len(self._jumped) >= CONFIRMATIONS:
-                self.mean = sum(self._jumped) / len(self._jumped)
-                self._deviation = 0.0
-                self._jumped = []
-            return
-        self._jumped = []
-        self.mean += SMOOTHING * change
-        self._deviation += SMOOTHING * (abs(change) - self._deviation)
+        jumps = abs(change) > JUMP * self.deviation()
+        self._deviations.append(abs(change))
+        self.mean = value if jumps else self.mean + SMOOTHING * change

@@ -28,7 +28,8 @@ def schedule_problems(config: TrainingConfig, microbatches: int) -> list[str]:
         return [f"{error}."]
     chunks = config.virtual_pipeline_model_parallel_size or 1
     found = choice.problems(config.parallel.pipeline_model_parallel_size, chunks, microbatches)
-    if found or choice.is_upstream:
+    # The launch scripts' default leaves what it cannot run to Megatron-Core's own schedule.
+    if found or choice.is_upstream or choice.is_default:
         return found
     for name in ("use_te_rng_tracker", "enable_cuda_graph"):
         if getattr(config.model, name):
