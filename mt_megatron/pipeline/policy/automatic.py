@@ -68,6 +68,7 @@ class Automatic:
         self._given_up = False
         self._pipelines: dict[int, _Pipeline] = {}
         """By micro-batches of a step."""
+        self._latest: _Pipeline | None = None
         self._unread: tuple[int, _Pipeline, Vector, StepTimes] | None = None
         """Times of a step that no sum has taken up yet."""
         self._sum: tuple[int, _Pipeline, Vector, _Sum] | None = None
@@ -85,6 +86,11 @@ class Automatic:
         """Seconds that decisions took on this rank so far."""
         return sum(each.decision_seconds for each in self._pipelines.values())
 
+    @property
+    def running_label(self) -> str | None:
+        """The schedule that the last step ran; None before the first."""
+        return None if self._latest is None else self._latest.control.current.label
+
     # -- as a source of schedules
 
     def __call__(self, step: int, microbatches: int, forward_only: bool) -> Schedule | None:
@@ -99,6 +105,7 @@ class Automatic:
         if current is None:
             current = self._begin(microbatches)
         self._decide(current)
+        self._latest = current
         return current.running()[0]
 
     def begin_step(self, schedule: Schedule) -> StepTimes | None:
@@ -127,7 +134,8 @@ class Automatic:
             step, current, vector, pending = self._sum
             self._sum = None
             measured = vector.unpack(pending.wait(), step)
-            if measured is not None:
+            # The first step of a process compiles, allocates and connects: it is like no other.
+            if measured is not None and step != self._first:
                 self._report(current.control.observe(measured))
         if self._unread is not None:
             current_backend().synchronize()
@@ -162,8 +170,8 @@ class Automatic:
         from megatron.core import parallel_state
 
         control = controller(self.placement, microbatches, self._cap)
-        if self._pipelines:
-            control.learn_from(next(reversed(self._pipelines.values())).control)
+        if self._latest is not None:
+            control.learn_from(self._latest.control)
         pipelines = parallel_state.get_data_parallel_world_size()
         self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
         if dist.get_rank() == 0:
@@ -177,7 +185,7 @@ class Automatic:
     def _decide(self, current: _Pipeline) -> None:
         control = current.control
         begin = time.perf_counter()
-        situation, noise, decision = control.situation(), control.noise(), control.propose()
+        situation, decision = control.situation(), control.propose()
         took = time.perf_counter() - begin
         if decision is None:
             return
@@ -189,6 +197,7 @@ class Automatic:
                 self._say("pipeline schedule auto: ranks decided differently; the schedule stays")
                 self._log.note(self._step, "ranks decided differently; the schedule stays")
             return
+        noise = control.noise(decision.chosen.family)
         self._report(control.adopt(decision))
         if not is_main:
             return
@@ -216,16 +225,20 @@ class _Pipeline:
         self.control = control
         self.decision_seconds = 0.0
         self._pipelines = pipelines
-        self._running: tuple[Candidate, Schedule, Vector] | None = None
+        self._running: tuple[Candidate, int, Schedule, Vector] | None = None
 
     def running(self) -> tuple[Schedule, Vector]:
         """The schedule with its transfers, and where its measurements go."""
-        chosen = self.control.current
-        if self._running is None or self._running[0] is not chosen:
+        chosen, ahead, known = self.control.current, self.control.ahead(), self._running
+        if known is None or known[0] is not chosen:
             watch = watched(chosen.program, self.control.situation().costs)
             vector = Vector(chosen.schedule, watch, self._pipelines)
-            self._running = chosen, lowered(chosen.schedule, ahead=self.control.ahead()), vector
-        return self._running[1:]
+            known = chosen, ahead, lowered(chosen.schedule, ahead=ahead), vector
+        elif ahead > known[1]:
+            # A link has become slower: the same order, with receives made ready earlier.
+            known = chosen, ahead, lowered(chosen.schedule, ahead=ahead), known[3]
+        self._running = known
+        return known[2:]
 
 
 class _Sum:

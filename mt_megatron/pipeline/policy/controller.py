@@ -24,8 +24,9 @@ MEMORY_SHARE = 0.95
 """Part of the device's memory that a schedule may be predicted to fill; the rest is other libraries' and the
 allocator's own."""
 
-FIRST_NOISE = 0.05
-"""Spread of step times, as a part of them, until two have been compared: that of a loaded machine."""
+UNKNOWN = 0.03
+"""Standard error of what is predicted for a family of schedules that has hardly run, as a part of it: what
+a split backward or another order of passes costs beside their simulated times is not known then."""
 
 GAIN_TO_NOISE = 1.0
 """Standard errors of the mean step time that a predicted gain must pass to be worth a switch: below it,
@@ -129,8 +130,8 @@ class Controller:
         self._expected = [0.0] * placement.ranks
         """Activations at most of all schedules that have run, in bytes."""
         self._headroom: float | None = None
-        self._bias: dict[str, float] = {}
-        self._residuals: deque[float] = deque(maxlen=WINDOW)
+        self._ratios: dict[str, deque[float]] = {}
+        """Measured over simulated time of the last steps of each family."""
         self._times: deque[tuple[float, float]] = deque(maxlen=OUTCOME)
         """Measured time of each step under ``current``, and what its own inputs give by simulation."""
         self._decided: tuple[int, Situation] | None = None
@@ -189,12 +190,8 @@ class Controller:
         """Compare the step with a simulation of it from its own inputs: how wrong predictions are, by family,
         and how much step times scatter about them."""
         simulated = self.current.program.makespan(self._costs(measured))
-        ratio = measured.seconds / simulated
-        family = self.current.family
-        known = self._bias.get(family)
-        self._bias[family] = ratio if known is None else known + (ratio - known) / WINDOW
-        if known is not None:
-            self._residuals.append(ratio / known - 1.0)
+        ratios = self._ratios.setdefault(self.current.family, deque(maxlen=WINDOW))
+        ratios.append(measured.seconds / simulated)
         self._times.append((measured.seconds, simulated))
 
     def _outcome(self, measured: Measured) -> Outcome | None:
@@ -220,7 +217,7 @@ class Controller:
 
     def learn_from(self, other: Controller) -> None:
         """Take over what ``other`` measured: of the same placement, with another number of micro-batches."""
-        for name in ("_forward", "_backward", "_input", "_weight", "_delay", "_wire", "_bias", "_residuals"):
+        for name in ("_forward", "_backward", "_input", "_weight", "_delay", "_wire", "_ratios"):
             setattr(self, name, copy.deepcopy(getattr(other, name)))
         if not self._cap_is_given:
             self.cap, self._activation, self._static = other.cap, other._activation, other._static
@@ -237,13 +234,25 @@ class Controller:
             headroom=self._headroom,
         )
 
-    def noise(self) -> float:
-        """Part of a step's time that a predicted gain must pass."""
-        if len(self._residuals) < 2:
-            return GAIN_TO_NOISE * FIRST_NOISE
+    def bias(self) -> dict[str, float]:
+        """Measured over simulated time of each family that has run."""
+        return {family: median(ratios) for family, ratios in self._ratios.items()}
+
+    def noise(self, family: str | None = None) -> float:
+        """Part of a step's time that the predicted gain of a switch to ``family`` must pass; None: to the one
+        that runs."""
+        own = self._error(self.current.family)
+        return GAIN_TO_NOISE * math.hypot(own, self._error(family or self.current.family))
+
+    def _error(self, family: str) -> float:
+        """Standard error of what is predicted for ``family``, as a part of it."""
+        ratios = self._ratios.get(family, ())
+        if len(ratios) < 3:
+            return UNKNOWN
+        middle = median(ratios)
         # Of a mean absolute deviation: 1.25 of them are a standard deviation where values are normal.
-        deviation = 1.25 * sum(map(abs, self._residuals)) / len(self._residuals)
-        return GAIN_TO_NOISE * deviation / math.sqrt(len(self._residuals))
+        deviation = 1.25 * sum(abs(each / middle - 1.0) for each in ratios) / len(ratios)
+        return deviation / math.sqrt(len(ratios))
 
     def ahead(self) -> int:
         """Computations before the one that needs it by which a receive is made ready: the word of it must
@@ -264,9 +273,8 @@ class Controller:
         if not self._is_due(situation):
             return None
         self._decided = self._last, situation
-        seconds = self.current.program.makespan(situation.costs) * self._bias[self.current.family]
         try:
-            return decide(situation, self.current, noise=self.noise() * seconds, bias=self._bias)
+            return decide(situation, self.current, noise=self.noise, bias=self.bias())
         except ConfigError:
             return None  # Nothing fits a cap that what runs has passed already: no better schedule is known.
 
@@ -274,10 +282,11 @@ class Controller:
         """Run ``decision`` from the next step on; the outcome of the switch before, as far as it is known."""
         ended = self._ended()
         if decision.switches:
+            bias = self.bias()[self.current.family]
             like = [
                 seconds
                 for seconds, simulated in self._times
-                if abs(simulated * self._bias[self.current.family] / decision.seconds_before - 1.0) < CHANGE
+                if abs(simulated * bias / decision.seconds_before - 1.0) < CHANGE
             ]
             self._trial = _Trial(decision, self._last, like, [])
             self._times.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,12 +58,13 @@ def decide(
     situation: Situation,
     current: Candidate,
     *,
-    noise: float = 0.0,
+    noise: Callable[[str], float] = lambda family: 0.0,
     bias: Mapping[str, float] | None = None,
 ) -> Decision:
     """The schedule for the next steps.
 
-    ``noise``: seconds by which a prediction must be better than that of ``current`` to be worth a switch.
+    ``noise``: part of a step's time by which a schedule of a family must be predicted to be better than
+    ``current`` to be worth a switch.
     ``bias``: measured over simulated time by ``Candidate.family``; a family that never ran counts as the mean
     of the others. A schedule that passes the cap is never chosen. Raises ConfigError where none fits it.
     """
@@ -78,9 +79,14 @@ def decide(
 
 class _Choice:
     def __init__(
-        self, situation: Situation, current: Candidate, noise: float, bias: Mapping[str, float]
+        self,
+        situation: Situation,
+        current: Candidate,
+        noise: Callable[[str], float],
+        bias: Mapping[str, float],
     ) -> None:
-        self.situation, self.current, self.noise, self.bias = situation, current, noise, bias
+        self.situation, self.current, self.bias = situation, current, bias
+        self._noise = noise
         self.costs, self.cap = situation.costs, situation.cap
         self.usual = sum(bias.values()) / len(bias) if bias else 1.0
         self.split = self.costs.weight is not None
@@ -124,6 +130,10 @@ class _Choice:
             self.predicted[found.label] = below
         return found
 
+    def noise(self, candidate: Candidate) -> float:
+        """Seconds that the predicted gain of ``candidate`` must pass."""
+        return self._noise(candidate.family) * self.seconds_before
+
     def factor(self, family: str) -> float:
         """Measured over simulated time."""
         return self.bias.get(family, self.usual)
@@ -134,14 +144,15 @@ class _Choice:
 
     def best(self, note: str = "") -> Decision:
         """The best simulated that fits, if it is better than ``current`` by more than the noise."""
-        found = min(self.fitting, key=lambda each: self.predicted[each.label])
-        gain = self.seconds_before - self.predicted[found.label]
+        # The surest gain: what is predicted for a family that never ran may be wrong.
+        found = min(self.fitting, key=lambda each: self.predicted[each.label] + self.noise(each))
+        gain, noise = self.seconds_before - self.predicted[found.label], self.noise(found)
         stays = self.current.fits(self.costs, self.cap)
-        if stays and gain <= self.noise:
+        if stays and gain <= noise:
             return self._decision(
                 self.current,
-                f"{note}no schedule is predicted to save more than the noise of {self.noise * 1e3:.3g} ms a "
-                f"step ({found.label} {gain * 1e3:.3g} ms)",
+                f"{note}no schedule is predicted to save more than the noise of {noise * 1e3:.3g} ms a step "
+                f"({found.label} {gain * 1e3:.3g} ms)",
             )
         why = "best simulated" if stays else "the schedule of before passes the memory cap; best simulated"
         return self._decision(found, f"{note}{why}{self._because_of_edge()}")
@@ -160,7 +171,7 @@ class _Choice:
             pool.append(made)
         found = min(pool, key=lambda each: self.predicted[each.label])
         smaller = max(found.peaks(costs)) < max(self.current.peaks(costs))
-        if not smaller and self.seconds_before - self.predicted[found.label] <= self.noise:
+        if not smaller and self.seconds_before - self.predicted[found.label] <= self.noise(found):
             return self._decision(self.current, f"{note}, and no schedule keeps less", "memory")
         return self._decision(found, f"{note}: depth-first (DFC), least activations", "memory")
 
@@ -170,7 +181,7 @@ class _Choice:
         broad = [each for each in self.fitting if each.label == BREADTH_FIRST]
         if broad:
             best = min(self.predicted.values())
-            if self.predicted[BREADTH_FIRST] <= best + self.noise:
+            if self.predicted[BREADTH_FIRST] <= best + self.noise(broad[0]):
                 return self._decision(
                     broad[0], f"{note}: breadth-first (BFC), most time for each transfer", "bandwidth"
                 )
