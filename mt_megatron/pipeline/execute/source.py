@@ -21,7 +21,7 @@ from mt_megatron.parallel import stage_order
 from mt_megatron.pipeline import forward_only as forward_only_schedules
 from mt_megatron.pipeline.actions import Schedule, lowered
 from mt_megatron.pipeline.execute.collective import CollectiveTransport
-from mt_megatron.pipeline.execute.executor import StepCall, StepRun
+from mt_megatron.pipeline.execute.executor import ReadySchedule, StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.transport import Transport
 from mt_megatron.pipeline.validate import check
@@ -51,8 +51,8 @@ _source: Schedule | Choose | None = None
 _step = 0
 _make_transport: MakeTransport = CollectiveTransport
 _transport: tuple[weakref.ref[Any], Transport] | None = None
-_checked: OrderedDict[int, tuple[Schedule, Schedule]] = OrderedDict()
-"""By identity: a schedule as it was given, and checked with its transfers; the latest last."""
+_checked: OrderedDict[int, tuple[Schedule, ReadySchedule]] = OrderedDict()
+"""By identity of the schedule; the latest last."""
 
 _MOST_CHECKED = 64
 
@@ -151,7 +151,7 @@ def forward_backward(
         first_val_step=first_val_step,
     )
     require_fit(schedule, call, decoder_seq_length)
-    return StepRun(_with_transfers(schedule), call, _transport_of_pipeline()).run()
+    return StepRun(_ready(schedule), call, _transport_of_pipeline()).run()
 
 
 def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
@@ -168,12 +168,15 @@ def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
     return _forward_only(_source.placement, num_microbatches)
 
 
-def _with_transfers(schedule: Schedule) -> Schedule:
-    """``schedule`` lowered, after the validator had nothing to say."""
+def _ready(schedule: Schedule) -> ReadySchedule:
+    """``schedule`` with its transfers, after the validator had nothing to say."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     known = _checked.get(id(schedule))
-    if known is None or known[0] is not schedule:
+    if known is None or known[0] is not schedule or known[1].rank != rank:
         check(schedule)
-        known = schedule, schedule if schedule.is_lowered else lowered(schedule)
+        known = schedule, ReadySchedule(schedule if schedule.is_lowered else lowered(schedule), rank)
         _checked[id(schedule)] = known
         while len(_checked) > _MOST_CHECKED:
             _checked.popitem(last=False)
