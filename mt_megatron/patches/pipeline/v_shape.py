@@ -95,7 +95,8 @@ def _shards_to_read(
     places: dict[str, list[int]] = {}
     for key, shards in state_dict.items():
         first: dict[Any, int] = {}
-        kept, found = [], []
+        kept: list[Any] = []
+        found: list[int] = []
         for shard in shards:
             at = _place(shard)
             if at not in first:
