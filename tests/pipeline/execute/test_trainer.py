@@ -106,6 +106,16 @@ def test_schedules_change_between_runs_without_a_trace(found: dict[str, Any]) ->
 
 
 @pytest.mark.daily
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """It says nothing of the order of stages: random states are those of the run all the same."""
+    found = run_ranks(
+        2, f"{HERE}:resumed_from_an_earlier_version", str(tmp_path), f"{DROPOUT} {PP2} --eval-iters 0"
+    )[0]
+    assert found["error"] is None
+    assert found["second"] == {step: found["whole"][step] for step in ("3", "4")}
+
+
+@pytest.mark.daily
 def test_a_checkpoint_moves_between_placements(tmp_path: Path) -> None:
     """With tied weights, a further depth and a distributed optimizer: a loop, a V, the loop, a V again."""
     given = (
