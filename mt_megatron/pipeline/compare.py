@@ -86,10 +86,9 @@ def _by_stage(value: Any, stages: int, name: str) -> Floats:
     return mean
 
 
-def row(schedule: Schedule, costs: Costs, *, name: str | None = None, blocking: bool = False) -> Row:
-    """``schedule`` under ``costs``; ``blocking``: with Megatron-Core's exchanges, which its ranks wait for.
-    ``against`` is 1."""
-    program = Program(schedule, calls=upstream_calls(schedule)) if blocking else Program(schedule)
+def row(program: Program, costs: Costs, *, name: str | None = None) -> Row:
+    """``program`` under ``costs``; ``against`` is 1."""
+    schedule = program.schedule
     timeline = program.run(costs)
     sizes = float(np.max(costs.activation)) > 1.0
     return Row(
@@ -119,15 +118,16 @@ def compare(
     ranks, several = placement.ranks, placement.chunks if placement.chunks > 1 else 2
     one, many = (with_chunks(costs, placement, count) for count in (1, several))
     plain = generate("1f1b", ranks=ranks, microbatches=microbatches)
-    rows = [row(plain, one, name="1f1b, blocking", blocking=True), row(plain, one)]
+    blocking = Program(plain, calls=upstream_calls(plain))
+    rows = [row(blocking, one, name="1f1b, blocking"), row(Program(plain), one)]
     for name, count, options in _wanted(placement, microbatches, several, one, many):
         its = with_chunks(costs, placement, count)
         try:
             made = generate(name, ranks=ranks, chunks=count, microbatches=microbatches, **options)
         except ConfigError:
             continue  # Not of these sizes; whoever asks for it by name hears why.
-        rows.append(row(made, its, name=_title(name, options)))
-    rows += [row(each, with_chunks(costs, placement, each.placement.chunks)) for each in schedules]
+        rows.append(row(Program(made), its, name=_title(name, options)))
+    rows += [row(Program(each), with_chunks(costs, placement, each.placement.chunks)) for each in schedules]
     rows = [replace(each, against=each.seconds / rows[0].seconds) for each in rows]
     return rows + (_lost(one, ranks, microbatches, replicas) if replicas > 1 else [])
 

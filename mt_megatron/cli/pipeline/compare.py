@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from mt_megatron.pipeline.compare import Row, compare, row, with_chunks
+from mt_megatron.pipeline.compare import Row, compare, row
 from mt_megatron.pipeline.draw import seconds
 
 from .setting import add_options, setting_of
@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
     )
     measured = setting.measured
     if measured is not None and args.chunks is None and args.microbatches is None:
-        costs = with_chunks(setting.costs, setting.placement, measured.schedule.placement.chunks)
-        own = row(measured.schedule, costs, name="the run's own", blocking=measured.blocking)
+        own = row(measured.program(), setting.costs, name=f"the run's own, {measured.calls}")
         rows.insert(0, replace(own, against=own.seconds / rows[0].seconds))
     if args.json:
         print(

@@ -192,7 +192,7 @@ def _at_least_one(args: argparse.Namespace, name: str) -> None:
 def _of_run(args: argparse.Namespace) -> Setting:
     trace = open_trace(args.run_folder)
     measured = slowest(measured_pipelines(trace))
-    simulated = measured.program().makespan(measured.costs)
+    simulated = measured.seconds(measured.program())
     ranks = ", ".join(map(str, measured.ranks))
     lines = [
         f"{trace.files.root}: ranks {ranks}, {measured.schedule.name}, "
