@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
     setting = setting_of(args)
     added = [setting.schedule(text) for text in args.add]
     rows = compare(
-        setting.costs,
+        setting.samples,
         setting.placement,
         setting.microbatches,
-        schedules=[schedule for schedule, _ in added],
+        schedules=added,
         replicas=args.replicas,
     )
     measured = setting.measured
     if measured is not None and args.chunks is None and args.microbatches is None:
-        own = row(measured.program(), setting.costs, name=f"the run's own, {measured.calls}")
+        own = row(measured.program(), setting.samples, name=f"the run's own, {measured.calls}")
         rows.insert(0, replace(own, against=own.seconds / rows[0].seconds))
     if args.json:
         print(

@@ -63,6 +63,10 @@ class MeasuredPipeline:
     calls: Calls
     """How the ranks waited for transfers."""
 
+    rendezvous: bool
+    """Of asynchronous transfers whether they begin no sooner than a receive that is posted shortly before
+    its computation; otherwise receivers always had room. Whichever is nearer to what was measured."""
+
     costs: Costs
     """Medians by stage; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``."""
 
@@ -88,7 +92,7 @@ class MeasuredPipeline:
     def program(self) -> Program:
         """The schedule as it was run."""
         if self.calls == "asynchronous":
-            return Program(self.schedule, rendezvous=True)
+            return Program(self.schedule, rendezvous=self.rendezvous)
         return Program(
             self.schedule, calls=upstream_calls(self.schedule, overlap=self.calls == "overlapping")
         )
@@ -157,6 +161,7 @@ def _measured(trace: Trace, ranks: tuple[int, ...]) -> MeasuredPipeline:
         ranks=ranks,
         schedule=schedule,
         calls=calls,
+        rendezvous=True,
         costs=_costs({kind: _medians(values) for kind, values in lasted.items()}, message, links),
         samples=tuple(
             _costs(
@@ -171,6 +176,9 @@ def _measured(trace: Trace, ranks: tuple[int, ...]) -> MeasuredPipeline:
         pipeline_seconds=float(np.median(ends - begins)) / 1e9,
         step_seconds=float(np.nanmedian(whole_steps)),
     )
+    if calls == "asynchronous":
+        eager = replace(made, rendezvous=False)
+        made = min(made, eager, key=lambda each: abs(each.seconds(each.program()) - each.pipeline_seconds))
     return _settled(made, others)
 
 
@@ -346,7 +354,7 @@ def _lasted(logs: Sequence[_RankLog], chosen: Sequence[int], schedule: Schedule)
             for (key, _, _), nanoseconds in zip(own, work.tolist(), strict=True):
                 found[key[0]][number, placement.stage(rank, key[1]), key[2]] = nanoseconds / 1e9
     split = ~np.isnan(found[Kind.W])
-    weight = np.where(split, found[Kind.W], ASSUMED_WEIGHT_SHARE * found[Kind.B])
+    weight = np.where(split, found[Kind.W], _weight_shares(found, split) * found[Kind.B])
     return {
         "forward": found[Kind.F],
         "backward": np.where(split, found[Kind.B] + found[Kind.W], found[Kind.B]),
@@ -393,6 +401,16 @@ def _messages(exchanges: Sequence[RankExchanges], ranks: tuple[int, ...]) -> lis
             )
         )
     return found
+
+
+def _weight_shares(found: Mapping[Kind, Floats], split: NDArray[np.bool_]) -> Floats:
+    """Part of each stage's whole backward that is weight gradients, [stages, 1]: as in its micro-batches that
+    the run split, else assumed."""
+    shares = np.full((split.shape[1], 1), ASSUMED_WEIGHT_SHARE)
+    for stage in np.flatnonzero(split.any(axis=(0, 2))).tolist():
+        inputs, weights = (found[kind][:, stage][split[:, stage]] for kind in (Kind.B, Kind.W))
+        shares[stage] = np.median(weights) / (np.median(weights) + np.median(inputs))
+    return shares
 
 
 def _links(
