@@ -6,6 +6,8 @@ checks        the fields of ``TransformerConfig``
 quantise      tensors as codes and scales
 bounds        the error that a quantised product may have
 products      the exact reference, and the device's kernels
+grouped       all experts' rows as codes and scales
+grouped_products  products of all experts at once
 activation    inputs and output gradients, cast once for each layout
 linear        the recipe of one weight, as ``seams.gemm`` calls it
 state         the step, histories of magnitudes, what a checkpoint keeps

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.fp8.grouped import GroupedQuantised
 from mt_megatron.fp8.quantise import Quantised
 from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, Role
+from mt_megatron.seams.grouped_gemm import TokenGroups
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
+
+Draws = dict[int | None, int]
+"""By expert: the number of an operand's draws."""
 
 
 class Activation:
@@ -35,7 +41,7 @@ class Activation:
         self.expert, self.keep = expert, keep
         self._owner, self._kind, self._group = owner, kind, group
         self._cast: dict[int, Quantised] = {}
-        self._draws: int | None = None
+        self._draws: Draws = {}
 
     def quantised(self, role: Role) -> Quantised:
         """As ``role`` reads it; cast when it is asked for the first time."""
@@ -52,7 +58,7 @@ class Activation:
                     self.source,
                     along,
                     group=self._group,
-                    draws=self._drawn(),
+                    draws=self._drawn(self.expert),
                     expert=self.expert,
                 )
         return self._cast[along]
@@ -131,11 +137,79 @@ class Activation:
         recipe = self._owner.recipe
         return recipe.shares_input_codes if self._kind == "input" else recipe.shares_grad_codes
 
-    def _drawn(self) -> int:
-        """The number of this operand among those of its linear in this step: what its draws depend on."""
-        if self._draws is None:
-            self._draws = self._owner.next_draw()
-        return self._draws
+    def _drawn(self, expert: int | None) -> int:
+        """The number of this operand among those of its linear, or of one of its experts, in this step: what
+        its draws depend on."""
+        if expert not in self._draws:
+            self._draws[expert] = self._owner.next_draw(expert)
+        return self._draws[expert]
+
+
+class GroupedActivation:
+    """An operand of ``seams.grouped_gemm`` in FP8: all experts' rows [rows, columns], cast at once where a
+    device computes, and expert by expert for the reference, which is faster on the CPU."""
+
+    def __init__(
+        self,
+        owner: Fp8Linear,
+        kind: Literal["input", "grad"],
+        source: Tensor,
+        groups: TokenGroups,
+    ) -> None:
+        self.source: Tensor | None = source
+        self.rows = source
+        self.groups = groups
+        self._owner, self._kind = owner, kind
+        self._cast: dict[int, GroupedQuantised] = {}
+        self._experts: dict[int, Activation] = {}
+        self._draws: Draws = {}
+
+    def of(self, expert: int) -> Activation:
+        """One expert's rows."""
+        if expert not in self._experts:
+            start, end = self.groups.bounds()[expert]
+            self._experts[expert] = Activation(
+                self._owner,
+                self._kind,
+                self.rows[start:end],
+                group=None,
+                dtype=self.rows.dtype,
+                expert=expert,
+            )
+        return self._experts[expert]
+
+    def quantised(self, role: Role) -> GroupedQuantised:
+        """All experts' as ``role`` reads it; cast when it is asked for the first time."""
+        recipe = self._owner.recipe
+        along = CONTRACTED[role][0 if OPERANDS[role][0] == self._kind else 1]
+        if along not in self._cast:
+            other = self._cast.get(1 - along)
+            shared = recipe.shares_input_codes if self._kind == "input" else recipe.shares_grad_codes
+            if other is not None and shared:
+                self._cast[along] = other.turned()
+            else:
+                self._cast[along] = self._owner.cast_groups(
+                    role, self._kind, self.rows, along, self.groups, self._drawn
+                )
+        return self._cast[along]
+
+    def _drawn(self, expert: int) -> int:
+        if expert not in self._draws:
+            self._draws[expert] = self._owner.next_draw(expert)
+        return self._draws[expert]
+
+    # The protocol of seams.gemm: experts' rows are never gathered, and backward computes inputs anew.
+
+    def parts(self, role: Role) -> tuple[Tensor, ...] | None:
+        """None: codes of experts' rows cannot be put together."""
+        return None
+
+    def gathered(self, role: Role, parts: tuple[Tensor, ...]) -> Any:
+        raise MtMegatronError("experts' rows were gathered in FP8; expected whole rows on every rank")
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """The rows themselves."""
+        return (self.rows,)
 
 
 def _is_split(quantised: Quantised) -> bool:

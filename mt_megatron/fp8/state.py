@@ -122,13 +122,15 @@ class Fp8State:
         return self._history, self._scale, self._seen
 
     def delayed_scale(self, name: str, kind: Kind, amax: Tensor) -> Tensor:
-        """The scale of a slot, fp32 scalar, after its tensor's ``amax`` was noted for later steps. Before any
-        step has ended there is none, and the tensor's own is taken."""
+        """The scale of a slot, fp32, after its tensor's ``amax`` (a scalar, or one for each expert: so is the
+        scale) was noted for later steps. Before any step has ended there is none, and the tensor's own is
+        taken."""
         history, scale, seen = self._tensors(amax.device)
         slot = self._slots[name, kind]
         if self.trains:
             # A magnitude that is not finite says nothing about the next steps.
-            torch.maximum(seen[slot], torch.where(torch.isfinite(amax), amax, 0.0), out=seen[slot])
+            finite = torch.where(torch.isfinite(amax), amax, 0.0).amax()
+            torch.maximum(seen[slot], finite, out=seen[slot])
         fmt = next(each for each in FORMATS.values() if each.maximum == self._maxima[slot])
         own = scale_of(amax, fmt, margin=self.recipe.margin)
         return torch.where((history[slot] > 0).any(), scale[slot], own)
