@@ -139,11 +139,12 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         if not fp8_continues:
             wanted.pop(fp8.KEY, None)
         settings = _group_settings(wanted["optimizer"])
-        saved_fp8 = fp8.saved_recipe(document.get("config", {}).get("model", {})) is not None
+        all_continues = fp8.saved_recipe(document.get("config", {}).get("model", {})) is None
+        if fp8_continues:
+            all_continues, lines = fp8.keep_saved(folder, wanted)
+            notes += lines
         # FP8 state of a run that this one does not continue may stay in the file, nothing else.
-        strict = (
-            StrictHandling.RAISE_ALL if fp8_continues or not saved_fp8 else StrictHandling.RAISE_UNEXPECTED
-        )
+        strict = StrictHandling.RAISE_ALL if all_continues else StrictHandling.RAISE_UNEXPECTED
         state = _load(folder, wanted, document, strict)
         _load_chunks(trainable, state)
         # Steps are counted by the run, whatever it trained with before.

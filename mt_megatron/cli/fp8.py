@@ -139,10 +139,16 @@ def text_of(found: dict[str, Any]) -> str:
             f"  {name:<38}{_ranges([row['layer'] for row in rows]):<16}{f'{inputs} x {outputs}':>16}"
             f"{100 * share:>8.1f}%  {what}"
         )
+    head = found["output_layer"]
+    what = "FP8" if head["reason"] is None else f"bf16: {head['reason']}"
+    lines.append(
+        f"  {'output_layer':<38}{'':<16}{'{inputs} x {outputs}'.format(**head):>16}"
+        f"{100 * head['share']:>8.1f}%  {what}, beside the linears' 100 %"
+    )
     lines += [f"  {name:<38}{'':<41}  bf16: {why}" for name, why in found["always_bf16"].items()]
     worst = [
-        (record["snr"], row["linear"], operand, record)
-        for row in found["linears"]
+        (record["snr"], name, operand, record)
+        for name, row in [*((row["linear"], row) for row in found["linears"]), ("output_layer", head)]
         for operand, record in row["telemetry"].items()
     ]
     if worst:

@@ -12,7 +12,7 @@ activation    inputs and output gradients, cast once for each layout
 linear        the recipe of one weight, as ``seams.gemm`` calls it
 state         the step, histories of magnitudes, what a checkpoint keeps
 layers        which layers stay in bf16, and why
-attach        which weights of a layer compute in FP8
+attach        which weights of a model compute in FP8
 param_gather  the distributed optimizer's all-gather of weights as codes
 checkpoint    what a checkpoint keeps of it
 telemetry     what the casts lose, and demotion to bf16

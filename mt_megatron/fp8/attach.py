@@ -1,4 +1,4 @@
-"""Choice of the weights of a transformer layer that compute in FP8, and their recipe objects."""
+"""Choice of the weights of a model that compute in FP8, and their recipe objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_megatron.backends.current import current_backend
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.layers import FEATURES, layer_reason
+from mt_megatron.fp8.layers import FEATURES, OUTPUT_LAYER, layer_reason
 from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.recipe import Recipe, recipe_of, require_possible
 from mt_megatron.fp8.state import Fp8State, Options
@@ -100,12 +100,49 @@ def attach(layer: Any) -> None:
                 f"rank; FP8 products need multiples of {FEATURES}. Change the model's sizes or the tensor "
                 "parallel size, or keep the layer in bf16."
             )
+    _give(config, found)
+
+
+def attach_output_layer(model: Any) -> None:
+    """Give the output layer of a built ``GPTModel`` its recipe where ``fp8_output_layer`` asks for it.
+
+    Raises ConfigError for an output layer that is not Megatron-Core's, and for sizes that kernels refuse.
+    """
+    config = model.config
+    if not config.fp8_output_layer or not model.post_process:
+        return
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    if not isinstance(model.output_layer, ColumnParallelLinear):
+        raise ConfigError(
+            f"fp8_output_layer: the output layer is a {type(model.output_layer).__name__}; expected "
+            "Megatron-Core's ColumnParallelLinear. Leave fp8_output_layer out."
+        )
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    outputs, inputs = map(int, weight.shape)
+    if inputs % FEATURES or outputs % FEATURES:
+        raise ConfigError(
+            f"fp8_output_layer: the output layer has {inputs} inputs and {outputs} outputs on each rank; FP8 "
+            f"products need multiples of {FEATURES}. Change --make-vocab-size-divisible-by or the hidden "
+            "size, or leave fp8_output_layer out."
+        )
+    [linear] = _give(config, [(OUTPUT_LAYER, weight)])
+    # An embedding that is tied to it reads the values themselves.
+    linear.gathers = not tied
+
+
+def _give(config: Any, found: list[tuple[str, Any]]) -> list[Fp8Linear]:
+    """Recipe objects for parameters, by name."""
     state = state_of(config, [name for name, _ in found])
     assert state is not None
+    made = []
     for name, parameter in found:
         linear = Fp8Linear(state, name, parameter, native=state.native)
         state.add(linear)
         parameter.gemm_recipe = linear
+        made.append(linear)
+    return made
 
 
 def _weights(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -40,7 +40,41 @@ def load(chunks: Any, loaded: Mapping[str, Any]) -> None:
     """Put what ``sharded_state`` described, with loaded tensors, back."""
     for state in states_of(chunks):
         for name in state.linears:
-            state.load_row(name, loaded[name])
+            if name in loaded:
+                state.load_row(name, loaded[name])
+
+
+def keep_saved(folder: Any, wanted: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Take the linears that the checkpoint in ``folder`` has no state of out of ``wanted[KEY]``; collective.
+
+    They compute in FP8 since, or have other names. Returns whether all that is in the file is continued, and
+    one line for each kind of what is not.
+    """
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+
+    saved = {key.removeprefix(f"{KEY}.") for key in load_tensors_metadata(str(folder)) if _is_ours(key)}
+    mine: dict[str, Any] = wanted.get(KEY, {})
+    every: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, set(mine))
+    now = set().union(*every)
+    wanted[KEY] = {name: value for name, value in mine.items() if name in saved}
+    lines = []
+    if new := sorted(now - saved):
+        lines.append(
+            f"FP8 state of {len(new)} linear(s) starts anew, which had none in {folder}: {_few(new)}"
+        )
+    if left := sorted(saved - now):
+        lines.append(f"FP8 state of {len(left)} linear(s) that stay in bf16 now is left: {_few(left)}")
+    return not left, lines
+
+
+def _is_ours(key: str) -> bool:
+    return key.startswith(f"{KEY}.")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def saved_recipe(model: Mapping[str, Any]) -> str | None:

@@ -35,6 +35,11 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             f"above 0 with it. Set fp8_telemetry_interval or leave {demotes[0]} out."
         )
     if recipe is None:
+        if values.get("fp8_output_layer"):
+            found.append(
+                "fp8_output_layer without fp8_recipe; expected a recipe with it. Set fp8_recipe or leave "
+                "fp8_output_layer out."
+            )
         return found
     if recipe not in PRESETS:
         return [

@@ -38,6 +38,9 @@ class Fp8Linear:
         self.demoted = False
         """Demotion: the linear has fallen back to bf16."""
 
+        self.gathers = True
+        """Whether the distributed optimizer may gather the weight in FP8."""
+
         self.gathered_scale: Tensor | None = None
         """With which the distributed optimizer gathered the weight in FP8."""
 

@@ -61,7 +61,7 @@ def _segments(bucket: Any) -> list[_Segment]:
         # Grouped experts have a scale each, and fp32 parameters are the optimizer's own.
         plain = parameter.dim() == 3 or data.dtype is torch.float32
         linear = None
-        if isinstance(recipe, Fp8Linear) and not recipe.demoted and not plain:
+        if isinstance(recipe, Fp8Linear) and recipe.gathers and not recipe.demoted and not plain:
             linear = recipe
             if recipe.recipe.cast("fprop", "weight").granularity != "tensor":
                 raise ConfigError(

@@ -233,6 +233,12 @@ _FP8 = _fields(
     ("num_layers_at_start_in_bf16", int, 1, "How many of the first layers then stay in bf16."),
     ("num_layers_at_end_in_bf16", int, 1, "How many of the last layers then stay in bf16."),
     (
+        "fp8_output_layer",
+        bool,
+        False,
+        "Whether the output layer computes in FP8 too. The loss is sensitive to its logits.",
+    ),
+    (
         "fp8_save_activations",
         bool,
         False,

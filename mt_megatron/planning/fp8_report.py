@@ -7,10 +7,12 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.layers import ALWAYS_BF16, layer_reason
+from mt_megatron.fp8.layers import ALWAYS_BF16, OUTPUT_LAYER, SENSITIVE, layer_reason
 from mt_megatron.fp8.recipe import OPERANDS, ROLES, Recipe, recipe_of
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.linears import linears
+from mt_megatron.planning.parameters import ModelShape
+from mt_megatron.planning.shape import padded_shape_of
 
 
 def recipe_of_run(config: TrainingConfig) -> Recipe | None:
@@ -34,7 +36,8 @@ def recipe_of_run(config: TrainingConfig) -> Recipe | None:
 def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Plain data: ``recipe``; ``roles`` with the casts of both operands; ``linears`` with layer, name, sizes,
     share of the linears' operations and, where one is not quantised, the ``reason``; ``share`` of the
-    operations of the decoder's linears that are in FP8; ``always_bf16``.
+    operations of the decoder's linears that are in FP8; ``output_layer`` with sizes, its operations as a
+    multiple of the decoder's linears' and a reason; ``always_bf16``.
 
     ``telemetry`` are the records of a run: the newest of each linear and operand is beside it, and a
     demotion is a reason. Raises ConfigError when the model is not described completely.
@@ -68,13 +71,27 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
                 "telemetry": newest.get(name, {}),
             }
         )
+    shape = padded_shape_of(config)
+    reason = None if config.model.fp8_output_layer else SENSITIVE
     return {
         "recipe": None if recipe is None else recipe.name,
         "roles": {} if recipe is None else _roles(recipe),
         "share": inside / total if total else 0.0,
         "linears": rows,
+        "output_layer": {
+            "inputs": shape.hidden_size,
+            "outputs": shape.vocab_size,
+            "share": _head_flops(shape) / total,
+            "reason": "no fp8_recipe" if recipe is None else demoted.get(OUTPUT_LAYER, reason),
+            "telemetry": newest.get(OUTPUT_LAYER, {}),
+        },
         "always_bf16": dict(ALWAYS_BF16),
     }
+
+
+def _head_flops(shape: ModelShape) -> int:
+    """Of one token's forward pass through the output layer, once for each predicted token."""
+    return 2 * shape.hidden_size * shape.vocab_size * (1 + (shape.mtp_num_layers or 0))
 
 
 def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
@@ -96,10 +113,13 @@ def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
         if ".experts." in each.name:
             experts = (shape.num_moe_experts or 1) // parallel.expert_model_parallel_size
         held += inputs * outputs * experts * element * layouts
+    operations = sum(each.flops for each in inside)
+    if config.model.fp8_output_layer:
+        operations += _head_flops(padded_shape_of(config))
     in_fp8 = recipe.wgrad.quantised and (recipe.shares_input_codes or config.model.fp8_save_activations)
     return {
         "recipe": recipe.name,
-        "flops_per_token": sum(each.flops for each in inside) * quantised,
+        "flops_per_token": operations * quantised,
         "share_of_linears": fp8_report(config)["share"],
         "weight_codes_bytes": int(held / parallel.pipeline_model_parallel_size),
         "saved_inputs": "fp8" if in_fp8 else "params dtype",

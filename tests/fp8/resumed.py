@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import math
+from contextlib import redirect_stdout
 from typing import Any
 
 from tests.training.loop_cases import run, start
@@ -53,3 +56,28 @@ def moved(folder: str, before: str, after: str) -> dict[str, Any]:
     run(f"{COMMON} {before} --save {folder}/source --exit-interval 3", folder, "source")
     flags = f"{COMMON} {after} --resume {folder}/source --save {folder}/after"
     return {"whole": whole, "continued": run(flags, folder, "after")}
+
+
+def output_layer(folder: str) -> dict[str, Any]:
+    """A checkpoint without FP8 state of the output layer, one with it, and a tied model."""
+    import mt_megatron
+    from mt_megatron.training.distributed import joined
+    from tests.fp8.cases import Run, config_of
+
+    start()
+    found: dict[str, Any] = {}
+    flags, head = f"{COMMON} {DELAYED}", "--fp8-output-layer"
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run(f"{flags} --save {folder}/without --exit-interval 3", folder, "without")
+        run(f"{flags} {head} --save {folder}/with --exit-interval 3", folder, "with")
+        for name, source, more in (("on", "without", head), ("off", "with", "")):
+            places = f"--resume {folder}/{source} --save {folder}/{name}"
+            found[name] = run(f"{flags} {more} {places} --exit-interval 5", folder, name)
+    found["notes"] = printed.getvalue()
+    tied = f"--fp8-recipe tensorwise {head} --no-untie-embeddings-and-output-weights"
+    with joined(config_of(tied), mt_megatron.backend()) as job:
+        trained = Run(tied, job)
+        weight = trained.trainable.bare_chunks()[0].shared_embedding_or_output_weight()
+        found["tied"] = {"gathers": weight.gemm_recipe.gathers, "finite": math.isfinite(trained.step())}
+    return found

@@ -20,6 +20,14 @@ def _layer_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
         attach(self)
 
 
+def _model_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if getattr(self.config, "fp8_output_layer", False):
+        from mt_megatron.fp8.attach import attach_output_layer
+
+        attach_output_layer(self)
+
+
 def _schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """While it runs weights do not change; when it ends, magnitudes of the step are known."""
     from mt_megatron.fp8.state import states_of
@@ -59,6 +67,16 @@ def patches(backend: Backend) -> list[Patch]:
             reason="with fp8_recipe its linears compute in FP8, without Transformer Engine",
             body=_layer_init,
             digest="137a75e6dbb4dca25b3f80e4132179309e6e7942773ce0f7d60175bb0cb66a78",
+            after=("model_config.fields",),
+        ),
+        Patch(
+            id="fp8.model",
+            target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            kind="wrap",
+            feature="fp8",
+            reason="with fp8_output_layer its output layer computes in FP8 too",
+            body=_model_init,
+            digest="5e0d533836dbda291a928289a0fc1b9afb9fc6b44c0d8bdb899e29c45a728fa0",
             after=("model_config.fields",),
         ),
         Patch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -51,8 +52,11 @@ def picture(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _order(row: tuple[str, str, str]) -> tuple[int, str, str, str]:
-    return (int(row[0].split(".")[1]), *row)
+def _order(row: tuple[str, str, str]) -> tuple[float, str, str, str]:
+    _, _, rest = row[0].partition(".")
+    layer = rest.partition(".")[0]
+    # The output layer comes after all others.
+    return (int(layer) if layer else math.inf, *row)
 
 
 def _colour(share: float) -> str:
