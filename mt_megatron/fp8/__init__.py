@@ -4,8 +4,10 @@ formats       e4m3, e5m2, e2m1 and E8M0: rounding, codes
 recipe        recipes as frozen data, presets, what hardware refuses
 checks        the fields of ``TransformerConfig``
 quantise      tensors as codes and scales
+kernels       what computes the products, and what is installed
 bounds        the error that a quantised product may have
 products      the exact reference, and the device's kernels
+deep_gemm_products  products of block-scaled operands by DeepGEMM
 grouped       all experts' rows as codes and scales
 grouped_products  products of all experts at once
 activation    inputs and output gradients, cast once for each layout

@@ -7,11 +7,14 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from mt_megatron.backends.current import current_backend
 from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import FEATURES, OUTPUT_LAYER, layer_reason
 from mt_megatron.fp8.linear import Fp8Linear
-from mt_megatron.fp8.recipe import Recipe, recipe_of, require_possible
+from mt_megatron.fp8.recipe import Recipe, recipe_of
 from mt_megatron.fp8.state import Fp8State, Options
 from mt_megatron.fp8.telemetry import Telemetry
 
@@ -51,7 +54,9 @@ def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
         if state.recipe == recipe and not any(name in state.linears for name in names):
             return state
     device = current_backend()
-    require_possible(recipe.name, device.name, device.fp8_granularities())
+    kernels = chosen(
+        config.fp8_backend, recipe.name, device, bf16=config.params_dtype is torch.bfloat16 or config.bf16
+    )
     state = Fp8State(
         recipe,
         Options(
@@ -62,12 +67,13 @@ def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
             demote_snr=config.fp8_demote_snr,
         ),
     )
-    state.native = device.name != "cpu"
+    state.kernels = kernels
     if not state.native:
         _log.info(
-            "fp8: recipe %s is emulated on the cpu: codes and scales are exact, products are bf16 GEMMs of "
+            "fp8: recipe %s is emulated on the %s: codes and scales are exact, products are bf16 GEMMs of "
             "decoded values",
             recipe.name,
+            device.name,
         )
     if state.options.telemetry_interval:
         state.telemetry = Telemetry()
@@ -138,7 +144,7 @@ def _give(config: Any, found: list[tuple[str, Any]]) -> list[Fp8Linear]:
     assert state is not None
     made = []
     for name, parameter in found:
-        linear = Fp8Linear(state, name, parameter, native=state.native)
+        linear = Fp8Linear(state, name, parameter)
         state.add(linear)
         parameter.gemm_recipe = linear
         made.append(linear)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from mt_megatron.fp8 import grouped_products, products
 from mt_megatron.fp8.activation import Activation, GroupedActivation
+from mt_megatron.fp8.deep_gemm_products import deep_gemm_nt
 from mt_megatron.fp8.formats import FORMATS
 from mt_megatron.fp8.grouped import GroupedQuantised, quantise_groups
+from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import Quantised, amax_of, quantise, rotated, scale_of
 from mt_megatron.fp8.recipe import CONTRACTED, Cast, Kind, Recipe, Role
 from mt_megatron.seams import collectives
@@ -28,7 +30,7 @@ class Fp8Linear:
     """A ``seams.gemm.GemmRecipe``. One per parameter; the experts of a layer that have a parameter each share
     the name, and with it the scales of delayed scaling."""
 
-    def __init__(self, state: Fp8State, name: str, parameter: Tensor, *, native: bool) -> None:
+    def __init__(self, state: Fp8State, name: str, parameter: Tensor) -> None:
         self.state = state
         self.name = name
         self._parameter = weakref.ref(parameter)
@@ -44,7 +46,7 @@ class Fp8Linear:
         self.gathered_scale: Tensor | None = None
         """With which the distributed optimizer gathered the weight in FP8."""
 
-        self._compute = products.scaled_mm if native else products.reference
+        self._compute = _COMPUTES[state.kernels]
         self._weights: dict[tuple[int | None, int], tuple[int | None, Any]] = {}
         self._draws: Counter[int | None] = Counter()
 
@@ -319,6 +321,13 @@ class Fp8Linear:
         with collectives.announced("all_reduce", "tp", group):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return (amax, values) if cast.granularity == "block" else (values, None)
+
+
+_COMPUTES: dict[Kernels, products.Compute] = {
+    "reference": products.reference,
+    "scaled_mm": products.scaled_mm,
+    "deep_gemm": deep_gemm_nt,
+}
 
 
 def _nothing() -> None:

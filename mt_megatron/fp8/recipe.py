@@ -309,7 +309,7 @@ def require_possible(name: str, device: str, granularities: tuple[str, ...]) -> 
         f"fp8_recipe {name} is not possible on this {device} device, whose kernels know FP8 scales per "
         f"{' or '.join(granularities) or 'nothing'}: expected "
         f"{', '.join(possible) or 'no FP8'} here. Possible pairs: {'; '.join(pairs)}. Set --fp8-recipe, or "
-        "leave it out."
+        "leave it out; --fp8-backend reference emulates every recipe, slowly."
     )
 
 

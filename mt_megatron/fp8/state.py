@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.fp8.formats import FORMATS
+from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import scale_of
 from mt_megatron.fp8.recipe import ROLES, Kind, Recipe
 from mt_megatron.seams import collectives
@@ -61,8 +62,8 @@ class Fp8State:
         self.step = 0
         """Completed training steps."""
 
-        self.native = False
-        """Whether the device's kernels compute the products, not the reference."""
+        self.kernels: Kernels = "reference"
+        """What computes the products."""
 
         self.in_step = False
         self.trains = False
@@ -92,6 +93,11 @@ class Fp8State:
     def __reduce__(self) -> Any:
         # A copied or stored configuration is another model's.
         return _nothing, ()
+
+    @property
+    def native(self) -> bool:
+        """True where kernels compute the products, not the reference."""
+        return self.kernels != "reference"
 
     @property
     def alive(self) -> bool:

@@ -224,6 +224,14 @@ _FP8 = _fields(
         "(--fp8-format) sets it where a recipe computes. None: the recipe's own.",
     ),
     (
+        "fp8_backend",
+        Literal["auto", "reference", "scaled_mm", "deep_gemm"],
+        "auto",
+        "What computes the products of a recipe: torch._scaled_mm on devices and the reference, an exact "
+        "emulation, on the CPU (auto), or one of them by name. deep_gemm: blockwise by DeepGEMM, if it is "
+        "installed.",
+    ),
+    (
         "first_last_layers_bf16",
         bool,
         True,

@@ -223,8 +223,8 @@ class Experts:
     def __init__(self, recipe: Recipe, weight: Tensor, *, native: bool) -> None:
         self.parameter = torch.nn.Parameter(weight.clone())
         self.state = Fp8State(recipe, Options())
-        self.state.native = native
-        self.linear = Fp8Linear(self.state, "layers.0.experts", self.parameter, native=native)
+        self.state.kernels = "scaled_mm" if native else "reference"
+        self.linear = Fp8Linear(self.state, "layers.0.experts", self.parameter)
         self.state.add(self.linear)
         self.parameter.gemm_recipe = self.linear  # type: ignore[attr-defined]
 

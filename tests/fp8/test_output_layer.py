@@ -38,7 +38,7 @@ def parts(name: str) -> tuple[torch.nn.Parameter, Fp8State]:
     # Small logits: what rounds them twice to bf16 must not show in the gradients.
     weight = torch.nn.Parameter(0.1 * torch.randn(96, 64, generator=generator).bfloat16())
     state = Fp8State(PRESETS[name], Options())
-    linear = Fp8Linear(state, "output_layer", weight, native=False)
+    linear = Fp8Linear(state, "output_layer", weight)
     state.add(linear)
     weight.gemm_recipe = linear  # type: ignore[attr-defined]
     return weight, state
