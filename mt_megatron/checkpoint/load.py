@@ -162,7 +162,9 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
     trainable.scheduler.num_steps = 0
     trainable.scheduler.load_state_dict(saved)
     if document["layout"] == asdict(job.layout):
-        load_rng(folder, job)
+        own = load_rng(folder, job)
+        if fp8_continues:
+            fp8.load_rank_state(trainable.chunks, own)
     else:
         notes.append(
             f"random states start from the seed: the checkpoint's layout {_words(document['layout'])} is not "

@@ -1,4 +1,5 @@
-"""FP8 state in checkpoints: one row for each linear; the step that draws depend on is the run's own."""
+"""FP8 state in checkpoints: one row for each linear, and scales that are each rank's own; the step that draws
+depend on is the run's."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from mt_megatron.fp8.attach import recipe_of_config
 from mt_megatron.fp8.state import states_of
 
 KEY = "fp8"
+_SCALES = "fp8_gathered_scales"
 
 
 def sharded_state(chunks: Any) -> dict[str, Any]:
@@ -28,6 +30,28 @@ def sharded_state(chunks: Any) -> dict[str, Any]:
         for state in states_of(chunks)
         for name in state.linears
     }
+
+
+def rank_state(chunks: Any) -> dict[str, Any]:
+    """What is each rank's own, for its file of random states: the scales with which weights were gathered in
+    FP8, by linear. Empty without them."""
+    scales = {
+        name: [None if each.gathered_scale is None else each.gathered_scale.cpu() for each in linears]
+        for state in states_of(chunks)
+        for name, linears in state.linears.items()
+        if any(each.gathered_scale is not None for each in linears)
+    }
+    return {_SCALES: scales} if scales else {}
+
+
+def load_rank_state(chunks: Any, loaded: Mapping[str, Any]) -> None:
+    """Put what ``rank_state`` returned back; for the same layout only. What it has no scale for is gathered
+    with a new one."""
+    scales: Mapping[str, Any] = loaded.get(_SCALES, {})
+    for state in states_of(chunks):
+        for name, linears in state.linears.items():
+            for linear, scale in zip(linears, scales.get(name, [None] * len(linears)), strict=True):
+                linear.gathered_scale = None if scale is None else scale.to(linear.parameter.device)
 
 
 def begin_at(chunks: Any, iteration: int) -> None:
