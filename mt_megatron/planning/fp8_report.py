@@ -10,7 +10,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.layers import ALWAYS_BF16, OUTPUT_LAYER, SENSITIVE, layer_reason
 from mt_megatron.fp8.recipe import OPERANDS, ROLES, Recipe, recipe_of
 from mt_megatron.planning.build import model_shape
-from mt_megatron.planning.linears import linears
+from mt_megatron.planning.linears import Casts, linears
 from mt_megatron.planning.parameters import ModelShape
 from mt_megatron.planning.shape import padded_shape_of
 
@@ -94,25 +94,37 @@ def _head_flops(shape: ModelShape) -> int:
     return 2 * shape.hidden_size * shape.vocab_size * (1 + (shape.mtp_num_layers or 0))
 
 
-def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
-    """Plain data for a plan: ``recipe``, ``flops_per_token`` of a training step that are in FP8,
-    ``share_of_linears``, ``weight_codes_bytes``: about what a device keeps of cast weights during a step, and
-    in what backward keeps the linears' inputs. None without a recipe."""
+def casts_of(config: TrainingConfig, *, on_cpu: bool) -> Casts | None:
+    """What a rank keeps of cast weights; None without a recipe. The emulation also keeps what they were
+    decoded to, codes of four bits in a byte each, and scales in fp32."""
     recipe = recipe_of_run(config)
     if recipe is None:
         return None
-    parallel, shape = config.parallel, model_shape(config)
-    inside = [each for each in linears(shape) if layer_reason(each.layer, config.model) is None]
-    quantised = sum(recipe.product(role).quantised for role in ROLES)
-    element = 0.5 if recipe.fprop.b.format == "e2m1" else 1.0
+    cast, model = recipe.fprop.b, config.model
+    emulated = model.fp8_backend == "reference" or (model.fp8_backend == "auto" and on_cpu)
+    width = 0.5 if cast.format == "e2m1" and not emulated else 1.0
+    if cast.granularity == "block":
+        scale = 4.0 if cast.block_scale == "fp32" or emulated else 1.0
+        width += scale / (cast.block[0] * cast.block[1])
     layouts = 1 if recipe.shares_weight_codes else 2
-    held = 0.0
-    for each in inside:
-        inputs, outputs = each.on_rank(parallel.tensor_model_parallel_size)
-        experts = 1
-        if ".experts." in each.name:
-            experts = (shape.num_moe_experts or 1) // parallel.expert_model_parallel_size
-        held += inputs * outputs * experts * element * layouts
+    decoded = 2 if config.train.bf16 or config.train.fp16 else 4
+    depths = model.mtp_num_layers or 0
+    layers = range(1, (model.num_layers or 0) + depths + 1)
+    return Casts(
+        bytes_per_weight=layouts * (width + (decoded if emulated else 0)),
+        layers=frozenset(layer for layer in layers if layer_reason(layer, model) is None),
+        output_layer=model.fp8_output_layer,
+    )
+
+
+def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
+    """Plain data for a plan: ``recipe``, ``flops_per_token`` of a training step that are in FP8,
+    ``share_of_linears``, and in what backward keeps the linears' inputs. None without a recipe."""
+    recipe = recipe_of_run(config)
+    if recipe is None:
+        return None
+    inside = [each for each in linears(model_shape(config)) if layer_reason(each.layer, config.model) is None]
+    quantised = sum(recipe.product(role).quantised for role in ROLES)
     operations = sum(each.flops for each in inside)
     if config.model.fp8_output_layer:
         operations += _head_flops(padded_shape_of(config))
@@ -121,7 +133,6 @@ def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
         "recipe": recipe.name,
         "flops_per_token": operations * quantised,
         "share_of_linears": fp8_report(config)["share"],
-        "weight_codes_bytes": int(held / parallel.pipeline_model_parallel_size),
         "saved_inputs": "fp8" if in_fp8 else "params dtype",
     }
 

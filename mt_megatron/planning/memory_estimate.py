@@ -9,6 +9,7 @@ from typing import Any
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.activation_memory import ActivationOptions, Recompute
+from mt_megatron.planning.fp8_report import casts_of
 from mt_megatron.planning.memory import MemoryCase, MemoryEstimate, estimate_memory
 from mt_megatron.planning.parameter_memory import StateOptions
 from mt_megatron.planning.parameters import ModelShape
@@ -64,6 +65,7 @@ def memory_case(
         chunks=config.virtual_pipeline_model_parallel_size or 1,
         layers=chunk_layer_counts(config),
         fused_weight_gradients=model.gradient_accumulation_fusion,
+        casts=casts_of(config, on_cpu=on_cpu),
     )
 
 

@@ -16,6 +16,7 @@ from mt_megatron.fp8.quantise import quantise
 from mt_megatron.fp8.recipe import PRESETS
 from mt_megatron.fp8.telemetry import FIELDS, measures
 from mt_megatron.planning.fp8_report import fp8_cost, fp8_report
+from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.training.logging.fp8_picture import picture
 from tests.fp8.cases import MIXTURE, MODEL
@@ -118,14 +119,45 @@ def test_a_mixture_names_the_linears_that_are_built() -> None:
     assert set(built) == names
 
 
-def test_the_plan_counts_codes_and_operations() -> None:
+def test_the_plan_counts_operations() -> None:
     config = load_config([*SMALL, "--fp8-recipe", "blockwise", "--no-first-last-layers-bf16"])
     cost = fp8_cost(config)
     layer = 64 * 192 + 64 * 64 + 64 * 256 + 128 * 64
     assert cost is not None
-    assert cost["weight_codes_bytes"] == 4 * layer and cost["flops_per_token"] == 6 * 4 * layer
+    assert cost["flops_per_token"] == 6 * 4 * layer
     assert cost["saved_inputs"] == "params dtype"
     assert fp8_cost(load_config(SMALL)) is None
+
+
+def test_the_plans_total_counts_what_a_step_keeps_of_cast_weights() -> None:
+    """Beside the bytes that are really kept: codes, scales and decoded values, on each stage."""
+    layouts = {
+        "shared codes": "--fp8-recipe tensorwise --tensor-model-parallel-size 2 --fp8-output-layer",
+        "two layouts": "--fp8-recipe mxfp8 --pipeline-model-parallel-size 2",
+        "experts": f"--fp8-recipe blockwise {MIXTURE} --expert-model-parallel-size 2",
+        "four bits": "--fp8-recipe nvfp4 --pipeline-model-parallel-size 2 --first-last-layers-bf16",
+    }
+    for found in run_ranks(2, "tests.fp8.cases:kept_casts", layouts, timeout=150):
+        for name, each in found.items():
+            assert each["planned"] == pytest.approx(each["kept"], rel=0.01), (name, each)
+            assert each["beside"] == each["planned"] > 0
+
+
+def test_a_device_keeps_codes_and_scales_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    def casts(flags: str, on_cpu: bool = False) -> int:
+        config = load_config([*SMALL, "--no-first-last-layers-bf16", "--bf16", *flags.split()])
+        return memory_of(config, 1, on_cpu=on_cpu).stages[0].casts
+
+    weights = 4 * (64 * 192 + 64 * 64 + 64 * 256 + 128 * 64)
+    assert casts("--fp8-recipe tensorwise") == weights
+    assert casts("--fp8-recipe tensorwise --fp8-backend reference") == 3 * weights
+    assert casts("--fp8-recipe tensorwise", on_cpu=True) == 3 * weights
+    assert casts("--fp8-recipe rowwise") == 2 * weights
+    assert casts("--fp8-recipe mxfp8") == round(2 * weights * (1 + 1 / 32))
+    assert casts("--fp8-recipe nvfp4") == round(weights * (0.5 + 1 / 256))
+    assert casts("") == 0
+    assert main(["plan", *SMALL, "--bf16", "--fp8-recipe", "tensorwise"]) == 0
+    assert "\n  casts " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
