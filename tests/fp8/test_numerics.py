@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_a_run_keeps_telemetry_and_its_demotions(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "bf16: demoted after step 1" in said and "recipe blockwise: 0.0 %" in said
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    # One checkpoint: what was known at its step, and nothing of later ones.
+    assert main(["fp8", "report", str(tmp_path / "parts" / "iter_0000002"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all("demoted after step 1" in row["reason"] for row in report["linears"])
+    os.rename(tmp_path / "parts" / "iter_0000002", tmp_path / "parts" / "iter_0000000")
+    assert main(["fp8", "report", str(tmp_path / "parts" / "iter_0000000"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert not any(row["reason"] or row["telemetry"] for row in report["linears"])
+    assert main(["fp8", "report", str(tmp_path)]) == 2
+    assert "of one of its checkpoints" in capsys.readouterr().err
 
 
 def test_the_picture_has_a_cell_for_each_sample() -> None:
