@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "mt-megatron fp8 report [RUN | CHECKPOINT | CONFIG.yaml] [--json] [--picture FILE] "
         "[options of pretrain]"
     )
-    one.add_argument("--run", metavar="RUN", help="folder of a run or checkpoint, or YAML file; may come first")
+    one.add_argument("--run", metavar="RUN", help="folder of a run or checkpoint, or YAML; may come first")
     one.add_argument("--json", action="store_true", help="print one JSON object")
     one.add_argument("--picture", metavar="FILE", help="draw the telemetry as SVG")
     one.set_defaults(config_arguments=True, leading_word="--run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_the_picture_has_a_cell_for_each_sample() -> None:
     text = picture(rows)
     assert text.count("<title>") == 6 and text.count("<circle") == 4
     assert text.index("layers.1.") < text.index("layers.10.")
+
+
+def test_ticks_stand_at_the_cells_of_their_steps_and_do_not_overlap() -> None:
+    rows = [
+        {"step": step, "linear": "layers.0.mlp.linear_fc1", "operand": "input", "role": "fprop"}
+        | {"snr": 10.0, "underflow": 0.0, "saturation": 0.0}
+        for step in range(1000, 61000, 1000)
+    ]
+    text = picture(rows)
+    cells = {
+        int(step): float(x) + 6.5
+        for x, step in re.findall(r'<rect x="([\d.]+)"[^>]*><title>step (\d+)', text)
+    }
+    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="middle" class="step">(\d+)<', text)
+    assert len(cells) == 60 and len({y for _, y, _ in labels}) == 2, "above and below"
+    assert all(cells[int(step)] == float(x) for x, _, step in labels)
+    places = sorted({float(x) for x, _, _ in labels})
+    assert all(b - a >= 5 * 5.5 for a, b in zip(places, places[1:], strict=False)) and len(places) > 6
+    bar = dict(
+        (int(value), float(x)) for x, value in re.findall(r'<text x="([\d.]+)"[^>]*class="snr">(\d+)<', text)
+    )
+    assert bar[5] == 8 and bar[40] == 188 and bar[20] == pytest.approx(8 + 180 * 15 / 35, abs=1e-3)
 
 
 def test_the_report_counts_shares_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
