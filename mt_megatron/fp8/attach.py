@@ -36,6 +36,8 @@ def recipe_of_config(config: Any) -> Recipe | None:
     defaults = {"margin": 0, "history": 1, "algorithm": "most_recent"}
     if not delayed:
         given = {name: value for name, value in given.items() if value != defaults[name]}
+    if config.tp_only_amax_red:
+        given["amax_group"] = "tp-cp"
     return recipe_of(config.fp8_recipe, format=config.fp8_recipe_format, wgrad=config.fp8_wgrad, **given)
 
 

@@ -12,6 +12,7 @@ from mt_megatron.fp8.state import states_of
 
 KEY = "fp8"
 _SCALES = "fp8_gathered_scales"
+_ROWS = "fp8_rows"
 
 
 def sharded_state(chunks: Any) -> dict[str, Any]:
@@ -34,21 +35,31 @@ def sharded_state(chunks: Any) -> dict[str, Any]:
 
 def rank_state(chunks: Any) -> dict[str, Any]:
     """What is each rank's own, for its file of random states: the scales with which weights were gathered in
-    FP8, by linear. Empty without them."""
+    FP8, by linear, and rows that differ between data-parallel ranks. Empty without them."""
     scales = {
         name: [None if each.gathered_scale is None else each.gathered_scale.cpu() for each in linears]
         for state in states_of(chunks)
         for name, linears in state.linears.items()
         if any(each.gathered_scale is not None for each in linears)
     }
-    return {_SCALES: scales} if scales else {}
+    rows = {
+        name: state.row(name)
+        for state in states_of(chunks)
+        if state.recipe.scaling == "delayed" and state.recipe.amax_group != "tp-cp-dp"
+        for name in state.linears
+    }
+    return {key: value for key, value in ((_SCALES, scales), (_ROWS, rows)) if value}
 
 
 def load_rank_state(chunks: Any, loaded: Mapping[str, Any]) -> None:
     """Put what ``rank_state`` returned back; for the same layout only. What it has no scale for is gathered
     with a new one."""
     scales: Mapping[str, Any] = loaded.get(_SCALES, {})
+    rows: Mapping[str, Any] = loaded.get(_ROWS, {})
     for state in states_of(chunks):
+        for name in state.linears:
+            if name in rows:
+                state.load_row(name, rows[name])
         for name, linears in state.linears.items():
             for linear, scale in zip(linears, scales.get(name, [None] * len(linears)), strict=True):
                 linear.gathered_scale = None if scale is None else scale.to(linear.parameter.device)

@@ -72,6 +72,7 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             margin=given.get("fp8_margin"),
             history=given.get("fp8_amax_history_len"),
             algorithm=given.get("fp8_amax_compute_algo"),
+            amax_group="tp-cp" if values.get("tp_only_amax_red") else None,
             wgrad=values.get("fp8_wgrad", True),
         )
     except ConfigError as error:

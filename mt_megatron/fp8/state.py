@@ -21,7 +21,7 @@ from torch import Tensor
 from mt_megatron.fp8.formats import FORMATS
 from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import scale_of
-from mt_megatron.fp8.recipe import ROLES, Kind, Recipe
+from mt_megatron.fp8.recipe import ROLES, AmaxGroup, Kind, Recipe
 from mt_megatron.seams import collectives
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Fp8State:
 
     def _update_scales(self) -> None:
         history, scale, seen = self._tensors(self._device())
-        self.reduce_max(seen)
+        self.reduce_max(seen, self.recipe.amax_group)
         history.copy_(torch.roll(history, 1, dims=1))
         history[:, 0] = seen
         seen.zero_()
@@ -174,19 +174,22 @@ class Fp8State:
     def is_demoted(self, name: str) -> bool:
         return self.linears[name][0].demoted
 
-    def reduce_max(self, values: Tensor) -> None:
-        """Elementwise largest over the ranks that share this stage's layers: tensor, context and data
-        parallel."""
+    def reduce_max(self, values: Tensor, among: AmaxGroup = "tp-cp-dp") -> None:
+        """Elementwise largest over the ranks that share this stage's layers: tensor, context and, unless
+        ``among`` leaves them out, data parallel."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
             return
-        group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        group = parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=among == "tp-cp"
+        )
         if group.size() == 1:
             return
         self.counts["amax_reductions"] += 1
-        with collectives.announced("all_reduce", "tp-dp-cp", group):
+        name = "tp-dp-cp" if among == "tp-cp-dp" else "tp-cp"
+        with collectives.announced("all_reduce", name, group):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 
     # Steps.

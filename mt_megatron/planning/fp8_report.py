@@ -8,7 +8,7 @@ from typing import Any
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.layers import ALWAYS_BF16, OUTPUT_LAYER, SENSITIVE, layer_reason
-from mt_megatron.fp8.recipe import OPERANDS, ROLES, Recipe, recipe_of
+from mt_megatron.fp8.recipe import OPERANDS, ROLES, AmaxGroup, Recipe, recipe_of
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.linears import Casts, linears
 from mt_megatron.planning.parameters import ModelShape
@@ -21,14 +21,17 @@ def recipe_of_run(config: TrainingConfig) -> Recipe | None:
     name = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
     if name is None:
         return None
+    group: AmaxGroup | None = "tp-cp" if model.tp_only_amax_red else None
+    format = model.fp8 or model.fp8_recipe_format
     if name != "delayed":
-        return recipe_of(name, format=model.fp8 or model.fp8_recipe_format, wgrad=model.fp8_wgrad)
+        return recipe_of(name, format=format, amax_group=group, wgrad=model.fp8_wgrad)
     return recipe_of(
         name,
-        format=model.fp8 or model.fp8_recipe_format,
+        format=format,
         margin=model.fp8_margin,
         history=model.fp8_amax_history_len,
         algorithm=model.fp8_amax_compute_algo,
+        amax_group=group,
         wgrad=model.fp8_wgrad,
     )
 

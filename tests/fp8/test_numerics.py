@@ -124,9 +124,9 @@ def test_ticks_stand_at_the_cells_of_their_steps_and_do_not_overlap() -> None:
     assert all(cells[int(step)] == float(x) for x, _, step in labels)
     places = sorted({float(x) for x, _, _ in labels})
     assert all(b - a >= 5 * 5.5 for a, b in zip(places, places[1:], strict=False)) and len(places) > 6
-    bar = dict(
-        (int(value), float(x)) for x, value in re.findall(r'<text x="([\d.]+)"[^>]*class="snr">(\d+)<', text)
-    )
+    bar = {
+        int(value): float(x) for x, value in re.findall(r'<text x="([\d.]+)"[^>]*class="snr">(\d+)<', text)
+    }
     assert bar[5] == 8 and bar[40] == 188 and bar[20] == pytest.approx(8 + 180 * 15 / 35, abs=1e-3)
 
 
@@ -215,6 +215,8 @@ def test_bad_input_is_refused_before_anything_is_built(flags: str, says: str) ->
         ("--fp8-recipe blockwize", "expected one of delayed, tensorwise"),
         ("--fp8-recipe blockwise --fp16", "expected bf16 with it"),
         ("--fp8-recipe blockwise --fp8-amax-history-len 16", "expected fp8_recipe delayed"),
+        ("--fp8-recipe blockwise --tp-only-amax-red", "tp_only_amax_red with fp8_recipe blockwise"),
+        ("--tp-only-amax-red", "tp_only_amax_red without fp8_recipe"),
         ("--fp8-recipe mxfp8 --fp8-format hybrid", "expected a recipe with a scale per tensor"),
         ("--fp8-recipe mxfp8 --fp8-demote-snr 10", "expected fp8_telemetry_interval"),
         ("--fp8-recipe mxfp8 --num-layers-at-start-in-bf16 -1", "expected a whole number, at least 0"),

@@ -21,8 +21,13 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 @pytest.mark.parametrize(
     "flags",
-    [DELAYED, f"--fp8-recipe nvfp4 {SP}", f"{DELAYED} {GATHERED} {OVERLAPPED}"],
-    ids=["delayed", "nvfp4", "delayed-gathered"],
+    [
+        DELAYED,
+        f"--fp8-recipe nvfp4 {SP}",
+        f"{DELAYED} {GATHERED} {OVERLAPPED}",
+        f"{DELAYED} --tp-only-amax-red",
+    ],
+    ids=["delayed", "nvfp4", "delayed-gathered", "delayed-by-samples"],
 )
 def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, flags: str) -> None:
     """In the middle of a window of magnitudes; with seeded draws."""

@@ -29,6 +29,11 @@ def fp8_layer_problems(config: TrainingConfig) -> list[str]:
             "--fp8-param-gather out."
         )
     if recipe is None:
+        if model.tp_only_amax_red:
+            found.append(
+                "tp_only_amax_red without fp8_recipe; expected fp8_recipe delayed with it. Set --fp8-recipe "
+                "delayed or leave --tp-only-amax-red out."
+            )
         return found
     if model.transformer_impl == "transformer_engine":
         found.append(
