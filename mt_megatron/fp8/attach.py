@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from mt_megatron.backends.current import current_backend
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import FEATURES, OUTPUT_LAYER, layer_reason
 from mt_megatron.fp8.linear import Fp8Linear
@@ -91,8 +92,8 @@ def attach(layer: Any) -> None:
     if recipe_of_config(config) is None or layer_reason(layer.layer_number, config) is not None:
         return
     found = [
-        (f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}", parameter)
-        for name, parameter in _weights(layer)
+        (f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}", module, parameter)
+        for name, module, parameter in _weights(layer)
     ]
     if not found:
         raise ConfigError(
@@ -100,7 +101,7 @@ def attach(layer: Any) -> None:
             "own; expected its local layer specification. Use get_gpt_layer_local_spec (--transformer-impl "
             "local), or leave fp8_recipe out."
         )
-    for name, parameter in found:
+    for name, _, parameter in found:
         inputs, outputs = int(parameter.shape[-1]), int(parameter.shape[-2])
         if inputs % FEATURES or outputs % FEATURES:
             raise ConfigError(
@@ -127,7 +128,8 @@ def attach_output_layer(model: Any) -> None:
             "Megatron-Core's ColumnParallelLinear. Leave fp8_output_layer out."
         )
     tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    owner = model.embedding.word_embeddings if tied and model.pre_process else model.output_layer
+    weight = owner.weight
     outputs, inputs = map(int, weight.shape)
     if inputs % FEATURES or outputs % FEATURES:
         raise ConfigError(
@@ -135,25 +137,70 @@ def attach_output_layer(model: Any) -> None:
             f"products need multiples of {FEATURES}. Change --make-vocab-size-divisible-by or the hidden "
             "size, or leave fp8_output_layer out."
         )
-    [linear] = _give(config, [(OUTPUT_LAYER, weight)])
+    [linear] = _give(config, [(OUTPUT_LAYER, owner, weight)])
     # An embedding that is tied to it reads the values themselves.
     linear.gathers = not tied
 
 
-def _give(config: Any, found: list[tuple[str, Any]]) -> list[Fp8Linear]:
-    """Recipe objects for parameters, by name."""
-    state = state_of(config, [name for name, _ in found])
+class Attached:
+    """An attribute of a module whose weights compute in FP8. ``copy.deepcopy`` copies no attribute of a
+    parameter: with this, weights of a copied module compute in FP8 too, in a state of the copy's own."""
+
+    def __init__(self, configs: tuple[Any, ...], linears: list[Fp8Linear]) -> None:
+        """``configs``: where ``states_of`` looks for the linears' state."""
+        self._configs, self._linears = configs, linears
+
+    def __reduce__(self) -> Any:
+        # A stored module is loaded without us.
+        return _nothing, ()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attached:
+        made = []
+        for linear in self._linears:
+            # Parameters come before other attributes.
+            parameter = memo.get(id(linear.parameter)) if linear.alive else None
+            if parameter is None:
+                raise MtMegatronError(
+                    f"a copy of {linear.name} in FP8 has no weight: it was copied without its module; "
+                    "expected copy.deepcopy of the module, the layer or the model"
+                )
+            key = ("mt_megatron.fp8", id(linear.state))
+            if key not in memo:
+                memo[key] = linear.state.copied()
+            copied = linear.copied(memo[key], parameter)
+            memo[key].add(copied)
+            parameter.gemm_recipe = copied
+            made.append(copied)
+        configs = copy.deepcopy(self._configs, memo)
+        for config in configs:
+            config.fp8_states = list({id(each.state): each.state for each in made}.values())
+        return Attached(configs, made)
+
+
+def _nothing() -> None:
+    """Stand-in: what was stored is loaded as None."""
+
+
+def _give(config: Any, found: list[tuple[str, Any, Any]]) -> list[Fp8Linear]:
+    """Recipe objects for parameters: name, module and parameter of each."""
+    state = state_of(config, [name for name, _, _ in found])
     assert state is not None
     made = []
-    for name, parameter in found:
+    of_module: dict[int, tuple[Any, list[Fp8Linear]]] = {}
+    for name, module, parameter in found:
         linear = Fp8Linear(state, name, parameter)
         state.add(linear)
         parameter.gemm_recipe = linear
         made.append(linear)
+        of_module.setdefault(id(module), (module, []))[1].append(linear)
+    for module, linears in of_module.values():
+        # Some modules have a configuration of their own.
+        module.fp8_attached = Attached((config, getattr(module, "config", config)), linears)
     return made
 
 
-def _weights(layer: Any) -> Iterator[tuple[str, Any]]:
+def _weights(layer: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, module and parameter of every linear."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.moe.experts import GroupedMLP
 
@@ -162,8 +209,8 @@ def _weights(layer: Any) -> Iterator[tuple[str, Any]]:
     for name, module in layer.named_modules():
         if isinstance(module, GroupedMLP):
             for parameter, linear in _GROUPED.items():
-                yield f"{name}.{linear}", getattr(module, parameter)
+                yield f"{name}.{linear}", module, getattr(module, parameter)
             continue
         linear_layer = isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)
         if linear_layer and getattr(module, "weight", None) is not None:
-            yield name, module.weight
+            yield name, module, module.weight

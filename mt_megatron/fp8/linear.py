@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +17,8 @@ from mt_megatron.fp8.formats import FORMATS
 from mt_megatron.fp8.grouped import GroupedQuantised, quantise_groups
 from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import Quantised, amax_of, quantise, rotated, scale_of
-from mt_megatron.fp8.recipe import CONTRACTED, Cast, Kind, Recipe, Role
+from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, ROLES, Cast, Kind, Recipe, Role
+from mt_megatron.fp8.state import NO_DRAW, Draw
 from mt_megatron.seams import collectives
 from mt_megatron.seams.gemm import GemmRole, Operand, WeightRef, torch_gemm
 from mt_megatron.seams.grouped_gemm import TokenGroups, grouped_gemm, groups_from, one_by_one
@@ -48,11 +49,21 @@ class Fp8Linear:
 
         self._compute = _COMPUTES[state.kernels]
         self._weights: dict[tuple[int | None, int], tuple[int | None, Any]] = {}
-        self._draws: Counter[int | None] = Counter()
+        self._draws: Counter[tuple[Kind, int | None]] = Counter()
+        self._drawn = frozenset(
+            kind for role in ROLES for kind in OPERANDS[role] if self.recipe.cast(role, kind).stochastic
+        )
 
     def __reduce__(self) -> Any:
-        # A stored module is loaded without us.
+        # A stored module is loaded without us. A copied one is given copies by ``attach.Attached``.
         return _nothing, ()
+
+    def copied(self, state: Fp8State, parameter: Tensor) -> Fp8Linear:
+        """The same for a copy of the parameter, in a state of the copied model's."""
+        made = Fp8Linear(state, self.name, parameter)
+        made.index, made.demoted, made.gathers = self.index, self.demoted, self.gathers
+        made.gathered_scale = None if self.gathered_scale is None else self.gathered_scale.clone()
+        return made
 
     @property
     def parameter(self) -> Tensor:
@@ -80,11 +91,17 @@ class Fp8Linear:
     def end_step(self) -> None:
         self._weights.clear()
 
-    def next_draw(self, expert: int | None) -> int:
-        """The number of the next cast operand in this step; experts count for themselves, so that their order
+    def draws(self, kind: Kind) -> bool:
+        """True where operands of this kind are rounded stochastically."""
+        return kind in self._drawn
+
+    def next_draw(self, kind: Kind, expert: int | None) -> Draw:
+        """What the draws of the next operand depend on. Experts count for themselves, so that their order
         means nothing."""
-        self._draws[expert] += 1
-        return self._draws[expert]
+        if not self.draws(kind):
+            return NO_DRAW
+        self._draws[kind, expert] += 1
+        return Draw(self.state.step, self._draws[kind, expert])
 
     # The protocol of seams.gemm.
 
@@ -224,7 +241,7 @@ class Fp8Linear:
         along: int,
         *,
         group: Any = None,
-        draws: int = 0,
+        draw: Draw = NO_DRAW,
         expert: int | None = None,
     ) -> Quantised:
         """Quantise one operand; counts it, notes its magnitude, measures it where this step is sampled."""
@@ -234,7 +251,7 @@ class Fp8Linear:
             state.counts["padded_rows"] += -x.shape[0] % self.recipe.row_multiple
         generator = None
         if cast.stochastic:
-            generator = state.generator(f"{self.name} {self.index}", expert, kind, draws, x.device)
+            generator = state.generator(f"{self.name} {self.index}", expert, kind, draw, x.device)
         if self.recipe.scaling == "delayed":
             largest = amax_of(x, cast, along)
             scale = self._gathered(kind, cast, largest)
@@ -260,9 +277,9 @@ class Fp8Linear:
         x: Tensor,
         along: int,
         groups: TokenGroups,
-        drawn: Callable[[int], int] = lambda expert: 0,
+        draws: Mapping[int, Draw] | None = None,
     ) -> GroupedQuantised:
-        """``cast`` of every expert's rows."""
+        """``cast`` of every expert's rows; ``draws``: by expert."""
         state, cast = self.state, self.recipe.cast(role, kind)
         state.counts[f"{kind}.{along}"] += 1
         if along == 0 and kind != "weight" and groups.on_host:
@@ -270,10 +287,8 @@ class Fp8Linear:
             state.counts["padded_rows"] += sum(-count % self.recipe.row_multiple for count in rows)
 
         def generator(expert: int) -> torch.Generator:
-            made: torch.Generator = state.generator(
-                f"{self.name} {self.index}", expert, kind, drawn(expert), x.device
-            )
-            return made
+            draw = (draws or {}).get(expert, NO_DRAW)
+            return state.generator(f"{self.name} {self.index}", expert, kind, draw, x.device)
 
         def delayed(largest: Tensor) -> Tensor:
             scale = state.delayed_scale(self.name, kind, largest)

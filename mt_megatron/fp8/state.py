@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ from mt_megatron.seams import collectives
 if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
     from mt_megatron.fp8.telemetry import Telemetry
+
+class Draw(NamedTuple):
+    """What the draws for one operand depend on, beside its linear and rank."""
+
+    step: int
+    """Completed steps when the operand came up."""
+
+    number: int
+    """Among the operands of its linear, or of one of its experts, in that step."""
+
+
+NO_DRAW = Draw(0, 0)
 
 KINDS: tuple[Kind, ...] = ("input", "weight", "grad")
 
@@ -91,8 +103,20 @@ class Fp8State:
         _made.append(True)
 
     def __reduce__(self) -> Any:
-        # A copied or stored configuration is another model's.
+        # A copied or stored configuration is another model's; ``attach.Attached`` copies models.
         return _nothing, ()
+
+    def copied(self) -> Fp8State:
+        """The same recipe, step, scales and histories, without linears."""
+        made = Fp8State(self.recipe, self.options)
+        made.step, made.kernels = self.step, self.kernels
+        if self.telemetry is not None:
+            made.telemetry = type(self.telemetry)()
+        made._slots, made._maxima = dict(self._slots), list(self._maxima)
+        made._history, made._scale, made._seen = (
+            None if each is None else each.clone() for each in (self._history, self._scale, self._seen)
+        )
+        return made
 
     @property
     def native(self) -> bool:
@@ -109,6 +133,7 @@ class Fp8State:
         same = self.linears.setdefault(linear.name, [])
         linear.index = len(same)
         same.append(linear)
+        # A copied state has the slots already.
         if self.recipe.scaling == "delayed" and (linear.name, KINDS[0]) not in self._slots:
             assert self._history is None, "linears are added before the first step"
             for kind in KINDS:
@@ -225,11 +250,13 @@ class Fp8State:
 
     # Draws.
 
-    def generator(self, name: str, expert: int | None, kind: Kind, draw: int, device: torch.device) -> Any:
+    def generator(
+        self, name: str, expert: int | None, kind: Kind, draw: Draw, device: torch.device
+    ) -> torch.Generator:
         """A generator for one cast: the same for the same seed, step, linear and micro-batch. Ranks with
         other samples draw other numbers; tensor-parallel ranks the same, since some of their operands are
         equal and must stay so."""
-        text = f"{self.options.seed} {self.step} {_data_rank()} {name} {expert} {kind} {draw}"
+        text = f"{self.options.seed} {draw.step} {_data_rank()} {name} {expert} {kind} {draw.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)
