@@ -29,6 +29,7 @@ from mt_megatron.checkpoint.rng import load_rng
 from mt_megatron.checkpoint.run_parts import Job, Trainable, synchronised_parameters
 from mt_megatron.errors import CheckpointError
 from mt_megatron.fp8 import checkpoint as fp8
+from mt_megatron.fp8.extra_state import without_extra_state
 
 
 def complete(optimizer: Any) -> None:
@@ -224,7 +225,9 @@ def _model_state(trainable: Trainable) -> dict[str, Any]:
         if len(chunks) > 1:
             # Layer offsets are computed from the current virtual rank.
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        state[_key(index, chunks)] = chunk.sharded_state_dict()  # type: ignore[operator]
+        # FP8 state is beside the weights in ours.
+        with without_extra_state():
+            state[_key(index, chunks)] = chunk.sharded_state_dict()  # type: ignore[operator]
     return state
 
 
@@ -274,7 +277,8 @@ def _require_same_optimizer(folder: Path, document: Mapping[str, Any], trainable
 def _load_chunks(trainable: Trainable, state: Mapping[str, Any]) -> None:
     chunks = trainable.bare_chunks()
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[_key(index, chunks)])
+        with without_extra_state():
+            chunk.load_state_dict(state[_key(index, chunks)])
 
 
 def _group_settings(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -16,6 +16,7 @@ state         the step, histories of magnitudes, what a checkpoint keeps
 layers        which layers stay in bf16, and why
 attach        which weights of a model compute in FP8
 param_gather  the distributed optimizer's all-gather of weights as codes
-checkpoint    what a checkpoint keeps of it
+checkpoint    what a checkpoint of the trainer keeps of it
+extra_state   what a checkpoint of a script keeps of it
 telemetry     what the casts lose, and demotion to bf16
 """

@@ -12,6 +12,7 @@ import torch
 
 from mt_megatron.backends.current import current_backend
 from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.fp8.extra_state import keep
 from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import FEATURES, OUTPUT_LAYER, layer_reason
 from mt_megatron.fp8.linear import Fp8Linear
@@ -110,6 +111,8 @@ def attach(layer: Any) -> None:
                 "parallel size, or keep the layer in bf16."
             )
     _give(config, found)
+    if (projection := _projection(layer)) is not None:
+        keep(projection, list(dict.fromkeys(name for name, _, _ in found)))
 
 
 def attach_output_layer(model: Any) -> None:
@@ -140,6 +143,17 @@ def attach_output_layer(model: Any) -> None:
     [linear] = _give(config, [(OUTPUT_LAYER, owner, weight)])
     # An embedding that is tied to it reads the values themselves.
     linear.gathers = not tied
+    layers = getattr(model.decoder, "layers", None)
+    if layers and (projection := _projection(layers[-1])) is not None:
+        keep(projection, [OUTPUT_LAYER])
+
+
+def _projection(layer: Any) -> Any:
+    """The linear whose extra state keeps FP8 state in scripts' checkpoints; None in another kind of layer."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    found = getattr(getattr(layer, "self_attention", None), "linear_proj", None)
+    return found if isinstance(found, RowParallelLinear) else None
 
 
 class Attached:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
     from mt_megatron.fp8.telemetry import Telemetry
 
+
 class Draw(NamedTuple):
     """What the draws for one operand depend on, beside its linear and rank."""
 

@@ -35,6 +35,24 @@ def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, flags: str) -> None:
     assert found["parts"] == found["whole"]
 
 
+def test_checkpoints_of_scripts_keep_the_state(tmp_path: Path) -> None:
+    """``save_checkpoint`` of Megatron-LM saves ``model.sharded_state_dict()`` or ``model.state_dict()``."""
+    ranks = run_ranks(2, f"{RESUMED}:as_scripts_save", str(tmp_path), timeout=150)
+    for found in ranks:
+        saved = found["saved"]
+        assert saved == ranks[0]["saved"] and "output_layer" in saved and found["step"] == 2
+        assert {"layers.1.self_attention.linear_kv_down_proj", "layers.1.mlp.experts.linear_fc1"} <= set(
+            saved
+        )
+        assert sum(row[0] for row in saved.values()) == 1, "one was demoted"
+        assert all(any(row[4:]) for row in saved.values()), "magnitudes were noted"
+        assert found["by state_dict"] == saved and found["in ours"] == []
+        assert found["another layout"]["rows"] == saved and found["another layout"]["steps"] == [2]
+        for name in ("another history", "another recipe"):
+            assert found[name]["untouched"] and found[name]["steps"] == [0], name
+        assert found["bf16"]["rows"] == {} and found["from bf16"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PRESETS)
 def test_at_each_of_twenty_random_steps(tmp_path: Path, name: str, record_property: Any) -> None:
