@@ -110,7 +110,7 @@ AO = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwis
 
 @pytest.mark.parametrize("name", AO)
 def test_codes_scales_and_products_are_torchaos(name: str) -> None:
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="torchao, the oracle, is not installed (extra test)")
     from torchao.float8.config import Float8LinearConfig, ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
