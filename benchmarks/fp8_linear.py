@@ -50,7 +50,8 @@ def main() -> None:
         if name == "bf16":
             continue
         state = states[name] = Fp8State(PRESETS[name], Options())
-        linear = Fp8Linear(state, "layers.0.linear", weights[name], native=backend.name != "cpu")
+        state.kernels = "reference" if backend.name == "cpu" else "scaled_mm"
+        linear = Fp8Linear(state, "layers.0.linear", weights[name])
         state.add(linear)
         weights[name].gemm_recipe = linear  # type: ignore[attr-defined]
     x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=backend.device(), requires_grad=True)

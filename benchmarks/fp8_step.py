@@ -137,13 +137,19 @@ def main() -> None:
         )
         print(f"{name:<16}{rows[-1]['seconds']:>9.4f} s  {rows[-1]['of bf16']:>7.3f} of bf16", flush=True)
     if args.record:
-        from recording import machine, record
+        from recording import machine, record, table
 
         what = {"hidden": args.hidden, "layers": args.layers, "tokens": args.tokens, "backend": args.backend}
+        emulated = args.backend == "cpu"
         record(
             args.record,
             "fp8-step",
-            {"machine": machine(), "emulated": args.backend == "cpu", **what, "rows": rows},
+            f"FP8 step beside bf16{', emulated' if emulated else ''}",
+            {"machine": machine(), "emulated": emulated, **what, "rows": rows},
+            table(
+                ["recipe", "seconds", "of bf16"],
+                [[row["recipe"], str(row["seconds"]), str(row["of bf16"])] for row in rows],
+            ),
         )
 
 

@@ -29,6 +29,7 @@ from mt_megatron.checkpoint.rng import load_rng
 from mt_megatron.checkpoint.run_parts import Job, Trainable, synchronised_parameters
 from mt_megatron.errors import CheckpointError
 from mt_megatron.fp8 import checkpoint as fp8
+from mt_megatron.fp8.extra_state import without_extra_state
 
 
 def complete(optimizer: Any) -> None:
@@ -139,11 +140,12 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         if not fp8_continues:
             wanted.pop(fp8.KEY, None)
         settings = _group_settings(wanted["optimizer"])
-        saved_fp8 = fp8.saved_recipe(document.get("config", {}).get("model", {})) is not None
+        all_continues = fp8.saved_recipe(document.get("config", {}).get("model", {})) is None
+        if fp8_continues:
+            all_continues, lines = fp8.keep_saved(folder, wanted)
+            notes += lines
         # FP8 state of a run that this one does not continue may stay in the file, nothing else.
-        strict = (
-            StrictHandling.RAISE_ALL if fp8_continues or not saved_fp8 else StrictHandling.RAISE_UNEXPECTED
-        )
+        strict = StrictHandling.RAISE_ALL if all_continues else StrictHandling.RAISE_UNEXPECTED
         state = _load(folder, wanted, document, strict)
         _load_chunks(trainable, state)
         # Steps are counted by the run, whatever it trained with before.
@@ -162,7 +164,9 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
     trainable.scheduler.load_state_dict(saved)
     # Checkpoints of earlier versions know no V.
     if {"v": False, **document["layout"]} == asdict(job.layout):
-        load_rng(folder, job)
+        own = load_rng(folder, job)
+        if fp8_continues:
+            fp8.load_rank_state(trainable.chunks, own)
     else:
         notes.append(
             f"random states start from the seed: the checkpoint's layout {_words(document['layout'])} is not "
@@ -222,7 +226,9 @@ def _model_state(trainable: Trainable) -> dict[str, Any]:
         if len(chunks) > 1:
             # Layer offsets are computed from the current virtual rank.
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        state[_key(index, chunks)] = chunk.sharded_state_dict()  # type: ignore[operator]
+        # FP8 state is beside the weights in ours.
+        with without_extra_state():
+            state[_key(index, chunks)] = chunk.sharded_state_dict()  # type: ignore[operator]
     return state
 
 
@@ -272,7 +278,8 @@ def _require_same_optimizer(folder: Path, document: Mapping[str, Any], trainable
 def _load_chunks(trainable: Trainable, state: Mapping[str, Any]) -> None:
     chunks = trainable.bare_chunks()
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[_key(index, chunks)])
+        with without_extra_state():
+            chunk.load_state_dict(state[_key(index, chunks)])
 
 
 def _group_settings(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -37,8 +37,9 @@ def capture_rng(job: Job) -> dict[str, Any]:
     }
 
 
-def load_rng(checkpoint: Path, job: Job) -> None:
-    """Restore what ``capture_rng`` captured. Raises ``CheckpointError`` when it is not there."""
+def load_rng(checkpoint: Path, job: Job) -> dict[str, Any]:
+    """Restore what ``capture_rng`` captured; returns what is in this rank's file. Raises ``CheckpointError``
+    when it is not there."""
     path = checkpoint / rng_file_name(job.rank)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -48,6 +49,7 @@ def load_rng(checkpoint: Path, job: Job) -> None:
             "checkpoint"
         ) from error
     _restore(state, job)
+    return dict(state)
 
 
 def _restore(state: dict[str, Any], job: Job) -> None:

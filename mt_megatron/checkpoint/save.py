@@ -25,6 +25,7 @@ from mt_megatron.checkpoint.rng import capture_rng, rng_file_name
 from mt_megatron.checkpoint.run_parts import Job, Trainable, synchronised_parameters
 from mt_megatron.checkpoint.write import Snapshot, Task, Written, saved, tensor_file, write_files
 from mt_megatron.errors import CheckpointError
+from mt_megatron.fp8 import checkpoint as fp8
 from mt_megatron.seams import collectives, events
 
 CONFIG_FILE = "config.yaml"
@@ -99,7 +100,7 @@ class Save:
             plan, content = saver.planner.content(state)
             self._plan, self._results = plan, write_results(plan, content)
             common = [saved(content.common)] if job.is_main else []
-            rng = [saved(capture_rng(job))]
+            rng = [saved(capture_rng(job) | fp8.rank_state(self._trainable.chunks))]
             tensors, objects = content.tensors, content.objects
             if self._background:
                 tensors = saver.snapshot.take(tensors)

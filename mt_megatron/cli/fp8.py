@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.checkpoint.files import latest_checkpoint
+from mt_megatron.checkpoint.files import iteration_of, latest_checkpoint, resolve_checkpoint
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
@@ -41,12 +41,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "report",
         help="layer by layer: in what it computes, or why it stays in bf16",
         description="Layer by layer: in what it computes, or why it stays in bf16; of a run also what its "
-        "casts lost.\nTakes a run's folder, a YAML file, or the options of mt-megatron pretrain.",
+        "casts lost.\nTakes a run's folder, one of its checkpoints (and then what was known at its step), a "
+        "YAML file,\nor the options of mt-megatron pretrain.",
         epilog="examples:\n  mt-megatron fp8 report runs/llama3 --picture fp8.svg\n"
+        "  mt-megatron fp8 report runs/llama3/iter_0000100\n"
         f"  mt-megatron fp8 report --model llama3_8b --fp8-recipe blockwise\n\n{_CODES}",
     )
-    one.usage = "mt-megatron fp8 report [RUN | CONFIG.yaml] [--json] [--picture FILE] [options of pretrain]"
-    one.add_argument("--run", metavar="RUN", help="folder of a run, or a YAML file; the first word is it too")
+    one.usage = (
+        "mt-megatron fp8 report [RUN | CHECKPOINT | CONFIG.yaml] [--json] [--picture FILE] "
+        "[options of pretrain]"
+    )
+    one.add_argument("--run", metavar="RUN", help="folder of a run or checkpoint, or YAML; may come first")
     one.add_argument("--json", action="store_true", help="print one JSON object")
     one.add_argument("--picture", metavar="FILE", help="draw the telemetry as SVG")
     one.set_defaults(config_arguments=True, leading_word="--run")
@@ -58,10 +63,12 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked; returns the exit code."""
     if args.action == "recipes":
         return _recipes(args)
-    config, metrics = _of(args)
+    config, metrics, until = _of(args)
     require_recipe(config)
     files = [] if metrics is None else telemetry_files(metrics)
-    records = [record for path in files for record in read_records(path)]
+    records = [
+        record for path in files for record in read_records(path) if until is None or record["step"] <= until
+    ]
     if args.picture:
         if not records:
             raise ConfigError(
@@ -74,25 +81,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None]:
-    """The configuration, and where the run's metrics are."""
+def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | None]:
+    """The configuration, where the run's metrics are, and the checkpoint's step where one was named."""
     argv: list[str] = args.config_argv
     if args.run is None:
         if not argv:
             raise ConfigError("no run and no model is given; expected a run's folder or --model NAME")
-        return load_config(argv), None
+        return load_config(argv), None, None
     path = Path(args.run)
     if path.is_file():
-        return load_config(argv, path), None
-    newest = latest_checkpoint(path) if path.is_dir() else None
-    if newest is None:
-        raise ConfigError(
-            f"{path} holds no checkpoint, whose config.yaml tells the recipe; expected the folder of --save, "
-            "a YAML file, or the options of the run"
-        )
+        return load_config(argv, path), None, None
+    iteration = iteration_of(path) if path.is_dir() else None
+    if iteration is not None:
+        # One checkpoint: its run's folder has the metrics.
+        newest, path = resolve_checkpoint(path), path.resolve().parent
+    else:
+        found = latest_checkpoint(path) if path.is_dir() else None
+        if found is None:
+            raise ConfigError(
+                f"{path} holds no checkpoint, whose config.yaml tells the recipe; expected the folder of "
+                "--save or of one of its checkpoints, a YAML file, or the options of the run"
+            )
+        newest = found
     config = load_config(argv, newest / "config.yaml")
     named = config.logging.metrics_path
-    return config, Path(named) if named is not None else path / DEFAULT_NAME
+    return config, Path(named) if named is not None else path / DEFAULT_NAME, iteration
 
 
 def _recipes(args: argparse.Namespace) -> int:
@@ -139,10 +152,16 @@ def text_of(found: dict[str, Any]) -> str:
             f"  {name:<38}{_ranges([row['layer'] for row in rows]):<16}{f'{inputs} x {outputs}':>16}"
             f"{100 * share:>8.1f}%  {what}"
         )
+    head = found["output_layer"]
+    what = "FP8" if head["reason"] is None else f"bf16: {head['reason']}"
+    lines.append(
+        f"  {'output_layer':<38}{'':<16}{'{inputs} x {outputs}'.format(**head):>16}"
+        f"{100 * head['share']:>8.1f}%  {what}, beside the linears' 100 %"
+    )
     lines += [f"  {name:<38}{'':<41}  bf16: {why}" for name, why in found["always_bf16"].items()]
     worst = [
-        (record["snr"], row["linear"], operand, record)
-        for row in found["linears"]
+        (record["snr"], name, operand, record)
+        for name, row in [*((row["linear"], row) for row in found["linears"]), ("output_layer", head)]
         for operand, record in row["telemetry"].items()
     ]
     if worst:

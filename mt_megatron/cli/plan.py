@@ -480,9 +480,8 @@ def _cost_lines(plan: dict[str, Any]) -> list[str]:
             fp8 = plan["fp8"]
             lines += [
                 f"  {fp8['flops_per_token']:.4g} per token in FP8 ({fp8['recipe']}), "
-                f"{fp8['share_of_linears']:.1%} of the linears'",
-                f"  casts of weights take about {fp8['weight_codes_bytes'] / _GIB:,.3f} GiB of a rank during "
-                f"a step, not in the total; linears keep their inputs in {fp8['saved_inputs']}",
+                f"{fp8['share_of_linears']:.1%} of the linears'; they keep their inputs in "
+                f"{fp8['saved_inputs']}, and the memory below counts them in params dtype",
             ]
     memory = plan["memory_per_rank_bytes"]
     if memory is not None:

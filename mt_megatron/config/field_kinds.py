@@ -74,7 +74,7 @@ _DECLARED: Mapping[Kind, str] = {
         gradient_accumulation_fusion cross_entropy_loss_fusion
         activation_func_fp8_input_store fp8 fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
         fp8_dot_product_attention fp8_multi_head_attention fp8_param_gather tp_only_amax_red
-        fp8_recipe fp8_recipe_format fp8_save_activations fp8_telemetry_interval
+        fp8_recipe fp8_recipe_format fp8_backend fp8_output_layer fp8_save_activations fp8_telemetry_interval
         fp8_demote_underflow fp8_demote_saturation fp8_demote_snr
         first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         disable_parameter_transpose_cache enable_cuda_graph external_cuda_graph

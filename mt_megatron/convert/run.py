@@ -53,6 +53,7 @@ from mt_megatron.convert.request import DTYPES, Outcome, Progress, Request
 from mt_megatron.convert.settings import Model, as_yaml, configuration, model_of
 from mt_megatron.convert.tensors.sources import MegatronSource, Source
 from mt_megatron.errors import CheckpointError, ConfigError
+from mt_megatron.fp8.checkpoint import saved_recipe
 
 
 def convert(request: Request, progress: Progress) -> Outcome:
@@ -86,6 +87,7 @@ def _convert(request: Request, progress: Progress, started: float) -> Outcome:
     config = configuration(given.options, request.arguments, published=request.published, say=progress.say)
     if not request.prediction:
         config = _without_prediction(config, progress)
+    _say_recipe(request, given, progress)
     folder, contents = _final(request, given), _contents(request, given, config)
     there = finished(folder, contents)
     if there is None and not holds_nothing(request.destination):
@@ -143,6 +145,20 @@ def _open(request: Request, target: torch.dtype | None) -> Input:
     if not request.published:
         return open_megatron(request.source)
     return open_published(request.source, prediction=request.prediction, fp8_as=target or torch.bfloat16)
+
+
+def _say_recipe(request: Request, given: Input, progress: Progress) -> None:
+    """One line where weights are cast otherwise than their run cast them."""
+    if request.fp8_recipe is None or request.published:
+        return
+    trained = saved_recipe(given.options)
+    if trained == request.fp8_recipe:
+        return
+    how = "in bf16, without fp8_recipe" if trained is None else f"with fp8_recipe {trained}"
+    progress.say(
+        f"--fp8 {request.fp8_recipe}: the run trained {how}, so the weights become codes and scales that it "
+        "never computed with"
+    )
 
 
 def _without_prediction(config: TrainingConfig, progress: Progress) -> TrainingConfig:

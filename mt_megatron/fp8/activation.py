@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.fp8.grouped import GroupedQuantised
 from mt_megatron.fp8.quantise import Quantised
 from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, Role
+from mt_megatron.fp8.state import NO_DRAW, Draw
+from mt_megatron.seams.grouped_gemm import TokenGroups
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
@@ -27,15 +31,18 @@ class Activation:
         dtype: torch.dtype,
         expert: int | None = None,
         keep: bool = False,
+        draw: Draw | None = None,
     ) -> None:
         """``group``: ranks that have other rows of the same tensor and will gather them: scales that a
-        tensor or its columns share are theirs together. ``keep``: backward needs it."""
+        tensor or its columns share are theirs together. ``keep``: backward needs it. ``draw``: what its
+        draws depend on; None: those of the next operand."""
         self.source = source
         self.dtype = dtype
         self.expert, self.keep = expert, keep
         self._owner, self._kind, self._group = owner, kind, group
         self._cast: dict[int, Quantised] = {}
-        self._draws: int | None = None
+        # Now, since the cast may come after the step's end, or after casts of later operands.
+        self._draw = owner.next_draw(kind, expert) if draw is None else draw
 
     def quantised(self, role: Role) -> Quantised:
         """As ``role`` reads it; cast when it is asked for the first time."""
@@ -52,7 +59,7 @@ class Activation:
                     self.source,
                     along,
                     group=self._group,
-                    draws=self._drawn(),
+                    draw=self._draw,
                     expert=self.expert,
                 )
         return self._cast[along]
@@ -131,11 +138,73 @@ class Activation:
         recipe = self._owner.recipe
         return recipe.shares_input_codes if self._kind == "input" else recipe.shares_grad_codes
 
-    def _drawn(self) -> int:
-        """The number of this operand among those of its linear in this step: what its draws depend on."""
-        if self._draws is None:
-            self._draws = self._owner.next_draw()
-        return self._draws
+
+class GroupedActivation:
+    """An operand of ``seams.grouped_gemm`` in FP8: all experts' rows [rows, columns], cast at once where a
+    device computes, and expert by expert for the reference, which is faster on the CPU."""
+
+    def __init__(
+        self,
+        owner: Fp8Linear,
+        kind: Literal["input", "grad"],
+        source: Tensor,
+        groups: TokenGroups,
+    ) -> None:
+        self.source: Tensor | None = source
+        self.rows = source
+        self.groups = groups
+        self._owner, self._kind = owner, kind
+        self._cast: dict[int, GroupedQuantised] = {}
+        self._experts: dict[int, Activation] = {}
+        self._draws: dict[int, Draw] = {}
+        if owner.draws(kind):
+            bounds = enumerate(groups.bounds())
+            filled = [expert for expert, (start, end) in bounds if end > start]
+            self._draws = {expert: owner.next_draw(kind, expert) for expert in filled}
+
+    def of(self, expert: int) -> Activation:
+        """One expert's rows."""
+        if expert not in self._experts:
+            start, end = self.groups.bounds()[expert]
+            made = Activation(
+                self._owner,
+                self._kind,
+                self.rows[start:end],
+                group=None,
+                dtype=self.rows.dtype,
+                expert=expert,
+                draw=self._draws.get(expert, NO_DRAW),
+            )
+            self._experts[expert] = made
+        return self._experts[expert]
+
+    def quantised(self, role: Role) -> GroupedQuantised:
+        """All experts' as ``role`` reads it; cast when it is asked for the first time."""
+        recipe = self._owner.recipe
+        along = CONTRACTED[role][0 if OPERANDS[role][0] == self._kind else 1]
+        if along not in self._cast:
+            other = self._cast.get(1 - along)
+            shared = recipe.shares_input_codes if self._kind == "input" else recipe.shares_grad_codes
+            if other is not None and shared:
+                self._cast[along] = other.turned()
+            else:
+                self._cast[along] = self._owner.cast_groups(
+                    role, self._kind, self.rows, along, self.groups, self._draws
+                )
+        return self._cast[along]
+
+    # The protocol of seams.gemm: experts' rows are never gathered, and backward computes inputs anew.
+
+    def parts(self, role: Role) -> tuple[Tensor, ...] | None:
+        """None: codes of experts' rows cannot be put together."""
+        return None
+
+    def gathered(self, role: Role, parts: tuple[Tensor, ...]) -> Any:
+        raise MtMegatronError("experts' rows were gathered in FP8; expected whole rows on every rank")
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """The rows themselves."""
+        return (self.rows,)
 
 
 def _is_split(quantised: Quantised) -> bool:

@@ -1,17 +1,22 @@
-"""Choice of the weights of a transformer layer that compute in FP8, and their recipe objects."""
+"""Choice of the weights of a model that compute in FP8, and their recipe objects."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from mt_megatron.backends.current import current_backend
-from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.layers import FEATURES, layer_reason
+from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.fp8.extra_state import keep
+from mt_megatron.fp8.kernels import chosen
+from mt_megatron.fp8.layers import FEATURES, OUTPUT_LAYER, layer_reason
 from mt_megatron.fp8.linear import Fp8Linear
-from mt_megatron.fp8.recipe import Recipe, recipe_of, require_possible
+from mt_megatron.fp8.recipe import Recipe, recipe_of
 from mt_megatron.fp8.state import Fp8State, Options
 from mt_megatron.fp8.telemetry import Telemetry
 
@@ -33,6 +38,8 @@ def recipe_of_config(config: Any) -> Recipe | None:
     defaults = {"margin": 0, "history": 1, "algorithm": "most_recent"}
     if not delayed:
         given = {name: value for name, value in given.items() if value != defaults[name]}
+    if config.tp_only_amax_red:
+        given["amax_group"] = "tp-cp"
     return recipe_of(config.fp8_recipe, format=config.fp8_recipe_format, wgrad=config.fp8_wgrad, **given)
 
 
@@ -51,7 +58,9 @@ def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
         if state.recipe == recipe and not any(name in state.linears for name in names):
             return state
     device = current_backend()
-    require_possible(recipe.name, device.name, device.fp8_granularities())
+    kernels = chosen(
+        config.fp8_backend, recipe.name, device, bf16=config.params_dtype is torch.bfloat16 or config.bf16
+    )
     state = Fp8State(
         recipe,
         Options(
@@ -62,12 +71,13 @@ def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
             demote_snr=config.fp8_demote_snr,
         ),
     )
-    state.native = device.name != "cpu"
+    state.kernels = kernels
     if not state.native:
         _log.info(
-            "fp8: recipe %s is emulated on the cpu: codes and scales are exact, products are bf16 GEMMs of "
+            "fp8: recipe %s is emulated on the %s: codes and scales are exact, products are bf16 GEMMs of "
             "decoded values",
             recipe.name,
+            device.name,
         )
     if state.options.telemetry_interval:
         state.telemetry = Telemetry()
@@ -83,8 +93,8 @@ def attach(layer: Any) -> None:
     if recipe_of_config(config) is None or layer_reason(layer.layer_number, config) is not None:
         return
     found = [
-        (f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}", parameter)
-        for name, parameter in _weights(layer)
+        (f"layers.{layer.layer_number - 1}.{_EXPERT.sub('.', '.' + name)[1:]}", module, parameter)
+        for name, module, parameter in _weights(layer)
     ]
     if not found:
         raise ConfigError(
@@ -92,7 +102,7 @@ def attach(layer: Any) -> None:
             "own; expected its local layer specification. Use get_gpt_layer_local_spec (--transformer-impl "
             "local), or leave fp8_recipe out."
         )
-    for name, parameter in found:
+    for name, _, parameter in found:
         inputs, outputs = int(parameter.shape[-1]), int(parameter.shape[-2])
         if inputs % FEATURES or outputs % FEATURES:
             raise ConfigError(
@@ -100,15 +110,111 @@ def attach(layer: Any) -> None:
                 f"rank; FP8 products need multiples of {FEATURES}. Change the model's sizes or the tensor "
                 "parallel size, or keep the layer in bf16."
             )
-    state = state_of(config, [name for name, _ in found])
+    _give(config, found)
+    if (projection := _projection(layer)) is not None:
+        keep(projection, list(dict.fromkeys(name for name, _, _ in found)))
+
+
+def attach_output_layer(model: Any) -> None:
+    """Give the output layer of a built ``GPTModel`` its recipe where ``fp8_output_layer`` asks for it.
+
+    Raises ConfigError for an output layer that is not Megatron-Core's, and for sizes that kernels refuse.
+    """
+    config = model.config
+    if not config.fp8_output_layer or not model.post_process:
+        return
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    if not isinstance(model.output_layer, ColumnParallelLinear):
+        raise ConfigError(
+            f"fp8_output_layer: the output layer is a {type(model.output_layer).__name__}; expected "
+            "Megatron-Core's ColumnParallelLinear. Leave fp8_output_layer out."
+        )
+    tied = model.share_embeddings_and_output_weights
+    owner = model.embedding.word_embeddings if tied and model.pre_process else model.output_layer
+    weight = owner.weight
+    outputs, inputs = map(int, weight.shape)
+    if inputs % FEATURES or outputs % FEATURES:
+        raise ConfigError(
+            f"fp8_output_layer: the output layer has {inputs} inputs and {outputs} outputs on each rank; FP8 "
+            f"products need multiples of {FEATURES}. Change --make-vocab-size-divisible-by or the hidden "
+            "size, or leave fp8_output_layer out."
+        )
+    [linear] = _give(config, [(OUTPUT_LAYER, owner, weight)])
+    # An embedding that is tied to it reads the values themselves.
+    linear.gathers = not tied
+    layers = getattr(model.decoder, "layers", None)
+    if layers and (projection := _projection(layers[-1])) is not None:
+        keep(projection, [OUTPUT_LAYER])
+
+
+def _projection(layer: Any) -> Any:
+    """The linear whose extra state keeps FP8 state in scripts' checkpoints; None in another kind of layer."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    found = getattr(getattr(layer, "self_attention", None), "linear_proj", None)
+    return found if isinstance(found, RowParallelLinear) else None
+
+
+class Attached:
+    """An attribute of a module whose weights compute in FP8. ``copy.deepcopy`` copies no attribute of a
+    parameter: with this, weights of a copied module compute in FP8 too, in a state of the copy's own."""
+
+    def __init__(self, configs: tuple[Any, ...], linears: list[Fp8Linear]) -> None:
+        """``configs``: where ``states_of`` looks for the linears' state."""
+        self._configs, self._linears = configs, linears
+
+    def __reduce__(self) -> Any:
+        # A stored module is loaded without us.
+        return _nothing, ()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attached:
+        made = []
+        for linear in self._linears:
+            # Parameters come before other attributes.
+            parameter = memo.get(id(linear.parameter)) if linear.alive else None
+            if parameter is None:
+                raise MtMegatronError(
+                    f"a copy of {linear.name} in FP8 has no weight: it was copied without its module; "
+                    "expected copy.deepcopy of the module, the layer or the model"
+                )
+            key = ("mt_megatron.fp8", id(linear.state))
+            if key not in memo:
+                memo[key] = linear.state.copied()
+            copied = linear.copied(memo[key], parameter)
+            memo[key].add(copied)
+            parameter.gemm_recipe = copied
+            made.append(copied)
+        configs = copy.deepcopy(self._configs, memo)
+        for config in configs:
+            config.fp8_states = list({id(each.state): each.state for each in made}.values())
+        return Attached(configs, made)
+
+
+def _nothing() -> None:
+    """Stand-in: what was stored is loaded as None."""
+
+
+def _give(config: Any, found: list[tuple[str, Any, Any]]) -> list[Fp8Linear]:
+    """Recipe objects for parameters: name, module and parameter of each."""
+    state = state_of(config, [name for name, _, _ in found])
     assert state is not None
-    for name, parameter in found:
-        linear = Fp8Linear(state, name, parameter, native=state.native)
+    made = []
+    of_module: dict[int, tuple[Any, list[Fp8Linear]]] = {}
+    for name, module, parameter in found:
+        linear = Fp8Linear(state, name, parameter)
         state.add(linear)
         parameter.gemm_recipe = linear
+        made.append(linear)
+        of_module.setdefault(id(module), (module, []))[1].append(linear)
+    for module, linears in of_module.values():
+        # Some modules have a configuration of their own.
+        module.fp8_attached = Attached((config, getattr(module, "config", config)), linears)
+    return made
 
 
-def _weights(layer: Any) -> Iterator[tuple[str, Any]]:
+def _weights(layer: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, module and parameter of every linear."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.moe.experts import GroupedMLP
 
@@ -117,8 +223,8 @@ def _weights(layer: Any) -> Iterator[tuple[str, Any]]:
     for name, module in layer.named_modules():
         if isinstance(module, GroupedMLP):
             for parameter, linear in _GROUPED.items():
-                yield f"{name}.{linear}", getattr(module, parameter)
+                yield f"{name}.{linear}", module, getattr(module, parameter)
             continue
         linear_layer = isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)
         if linear_layer and getattr(module, "weight", None) is not None:
-            yield name, module.weight
+            yield name, module, module.weight

@@ -1,4 +1,5 @@
-"""FP8 state in checkpoints: one row for each linear; the step that draws depend on is the run's own."""
+"""FP8 state in checkpoints: one row for each linear, and scales that are each rank's own; the step that draws
+depend on is the run's."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from mt_megatron.fp8.attach import recipe_of_config
 from mt_megatron.fp8.state import states_of
 
 KEY = "fp8"
+_SCALES = "fp8_gathered_scales"
+_ROWS = "fp8_rows"
 
 
 def sharded_state(chunks: Any) -> dict[str, Any]:
@@ -30,6 +33,38 @@ def sharded_state(chunks: Any) -> dict[str, Any]:
     }
 
 
+def rank_state(chunks: Any) -> dict[str, Any]:
+    """What is each rank's own, for its file of random states: the scales with which weights were gathered in
+    FP8, by linear, and rows that differ between data-parallel ranks. Empty without them."""
+    scales = {
+        name: [None if each.gathered_scale is None else each.gathered_scale.cpu() for each in linears]
+        for state in states_of(chunks)
+        for name, linears in state.linears.items()
+        if any(each.gathered_scale is not None for each in linears)
+    }
+    rows = {
+        name: state.row(name)
+        for state in states_of(chunks)
+        if state.recipe.scaling == "delayed" and state.recipe.amax_group != "tp-cp-dp"
+        for name in state.linears
+    }
+    return {key: value for key, value in ((_SCALES, scales), (_ROWS, rows)) if value}
+
+
+def load_rank_state(chunks: Any, loaded: Mapping[str, Any]) -> None:
+    """Put what ``rank_state`` returned back; for the same layout only. What it has no scale for is gathered
+    with a new one."""
+    scales: Mapping[str, Any] = loaded.get(_SCALES, {})
+    rows: Mapping[str, Any] = loaded.get(_ROWS, {})
+    for state in states_of(chunks):
+        for name in state.linears:
+            if name in rows:
+                state.load_row(name, rows[name])
+        for name, linears in state.linears.items():
+            for linear, scale in zip(linears, scales.get(name, [None] * len(linears)), strict=True):
+                linear.gathered_scale = None if scale is None else scale.to(linear.parameter.device)
+
+
 def begin_at(chunks: Any, iteration: int) -> None:
     """``iteration`` steps were made: what draws and telemetry count on from."""
     for state in states_of(chunks):
@@ -40,7 +75,41 @@ def load(chunks: Any, loaded: Mapping[str, Any]) -> None:
     """Put what ``sharded_state`` described, with loaded tensors, back."""
     for state in states_of(chunks):
         for name in state.linears:
-            state.load_row(name, loaded[name])
+            if name in loaded:
+                state.load_row(name, loaded[name])
+
+
+def keep_saved(folder: Any, wanted: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Take the linears that the checkpoint in ``folder`` has no state of out of ``wanted[KEY]``; collective.
+
+    They compute in FP8 since, or have other names. Returns whether all that is in the file is continued, and
+    one line for each kind of what is not.
+    """
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+
+    saved = {key.removeprefix(f"{KEY}.") for key in load_tensors_metadata(str(folder)) if _is_ours(key)}
+    mine: dict[str, Any] = wanted.get(KEY, {})
+    every: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, set(mine))
+    now = set().union(*every)
+    wanted[KEY] = {name: value for name, value in mine.items() if name in saved}
+    lines = []
+    if new := sorted(now - saved):
+        lines.append(
+            f"FP8 state of {len(new)} linear(s) starts anew, which had none in {folder}: {_few(new)}"
+        )
+    if left := sorted(saved - now):
+        lines.append(f"FP8 state of {len(left)} linear(s) that stay in bf16 now is left: {_few(left)}")
+    return not left, lines
+
+
+def _is_ours(key: str) -> bool:
+    return key.startswith(f"{KEY}.")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def saved_recipe(model: Mapping[str, Any]) -> str | None:

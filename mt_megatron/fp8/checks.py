@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.kernels import CHOICES
 from mt_megatron.fp8.recipe import PRESETS, recipe_of
 from mt_megatron.near_names import hint
 
@@ -34,7 +35,23 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             f"{demotes[0]} is {values[demotes[0]]} and nothing is measured; expected fp8_telemetry_interval "
             f"above 0 with it. Set fp8_telemetry_interval or leave {demotes[0]} out."
         )
+    backend = values.get("fp8_backend", "auto")
+    if backend not in CHOICES:
+        found.append(
+            f"fp8_backend is {backend!r}; expected one of {', '.join(CHOICES)}."
+            f"{hint(str(backend), list(CHOICES))} Change fp8_backend."
+        )
+    elif backend != "auto" and recipe is None:
+        found.append(
+            f"fp8_backend {backend} without fp8_recipe; expected a recipe with it. Set fp8_recipe or leave "
+            "fp8_backend out. Transformer Engine's own FP8 is transformer_impl transformer_engine with fp8."
+        )
     if recipe is None:
+        if values.get("fp8_output_layer"):
+            found.append(
+                "fp8_output_layer without fp8_recipe; expected a recipe with it. Set fp8_recipe or leave "
+                "fp8_output_layer out."
+            )
         return found
     if recipe not in PRESETS:
         return [
@@ -55,6 +72,7 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             margin=given.get("fp8_margin"),
             history=given.get("fp8_amax_history_len"),
             algorithm=given.get("fp8_amax_compute_algo"),
+            amax_group="tp-cp" if values.get("tp_only_amax_red") else None,
             wgrad=values.get("fp8_wgrad", True),
         )
     except ConfigError as error:

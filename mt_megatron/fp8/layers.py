@@ -7,9 +7,14 @@ from typing import Any
 FEATURES = 16
 """Inputs and outputs of an FP8 product must be multiples of it on each rank: what kernels ask for."""
 
+OUTPUT_LAYER = "output_layer"
+"""The output layer's name, as a linear and in a checkpoint."""
+
+SENSITIVE = "the loss is sensitive to its logits (fp8_output_layer)"
+"""Why the output layer stays in bf16 by default."""
+
 ALWAYS_BF16 = {
     "embedding": "a table that is read, no product",
-    "output_layer": "the loss is sensitive to its logits",
     "router": "the choice of experts is sensitive to its logits",
     "norms": "no product",
     "core attention": "no linear",

@@ -4,6 +4,9 @@ Each rank casts its shard of every FP8 weight with one scale per parameter, shar
 group; codes are gathered, and every rank decodes the same values, its own shard included. Parameters
 without FP8 are gathered as they are. For recipes whose weights have one scale per tensor, so that the cast
 of the next forward pass gives the same codes again.
+
+Gathering what was gathered already, as before a checkpoint is written and after one is read, changes
+nothing: values that come from codes keep their scale, which is kept in checkpoints.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def _segments(bucket: Any) -> list[_Segment]:
         # Grouped experts have a scale each, and fp32 parameters are the optimizer's own.
         plain = parameter.dim() == 3 or data.dtype is torch.float32
         linear = None
-        if isinstance(recipe, Fp8Linear) and not recipe.demoted and not plain:
+        if isinstance(recipe, Fp8Linear) and recipe.gathers and not recipe.demoted and not plain:
             linear = recipe
             if recipe.recipe.cast("fprop", "weight").granularity != "tensor":
                 raise ConfigError(
@@ -130,19 +133,33 @@ def _scales(
     linears = [each.linear for each in segments if each.linear is not None]
     if not linears:
         return {}
-    largest = torch.zeros(len(linears), device=data.device)
+    # Largest magnitudes, and whether the values are no codes times the scale of the last gathering.
+    largest, changed = torch.zeros(2, len(linears), device=data.device).unbind()
     cast = linears[0].recipe.cast("fprop", "weight")
     for each in mine:
         if each.linear is not None:
-            part = data[each.start : each.end].view(1, -1)
-            largest[linears.index(each.linear)] = amax_of(part, cast, 1)
+            part, index = data[each.start : each.end], linears.index(each.linear)
+            largest[index] = amax_of(part.view(1, -1), cast, 1)
+            changed[index] = _is_new(part, each.linear.gathered_scale)
+    both = torch.stack([largest, changed])
     with collectives.announced("all_reduce", "dp", group):
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    found = {}
     # Of the updated weights, for delayed scaling too: the pass over the shard is made anyway.
-    return {
-        linear: scale_of(amax, E4M3, margin=linear.recipe.margin)
-        for linear, amax in zip(linears, largest, strict=True)
-    }
+    for linear, amax, new in zip(linears, both[0], both[1].tolist(), strict=True):
+        before = linear.gathered_scale
+        if new or before is None:
+            before = scale_of(amax, E4M3, margin=linear.recipe.margin)
+        found[linear] = before
+    return found
+
+
+def _is_new(values: Tensor, scale: Tensor | None) -> Tensor | bool:
+    """False where ``values`` are decoded codes with ``scale``."""
+    if scale is None:
+        return True
+    decoded = decode(encode(values.float() * scale, E4M3), E4M3, torch.float32) * scale.reciprocal()
+    return (decoded.to(values.dtype) != values).any()
 
 
 def _all_gather(

@@ -21,6 +21,9 @@ Kind = Literal["input", "weight", "grad"]
 
 Role = Literal["fprop", "dgrad", "wgrad"]
 
+AmaxGroup = Literal["tp-cp-dp", "tp-cp"]
+"""All ranks of a pipeline stage, or those with the same samples (tensor and context parallel)."""
+
 ROLES: tuple[Role, ...] = ("fprop", "dgrad", "wgrad")
 
 OPERANDS: Mapping[Role, tuple[Kind, Kind]] = {
@@ -121,8 +124,8 @@ class Recipe:
     algorithm: Literal["max", "most_recent"] = "max"
     """Delayed: the history's largest entry, or its newest."""
 
-    amax_group: Literal["tp-cp-dp"] = "tp-cp-dp"
-    """Delayed: which ranks share histories and scales."""
+    amax_group: AmaxGroup = "tp-cp-dp"
+    """Delayed: which ranks of a pipeline stage share histories and scales."""
 
     promotion: int = 0
     """Partial sums are promoted to fp32 after so many elements of the summed dimension; 0: the device's
@@ -309,7 +312,7 @@ def require_possible(name: str, device: str, granularities: tuple[str, ...]) -> 
         f"fp8_recipe {name} is not possible on this {device} device, whose kernels know FP8 scales per "
         f"{' or '.join(granularities) or 'nothing'}: expected "
         f"{', '.join(possible) or 'no FP8'} here. Possible pairs: {'; '.join(pairs)}. Set --fp8-recipe, or "
-        "leave it out."
+        "leave it out; --fp8-backend reference emulates every recipe, slowly."
     )
 
 
@@ -360,6 +363,7 @@ def recipe_of(
     margin: int | None = None,
     history: int | None = None,
     algorithm: str | None = None,
+    amax_group: AmaxGroup | None = None,
     wgrad: bool = True,
 ) -> Recipe:
     """The preset ``name`` with what a run changes about it.
@@ -376,13 +380,14 @@ def recipe_of(
     recipe = PRESETS[name]
     if format is not None:
         recipe = _with_format(recipe, format)
-    delayed = {"margin": margin, "history": history, "algorithm": algorithm}
+    delayed = {"margin": margin, "history": history, "algorithm": algorithm, "amax_group": amax_group}
     given: dict[str, Any] = {key: value for key, value in delayed.items() if value is not None}
     if given and recipe.scaling != "delayed":
         names = {
             "margin": "fp8_margin",
             "history": "fp8_amax_history_len",
             "algorithm": "fp8_amax_compute_algo",
+            "amax_group": "tp_only_amax_red",
         }
         words = ", ".join(names[key] for key in given)
         raise ConfigError(

@@ -13,19 +13,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mt_megatron.fp8.formats import FORMATS
+from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import scale_of
-from mt_megatron.fp8.recipe import ROLES, Kind, Recipe
+from mt_megatron.fp8.recipe import ROLES, AmaxGroup, Kind, Recipe
 from mt_megatron.seams import collectives
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
     from mt_megatron.fp8.telemetry import Telemetry
+
+
+class Draw(NamedTuple):
+    """What the draws for one operand depend on, beside its linear and rank."""
+
+    step: int
+    """Completed steps when the operand came up."""
+
+    number: int
+    """Among the operands of its linear, or of one of its experts, in that step."""
+
+
+NO_DRAW = Draw(0, 0)
 
 KINDS: tuple[Kind, ...] = ("input", "weight", "grad")
 
@@ -61,8 +75,8 @@ class Fp8State:
         self.step = 0
         """Completed training steps."""
 
-        self.native = False
-        """Whether the device's kernels compute the products, not the reference."""
+        self.kernels: Kernels = "reference"
+        """What computes the products."""
 
         self.in_step = False
         self.trains = False
@@ -90,8 +104,25 @@ class Fp8State:
         _made.append(True)
 
     def __reduce__(self) -> Any:
-        # A copied or stored configuration is another model's.
+        # A copied or stored configuration is another model's; ``attach.Attached`` copies models.
         return _nothing, ()
+
+    def copied(self) -> Fp8State:
+        """The same recipe, step, scales and histories, without linears."""
+        made = Fp8State(self.recipe, self.options)
+        made.step, made.kernels = self.step, self.kernels
+        if self.telemetry is not None:
+            made.telemetry = type(self.telemetry)()
+        made._slots, made._maxima = dict(self._slots), list(self._maxima)
+        made._history, made._scale, made._seen = (
+            None if each is None else each.clone() for each in (self._history, self._scale, self._seen)
+        )
+        return made
+
+    @property
+    def native(self) -> bool:
+        """True where kernels compute the products, not the reference."""
+        return self.kernels != "reference"
 
     @property
     def alive(self) -> bool:
@@ -103,6 +134,7 @@ class Fp8State:
         same = self.linears.setdefault(linear.name, [])
         linear.index = len(same)
         same.append(linear)
+        # A copied state has the slots already.
         if self.recipe.scaling == "delayed" and (linear.name, KINDS[0]) not in self._slots:
             assert self._history is None, "linears are added before the first step"
             for kind in KINDS:
@@ -122,20 +154,22 @@ class Fp8State:
         return self._history, self._scale, self._seen
 
     def delayed_scale(self, name: str, kind: Kind, amax: Tensor) -> Tensor:
-        """The scale of a slot, fp32 scalar, after its tensor's ``amax`` was noted for later steps. Before any
-        step has ended there is none, and the tensor's own is taken."""
+        """The scale of a slot, fp32, after its tensor's ``amax`` (a scalar, or one for each expert: so is the
+        scale) was noted for later steps. Before any step has ended there is none, and the tensor's own is
+        taken."""
         history, scale, seen = self._tensors(amax.device)
         slot = self._slots[name, kind]
         if self.trains:
             # A magnitude that is not finite says nothing about the next steps.
-            torch.maximum(seen[slot], torch.where(torch.isfinite(amax), amax, 0.0), out=seen[slot])
+            finite = torch.where(torch.isfinite(amax), amax, 0.0).amax()
+            torch.maximum(seen[slot], finite, out=seen[slot])
         fmt = next(each for each in FORMATS.values() if each.maximum == self._maxima[slot])
         own = scale_of(amax, fmt, margin=self.recipe.margin)
         return torch.where((history[slot] > 0).any(), scale[slot], own)
 
     def _update_scales(self) -> None:
         history, scale, seen = self._tensors(self._device())
-        self.reduce_max(seen)
+        self.reduce_max(seen, self.recipe.amax_group)
         history.copy_(torch.roll(history, 1, dims=1))
         history[:, 0] = seen
         seen.zero_()
@@ -166,19 +200,22 @@ class Fp8State:
     def is_demoted(self, name: str) -> bool:
         return self.linears[name][0].demoted
 
-    def reduce_max(self, values: Tensor) -> None:
-        """Elementwise largest over the ranks that share this stage's layers: tensor, context and data
-        parallel."""
+    def reduce_max(self, values: Tensor, among: AmaxGroup = "tp-cp-dp") -> None:
+        """Elementwise largest over the ranks that share this stage's layers: tensor, context and, unless
+        ``among`` leaves them out, data parallel."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
             return
-        group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        group = parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=among == "tp-cp"
+        )
         if group.size() == 1:
             return
         self.counts["amax_reductions"] += 1
-        with collectives.announced("all_reduce", "tp-dp-cp", group):
+        name = "tp-dp-cp" if among == "tp-cp-dp" else "tp-cp"
+        with collectives.announced("all_reduce", name, group):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 
     # Steps.
@@ -214,11 +251,13 @@ class Fp8State:
 
     # Draws.
 
-    def generator(self, name: str, expert: int | None, kind: Kind, draw: int, device: torch.device) -> Any:
+    def generator(
+        self, name: str, expert: int | None, kind: Kind, draw: Draw, device: torch.device
+    ) -> torch.Generator:
         """A generator for one cast: the same for the same seed, step, linear and micro-batch. Ranks with
         other samples draw other numbers; tensor-parallel ranks the same, since some of their operands are
         equal and must stay so."""
-        text = f"{self.options.seed} {self.step} {_data_rank()} {name} {expert} {kind} {draw}"
+        text = f"{self.options.seed} {draw.step} {_data_rank()} {name} {expert} {kind} {draw.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)

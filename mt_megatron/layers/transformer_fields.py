@@ -224,6 +224,14 @@ _FP8 = _fields(
         "(--fp8-format) sets it where a recipe computes. None: the recipe's own.",
     ),
     (
+        "fp8_backend",
+        Literal["auto", "reference", "scaled_mm", "deep_gemm"],
+        "auto",
+        "What computes the products of a recipe: torch._scaled_mm on devices and the reference, an exact "
+        "emulation, on the CPU (auto), or one of them by name. deep_gemm: blockwise by DeepGEMM, if it is "
+        "installed.",
+    ),
+    (
         "first_last_layers_bf16",
         bool,
         True,
@@ -232,6 +240,12 @@ _FP8 = _fields(
     ),
     ("num_layers_at_start_in_bf16", int, 1, "How many of the first layers then stay in bf16."),
     ("num_layers_at_end_in_bf16", int, 1, "How many of the last layers then stay in bf16."),
+    (
+        "fp8_output_layer",
+        bool,
+        False,
+        "Whether the output layer computes in FP8 too. The loss is sensitive to its logits.",
+    ),
     (
         "fp8_save_activations",
         bool,

@@ -7,10 +7,12 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.layers import ALWAYS_BF16, layer_reason
-from mt_megatron.fp8.recipe import OPERANDS, ROLES, Recipe, recipe_of
+from mt_megatron.fp8.layers import ALWAYS_BF16, OUTPUT_LAYER, SENSITIVE, layer_reason
+from mt_megatron.fp8.recipe import OPERANDS, ROLES, AmaxGroup, Recipe, recipe_of
 from mt_megatron.planning.build import model_shape
-from mt_megatron.planning.linears import linears
+from mt_megatron.planning.linears import Casts, linears
+from mt_megatron.planning.parameters import ModelShape
+from mt_megatron.planning.shape import padded_shape_of
 
 
 def recipe_of_run(config: TrainingConfig) -> Recipe | None:
@@ -19,14 +21,17 @@ def recipe_of_run(config: TrainingConfig) -> Recipe | None:
     name = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
     if name is None:
         return None
+    group: AmaxGroup | None = "tp-cp" if model.tp_only_amax_red else None
+    format = model.fp8 or model.fp8_recipe_format
     if name != "delayed":
-        return recipe_of(name, format=model.fp8 or model.fp8_recipe_format, wgrad=model.fp8_wgrad)
+        return recipe_of(name, format=format, amax_group=group, wgrad=model.fp8_wgrad)
     return recipe_of(
         name,
-        format=model.fp8 or model.fp8_recipe_format,
+        format=format,
         margin=model.fp8_margin,
         history=model.fp8_amax_history_len,
         algorithm=model.fp8_amax_compute_algo,
+        amax_group=group,
         wgrad=model.fp8_wgrad,
     )
 
@@ -34,7 +39,8 @@ def recipe_of_run(config: TrainingConfig) -> Recipe | None:
 def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Plain data: ``recipe``; ``roles`` with the casts of both operands; ``linears`` with layer, name, sizes,
     share of the linears' operations and, where one is not quantised, the ``reason``; ``share`` of the
-    operations of the decoder's linears that are in FP8; ``always_bf16``.
+    operations of the decoder's linears that are in FP8; ``output_layer`` with sizes, its operations as a
+    multiple of the decoder's linears' and a reason; ``always_bf16``.
 
     ``telemetry`` are the records of a run: the newest of each linear and operand is beside it, and a
     demotion is a reason. Raises ConfigError when the model is not described completely.
@@ -68,40 +74,68 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
                 "telemetry": newest.get(name, {}),
             }
         )
+    shape = padded_shape_of(config)
+    reason = None if config.model.fp8_output_layer else SENSITIVE
     return {
         "recipe": None if recipe is None else recipe.name,
         "roles": {} if recipe is None else _roles(recipe),
         "share": inside / total if total else 0.0,
         "linears": rows,
+        "output_layer": {
+            "inputs": shape.hidden_size,
+            "outputs": shape.vocab_size,
+            "share": _head_flops(shape) / total,
+            "reason": "no fp8_recipe" if recipe is None else demoted.get(OUTPUT_LAYER, reason),
+            "telemetry": newest.get(OUTPUT_LAYER, {}),
+        },
         "always_bf16": dict(ALWAYS_BF16),
     }
 
 
-def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
-    """Plain data for a plan: ``recipe``, ``flops_per_token`` of a training step that are in FP8,
-    ``share_of_linears``, ``weight_codes_bytes``: about what a device keeps of cast weights during a step, and
-    in what backward keeps the linears' inputs. None without a recipe."""
+def _head_flops(shape: ModelShape) -> int:
+    """Of one token's forward pass through the output layer, once for each predicted token."""
+    return 2 * shape.hidden_size * shape.vocab_size * (1 + (shape.mtp_num_layers or 0))
+
+
+def casts_of(config: TrainingConfig, *, on_cpu: bool) -> Casts | None:
+    """What a rank keeps of cast weights; None without a recipe. The emulation also keeps what they were
+    decoded to, codes of four bits in a byte each, and scales in fp32."""
     recipe = recipe_of_run(config)
     if recipe is None:
         return None
-    parallel, shape = config.parallel, model_shape(config)
-    inside = [each for each in linears(shape) if layer_reason(each.layer, config.model) is None]
-    quantised = sum(recipe.product(role).quantised for role in ROLES)
-    element = 0.5 if recipe.fprop.b.format == "e2m1" else 1.0
+    cast, model = recipe.fprop.b, config.model
+    emulated = model.fp8_backend == "reference" or (model.fp8_backend == "auto" and on_cpu)
+    width = 0.5 if cast.format == "e2m1" and not emulated else 1.0
+    if cast.granularity == "block":
+        scale = 4.0 if cast.block_scale == "fp32" or emulated else 1.0
+        width += scale / (cast.block[0] * cast.block[1])
     layouts = 1 if recipe.shares_weight_codes else 2
-    held = 0.0
-    for each in inside:
-        inputs, outputs = each.on_rank(parallel.tensor_model_parallel_size)
-        experts = 1
-        if ".experts." in each.name:
-            experts = (shape.num_moe_experts or 1) // parallel.expert_model_parallel_size
-        held += inputs * outputs * experts * element * layouts
+    decoded = 2 if config.train.bf16 or config.train.fp16 else 4
+    depths = model.mtp_num_layers or 0
+    layers = range(1, (model.num_layers or 0) + depths + 1)
+    return Casts(
+        bytes_per_weight=layouts * (width + (decoded if emulated else 0)),
+        layers=frozenset(layer for layer in layers if layer_reason(layer, model) is None),
+        output_layer=model.fp8_output_layer,
+    )
+
+
+def fp8_cost(config: TrainingConfig) -> dict[str, Any] | None:
+    """Plain data for a plan: ``recipe``, ``flops_per_token`` of a training step that are in FP8,
+    ``share_of_linears``, and in what backward keeps the linears' inputs. None without a recipe."""
+    recipe = recipe_of_run(config)
+    if recipe is None:
+        return None
+    inside = [each for each in linears(model_shape(config)) if layer_reason(each.layer, config.model) is None]
+    quantised = sum(recipe.product(role).quantised for role in ROLES)
+    operations = sum(each.flops for each in inside)
+    if config.model.fp8_output_layer:
+        operations += _head_flops(padded_shape_of(config))
     in_fp8 = recipe.wgrad.quantised and (recipe.shares_input_codes or config.model.fp8_save_activations)
     return {
         "recipe": recipe.name,
-        "flops_per_token": sum(each.flops for each in inside) * quantised,
+        "flops_per_token": operations * quantised,
         "share_of_linears": fp8_report(config)["share"],
-        "weight_codes_bytes": int(held / parallel.pipeline_model_parallel_size),
         "saved_inputs": "fp8" if in_fp8 else "params dtype",
     }
 

@@ -1,9 +1,11 @@
-"""The linears of a decoder's layers by name, with their sizes and operations, without building anything."""
+"""The linears of a decoder's layers by name, with their sizes, operations and casts, without building
+anything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from mt_megatron.planning.parameters import ModelShape
@@ -40,13 +42,41 @@ class Linear:
         return inputs, outputs
 
 
-def linears(shape: ModelShape) -> list[Linear]:
+@dataclass(frozen=True, kw_only=True)
+class Casts:
+    """What a rank keeps of cast weights during a step."""
+
+    bytes_per_weight: float
+    """Codes and scales in all layouts that are kept, and what they were decoded to."""
+
+    layers: frozenset[int]
+    """Layers whose linears are cast, from 1."""
+
+    output_layer: bool = False
+
+    def of(
+        self, shape: ModelShape, layers: Iterable[int], *, last: bool, tensor_parallel: int, experts: int
+    ) -> int:
+        """Bytes for these ``layers`` of a rank that has ``experts`` of each mixture; ``last``: it has the
+        output layer."""
+        wanted, weights = self.layers.intersection(layers), 0
+        for each in linears(shape):
+            if each.layer in wanted:
+                inputs, outputs = each.on_rank(tensor_parallel)
+                weights += inputs * outputs * (experts if ".experts." in each.name else 1)
+        if last and self.output_layer:
+            weights += shape.hidden_size * shape.vocab_size // tensor_parallel
+        return round(weights * self.bytes_per_weight)
+
+
+@lru_cache(maxsize=256)
+def linears(shape: ModelShape) -> tuple[Linear, ...]:
     """Of all layers in order, and of the depths' layers after them."""
     pattern = list(shape.pattern)
     pattern += pattern[-1:] * (shape.mtp_num_layers or 0)
-    return [
+    return tuple(
         each for number, mixture in enumerate(pattern, start=1) for each in _layer(shape, number, mixture)
-    ]
+    )
 
 
 def _layer(shape: ModelShape, number: int, mixture: int) -> Iterator[Linear]:

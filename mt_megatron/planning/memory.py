@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import accumulate
 
 from mt_megatron.pipeline.actions import Placement, Schedule, Style
 from mt_megatron.pipeline.generate.catalogue import generate
@@ -18,6 +19,7 @@ from mt_megatron.planning.activation_memory import (
     chunk_bytes,
     hidden_bytes,
 )
+from mt_megatron.planning.linears import Casts
 from mt_megatron.planning.parameter_memory import NOTHING, ParameterMemory, StateOptions, chunk_state_memory
 from mt_megatron.planning.parameter_tensors import ChunkPlace, ParameterTensor, chunk_tensors
 from mt_megatron.planning.parameters import ModelShape
@@ -107,6 +109,9 @@ class MemoryCase:
     schedule: Schedule | None = None
     """Order of a step's passes, and where chunks lie. None: Megatron-Core's own."""
 
+    casts: Casts | None = None
+    """What is kept of FP8 weights; None without a recipe."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -124,6 +129,9 @@ class RankMemory:
 
     communication: int
     """Buffers of tensor-parallel gathers and of sends between stages."""
+
+    casts: int
+    """FP8 weights as codes and scales, kept for all micro-batches of a step."""
 
     stage: int
     """The pipeline stage that this is about."""
@@ -294,6 +302,7 @@ def _stage(case: MemoryCase, stage: int) -> RankMemory:
         activations=activations,
         workspace=workspace,
         communication=_communication(case),
+        casts=_casts(case, stage),
         stage=stage,
     )
 
@@ -317,6 +326,28 @@ def _workspace(case: MemoryCase, place: ChunkPlace) -> int:
     return max(
         loss_workspace(shape, case.activations, vocabulary * width),
         backward - loss_kept_bytes(shape, case.activations),
+    )
+
+
+def _casts(case: MemoryCase, stage: int) -> int:
+    if case.casts is None:
+        return 0
+    counts, shape = chunk_layers(case), case.shape
+    ends = list(accumulate(counts))
+    layers = [
+        layer
+        for index in range(stage, len(counts), case.pipeline_parallel)
+        for layer in range(ends[index] - counts[index] + 1, ends[index] + 1)
+    ]
+    last = stage == case.pipeline_parallel - 1
+    if last:
+        layers += range(ends[-1] + 1, ends[-1] + 1 + (shape.mtp_num_layers or 0))
+    return case.casts.of(
+        shape,
+        layers,
+        last=last,
+        tensor_parallel=case.activations.tensor_parallel,
+        experts=(shape.num_moe_experts or 0) // case.expert_parallel,
     )
 
 

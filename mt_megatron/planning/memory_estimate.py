@@ -11,6 +11,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.pipeline.actions import Schedule
 from mt_megatron.pipeline.choice import AUTO
 from mt_megatron.planning.activation_memory import ActivationOptions, Recompute
+from mt_megatron.planning.fp8_report import casts_of
 from mt_megatron.planning.memory import MemoryCase, MemoryEstimate, estimate_memory
 from mt_megatron.planning.parameter_memory import StateOptions
 from mt_megatron.planning.parameters import ModelShape
@@ -67,6 +68,7 @@ def memory_case(
         layers=chunk_layer_counts(config),
         fused_weight_gradients=model.gradient_accumulation_fusion,
         schedule=_schedule(config, world_size),
+        casts=casts_of(config, on_cpu=on_cpu),
     )
 
 

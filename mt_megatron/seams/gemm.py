@@ -73,10 +73,18 @@ class GemmRecipe(Protocol):
     """A weight's ``gemm_recipe``: computes this weight's products, unless ``set_gemm`` has replaced all."""
 
     def prepared(
-        self, kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any, keep: bool
+        self,
+        kind: Literal["input", "grad"],
+        x: Tensor,
+        weight: WeightRef,
+        *,
+        group: Any,
+        keep: bool,
+        groups: TokenGroups | None = None,
     ) -> Tensor | Operand:
         """``x`` [rows, columns] as operand of this weight's products. ``group``: a process group whose ranks
-        will gather it, None for none. ``keep``: whether backward will need it."""
+        will gather it, None for none. ``keep``: whether backward will need it. ``groups``: the rows of each
+        expert, where it will be an operand of grouped products."""
 
     def restored(self, tensors: tuple[Tensor, ...], weight: WeightRef, *, group: Any) -> Tensor | Operand:
         """wgrad's operand from what ``Operand.saved`` returned."""
@@ -160,16 +168,24 @@ def computes_itself(recipe: Any) -> bool:
 
 
 def prepared(
-    kind: Literal["input", "grad"], x: Tensor, weight: WeightRef, *, group: Any = None, keep: bool = False
+    kind: Literal["input", "grad"],
+    x: Tensor,
+    weight: WeightRef,
+    *,
+    group: Any = None,
+    keep: bool = False,
+    groups: TokenGroups | None = None,
 ) -> Tensor | Operand:
-    """``x`` [rows, columns] as the weight's recipe wants it in ``gemm``; without a recipe ``x`` itself.
+    """``x`` [rows, columns] as the weight's recipe wants it in ``gemm``, with ``groups`` in ``grouped_gemm``;
+    without a recipe ``x`` itself.
 
-    To be called once for each input and each output gradient, so that they are cast once. ``group`` and
-    ``keep`` are as in ``GemmRecipe.prepared``.
+    To be called once for each input and each output gradient, so that they are cast once. ``group``,
+    ``keep`` and ``groups`` are as in ``GemmRecipe.prepared``.
     """
     recipe = weight.recipe
     if computes_itself(recipe):
-        return recipe.prepared(kind, x, weight, group=group, keep=keep)  # type: ignore[no-any-return]
+        made: Tensor | Operand = recipe.prepared(kind, x, weight, group=group, keep=keep, groups=groups)
+        return made
     return x
 
 

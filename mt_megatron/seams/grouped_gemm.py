@@ -142,6 +142,11 @@ class TokenGroups:
 
     _bounds: list[list[tuple[int, int]]] = field(default_factory=list, compare=False, repr=False)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether ``bounds`` waits for no device."""
+        return bool(self._bounds) or self.ends.device.type == "cpu"
+
     def bounds(self) -> list[tuple[int, int]]:
         """First and one past the last row of each expert. Waits for the device, the first time."""
         if not self._bounds:
@@ -177,8 +182,8 @@ def groups_from(tokens_per_expert: Tensor | Sequence[int], rows: int, device: to
 
 def grouped_gemm(
     role: GemmRole,
-    a: Tensor,
-    b: Tensor,
+    a: Any,
+    b: Any,
     groups: TokenGroups,
     *,
     out: Tensor | None = None,
@@ -197,7 +202,7 @@ def grouped_gemm(
     ======  ================  ====================  ================
 
     An expert without rows has a weight gradient of zero. ``out``, ``accumulate``, ``recipe`` and
-    ``weight`` are as for ``gemm``.
+    ``weight`` are as for ``gemm``; rows may be what ``prepared`` returned for these ``groups``.
     """
     if weight is not None and computes_itself(recipe):
         made: Tensor = recipe.grouped(role, a, b, groups, weight, out=out, accumulate=accumulate)

@@ -66,6 +66,9 @@ def test_report_holds_what_a_bug_report_needs(report: dict[str, Any]) -> None:
     assert report["would_run"]["training on cpu"]["works"] is True
     assert "cpu: delayed, tensorwise, rowwise" in report["would_run"]["fp8"]["why"]
     assert "emulated" in report["would_run"]["fp8"]["why"]
+    for name in ("deep_gemm", "transformer_engine"):
+        found = "is installed" if report["torch"]["fp8_libraries"][name] else "is not installed"
+        assert f"{name} {found}" in report["would_run"]["fp8"]["why"]
     for facts in report["backends"].values():
         assert facts["why"]
 

@@ -101,7 +101,8 @@ def test_operations_and_memory_have_their_promised_names(capsys: pytest.CaptureF
     assert isinstance(memory, dict) and isinstance(stages, list)
     assert memory == max(stages, key=lambda stage: int(stage["total"])) and len(stages) == 4
     parts = {name: value for name, value in memory.items() if name not in ("total", "pipeline_stage")}
-    assert set(parts) == {"weights", "gradients", "optimizer", "activations", "workspace", "communication"}
+    names = {"weights", "gradients", "optimizer", "activations", "workspace", "communication", "casts"}
+    assert set(parts) == names and parts["casts"] == 0
     assert memory["total"] == sum(parts.values())
     assert found["flops_per_step"] == found["flops_per_token"] * 512 * 8192  # type: ignore[operator]
     assert found["world_size"] == 64 and found["not_estimated"] == []

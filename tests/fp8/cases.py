@@ -17,8 +17,10 @@ from mt_megatron.checkpoint.load import Progress, load_weights
 from mt_megatron.checkpoint.save import save_checkpoint
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import MtMegatronError
+from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.state import KINDS, Fp8State, states_of
 from mt_megatron.models.families import family_of
+from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
@@ -159,6 +161,50 @@ def weights_are_cast_anew(flags: str) -> dict[str, Any]:
             "follows .data": bool(torch.allclose(doubled.float(), 2 * after.float(), rtol=0.02, atol=1e-3)),
             "kept between steps": len(recipe._weights),
         }
+
+
+def kept_casts(layouts: dict[str, str]) -> dict[str, dict[str, int]]:
+    """Bytes of cast weights at the end of a step, and the plan's for this rank's stage."""
+    begin()
+    found: dict[str, dict[str, int]] = {}
+    for name, flags in layouts.items():
+        config = config_of(flags)
+        with joined(config, mt_megatron.backend()) as job:
+            run = Run(flags, job)
+            sizes: dict[int, int] = {}
+            kept: list[Fp8Linear] = []
+
+            def end_step(
+                linear: Fp8Linear, sizes: dict[int, int] = sizes, kept: list[Fp8Linear] = kept
+            ) -> None:
+                for _, made in linear._weights.values():
+                    for each in (made.codes, made.inverse, made.second, made._values):
+                        if each is not None:
+                            sizes[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+                kept.append(linear)
+
+            original, Fp8Linear.end_step = Fp8Linear.end_step, end_step  # type: ignore[method-assign]
+            try:
+                run.step()
+            finally:
+                Fp8Linear.end_step = original  # type: ignore[method-assign]
+            for linear in kept:
+                linear.end_step()
+            planned = memory_of(config, job.layout.world_size, on_cpu=True).stages[job.at.pp]
+            plain = memory_of(config_of(without_fp8(flags)), job.layout.world_size, on_cpu=True)
+            found[name] = {
+                "kept": sum(sizes.values()),
+                "planned": planned.casts,
+                "beside": planned.total - plain.stages[job.at.pp].total,
+            }
+    return found
+
+
+def without_fp8(flags: str) -> str:
+    """``flags`` without those of FP8."""
+    words = flags.split()
+    at = words.index("--fp8-recipe")
+    return " ".join(word for word in words[:at] + words[at + 2 :] if not word.startswith("--fp8"))
 
 
 def names(flags: str) -> list[str]:

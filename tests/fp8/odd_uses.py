@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 
 import mt_megatron
 from mt_megatron.fp8.state import states_of
+from mt_megatron.models.families import family_of
 from mt_megatron.seams.gemm import deferred_wgrad
 from mt_megatron.training.distributed import joined
 from tests.fp8.cases import Run, begin, config_of
@@ -67,8 +69,63 @@ def observed() -> dict[str, Any]:
     return found
 
 
+def copied(recipes: list[str]) -> dict[str, dict[str, Any]]:
+    """Copies of a model, of one layer and of one linear beside what they were copied from."""
+    begin()
+    found: dict[str, dict[str, Any]] = {}
+    for name in recipes:
+        flags = f"--fp8-recipe {name} --fp8-output-layer"
+        flags += " --fp8-amax-history-len 4" if name == "delayed" else ""
+        config = config_of(flags)
+        with joined(config, mt_megatron.backend()) as job:
+            # Training connects a model's configuration with wrappers that nobody can copy.
+            [model] = family_of(config).build_model(config, job.layout)
+            model.bfloat16()
+            [before] = states_of([model])
+            with before.stepping(forward_only=False):
+                _first(model)(torch.randn(8, 2, 64, dtype=torch.bfloat16))
+            twin = copy.deepcopy(model)
+            [after] = states_of([twin])
+            layer, linear = (copy.deepcopy(each) for each in (model.decoder.layers[1], _first(model)))
+            x = torch.randn(8, 2, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(6))
+            sides = (_first(model), _first(twin), layer.mlp.linear_fc1, linear)
+            outputs = [side(x)[0] for side in sides]
+            plain = torch.nn.functional.linear(x, linear.weight)
+            rows = {each: before.row(each) for each in before.linears}
+            for each in after.linears:
+                after.demote(each)
+            found[name] = {
+                "same": [bool(torch.equal(outputs[0], each)) for each in outputs[1:]],
+                "is FP8": not torch.equal(outputs[0], plain),
+                "apart": before is not after and not set(before.every()) & set(after.every()),
+                "linears": [len(before.linears), len(after.linears), len(states_of([linear])[0].linears)],
+                "step": [before.step, after.step],
+                "state": bool(all(torch.equal(after.row(each)[1:], row[1:]) for each, row in rows.items())),
+                "untouched": not any(before.is_demoted(each) for each in before.linears),
+                "of the copy": all(
+                    each.parameter is parameter
+                    for each, parameter in (
+                        (twin.output_layer.weight.gemm_recipe, twin.output_layer.weight),
+                        (_first(twin).weight.gemm_recipe, _first(twin).weight),
+                    )
+                ),
+            }
+            buffer = io.BytesIO()
+            torch.save(_first(model).fp8_attached, buffer)
+            buffer.seek(0)
+            found[name]["stored"] = torch.load(buffer, weights_only=False)
+            configuration = copy.deepcopy(model.config)
+            found[name]["of a configuration alone"] = [each for each in configuration.fp8_states if each]
+    return found
+
+
+def _first(model: Any) -> Any:
+    return model.decoder.layers[1].mlp.linear_fc1
+
+
 def deferred(recipes: list[str], fused: bool) -> dict[str, bool]:
-    """Whether weight gradients that waited equal those that did not, within one step of the state."""
+    """Whether weight gradients of two micro-batches that waited equal those that did not, flushed within
+    their step of the state and after the next one has begun."""
     begin()
     found = {}
     for name in recipes:
@@ -76,23 +133,32 @@ def deferred(recipes: list[str], fused: bool) -> dict[str, bool]:
         with joined(config_of(flags), mt_megatron.backend()) as job:
             run = Run(flags, job)
             linear = run.trainable.bare_chunks()[0].decoder.layers[1].mlp.linear_fc1
-            x = torch.randn(24, 2, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2))
-            gradients = []
-            for waits in (False, True):
+            generator = torch.Generator().manual_seed(2)
+            x = torch.randn(2, 24, 2, 64, dtype=torch.bfloat16, generator=generator)
+            back = torch.randn(24, 2, linear.weight.shape[0], dtype=torch.bfloat16, generator=generator)
+            [state], gradients = run.states, []
+            restore = state.snapshot()
+            for waits in ("not", "within", "beyond"):
                 linear.weight.main_grad.zero_()
                 linear.weight.grad = None
-                with run.states[0].stepping(forward_only=False):
-                    with deferred_wgrad() if waits else nullcontext() as queue:
-                        inputs = x.clone().requires_grad_()
-                        output, _ = linear(inputs)
-                        output.backward(torch.ones_like(output) * 0.01)
-                    if waits:
-                        assert queue is not None and queue.flush() == 1
-                run.states[0].step = 0
+                restore()
+                with state.stepping(forward_only=False):
+                    with deferred_wgrad() if waits != "not" else nullcontext() as queue:
+                        for part in x:
+                            inputs = part.clone().requires_grad_()
+                            output, _ = linear(inputs)
+                            output.backward(back)
+                    if waits == "within":
+                        assert queue is not None and queue.flush() == 2
+                if waits == "beyond":
+                    with state.stepping(forward_only=False):
+                        linear(x[0])
+                        assert queue is not None and queue.flush() == 2
                 grad = linear.weight.main_grad if fused else linear.weight.grad
                 # The hook of DDP moves what is not fused.
                 gradients.append((linear.weight.main_grad if grad is None else grad).clone())
-            found[name] = bool(torch.equal(*gradients)) and bool(gradients[0].any())
+            same = all(torch.equal(gradients[0], each) for each in gradients[1:])
+            found[name] = same and bool(gradients[0].any())
     return found
 
 

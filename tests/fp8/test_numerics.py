@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mt_megatron.fp8.quantise import quantise
 from mt_megatron.fp8.recipe import PRESETS
 from mt_megatron.fp8.telemetry import FIELDS, measures
 from mt_megatron.planning.fp8_report import fp8_cost, fp8_report
+from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.training.logging.fp8_picture import picture
 from tests.fp8.cases import MIXTURE, MODEL
@@ -81,6 +84,16 @@ def test_a_run_keeps_telemetry_and_its_demotions(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "bf16: demoted after step 1" in said and "recipe blockwise: 0.0 %" in said
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    # One checkpoint: what was known at its step, and nothing of later ones.
+    assert main(["fp8", "report", str(tmp_path / "parts" / "iter_0000002"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all("demoted after step 1" in row["reason"] for row in report["linears"])
+    os.rename(tmp_path / "parts" / "iter_0000002", tmp_path / "parts" / "iter_0000000")
+    assert main(["fp8", "report", str(tmp_path / "parts" / "iter_0000000"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert not any(row["reason"] or row["telemetry"] for row in report["linears"])
+    assert main(["fp8", "report", str(tmp_path)]) == 2
+    assert "of one of its checkpoints" in capsys.readouterr().err
 
 
 def test_the_picture_has_a_cell_for_each_sample() -> None:
@@ -93,6 +106,28 @@ def test_the_picture_has_a_cell_for_each_sample() -> None:
     text = picture(rows)
     assert text.count("<title>") == 6 and text.count("<circle") == 4
     assert text.index("layers.1.") < text.index("layers.10.")
+
+
+def test_ticks_stand_at_the_cells_of_their_steps_and_do_not_overlap() -> None:
+    rows = [
+        {"step": step, "linear": "layers.0.mlp.linear_fc1", "operand": "input", "role": "fprop"}
+        | {"snr": 10.0, "underflow": 0.0, "saturation": 0.0}
+        for step in range(1000, 61000, 1000)
+    ]
+    text = picture(rows)
+    cells = {
+        int(step): float(x) + 6.5
+        for x, step in re.findall(r'<rect x="([\d.]+)"[^>]*><title>step (\d+)', text)
+    }
+    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="middle" class="step">(\d+)<', text)
+    assert len(cells) == 60 and len({y for _, y, _ in labels}) == 2, "above and below"
+    assert all(cells[int(step)] == float(x) for x, _, step in labels)
+    places = sorted({float(x) for x, _, _ in labels})
+    assert all(b - a >= 5 * 5.5 for a, b in zip(places, places[1:], strict=False)) and len(places) > 6
+    bar = {
+        int(value): float(x) for x, value in re.findall(r'<text x="([\d.]+)"[^>]*class="snr">(\d+)<', text)
+    }
+    assert bar[5] == 8 and bar[40] == 188 and bar[20] == pytest.approx(8 + 180 * 15 / 35, abs=1e-3)
 
 
 def test_the_report_counts_shares_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,14 +153,45 @@ def test_a_mixture_names_the_linears_that_are_built() -> None:
     assert set(built) == names
 
 
-def test_the_plan_counts_codes_and_operations() -> None:
+def test_the_plan_counts_operations() -> None:
     config = load_config([*SMALL, "--fp8-recipe", "blockwise", "--no-first-last-layers-bf16"])
     cost = fp8_cost(config)
     layer = 64 * 192 + 64 * 64 + 64 * 256 + 128 * 64
     assert cost is not None
-    assert cost["weight_codes_bytes"] == 4 * layer and cost["flops_per_token"] == 6 * 4 * layer
+    assert cost["flops_per_token"] == 6 * 4 * layer
     assert cost["saved_inputs"] == "params dtype"
     assert fp8_cost(load_config(SMALL)) is None
+
+
+def test_the_plans_total_counts_what_a_step_keeps_of_cast_weights() -> None:
+    """Beside the bytes that are really kept: codes, scales and decoded values, on each stage."""
+    layouts = {
+        "shared codes": "--fp8-recipe tensorwise --tensor-model-parallel-size 2 --fp8-output-layer",
+        "two layouts": "--fp8-recipe mxfp8 --pipeline-model-parallel-size 2",
+        "experts": f"--fp8-recipe blockwise {MIXTURE} --expert-model-parallel-size 2",
+        "four bits": "--fp8-recipe nvfp4 --pipeline-model-parallel-size 2 --first-last-layers-bf16",
+    }
+    for found in run_ranks(2, "tests.fp8.cases:kept_casts", layouts, timeout=150):
+        for name, each in found.items():
+            assert each["planned"] == pytest.approx(each["kept"], rel=0.01), (name, each)
+            assert each["beside"] == each["planned"] > 0
+
+
+def test_a_device_keeps_codes_and_scales_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    def casts(flags: str, on_cpu: bool = False) -> int:
+        config = load_config([*SMALL, "--no-first-last-layers-bf16", "--bf16", *flags.split()])
+        return memory_of(config, 1, on_cpu=on_cpu).stages[0].casts
+
+    weights = 4 * (64 * 192 + 64 * 64 + 64 * 256 + 128 * 64)
+    assert casts("--fp8-recipe tensorwise") == weights
+    assert casts("--fp8-recipe tensorwise --fp8-backend reference") == 3 * weights
+    assert casts("--fp8-recipe tensorwise", on_cpu=True) == 3 * weights
+    assert casts("--fp8-recipe rowwise") == 2 * weights
+    assert casts("--fp8-recipe mxfp8") == round(2 * weights * (1 + 1 / 32))
+    assert casts("--fp8-recipe nvfp4") == round(weights * (0.5 + 1 / 256))
+    assert casts("") == 0
+    assert main(["plan", *SMALL, "--bf16", "--fp8-recipe", "tensorwise"]) == 0
+    assert "\n  casts " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -149,6 +215,8 @@ def test_bad_input_is_refused_before_anything_is_built(flags: str, says: str) ->
         ("--fp8-recipe blockwize", "expected one of delayed, tensorwise"),
         ("--fp8-recipe blockwise --fp16", "expected bf16 with it"),
         ("--fp8-recipe blockwise --fp8-amax-history-len 16", "expected fp8_recipe delayed"),
+        ("--fp8-recipe blockwise --tp-only-amax-red", "tp_only_amax_red with fp8_recipe blockwise"),
+        ("--tp-only-amax-red", "tp_only_amax_red without fp8_recipe"),
         ("--fp8-recipe mxfp8 --fp8-format hybrid", "expected a recipe with a scale per tensor"),
         ("--fp8-recipe mxfp8 --fp8-demote-snr 10", "expected fp8_telemetry_interval"),
         ("--fp8-recipe mxfp8 --num-layers-at-start-in-bf16 -1", "expected a whole number, at least 0"),

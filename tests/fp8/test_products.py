@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mt_megatron.fp8.bounds import product_bound
+from mt_megatron.fp8.bounds import operand_error, product_bound
 from mt_megatron.fp8.formats import FORMATS
 from mt_megatron.fp8.products import reference, scaled_mm
 from mt_megatron.fp8.quantise import Quantised, quantise, rotated
@@ -35,8 +37,12 @@ def exact(role: Role, a: Tensor, b: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_products_are_within_the_stated_bound(recipe: Recipe, record_property: Any) -> None:
+    """In acceptance runs on cases that were never seen: with ``nvfp4`` some three million drawn elements, of
+    which one may pass its bound in one run of 300."""
+    seed = random.SystemRandom().randrange(1 << 30) if COUNT == 2000 else 11
+    record_property("seed", seed)
     worst, noticed, total = dict.fromkeys(KINDS, 0.0), 0, 0
-    for index, (kind, role, a, b) in enumerate(cases(recipe, COUNT, seed=11)):
+    for index, (kind, role, a, b) in enumerate(cases(recipe, COUNT, seed=seed)):
         qa, qb = cast(recipe, role, a, b, seed=index)
         output = reference(role, qa, qb, recipe.product(role), torch.bfloat16)
         if width := recipe.product(role).a.hadamard:
@@ -54,8 +60,33 @@ def test_products_are_within_the_stated_bound(recipe: Recipe, record_property: A
         record_property(f"worst share of the bound, {kind}", round(ratio, 4))
     record_property("wrong scales noticed", f"{noticed} of {total}")
     assert max(worst.values()) >= 0.25, "a bound that nothing comes near says little"
-    # Stochastic rounding of four bits may be off by a whole step: 1,977 of 2,000 were noticed.
-    assert noticed >= (0.98 if recipe.fprop.a.format == "e2m1" else 0.99) * total
+    assert noticed >= 0.99 * total
+
+
+def test_sums_of_draws_are_as_seldom_far_off_as_the_bound_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a probability that can be counted. What is no draw, always downwards, is farther off."""
+    gradient = PRESETS["nvfp4"].dgrad.a
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    factors = torch.rand(256, 16, generator=generator, dtype=torch.float64)
+
+    def beyond(failure: float, draws: int) -> float:
+        shares = []
+        for _ in range(draws):
+            made = quantise(x, gradient, 1, generator=generator)
+            error = operand_error(x, made)
+            assert error.variance is not None
+            spread = (error.variance @ factors.square()).sqrt()
+            allowed = math.sqrt(2 * math.log(2 / failure)) * spread + error.sure @ factors
+            off = (made.dequantised().double() - x.double()) @ factors
+            shares.append(float((off.abs() > allowed).double().mean()))
+        return sum(shares) / draws
+
+    # Of 100,000 sums; the proxies are larger than the variances, most of all for small elements.
+    assert 0.0002 < beyond(0.05, 100) <= 0.05
+    draw = torch.rand
+    monkeypatch.setattr(torch, "rand", lambda *shape, **how: torch.zeros_like(draw(*shape, **how)))
+    assert beyond(1e-9, 1) > 0.5
 
 
 def ulps(found: Tensor, expected: Tensor, a: Tensor, b: Tensor) -> float:
@@ -79,7 +110,7 @@ AO = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwis
 
 @pytest.mark.parametrize("name", AO)
 def test_codes_scales_and_products_are_torchaos(name: str) -> None:
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="torchao, the oracle, is not installed (extra test)")
     from torchao.float8.config import Float8LinearConfig, ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig

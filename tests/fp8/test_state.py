@@ -42,6 +42,15 @@ def test_deferred_weight_gradients_are_the_same(fused: bool) -> None:
     assert found == dict.fromkeys(PRESETS, True)
 
 
+def test_a_copied_model_computes_in_fp8_with_a_state_of_its_own() -> None:
+    [found] = run_ranks(1, "tests.fp8.odd_uses:copied", ["delayed", "blockwise"], timeout=120)
+    for name, each in found.items():
+        assert each["same"] == [True] * 3 and each["is FP8"] and each["apart"], (name, each)
+        assert each["linears"] == [17, 17, 1] and each["step"] == [1, 1]
+        assert each["state"] and each["untouched"] and each["of the copy"], (name, each)
+        assert each["stored"] is None and each["of a configuration alone"] == []
+
+
 def test_weights_that_are_gathered_in_fp8_can_grow() -> None:
     """Magnitudes are of the updated weights, not of those that were clamped to the old scale."""
     found = run_ranks(2, "tests.fp8.odd_uses:gathered_growth", timeout=120)

@@ -80,6 +80,8 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
         **{f"{name} sp": f"--fp8-recipe {name} {SP}" for name in PRESETS},
         "delayed tp2": f"--fp8-recipe delayed --fp8-amax-history-len 4 {TP2}",
         "delayed dp2": "--fp8-recipe delayed --fp8-amax-history-len 4",
+        "delayed tp2 alone": f"--fp8-recipe delayed --fp8-amax-history-len 4 {TP2} --tp-only-amax-red",
+        "delayed dp2 alone": "--fp8-recipe delayed --fp8-amax-history-len 4 --tp-only-amax-red",
         "delayed ep2": f"--fp8-recipe delayed --fp8-amax-history-len 4 {EP2}",
         "blockwise pp2": f"--fp8-recipe blockwise {PP2} {RECOMPUTE}",
         "tensorwise ep2 pp2 all": f"--fp8-recipe tensorwise {MIXTURE} {PP2} {RECOMPUTE}",
@@ -91,6 +93,18 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
             f"{name} gathered": f"--fp8-recipe {name} {ZERO1} --fp8-param-gather",
         }
     return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=200)
+
+
+def test_ranks_with_other_samples_may_have_scales_of_their_own(pairs: list[dict[str, Any]]) -> None:
+    """--tp-only-amax-red: magnitudes are shared among ranks with the same samples alone."""
+    first, second = (found["delayed dp2 alone"] for found in pairs)
+    assert first["counts"].get("amax_reductions", 0) == 0 and first["losses"] == second["losses"]
+    assert first["rows"] != second["rows"]
+    slots = first["slots"]
+    weights = [[row[2], row[1 + slots + 4 : 1 + slots + 8]] for row in first["rows"].values()]
+    assert weights == [[row[2], row[1 + slots + 4 : 1 + slots + 8]] for row in second["rows"].values()]
+    first, second = (found["delayed tp2 alone"] for found in pairs)
+    assert first["counts"]["amax_reductions"] == 1 and first["rows"] == second["rows"]
 
 
 @pytest.mark.parametrize("layout", ["delayed tp2", "delayed dp2", "delayed ep2"])

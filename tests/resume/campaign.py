@@ -153,7 +153,7 @@ class _Run:
         from mt_megatron.training.validate import validate
 
         if self._forget_rng:
-            checkpoint.load_rng = lambda folder, job: None
+            checkpoint.load_rng = lambda folder, job: {}
         config = load_config(arguments)
         validate(config, world_size=2)
         train(config)

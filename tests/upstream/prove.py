@@ -27,6 +27,11 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
 )
+# The first and the last layer stay in bf16; in the middle of a window of magnitudes.
+FP8 = (
+    *("--num-layers", "4", "--bf16", "--fp8-format", "hybrid"),
+    *("--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class Case:
     """Samples from a .bin/.idx pair instead of mock data."""
     continues: str = ""
     """Another case whose checkpoint it also goes on from, to losses that differ by rounding alone."""
+    rounding: float = 2e-5
+    """Relative: losses are printed with seven digits, and layouts add in other orders."""
 
 
 CASES = (
@@ -71,14 +78,22 @@ CASES = (
             "--overlap-param-gather",
         ),
     ),  # fmt: skip
+    Case(name="fp8", arguments=(*DROPOUT, *DISTRIBUTED, *FP8)),
+    Case(name="fp8-torch", arguments=(*DROPOUT, *PER_RANK, *FP8)),
+    Case(
+        name="fp8-tp2",
+        ranks=2,
+        arguments=(*DROPOUT, *DISTRIBUTED, *FP8, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        continues="fp8",
+        # Another dropout, and codes that change where sums round otherwise.
+        rounding=3e-3,
+    ),
     Case(
         name="distributed-optimizer-torch",
         ranks=2,
         arguments=(*DROPOUT, *PER_RANK, "--use-distributed-optimizer"),
     ),
 )
-ROUNDING = 2e-5
-"""Relative: losses are printed with seven digits, and layouts add in other orders."""
 
 
 class Proof:
@@ -102,7 +117,7 @@ class Proof:
         if case.continues in self._first:
             other = self._scratch / case.continues
             found = self._pretrain(case, "continue", "--load", str(other), "--no-load-rng")
-            self._compare(case, f"from {case.continues}", found, self._first[case.continues], ROUNDING)
+            self._compare(case, f"from {case.continues}", found, self._first[case.continues], case.rounding)
         print(f"{case.name}: {time.monotonic() - started:.0f} s", flush=True)
 
     def _pretrain(self, case: Case, what: str, *more: str) -> Output:

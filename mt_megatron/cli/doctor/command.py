@@ -294,18 +294,28 @@ def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "works": bool(usable),
         "why": f"on {', '.join(usable)}" if usable else "no backend can be used",
     }
-    found["fp8"] = {"works": bool(usable), "why": _fp8_text(backends, usable)}
+    present = report["torch"].get("fp8_libraries", {})
+    found["fp8"] = {"works": bool(usable), "why": _fp8_text(backends, usable, present)}
     return found
 
 
-def _fp8_text(backends: dict[str, Any], usable: list[str]) -> str:
-    """Recipes that each usable backend trains with."""
+def _fp8_text(backends: dict[str, Any], usable: list[str], present: dict[str, bool]) -> str:
+    """Recipes that each usable backend trains with, and which libraries are present."""
     parts = []
     for name in usable:
         recipes = possible_recipes(name, tuple(backends[name].get("fp8", ())))
         how = "emulated, exactly and slower than bf16" if name == "cpu" else "by torch._scaled_mm"
         parts.append(f"{name}: {', '.join(recipes)} ({how})" if recipes else f"{name}: no recipe")
-    return "; ".join(parts) or "no backend can be used"
+    if not parts:
+        return "no backend can be used"
+    for name, what in (
+        ("deep_gemm", "blockwise on cuda with --fp8-backend deep_gemm"),
+        ("transformer_engine", "upstream's own FP8 with --transformer-impl transformer_engine"),
+    ):
+        parts.append(f"{name} is installed ({what})" if present.get(name) else f"{name} is not installed")
+    if not present.get("torch._scaled_grouped_mm"):
+        parts.append("this torch has no torch._scaled_grouped_mm: experts one by one")
+    return "; ".join(parts)
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:

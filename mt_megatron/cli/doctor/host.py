@@ -28,6 +28,7 @@ REQUIRED = {
 
 OPTIONAL = (
     "transformer-engine",
+    "deep-gemm",
     "apex",
     "flash-attn",
     "transformers",

@@ -20,6 +20,8 @@ def torch_facts() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from mt_megatron.fp8.kernels import libraries
+
     available = dist.is_available()
     return {
         "version": torch.__version__,
@@ -32,6 +34,7 @@ def torch_facts() -> dict[str, Any]:
             "nccl": bool(available and dist.is_nccl_available()),
             "mpi": bool(available and dist.is_mpi_available()),
         },
+        "fp8_libraries": libraries(),
     }
 
 

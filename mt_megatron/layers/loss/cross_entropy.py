@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from mt_megatron.layers import linear
 from mt_megatron.layers.loss import cross_entropy_blocks
 from mt_megatron.layers.loss.cross_entropy_blocks import Blocks, leave_out, padding_from
-from mt_megatron.seams.gemm import gemm
+from mt_megatron.seams.gemm import WeightRef, gemm
 
 
 def linear_cross_entropy(
@@ -150,11 +150,11 @@ def _blocks(
         "vocab_size": vocab_size,
         "group": group if shared else None,
     }
-    recipe = linear._recipe(weight)
+    reference = WeightRef(weight)
     hidden, weight, labels = linear._flat(total), linear._cast(weight, dtype), labels.reshape(-1)
-    if hidden.device.type == "cpu" and hidden.dtype is torch.float32 and recipe is None:
+    if hidden.device.type == "cpu" and hidden.dtype is torch.float32 and reference.recipe is None:
         return Panels(hidden, weight, labels, **place)
-    return Blocks(hidden, weight, labels, recipe=recipe, **place)
+    return Blocks(hidden, weight, labels, reference=reference, **place)
 
 
 def _reduced(gradient: Tensor | None, hidden: Tensor, sequence_parallel: bool, group: Any) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.layers import linear
-from mt_megatron.seams.gemm import gemm
+from mt_megatron.seams.gemm import Operand, WeightRef, gemm, prepared
 
 _BUDGET = {"cpu": 96 << 20}
 """Bytes for one block, by device type. On a CPU less than 5 % of the fp32 logits of 4,096 tokens at 128,256
@@ -27,8 +27,9 @@ class Blocks:
     """Rows of ``hidden`` [t, h] against ``weight`` [v, h], which holds the ids from ``first`` on; those
     from ``vocab_size`` on are padding.
 
-    ``group`` is the tensor parallel group when the vocabulary is shared, else None. Every method
-    allocates its blocks once and uses them again for each.
+    ``group`` is the tensor parallel group when the vocabulary is shared, else None; ``reference`` says
+    whose ``weight`` it is. Every method allocates its blocks once and uses them again for each. A recipe
+    of the weight's takes every block of rows as a tensor of its own.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Blocks:
         first: int,
         vocab_size: int | None,
         group: Any,
-        recipe: Any,
+        reference: WeightRef,
     ) -> None:
         self.hidden, self.weight = hidden, weight
-        self.group, self._recipe = group, recipe
+        self.group, self._reference = group, reference
+        self._recipe = reference.recipe
+        self._input: Tensor | Operand = hidden
         inside = (labels >= first) & (labels < first + weight.shape[0])
         self._outside = torch.logical_not(inside)
         self._column = torch.where(inside, labels - first, 0)
@@ -124,10 +127,15 @@ class Blocks:
     def _products(
         self, rows: slice, block: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
     ) -> None:
+        how: dict[str, Any] = {"recipe": self._recipe, "weight": self._reference}
+        grad = prepared("grad", block, self._reference)
         if grad_hidden is not None:
             out = linear._flat(grad_hidden)[rows]
-            gemm("dgrad", block, self.weight, out=out, recipe=self._recipe)
+            gemm("dgrad", grad, self.weight, out=out, **how)
         if grad_weight is None:
+            return
+        if not isinstance(grad, Tensor):
+            gemm("wgrad", grad, self._input, out=grad_weight, accumulate=True, **how)
             return
         hidden, step = self.hidden[rows], self._size
         if grad_weight.dtype is not block.dtype:
@@ -140,12 +148,13 @@ class Blocks:
                 hidden,
                 out=grad_weight[ids],
                 accumulate=True,
-                recipe=self._recipe,
+                **how,
             )
 
     def _logits(self, rows: slice, buffer: Tensor) -> Tensor:
         out = buffer[: rows.stop - rows.start]
-        logits = gemm("fprop", self.hidden[rows], self.weight, out=out, recipe=self._recipe)
+        self._input = prepared("input", self.hidden[rows], self._reference, keep=True)
+        logits = gemm("fprop", self._input, self.weight, out=out, recipe=self._recipe, weight=self._reference)
         leave_out(logits, self._padding)
         return logits
 

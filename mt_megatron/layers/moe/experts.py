@@ -168,7 +168,8 @@ class _Tile:
 
     def prepared(self, kind: Literal["input", "grad"], rows: Tensor, like: Tensor) -> Tensor | Operand:
         """``rows`` as operand of products with this tile's matrices of the parameter ``like``."""
-        return prepared(kind, rows, WeightRef(like, self.expert))
+        groups = self.groups if self.expert is None else None
+        return prepared(kind, rows, WeightRef(like, self.expert), groups=groups)
 
     def product(
         self, role: GemmRole, a: Tensor | Operand, weight: Tensor, like: Tensor, into: Tensor
@@ -306,7 +307,10 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.save_for_backward(x)
             cast = linear._cast(weights, ctx.dtype)
             reference = WeightRef(weights)
-            return grouped_gemm("fprop", x, cast, groups, recipe=linear._recipe(weights), weight=reference)
+            operand = prepared("input", x, reference, groups=groups)
+            return grouped_gemm(
+                "fprop", operand, cast, groups, recipe=linear._recipe(weights), weight=reference
+            )
 
     @staticmethod
     @once_differentiable
@@ -315,17 +319,18 @@ class _GroupedLinear(torch.autograd.Function):
         weights, groups = linear._kept_weight(ctx), ctx.groups
         grad_x = grad_weights = None
         with linear._autocast_off(x):
+            reference = WeightRef(weights)
             grad_output = linear._cast(grad_output, ctx.dtype).contiguous()
+            grad = prepared("grad", grad_output, reference, groups=groups)
             if ctx.needs_input_grad[0]:
                 cast = linear._cast(weights, ctx.dtype)
                 recipe = linear._recipe(weights)
-                grad_x = grouped_gemm(
-                    "dgrad", grad_output, cast, groups, recipe=recipe, weight=WeightRef(weights)
-                )
+                grad_x = grouped_gemm("dgrad", grad, cast, groups, recipe=recipe, weight=reference)
             if ctx.needs_input_grad[1]:
                 gradients = _WeightGradients(weights, x.dtype, groups, ctx.fused)
                 if groups.rows:
-                    gradients.add(_Tile(slice(0, groups.rows), None, groups, groups.rows), grad_output, x)
+                    input = prepared("input", x, reference, groups=groups)
+                    gradients.add(_Tile(slice(0, groups.rows), None, groups, groups.rows), grad, input)
                 grad_weights = gradients.result()
         return grad_x, grad_weights, None, None
 

@@ -20,6 +20,28 @@ def _layer_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
         attach(self)
 
 
+def _model_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if getattr(self.config, "fp8_output_layer", False):
+        from mt_megatron.fp8.attach import attach_output_layer
+
+        attach_output_layer(self)
+
+
+def _get_extra_state(original: Callable[..., Any], self: Any) -> Any:
+    from mt_megatron.fp8.extra_state import extra_state
+
+    found = extra_state(self)
+    return original(self) if found is None else found
+
+
+def _set_extra_state(original: Callable[..., None], self: Any, state: Any) -> None:
+    original(self, state)
+    from mt_megatron.fp8.extra_state import load_extra_state
+
+    load_extra_state(self, state)
+
+
 def in_fp8_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """While it runs weights do not change; when it ends, magnitudes of the step are known."""
     from mt_megatron.fp8.state import states_of
@@ -60,6 +82,34 @@ def patches(backend: Backend) -> list[Patch]:
             body=_layer_init,
             digest="137a75e6dbb4dca25b3f80e4132179309e6e7942773ce0f7d60175bb0cb66a78",
             after=("model_config.fields",),
+        ),
+        Patch(
+            id="fp8.model",
+            target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            kind="wrap",
+            feature="fp8",
+            reason="with fp8_output_layer its output layer computes in FP8 too",
+            body=_model_init,
+            digest="5e0d533836dbda291a928289a0fc1b9afb9fc6b44c0d8bdb899e29c45a728fa0",
+            after=("model_config.fields",),
+        ),
+        Patch(
+            id="fp8.state_saved",
+            target="megatron.core.tensor_parallel.layers:RowParallelLinear.get_extra_state",
+            kind="wrap",
+            feature="fp8",
+            reason="attention's projection keeps the FP8 state of its layer in checkpoints of scripts",
+            body=_get_extra_state,
+            digest="443f3259bb7fa1c238cd18b57e537337102e8de607e5911e82dc2a98b0aa81c7",
+        ),
+        Patch(
+            id="fp8.state_loaded",
+            target="megatron.core.tensor_parallel.layers:RowParallelLinear.set_extra_state",
+            kind="wrap",
+            feature="fp8",
+            reason="what was kept is put back",
+            body=_set_extra_state,
+            digest="8ce22bce4e34e9145c2a787d8a6f70074b158a3d64aa06d51a370cacf803a21e",
         ),
         Patch(
             id="fp8.param_gather",

@@ -7,6 +7,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.layers import FEATURES, layer_reason
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.linears import linears
+from mt_megatron.planning.shape import padded_shape_of
 
 PARAM_GATHER = ("delayed", "tensorwise")
 """Recipes whose weights have one scale per tensor, so that a gathered one is cast to the same codes."""
@@ -28,6 +29,11 @@ def fp8_layer_problems(config: TrainingConfig) -> list[str]:
             "--fp8-param-gather out."
         )
     if recipe is None:
+        if model.tp_only_amax_red:
+            found.append(
+                "tp_only_amax_red without fp8_recipe; expected fp8_recipe delayed with it. Set --fp8-recipe "
+                "delayed or leave --tp-only-amax-red out."
+            )
         return found
     if model.transformer_impl == "transformer_engine":
         found.append(
@@ -52,6 +58,13 @@ def fp8_layer_problems(config: TrainingConfig) -> list[str]:
             f"{name} of layer {layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''} has "
             f"{inputs} inputs and {outputs} outputs on each rank; expected multiples of {FEATURES} with "
             "fp8_recipe. Change the model's sizes or --tensor-model-parallel-size, or leave --fp8-recipe out."
+        )
+    tensor_parallel = config.parallel.tensor_model_parallel_size
+    if model.fp8_output_layer and padded_shape_of(config).vocab_size // tensor_parallel % FEATURES:
+        found.append(
+            f"fp8_output_layer with a vocabulary of {padded_shape_of(config).vocab_size} over "
+            f"{tensor_parallel} tensor-parallel rank(s); expected a multiple of {FEATURES} on each. Set "
+            f"--make-vocab-size-divisible-by {FEATURES} or a multiple, or leave --fp8-output-layer out."
         )
     if not quantised:
         found.append(

@@ -94,7 +94,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "tp_comm_overlap": _TE,
     "fp8_dot_product_attention": _TE,
     "fp8_multi_head_attention": _TE,
-    "tp_only_amax_red": _TE,
     "activation_func_fp8_input_store": "it stores activations without any scale",
     "cpu_offloading": _TE,
     "enable_cuda_graph": _TE,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.fp8.kernels import TEXT
 from mt_megatron.fp8.state import Fp8State, states_of
 from mt_megatron.planning.fp8_report import fp8_report
 from mt_megatron.training.distributed import Job
@@ -35,7 +36,7 @@ class Fp8Records:
         self._path = None if path is None or at.tp or at.dp or at.cp else telemetry_path(path, at.pp)
         states = states_of(chunks)
         if states:
-            how = "by the device's kernels" if states[0].native else "emulated"
+            how = TEXT[states[0].kernels]
             share = fp8_report(config)["share"]
             say(
                 f"FP8: recipe {states[0].recipe.name}, {how}; {share:.1%} of the operations of the decoder's "

@@ -17,7 +17,7 @@ from mt_megatron.fp8.quantise import quantise as quantised
 from mt_megatron.fp8.recipe import PRESETS
 from tests.convert import published
 from tests.convert.published import differing, read
-from tests.convert.recorded_run import converted
+from tests.convert.recorded_run import Quiet, converted
 
 FP8 = torch.float8_e4m3fn
 
@@ -138,3 +138,27 @@ def test_blockwise_writes_what_its_training_computes_with(tmp_path: Path) -> Non
             assert torch.equal(back[name].float(), expected)
         else:
             assert torch.equal(back[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--fp8-recipe tensorwise", "the run trained with fp8_recipe tensorwise"),
+        ("--fp8-format hybrid", "the run trained with fp8_recipe delayed"),
+        ("", "the run trained in bf16, without fp8_recipe"),
+        ("--fp8-recipe blockwise", None),
+    ],
+)
+def test_a_run_with_another_recipe_is_said(tmp_path: Path, flags: str, says: str | None) -> None:
+    shape = published.draw("llama", random.Random(5)) | {"num_hidden_layers": 4}
+    published.write(tmp_path / "source", "llama", shape, seed=5)
+    converted(tmp_path / "source", tmp_path / "run", "torch_dist", *flags.split())
+    told = Quiet()
+    converted(
+        tmp_path / "run", tmp_path / "eight", "huggingface", fp8=True, fp8_recipe="blockwise", progress=told
+    )
+    lines = [line for line in told.lines if "--fp8 blockwise" in line]
+    assert [says in line for line in lines] == ([True] if says else [])
+    told.lines.clear()
+    converted(tmp_path / "run", tmp_path / "plain", "huggingface", fp8=True, progress=told)
+    assert not any("recipe" in line for line in told.lines), "--fp8 alone names none"
