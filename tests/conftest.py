@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests import index_cache
@@ -20,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak", action="store_true", help="also run acceptance volumes, and write results/soak-*"
     )
     group.addoption("--backend", default="cpu", help="run tests marked backend(NAME) of this name too (cpu)")
+
+
+# A deadline measures the machine: beside other work a first example takes longer than the later ones.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
