@@ -53,7 +53,8 @@ class Action(NamedTuple):
 
 
 Call = Action | tuple[Action, ...]
-"""A computation, or the SENDs and RECVs of one blocking exchange."""
+"""An action, or SENDs and RECVs that a rank waits for until they are over, beginning those that have not
+begun yet: a blocking exchange."""
 
 
 class Style(str, Enum):

@@ -24,6 +24,9 @@ from .upstream import upstream_calls
 MORE_THAN_1F1B = 2
 """Activations of a whole rank that memory_capped may keep beyond those of 1F1B."""
 
+_LEAST_ACTIVATION = 1024.0
+"""Bytes; the activations of no model are smaller."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -55,16 +58,16 @@ class Row:
 
 def with_chunks(costs: Costs, placement: Placement, wanted: int) -> Costs:
     """``costs`` of ``placement`` as if every rank had ``wanted`` chunks: the model is cut anew, what a stage
-    does being spread evenly over its layers, and micro-batches become alike. ``costs`` themselves where it
-    has so many."""
+    does being spread evenly over its layers. ``costs`` themselves where it has so many."""
     if placement.chunks == wanted:
         return costs
     stages = placement.ranks * wanted
 
-    def spread(value: Any, name: str) -> list[float]:
-        before = np.concatenate(([0.0], np.cumsum(_by_stage(value, placement.stages, name))))
-        at = np.linspace(0.0, placement.stages, stages + 1)
-        parts: list[float] = np.diff(np.interp(at, np.arange(placement.stages + 1), before)).tolist()
+    def spread(value: Any, name: str) -> Floats:
+        columns = _columns(value, placement.stages, name).T
+        at, cuts = np.linspace(0.0, placement.stages, stages + 1), np.arange(placement.stages + 1)
+        sums = [np.interp(at, cuts, np.concatenate(([0.0], np.cumsum(column)))) for column in columns]
+        parts: Floats = np.diff(np.array(sums), axis=1).T
         return parts
 
     return replace(
@@ -73,25 +76,27 @@ def with_chunks(costs: Costs, placement: Placement, wanted: int) -> Costs:
         backward=spread(costs.backward, "backward"),
         weight=None if costs.weight is None else spread(costs.weight, "weight"),
         input=None if costs.input is None else spread(costs.input, "input"),
-        message=float(_by_stage(costs.message, placement.stages, "message").mean()),
+        message=float(_columns(costs.message, placement.stages, "message").mean()),
         reduction=spread(costs.reduction, "reduction"),
         activation=spread(costs.activation, "activation"),
         static=spread(costs.static, "static"),
     )
 
 
-def _by_stage(value: Any, stages: int, name: str) -> Floats:
-    microbatches = np.shape(value)[1] if np.ndim(value) == 2 else 1
-    mean: Floats = per_stage(value, stages, microbatches, name).mean(axis=1)
-    return mean
+def _columns(value: Any, stages: int, name: str) -> Floats:
+    """[stages, micro-batches], or [stages, 1] where micro-batches are alike."""
+    return per_stage(value, stages, np.shape(value)[1] if np.ndim(value) == 2 else 1, name)
 
 
-def row(schedule: Schedule, costs: Costs, *, name: str | None = None, blocking: bool = False) -> Row:
-    """``schedule`` under ``costs``; ``blocking``: with Megatron-Core's exchanges, which its ranks wait for.
-    ``against`` is 1."""
-    program = Program(schedule, calls=upstream_calls(schedule)) if blocking else Program(schedule)
+def typical(program: Program, samples: Sequence[Costs]) -> Costs:
+    """That of ``samples`` (the costs of single steps) with which the step of ``program`` is the median."""
+    return samples[int(np.argsort(program.makespans(samples), kind="stable")[(len(samples) - 1) // 2])]
+
+
+def row(program: Program, samples: Sequence[Costs], *, name: str | None = None) -> Row:
+    """``program`` under the one of ``samples`` that is ``typical``; ``against`` is 1."""
+    schedule, costs = program.schedule, typical(program, samples)
     timeline = program.run(costs)
-    sizes = float(np.max(costs.activation)) > 1.0
     return Row(
         name=name or schedule.name,
         chunks=schedule.placement.chunks,
@@ -99,13 +104,18 @@ def row(schedule: Schedule, costs: Costs, *, name: str | None = None, blocking: 
         bubble=timeline.bubble,
         against=1.0,
         activations=max(activation_peaks(schedule)) / schedule.placement.chunks,
-        bytes=float(memory_peaks(schedule, costs).max()) if sizes else 0.0,
+        bytes=float(memory_peaks(schedule, costs).max()) if has_sizes(costs) else 0.0,
         demands=demands(program, costs),
     )
 
 
+def has_sizes(costs: Costs) -> bool:
+    """Whether ``costs`` say how many bytes a stage keeps, rather than counting activations."""
+    return float(np.max(costs.activation)) >= _LEAST_ACTIVATION
+
+
 def compare(
-    costs: Costs,
+    samples: Sequence[Costs],
     placement: Placement,
     microbatches: int,
     *,
@@ -114,20 +124,23 @@ def compare(
 ) -> list[Row]:
     """Rows of Megatron-Core's 1F1B as it runs (blocking exchanges), of every generated schedule that has
     these sizes, each with asynchronous transfers, of ``schedules``, and with ``replicas`` of the pipeline
-    after the loss of a rank. ``costs`` are those of ``placement``; schedules with several chunks have as many
-    as it, or 2."""
+    after the loss of a rank. ``samples``: costs of ``placement``, of one step or of several, of which each
+    row has the typical one. Schedules with several chunks have as many as the placement, or 2."""
     ranks, several = placement.ranks, placement.chunks if placement.chunks > 1 else 2
-    one, many = (with_chunks(costs, placement, count) for count in (1, several))
+    its = {count: [with_chunks(each, placement, count) for each in samples] for count in (1, 2, several)}
     plain = generate("1f1b", ranks=ranks, microbatches=microbatches)
-    rows = [row(plain, one, name="1f1b, blocking", blocking=True), row(plain, one)]
+    blocking = Program(plain, calls=upstream_calls(plain))
+    rows = [row(blocking, its[1], name="1f1b, blocking"), row(Program(plain), its[1])]
+    one, many = typical(Program(plain), its[1]), its[several][0]
     for name, count, options in _wanted(placement, microbatches, several, one, many):
-        its = with_chunks(costs, placement, count)
         try:
             made = generate(name, ranks=ranks, chunks=count, microbatches=microbatches, **options)
         except ConfigError:
             continue  # Not of these sizes; whoever asks for it by name hears why.
-        rows.append(row(made, its, name=_title(name, options)))
-    rows += [row(each, with_chunks(costs, placement, each.placement.chunks)) for each in schedules]
+        rows.append(row(Program(made), its[count], name=_title(name, options)))
+    for each in schedules:
+        count = each.placement.chunks
+        rows.append(row(Program(each), [with_chunks(sample, placement, count) for sample in samples]))
     rows = [replace(each, against=each.seconds / rows[0].seconds) for each in rows]
     return rows + (_lost(one, ranks, microbatches, replicas) if replicas > 1 else [])
 
@@ -160,7 +173,12 @@ def _title(name: str, options: dict[str, Any]) -> str:
 def _lost(costs: Costs, ranks: int, microbatches: int, replicas: int) -> list[Row]:
     """A rank of one of ``replicas`` pipelines is lost, the one whose loss costs most; against 1F1B of all of
     them. Links are perfect."""
-    costs = replace(costs, link=PERFECT, links={})
+    alike = {
+        name: _columns(value, ranks, name).mean(axis=1)
+        for name in ("forward", "backward", "weight")
+        if (value := getattr(costs, name)) is not None
+    }
+    costs = replace(costs, link=PERFECT, links={}, input=None, **alike)
     whole = rerouted_makespan(ranks, microbatches, replicas, costs, lost=None)
     found = {}
     for split in (False, True) if costs.weight is not None else (False,):

@@ -13,15 +13,17 @@ from .generate.catalogue import generate
 from .generate.looping import interleaved_ahead, plain_ahead
 
 
-def upstream_calls(schedule: Schedule) -> tuple[tuple[Call, ...], ...]:
+def upstream_calls(schedule: Schedule, *, overlap: bool = False) -> tuple[tuple[Call, ...], ...]:
     """Calls of each rank where Megatron-Core runs ``schedule``, which ``generate`` made as ``1f1b`` or
-    ``interleaved`` (without ``overlap_p2p_comm``). Raises ConfigError for any other."""
+    ``interleaved``. ``overlap``: interleaved with ``overlap_p2p_comm``, whose transfers start after a
+    computation and are waited for, sends too, before the next one of the same direction. Raises ConfigError
+    for any other schedule."""
     placement, microbatches = schedule.placement, schedule.microbatches
     if schedule.name not in ("1f1b", "interleaved") or schedule != generate(
         schedule.name, ranks=placement.ranks, chunks=placement.chunks, microbatches=microbatches
     ):
         raise ConfigError(f"found {schedule.name}; expected 1f1b or interleaved as Megatron-Core runs them")
-    make = _plain if schedule.name == "1f1b" else _interleaved
+    make = _plain if schedule.name == "1f1b" else _overlapping if overlap else _interleaved
     return tuple(tuple(make(_Rank(schedule, rank))) for rank in range(placement.ranks))
 
 
@@ -86,6 +88,30 @@ def _interleaved(rank: _Rank) -> list[Call]:
             rank.receive(forwards, ahead + index + 1),
             rank.receive(backwards, index + 1),
         )
+    if not rank.pairs:
+        made += _exchange(rank.receive(backwards, 0))
+    for index, backward in enumerate(backwards[rank.pairs :], start=rank.pairs):
+        made += [backward, *_exchange(rank.send(backward), rank.receive(backwards, index + 1))]
+    return made
+
+
+def _overlapping(rank: _Rank) -> list[Call]:
+    forwards, backwards, ahead = rank.forwards, rank.backwards, rank.ahead
+    made: list[Call] = _exchange(rank.receive(forwards, 0))
+    forth: list[Action] = []
+    back: list[Action] = []
+    for index, forward in enumerate(forwards[:ahead]):
+        made += [*_exchange(forth), forward]
+        forth = [*rank.send(forward), *rank.receive(forwards, index + 1)]
+        back = rank.receive(backwards, 0) if index == ahead - 1 and rank.pairs else []
+        made += [*forth, *back]
+    for index, (forward, backward) in enumerate(zip(forwards[ahead:], backwards, strict=False)):
+        made += [*_exchange(forth), forward]
+        forth = [*rank.send(forward), *rank.receive(forwards, ahead + index + 1)]
+        made += [*forth, *_exchange(back), backward]
+        back = [*rank.send(backward), *rank.receive(backwards, index + 1)]
+        made += back
+    made += _exchange(back)
     if not rank.pairs:
         made += _exchange(rank.receive(backwards, 0))
     for index, backward in enumerate(backwards[rank.pairs :], start=rank.pairs):

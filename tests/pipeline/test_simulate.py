@@ -316,3 +316,18 @@ def test_only_upstream_s_schedules_have_its_calls() -> None:
     for name, options in (("depth_first", {}), ("interleaved", {"group": 8})):
         with pytest.raises(ConfigError, match="as Megatron-Core runs them"):
             upstream_calls(generate(name, ranks=4, chunks=2, microbatches=8, **options))
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 2, 8), (4, 2, 8), (4, 2, 4), (3, 3, 9)])
+def test_overlapped_exchanges_wait_less_than_blocking_ones(
+    ranks: int, chunks: int, microbatches: int
+) -> None:
+    schedule = generate("interleaved", ranks=ranks, chunks=chunks, microbatches=microbatches)
+    overlapping = Program(schedule, calls=upstream_calls(schedule, overlap=True))
+    even = Costs(forward=1.0, backward=2.0)
+    assert overlapping.makespan(even) == pytest.approx(3.0 * (microbatches * chunks + ranks - 1))
+    slow = Costs(forward=1.0, backward=2.0, message=1.0, link=Link(0.3, 2.0))
+    blocking = Program(schedule, calls=upstream_calls(schedule))
+    assert Program(schedule).makespan(slow) <= overlapping.makespan(slow) <= blocking.makespan(slow)
+    if microbatches > ranks:
+        assert overlapping.makespan(slow) < blocking.makespan(slow)

@@ -6,7 +6,7 @@ layout       ranks on axes and hosts
 job          sizes, speeds, unsteadiness
 faults       faults and the step in which they begin
 noise        random draws, one generator per purpose
-schedule     1F1B and interleaved pipelines as data
+schedule     Megatron-Core's calls of the pipeline schedules, and which can be played together
 work         the pieces of a micro-batch
 draws        durations of everything in one step
 links        latency and bandwidth of every link

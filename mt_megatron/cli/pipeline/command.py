@@ -22,7 +22,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="examples:\n  mt-megatron pipeline simulate zb_h1 --from runs/llama3\n"
         "  mt-megatron pipeline draw interleaved --ranks 4 --chunks 2 --microbatches 8 --output step.svg\n"
         "  mt-megatron pipeline compare --cluster 64x200g\n"
-        "  mt-megatron pipeline explain runs/llama3\n\nexit codes: 0 fine, 2 wrong use",
+        "  mt-megatron pipeline explain runs/llama3\n\n"
+        "exit codes: 0 fine, 1 there is no such trace or log, 2 wrong use",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for word in WORDS:

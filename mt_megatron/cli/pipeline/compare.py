@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from mt_megatron.pipeline.compare import Row, compare, row, with_chunks
+from mt_megatron.pipeline.compare import Row, compare, row
 from mt_megatron.pipeline.draw import seconds
 
 from .setting import add_options, setting_of
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "examples:\n  mt-megatron pipeline compare --cluster 64x200g\n"
         "  mt-megatron pipeline compare --from runs/llama3 --add mine.csv\n"
         "  mt-megatron pipeline compare --ranks 8 --microbatches 32 --slow-link 3-4:latency_ms=1000\n\n"
-        "exit codes: 0 fine, 2 wrong use",
+        "exit codes: 0 fine, 1 there is no such trace, 2 wrong use",
     )
     parser.add_argument(
         "--add", action="append", default=[], metavar="SCHEDULE", help="NAME:NUMBER or FILE.csv; repeatable"
@@ -67,16 +67,15 @@ def run(args: argparse.Namespace) -> int:
     setting = setting_of(args)
     added = [setting.schedule(text) for text in args.add]
     rows = compare(
-        setting.costs,
+        setting.samples,
         setting.placement,
         setting.microbatches,
-        schedules=[schedule for schedule, _ in added],
+        schedules=added,
         replicas=args.replicas,
     )
     measured = setting.measured
     if measured is not None and args.chunks is None and args.microbatches is None:
-        costs = with_chunks(setting.costs, setting.placement, measured.schedule.placement.chunks)
-        own = row(measured.schedule, costs, name="the run's own", blocking=measured.blocking)
+        own = row(measured.program(), setting.samples, name=f"the run's own, {measured.calls}")
         rows.insert(0, replace(own, against=own.seconds / rows[0].seconds))
     if args.json:
         print(

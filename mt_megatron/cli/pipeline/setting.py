@@ -68,18 +68,24 @@ class Setting:
     about: tuple[str, ...]
     """Lines for the reader."""
 
-    costs: Costs
+    samples: tuple[Costs, ...]
+    """Costs of single steps where they were measured, otherwise one."""
+
     placement: Placement
-    """That of ``costs``."""
+    """That of ``samples``."""
 
     microbatches: int
     measured: MeasuredPipeline | None = None
 
-    def schedule(self, text: str) -> tuple[Schedule, Costs]:
-        """The schedule that NAME, NAME:NUMBER or FILE.csv stands for, checked, and its costs."""
+    def samples_of(self, schedule: Schedule) -> list[Costs]:
+        """The samples cut into as many chunks as ``schedule`` has."""
+        return [with_chunks(each, self.placement, schedule.placement.chunks) for each in self.samples]
+
+    def schedule(self, text: str) -> Schedule:
+        """The schedule that NAME, NAME:NUMBER or FILE.csv stands for, checked."""
         made = self._made(text)
         check(made)
-        return made, with_chunks(self.costs, self.placement, made.placement.chunks)
+        return made
 
     def _made(self, text: str) -> Schedule:
         if text.endswith(".csv"):
@@ -108,7 +114,7 @@ class Setting:
             chunks = max(2, chunks)
         options: dict[str, Any] = {}
         if name == "memory_capped":
-            options["costs"] = with_chunks(self.costs, self.placement, chunks)
+            options["costs"] = with_chunks(self.samples[0], self.placement, chunks)
         if number:
             options["cap" if name == "memory_capped" else "group"] = int(number)
         return generate(
@@ -173,11 +179,10 @@ def setting_of(args: argparse.Namespace) -> Setting:
         raise ConfigError(f"--microbatches is {args.microbatches}; expected at least 1")
     if args.chunks is not None:
         _at_least_one(args, "chunks")
-        placement = Placement(found.placement.ranks, args.chunks)
-        found = replace(
-            found, costs=with_chunks(found.costs, found.placement, args.chunks), placement=placement
-        )
-    return replace(found, costs=_linked(found, args), microbatches=args.microbatches or found.microbatches)
+        cut = tuple(with_chunks(each, found.placement, args.chunks) for each in found.samples)
+        found = replace(found, samples=cut, placement=Placement(found.placement.ranks, args.chunks))
+    linked = tuple(_linked(each, found.placement.ranks, args) for each in found.samples)
+    return replace(found, samples=linked, microbatches=args.microbatches or found.microbatches)
 
 
 def _given(args: argparse.Namespace, name: str) -> bool:
@@ -192,7 +197,7 @@ def _at_least_one(args: argparse.Namespace, name: str) -> None:
 def _of_run(args: argparse.Namespace) -> Setting:
     trace = open_trace(args.run_folder)
     measured = slowest(measured_pipelines(trace))
-    simulated = measured.program().makespan(measured.costs)
+    simulated = measured.seconds(measured.program())
     ranks = ", ".join(map(str, measured.ranks))
     lines = [
         f"{trace.files.root}: ranks {ranks}, {measured.schedule.name}, "
@@ -206,7 +211,8 @@ def _of_run(args: argparse.Namespace) -> Setting:
         lines.append("weight gradients were not measured apart: half of the backward is assumed")
     return Setting(
         about=tuple(lines),
-        costs=measured.costs,
+        # Other numbers of micro-batches than the run's have the medians.
+        samples=measured.samples if args.microbatches is None else (measured.costs,),
         placement=measured.schedule.placement,
         microbatches=measured.schedule.microbatches,
         measured=measured,
@@ -242,7 +248,7 @@ def _of_configuration(
     )
     return Setting(
         about=(about, "times and bytes by the cost model of mt-megatron plan: estimates, not measurements"),
-        costs=pipeline_costs(case, hardware),
+        samples=(pipeline_costs(case, hardware),),
         placement=Placement(case.pipeline_parallel, case.chunks),
         microbatches=case.num_microbatches,
     )
@@ -265,15 +271,14 @@ def _by_hand(args: argparse.Namespace) -> Setting:
         about=(
             f"{ranks} ranks; forward {forward:g} s, backward {backward:g} s of which weights {weight:g} s",
         ),
-        costs=Costs(forward=forward, backward=backward, weight=weight, message=message),
+        samples=(Costs(forward=forward, backward=backward, weight=weight, message=message),),
         placement=Placement(ranks),
         microbatches=2 * ranks,
     )
 
 
-def _linked(found: Setting, args: argparse.Namespace) -> Costs:
-    """The costs with the links that the options name."""
-    costs = found.costs
+def _linked(costs: Costs, ranks: int, args: argparse.Namespace) -> Costs:
+    """``costs`` with the links that the options name."""
     if args.latency_ms is not None or args.link_gbit is not None:
         costs = replace(costs, link=_link(costs.link, args.latency_ms, args.link_gbit), links={})
     links: dict[Edge, Link] = dict(costs.links)
@@ -283,10 +288,8 @@ def _linked(found: Setting, args: argparse.Namespace) -> Costs:
         if match is None or not parts or not set(parts) <= {"latency_ms", "gbit"}:
             raise ConfigError(f"--slow-link is {text!r}; expected A-B:latency_ms=X, A-B:gbit=Y or both")
         one, other = int(match[1]), int(match[2])
-        if max(one, other) >= found.placement.ranks or one == other:
-            raise ConfigError(
-                f"--slow-link is {text!r}; expected two of the ranks 0 to {found.placement.ranks - 1}"
-            )
+        if max(one, other) >= ranks or one == other:
+            raise ConfigError(f"--slow-link is {text!r}; expected two of the ranks 0 to {ranks - 1}")
         try:
             values = {name: float(value) for name, value in parts.items()}
         except ValueError:

@@ -7,8 +7,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from mt_megatron.pipeline.compare import has_sizes, typical
 from mt_megatron.pipeline.draw import figures, seconds
 from mt_megatron.pipeline.simulate.demands import TOLERANCE, demands
+from mt_megatron.pipeline.simulate.memory import activation_peaks
 from mt_megatron.pipeline.simulate.program import Program
 from mt_megatron.pipeline.simulate.timeline import Timeline
 from mt_megatron.pipeline.upstream import upstream_calls
@@ -27,7 +29,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "with --from the run's own schedule unless another is named.",
         epilog="examples:\n  mt-megatron pipeline simulate --from runs/llama3\n"
         "  mt-megatron pipeline simulate zb_h1 --ranks 8 --microbatches 32 --slow-link 3-4:latency_ms=500\n"
-        "  mt-megatron pipeline simulate --cluster 8x200g --json\n\nexit codes: 0 fine, 2 wrong use",
+        "  mt-megatron pipeline simulate --cluster 8x200g --json\n\n"
+        "exit codes: 0 fine, 1 there is no such trace, 2 wrong use",
     )
     parser.usage = "mt-megatron pipeline simulate [--schedule SCHEDULE] [options] [options of pretrain]"
     parser.add_argument("--schedule", metavar="SCHEDULE", help="the first word is it too (1f1b)")
@@ -47,10 +50,11 @@ def timed(args: argparse.Namespace) -> tuple[Setting, Timeline]:
     setting = setting_of(args)
     measured = setting.measured
     if args.schedule is None and measured is not None and args.chunks is None and args.microbatches is None:
-        return setting, measured.program().run(setting.costs)
-    schedule, costs = setting.schedule(args.schedule or "1f1b")
-    calls = upstream_calls(schedule) if args.blocking else None
-    return setting, Program(schedule, calls=calls).run(costs)
+        program = measured.program()
+        return setting, program.run(typical(program, setting.samples))
+    schedule = setting.schedule(args.schedule or "1f1b")
+    program = Program(schedule, calls=upstream_calls(schedule) if args.blocking else None)
+    return setting, program.run(typical(program, setting.samples_of(schedule)))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,13 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
 def as_data(setting: Setting, timeline: Timeline) -> dict[str, Any]:
     """The step as plain values; bytes are 0 where sizes are not known."""
-    from mt_megatron.pipeline.simulate.memory import activation_peaks
-
     program, costs = timeline.program, timeline.costs
     lost = program.edge_costs(costs)
     messages = [transfer.edge for transfer in timeline.transfers]
     peaks = timeline.peaks
-    known = float(max(peaks)) > 2.0 * program.schedule.placement.stages * program.schedule.microbatches
+    known = has_sizes(costs)
     return {
         "simulated": True,
         "about": list(setting.about),

@@ -152,15 +152,15 @@ class _Graph:
         return on_edge[edge]
 
     def _exchange(self, rank: int, call: tuple[Action, ...], previous: int, on_edge: dict[Edge, int]) -> int:
-        """Transfers that begin when both sides have come, and the end of all of them."""
+        """The end of all transfers of ``call``; those that have not begun begin when both sides have come."""
         ends: list[Node] = []
         for action in call:
             if action.kind in _SENDS:
-                ends.append(
-                    Node(action, rank, arrival=self._send(rank, action, previous, on_edge), waits=True)
-                )
+                begun = self._sent.get(action)
+                sent = self._send(rank, action, previous, on_edge) if begun is None else begun
+                ends.append(Node(action, rank, arrival=sent, waits=True))
             else:
-                self._posted[matching_send(action)] = previous
+                self._posted.setdefault(matching_send(action), previous)
                 ends.append(Node(action, rank, waits=True))
         for node in ends:
             node.after = previous

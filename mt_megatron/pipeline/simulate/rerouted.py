@@ -48,7 +48,7 @@ def rerouted_makespan(
     seconds = {
         Kind.F: per_stage(costs.forward, ranks, microbatches, "forward"),
         Kind.B: per_stage(costs.backward, ranks, microbatches, "backward"),
-        Kind.W: per_stage(costs.weight or 0.0, ranks, microbatches, "weight"),
+        Kind.W: per_stage(0.0 if costs.weight is None else costs.weight, ranks, microbatches, "weight"),
     }
     if split:
         if costs.weight is None:

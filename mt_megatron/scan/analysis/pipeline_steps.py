@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mt_megatron.errors import ConfigError, ScanError
 from mt_megatron.pipeline.actions import Action, Kind, Placement, Schedule, Style
@@ -32,12 +33,18 @@ from .trace import Trace
 _WARM_UP_STEPS = 2
 """First steps that are left out where enough others are there: buffers and caches are made in them."""
 
+_MOST_SAMPLES = 40
+"""Steps whose costs are kept one by one, spread over the run."""
+
 _SHARED_QUANTILE = 0.05
 """Of transfers whose end is that of a whole call; the end of most such calls is another transfer's."""
 
 ASSUMED_WEIGHT_SHARE = 0.5
 """Part of a backward that is weight gradients where the run computed them together: as many operations as
 the gradients of the inputs, attention aside."""
+
+Calls = Literal["blocking", "overlapping", "asynchronous"]
+"""Megatron-Core's exchanges, the same with ``overlap_p2p_comm``, or transfers whose sends go on alone."""
 
 _Key = tuple[Kind, int, int]
 """Kind, chunk and micro-batch of a computation on one rank."""
@@ -53,11 +60,19 @@ class MeasuredPipeline:
     schedule: Schedule
     """The order of most steps, named like the generated schedule that it equals, else ``recorded``."""
 
-    blocking: bool
-    """Whether transfers were Megatron-Core's blocking exchanges."""
+    calls: Calls
+    """How the ranks waited for transfers."""
+
+    rendezvous: bool
+    """Of asynchronous transfers whether they begin no sooner than a receive that is posted shortly before
+    its computation; otherwise receivers always had room. Whichever is nearer to what was measured."""
 
     costs: Costs
-    """Medians; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``."""
+    """Medians by stage; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``."""
+
+    samples: tuple[Costs, ...]
+    """The costs of single steps, by stage and micro-batch: what varies makes a pipeline wait, which medians
+    do not show."""
 
     weight_measured: bool
     steps: int
@@ -69,11 +84,18 @@ class MeasuredPipeline:
     step_seconds: float
     """Whole steps, the median."""
 
+    def seconds(self, program: Program, samples: Sequence[Costs] | None = None) -> float:
+        """Simulated seconds of a step of ``program``, a schedule of this pipeline: the median of
+        ``samples`` (its own)."""
+        return float(np.median(program.makespans(self.samples if samples is None else samples)))
+
     def program(self) -> Program:
         """The schedule as it was run."""
-        if self.blocking:
-            return Program(self.schedule, calls=upstream_calls(self.schedule))
-        return Program(self.schedule, rendezvous=True)
+        if self.calls == "asynchronous":
+            return Program(self.schedule, rendezvous=self.rendezvous)
+        return Program(
+            self.schedule, calls=upstream_calls(self.schedule, overlap=self.calls == "overlapping")
+        )
 
 
 @dataclass(frozen=True)
@@ -83,9 +105,10 @@ class _RankLog:
     steps: dict[int, list[tuple[_Key, int, int]]]
     step_seconds: dict[int, float]
     gaps: Cover
-    """Time in communications, on the common clock."""
+    """Time in which the rank waited for communications, on the common clock."""
 
     asynchronous: bool
+    waits_for_sends: bool
     bytes: Floats
 
 
@@ -120,57 +143,95 @@ def _measured(trace: Trace, ranks: tuple[int, ...]) -> MeasuredPipeline:
         exchanges.append(rank_exchanges(rank, recorded, to_reference))
     chosen, orders = _steps(logs, trace, ranks)
     schedule = _schedule(orders, trace, ranks)
-    blocking = not any(log.asynchronous for log in logs) and schedule.name in ("1f1b", "interleaved")
-    seconds = _seconds(logs, chosen, schedule.placement)
+    calls: Calls = "asynchronous"
+    if schedule.name in ("1f1b", "interleaved") and not any(log.asynchronous for log in logs):
+        calls = "blocking"
+    elif schedule.name == "interleaved" and any(log.waits_for_sends for log in logs):
+        calls = "overlapping"
+    lasted = _lasted(logs, chosen, schedule)
     size = np.concatenate([log.bytes for log in logs])
     message = float(np.median(size)) if len(size) else 0.0
-    stages = schedule.placement.stages
-    measured = {kind: [seconds.get((kind, stage)) for stage in range(stages)] for kind in (Kind.B, Kind.W)}
-    weight_measured = all(value is not None for value in measured[Kind.W])
-    inputs = [value or 0.0 for value in measured[Kind.B]]
-    if weight_measured:
-        weight = [value or 0.0 for value in measured[Kind.W]]
-        whole = [one + other for one, other in zip(inputs, weight, strict=True)]
-    else:
-        whole, weight = inputs, [ASSUMED_WEIGHT_SHARE * value for value in inputs]
     begins = np.array([min(log.steps[step][0][1] for log in logs) for step in chosen])
     ends = np.array([max(each[2] for log in logs for each in log.steps[step]) for step in chosen])
     whole_steps = [np.median([log.step_seconds.get(step, np.nan) for log in logs]) for step in chosen]
-    links, others = _links(exchanges, ranks, set(chosen), message)
+    messages = _messages(exchanges, ranks)
+    links, others = _links(messages, chosen, message)
+    every = np.linspace(0, len(chosen) - 1, min(len(chosen), _MOST_SAMPLES)).astype(int)
     made = MeasuredPipeline(
         ranks=ranks,
         schedule=schedule,
-        blocking=blocking,
-        costs=Costs(
-            forward=[seconds[Kind.F, stage] for stage in range(stages)],
-            backward=whole,
-            weight=weight,
-            message=message,
-            links=links,
+        calls=calls,
+        rendezvous=True,
+        costs=_costs({kind: _medians(values) for kind, values in lasted.items()}, message, links),
+        samples=tuple(
+            _costs(
+                {kind: values[number] for kind, values in lasted.items()},
+                message,
+                _of_step(messages, chosen[number], message, links, others),
+            )
+            for number in every.tolist()
         ),
-        weight_measured=weight_measured,
+        weight_measured=bool(schedule.splits_backward),
         steps=len(chosen),
         pipeline_seconds=float(np.median(ends - begins)) / 1e9,
         step_seconds=float(np.nanmedian(whole_steps)),
     )
+    if calls == "asynchronous":
+        eager = replace(made, rendezvous=False)
+        made = min(made, eager, key=lambda each: abs(each.seconds(each.program()) - each.pipeline_seconds))
     return _settled(made, others)
+
+
+def _of_step(
+    messages: Sequence[_Messages],
+    step: int,
+    message: float,
+    usual: Mapping[Edge, Link],
+    uncertain: Mapping[Edge, Link],
+) -> dict[Edge, Link]:
+    """Links in one step; the usual ones where its transfers do not say."""
+    found, shared = _links(messages, [step], message)
+    return {**usual, **{e: link for e, link in found.items() if e not in shared and e not in uncertain}}
+
+
+def _medians(values: Floats) -> Floats:
+    """[stages, 1] of [steps, stages, micro-batches]."""
+    found: Floats = np.median(values, axis=(0, 2))[:, None]
+    return found
+
+
+def _costs(lasted: Mapping[str, Floats], message: float, links: Mapping[Edge, Link]) -> Costs:
+    return Costs(
+        forward=lasted["forward"],
+        backward=lasted["backward"],
+        weight=lasted["weight"],
+        input=lasted["input"],
+        message=message,
+        links=links,
+    )
 
 
 def _settled(found: MeasuredPipeline, others: Mapping[Edge, Link]) -> MeasuredPipeline:
     """``found`` with those of the ``others`` in place of its links that bring the simulated step nearer to
     the measured one: transfers that share their calls are only bounded, from below and above."""
-    program, costs = found.program(), found.costs
-    missed = abs(program.makespan(costs) - found.pipeline_seconds)
+    program = found.program()
+
+    def with_links(changed: Mapping[Edge, Link]) -> tuple[Costs, ...]:
+        return tuple(replace(each, links={**each.links, **changed}) for each in found.samples)
+
+    links: dict[Edge, Link] = {}
     left = dict(others)
+    missed = abs(found.seconds(program) - found.pipeline_seconds)
     while left:
-        tried = [replace(costs, links={**costs.links, edge: link}) for edge, link in left.items()]
-        misses = np.abs(program.makespans(tried) - found.pipeline_seconds)
-        best = int(misses.argmin())
+        tried = [{**links, edge: link} for edge, link in left.items()]
+        misses = [abs(found.seconds(program, with_links(each)) - found.pipeline_seconds) for each in tried]
+        best = int(np.argmin(misses))
         if misses[best] >= missed:
             break
-        costs, missed = tried[best], float(misses[best])
+        links, missed = tried[best], misses[best]
         del left[list(left)[best]]
-    return replace(found, costs=costs)
+    costs = replace(found.costs, links={**found.costs.links, **links})
+    return replace(found, costs=costs, samples=with_links(links))
 
 
 def _log(trace: RankTrace, to_reference: Any) -> _RankLog:
@@ -180,10 +241,10 @@ def _log(trace: RankTrace, to_reference: Any) -> _RankLog:
     rows = spans[(kind == KIND["forward"]) | (kind == KIND["backward"])]
     rows = rows[np.argsort(rows["begin"], kind="stable")]
     timed = (rows["device_begin"] > 0) & (rows["device_end"] > 0)
-    begins = to_reference(np.where(timed, rows["device_begin"], rows["begin"]).astype(np.int64))
-    ends = to_reference(np.where(timed, rows["device_end"], rows["end"]).astype(np.int64))
+    begin_times = to_reference(np.where(timed, rows["device_begin"], rows["begin"]).astype(np.int64))
+    end_times = to_reference(np.where(timed, rows["device_end"], rows["end"]).astype(np.int64))
     seen: set[tuple[int, _Key]] = set()
-    for row, begin, end in zip(rows, begins.tolist(), ends.tolist(), strict=True):
+    for row, begin, end in zip(rows, begin_times.tolist(), end_times.tolist(), strict=True):
         what = Kind.F if row["kind"] == KIND["forward"] else Kind.B
         step, key = int(row["iteration"]), (what, max(0, int(row["chunk"])), int(row["microbatch"]))
         # A second backward of the same micro-batch computes the weight gradients that the first left.
@@ -194,7 +255,16 @@ def _log(trace: RankTrace, to_reference: Any) -> _RankLog:
     whole = spans[kind == KIND["step"]]
     lasted = {int(row["iteration"]): float(row["end"] - row["begin"]) / 1e9 for row in whole}
     transfers = spans[kind == KIND["p2p"]]
-    apart = spans[(kind == KIND["p2p"]) | (kind == KIND["collective"])]
+    flags = transfers["flags"]
+    asynchronous = bool(((flags & (ASYNC | WAIT)) != 0).any())
+    is_send = np.isin(transfers["name"], [n for n, text in enumerate(trace.strings) if text == "send"])
+    waits = (flags & WAIT) != 0
+    waits_for_sends = 2 * int((is_send & waits).sum()) > int((is_send & ~waits).sum())
+    # To begin a transfer in the background is the rank's own work, and so is a send that nobody waits for.
+    begins_only = (flags & ASYNC) != 0
+    if asynchronous and not waits_for_sends:
+        begins_only |= is_send & ~waits
+    apart = np.concatenate((transfers[~begins_only], spans[kind == KIND["collective"]]))
     sent = transfers["bytes"][transfers["bytes"] > 0].astype(np.float64)
     return _RankLog(
         steps=dict(steps),
@@ -202,7 +272,8 @@ def _log(trace: RankTrace, to_reference: Any) -> _RankLog:
         gaps=Cover(
             to_reference(apart["begin"].astype(np.int64)), to_reference(apart["end"].astype(np.int64))
         ),
-        asynchronous=bool(((transfers["flags"] & (ASYNC | WAIT)) != 0).any()),
+        asynchronous=asynchronous,
+        waits_for_sends=waits_for_sends,
         bytes=sent,
     )
 
@@ -267,56 +338,103 @@ def _named(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _seconds(
-    logs: Sequence[_RankLog], chosen: Sequence[int], placement: Placement
-) -> dict[tuple[Kind, int], float]:
-    """Seconds of each kind of computation on each stage: the median of it and of what the rank does before
-    it that is no communication."""
-    found: dict[tuple[Kind, int], float] = {}
+def _lasted(logs: Sequence[_RankLog], chosen: Sequence[int], schedule: Schedule) -> dict[str, Floats]:
+    """Seconds of ``forward``, whole ``backward``, ``input`` and ``weight`` gradients, each [steps, stages,
+    micro-batches]. Each has what the rank does before it that is no communication. What the run did not
+    compute is put together from what it did, or assumed (``ASSUMED_WEIGHT_SHARE``)."""
+    placement = schedule.placement
+    shape = len(chosen), placement.stages, schedule.microbatches
+    found = {kind: np.full(shape, np.nan) for kind in (Kind.F, Kind.B, Kind.W)}
     for rank, log in enumerate(logs):
-        lasted: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        before: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        for step in chosen:
+        for number, step in enumerate(chosen):
             own = log.steps[step]
             begins, ends = (np.array([each[at] for each in own], dtype=np.int64) for at in (1, 2))
             idle = (begins[1:] - ends[:-1]) - log.gaps.within(ends[:-1], begins[1:])
-            for (key, begin, end), gap in zip(own, [np.nan, *idle.tolist()], strict=True):
-                what = key[0], placement.stage(rank, key[1])
-                lasted[what].append(end - begin)
-                before[what].append(gap)
-        for what, values in lasted.items():
-            known = [gap for gap in before[what] if gap == gap]
-            found[what] = float(np.median(values) + (np.median(known) if known else 0.0)) / 1e9
-    return found
+            work = (ends - begins) + np.maximum(0.0, np.concatenate(([0.0], idle)))
+            for (key, _, _), nanoseconds in zip(own, work.tolist(), strict=True):
+                found[key[0]][number, placement.stage(rank, key[1]), key[2]] = nanoseconds / 1e9
+    split = ~np.isnan(found[Kind.W])
+    weight = np.where(split, found[Kind.W], _weight_shares(found, split) * found[Kind.B])
+    return {
+        "forward": found[Kind.F],
+        "backward": np.where(split, found[Kind.B] + found[Kind.W], found[Kind.B]),
+        "input": np.where(split, found[Kind.B], found[Kind.B] - weight),
+        "weight": weight,
+    }
 
 
-def _links(
-    exchanges: Sequence[RankExchanges], ranks: tuple[int, ...], steps: set[int], message: float
-) -> tuple[dict[Edge, Link], dict[Edge, Link]]:
-    """By pipeline ranks: how long a message takes once both sides are ready, at least; and for edges whose
-    transfers always share their calls with others, how long at most. The time in which the sender is held
-    counts as bandwidth, the rest as latency."""
+@dataclass(frozen=True)
+class _Messages:
+    """Transfers on one directed edge, in ns from when both sides are ready."""
+
+    edge: Edge
+    """By pipeline ranks."""
+
+    step: NDArray[np.int64]
+    arrives: Floats
+    leaves: Floats
+    """When the sender goes on."""
+
+    alone: NDArray[np.bool_]
+    """Whether the receiver's call has nothing of other ranks, so that its end is the message's."""
+
+
+def _messages(exchanges: Sequence[RankExchanges], ranks: tuple[int, ...]) -> list[_Messages]:
     place = {rank: index for index, rank in enumerate(ranks)}
     receives = {edge: log for each in exchanges for edge, log in each.receives.items()}
     calls = {each.rank: _partners(each) for each in exchanges}
-    least: dict[Edge, Link] = {}
-    most: dict[Edge, Link] = {}
+    found = []
     for edge, send in ((edge, log) for each in exchanges for edge, log in each.sends.items()):
         if edge not in receives or not set(edge) <= set(ranks):
             continue
         both = edge_transfers(send, receives[edge], Labels())
-        rows = np.isin(both.iteration, list(steps)) & both.waited
         times = zip(both.receive_begin.tolist(), both.receive_end.tolist(), strict=True)
-        alone = rows & np.array([len(calls[edge[1]][each]) == 1 for each in times], dtype=bool)
-        arrives, leaves = both.receive_end - both.ready, both.send_end - both.ready
-        between = place[edge[0]], place[edge[1]]
+        alone = np.array([len(calls[edge[1]][each]) == 1 for each in times], dtype=bool)
+        rows = both.waited
+        found.append(
+            _Messages(
+                edge=(place[edge[0]], place[edge[1]]),
+                step=both.iteration[rows],
+                arrives=(both.receive_end - both.ready)[rows].astype(np.float64),
+                leaves=(both.send_end - both.ready)[rows].astype(np.float64),
+                alone=alone[rows],
+            )
+        )
+    return found
+
+
+def _weight_shares(found: Mapping[Kind, Floats], split: NDArray[np.bool_]) -> Floats:
+    """Part of each stage's whole backward that is weight gradients, [stages, 1]: as in its micro-batches that
+    the run split, else assumed."""
+    shares = np.full((split.shape[1], 1), ASSUMED_WEIGHT_SHARE)
+    for stage in np.flatnonzero(split.any(axis=(0, 2))).tolist():
+        inputs, weights = (found[kind][:, stage][split[:, stage]] for kind in (Kind.B, Kind.W))
+        shares[stage] = np.median(weights) / (np.median(weights) + np.median(inputs))
+    return shares
+
+
+def _links(
+    messages: Sequence[_Messages], steps: Sequence[int], message: float
+) -> tuple[dict[Edge, Link], dict[Edge, Link]]:
+    """How long a message takes in ``steps``, at least; and for edges whose transfers always share their calls
+    with others, how long at most. The time in which the sender is held counts as bandwidth, the rest as
+    latency."""
+    least: dict[Edge, Link] = {}
+    most: dict[Edge, Link] = {}
+    typical = np.median if len(steps) > 1 else np.mean
+    for each in messages:
+        rows = np.isin(each.step, list(steps))
+        alone = rows & each.alone
         if alone.any():
-            least[between] = _link(np.median(arrives[alone]), np.median(leaves[alone]), message)
+            arrives, leaves = (float(typical(a[alone])) for a in (each.arrives, each.leaves))
+            least[each.edge] = _link(arrives, leaves, message)
         elif rows.any():
             # The end of a call is that of its last transfer: the earliest of many ends is nearest.
-            received, sent = (np.quantile(each[rows], _SHARED_QUANTILE) for each in (arrives, leaves))
-            least[between] = _link(min(received, sent), sent, message)
-            most[between] = _link(received, sent, message)
+            arrives, leaves = (
+                float(np.quantile(a[rows], _SHARED_QUANTILE)) for a in (each.arrives, each.leaves)
+            )
+            least[each.edge] = _link(min(arrives, leaves), leaves, message)
+            most[each.edge] = _link(arrives, leaves, message)
     return least, most
 
 
