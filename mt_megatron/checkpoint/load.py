@@ -160,7 +160,8 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         )
     trainable.scheduler.num_steps = 0
     trainable.scheduler.load_state_dict(saved)
-    if document["layout"] == asdict(job.layout):
+    # Checkpoints of earlier versions know no V.
+    if {"v": False, **document["layout"]} == asdict(job.layout):
         load_rng(folder, job)
     else:
         notes.append(

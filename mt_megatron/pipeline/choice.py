@@ -100,7 +100,8 @@ class ScheduleChoice:
         if self.is_v and chunks != 2:
             return [
                 f"pipeline_schedule is {self.text} with {chunks} model chunk(s) per rank; expected 2, a way "
-                "there and a way back. Set --virtual-pipeline-model-parallel-size 2."
+                "there and a way back. Set --virtual-pipeline-model-parallel-size 2 or change "
+                "--pipeline-schedule."
             ]
         try:
             made = self.schedule(ranks, chunks, microbatches)
@@ -195,7 +196,12 @@ def parse(text: str) -> ScheduleChoice:
     """The choice that ``text`` makes. Raises ConfigError for an unknown name, a number that is none, and a
     file that cannot be read or holds no schedule."""
     if text.endswith(".csv"):
-        return ScheduleChoice(text, Path(text).stem, file=read_csv(text))
+        try:
+            return ScheduleChoice(text, Path(text).stem, file=read_csv(text))
+        except ConfigError as error:
+            raise ConfigError(
+                f"found pipeline_schedule {text!r}: {error}. Change --pipeline-schedule"
+            ) from error
     name, colon, number = text.partition(":")
     name = name.strip().lower().replace("-", "_")
     if name == AUTO_IF_PIPELINE and not colon:

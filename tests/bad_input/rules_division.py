@@ -249,3 +249,29 @@ def increments_over_stages(case: Case, rng: Random) -> Promise:
     case["global_batch_size"] = micro * stages * 2
     case["rampup_batch_size"] = (micro, micro * (stages * 2 - 1), 100)
     return promise("rampup_batch_size", "step of 1 micro-batches")
+
+
+@rule
+def increments_over_a_schedule(case: Case, rng: Random) -> Promise:
+    alone(case)
+    micro = case["micro_batch_size"]
+    case["num_layers"], case["pipeline_model_parallel_size"], case.world = 4, 2, 2
+    case["virtual_pipeline_model_parallel_size"], case["pipeline_schedule"] = 2, "dualpipev"
+    case["global_batch_size"] = micro * 8
+    case["rampup_batch_size"] = (micro, micro * 7, 100)
+    return promise("rampup_batch_size", "step of 1 micro-batches")
+
+
+@rule
+def schedule_over_one_rank(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["pipeline_schedule"] = rng.choice(["zb_h1", "1f1b", "auto"])
+    return promise("pipeline_schedule", f"is {case['pipeline_schedule']} with")
+
+
+@rule
+def schedule_over_chunks(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["num_layers"], case["pipeline_model_parallel_size"], case.world = 4, 2, 2
+    case["pipeline_schedule"] = rng.choice(["interleaved", "zbv", "dualpipev", "hybrid"])
+    return promise("pipeline_schedule", f"is {case['pipeline_schedule']}")

@@ -7,7 +7,7 @@ from random import Random
 from mt_megatron.config.megatron_lm_arguments import ALIASES, REFUSED
 from mt_megatron.config.types import NOT_SETTABLE, SECTIONS, options
 from tests.bad_input.cases import Case, Promise, as_yaml
-from tests.bad_input.rules import flag, promise, rule
+from tests.bad_input.rules import alone, flag, promise, rule
 
 
 def typo(name: str, rng: Random) -> str:
@@ -134,3 +134,11 @@ def presets_with_a_typo(case: Case, rng: Random) -> Promise:
     wrong = rng.choice(["lama3_tiny", "llama3-tiny", "llama3_8B", "llama_8b", "gpt2"])
     case.extra_flags = ["--model", wrong]
     return Promise(option="preset", found=repr(wrong), change="--list-models names all of them")
+
+
+@rule
+def schedule_that_is_none(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["num_layers"], case["pipeline_model_parallel_size"], case.world = 4, 2, 2
+    case["pipeline_schedule"] = rng.choice(["zb_h2", "zb_h1:0", "nowhere.csv", "hybrid:many"])
+    return promise("pipeline_schedule", case["pipeline_schedule"])

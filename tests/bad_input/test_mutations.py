@@ -23,6 +23,7 @@ from mt_megatron.planning.validate import files as validate_files
 from mt_megatron.planning.validate import model as validate_model
 from mt_megatron.planning.validate import parallel as validate_parallel
 from mt_megatron.planning.validate import rampup as validate_rampup
+from mt_megatron.planning.validate import schedule as validate_schedule
 from mt_megatron.planning.validate import supported as validate_supported
 from mt_megatron.planning.validate import train as validate_train
 from mt_megatron.training import validate as validate_scan
@@ -48,6 +49,7 @@ CHECKS: dict[ModuleType, Check] = {
         *module.node_problems(config, 12, 3),
     ],
     validate_rampup: lambda module, config, world: module.rampup_problems(config, world),
+    validate_schedule: lambda module, config, world: module.schedule_problems(config, 4),
     validate_scan: lambda module, config, world: module.scan_problems(config),
     validate_supported: lambda module, config, world: [
         *module.size_problems(config),

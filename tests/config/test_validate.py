@@ -83,6 +83,11 @@ def test_sound_configurations_pass(extra: str, world: int) -> None:
 
 
 WRONG = [
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb_h1 --use-te-rng-tracker",
+        2,
+        "zb_h1 with use_te_rng_tracker; expected it unset",
+    ),
     # The model.
     ("--num-layers 0", 1, "num_layers is 0; expected at least 1"),
     ("--num-attention-heads 0", 1, "num_attention_heads is 0; expected at least 1"),

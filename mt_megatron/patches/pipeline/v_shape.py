@@ -14,6 +14,7 @@ from mt_megatron.parallel import stage_order
 from mt_megatron.patching.spec import Patch
 
 _STATE = "megatron.core.parallel_state:"
+_TORCH_DIST = "megatron.core.dist_checkpointing.strategies.torch:"
 _VIRTUAL_SIZE = 2
 """Place of ``virtual_pipeline_model_parallel_size`` among the arguments."""
 
@@ -81,6 +82,53 @@ def _embedding_gradients(original: Callable[..., None], model: list[Any], config
         )
 
 
+_TWICE = "_mt_megatron_places"
+"""Attribute of a tensor to be read: for each place that wants it, which of its shards belongs there."""
+
+
+def _shards_to_read(
+    original: Callable[..., Any], state_dict: Any, is_loading: bool = False, *args: Any, **options: Any
+) -> Any:
+    """A shard that this rank wants twice, for both copies of a shared weight, is read once."""
+    if not is_loading:
+        return original(state_dict, is_loading, *args, **options)
+    places: dict[str, list[int]] = {}
+    for key, shards in state_dict.items():
+        first: dict[Any, int] = {}
+        kept: list[Any] = []
+        found: list[int] = []
+        for shard in shards:
+            at = _place(shard)
+            if at not in first:
+                first[at] = len(kept)
+                kept.append(shard)
+            found.append(first[at])
+        if len(kept) < len(shards):
+            state_dict[key], places[key] = kept, found
+    made = original(state_dict, is_loading, *args, **options)
+    for key, found in places.items():
+        setattr(made[key], _TWICE, found)
+    return made
+
+
+def _place(shard: Any) -> Any:
+    """Equal for shards of one tensor that are the same part of it; objects are no such parts."""
+    offset = getattr(shard, "global_offset", None)
+    if offset is None or not hasattr(shard, "flattened_range"):
+        return id(shard)
+    flat = shard.flattened_range
+    return offset, None if flat is None else (flat.start, flat.stop)
+
+
+def _read_shards(original: Callable[[Any], list[Any]], sh_ten: Any) -> list[Any]:
+    found = original(sh_ten)
+    places: list[int] | None = getattr(sh_ten, _TWICE, None)
+    if places is None:
+        return found
+    # Each copy has memory of its own: both are going to be updated.
+    return [found[at].clone() if at in places[:index] else found[at] for index, at in enumerate(places)]
+
+
 def patches(backend: Backend) -> list[Patch]:
     def wrap(name: str, target: str, reason: str, body: Callable[..., Any], digest: str) -> Patch:
         return Patch(
@@ -129,5 +177,19 @@ def patches(backend: Backend) -> list[Patch]:
             "in a V the gradients of tied weights are added up on their rank",
             _embedding_gradients,
             "db63be9ea6c709a5923174322b25664d191b3ec50d61ea896596e9b5f3597290",
+        ),
+        wrap(
+            "shards_to_read",
+            f"{_TORCH_DIST}mcore_to_pyt_state_dict",
+            "in a V one rank reads a shared weight for two chunks, which torch takes for shards that overlap",
+            _shards_to_read,
+            "0e4f13a70d0a653999bf5fa4c266750627c5cc15bba2a946022f319171367178",
+        ),
+        wrap(
+            "read_shards",
+            f"{_TORCH_DIST}_unwrap_pyt_sharded_tensor",
+            "in a V what was read once goes to both chunks that share the weight",
+            _read_shards,
+            "e3b9ecf04a2089a9ffc0f052d383ba08f9dd5ca828baa195e13c80f0a2626a84",
         ),
     ]

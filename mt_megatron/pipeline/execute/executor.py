@@ -29,7 +29,7 @@ from mt_megatron.pipeline.actions import (
 from mt_megatron.pipeline.execute.random_states import KeyedRandom
 from mt_megatron.pipeline.execute.reduction import Reduction
 from mt_megatron.pipeline.execute.step_times import StepTimes
-from mt_megatron.pipeline.execute.transfer_events import TransferEvents, receiver_stage
+from mt_megatron.pipeline.execute.transfer_events import TransferEvents, TransferNumbers, receiver_stage
 from mt_megatron.pipeline.execute.transport import (
     BACKWARD,
     FORWARD,
@@ -57,11 +57,22 @@ class StepCall:
     first_val_step: bool | None
 
 
+class ReadySchedule:
+    """A schedule, lowered and checked, and what is the same in each of its steps."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        """``rank``: this one, in the pipeline."""
+        self.schedule = schedule
+        self.rank = rank
+        self.actions = schedule.ranks[rank]
+        self.numbers = TransferNumbers(schedule, rank)
+
+
 class StepRun:
-    """``schedule``, lowered and checked, for one step on this rank. Used once."""
+    """One step of ``ready`` on its rank. Used once."""
 
     def __init__(
-        self, schedule: Schedule, call: StepCall, transport: Transport, times: StepTimes | None = None
+        self, ready: ReadySchedule, call: StepCall, transport: Transport, times: StepTimes | None = None
     ) -> None:
         """``times``: where to mark when actions begin and end."""
         from megatron.core import parallel_state
@@ -73,15 +84,15 @@ class StepRun:
         self._times = times
         self._schedules: Any = schedules
         self._state: Any = parallel_state
-        self._placement: Placement = schedule.placement
-        self._splits = schedule.splits_backward
+        self._placement: Placement = ready.schedule.placement
+        self._splits = ready.schedule.splits_backward
         self._config = get_model_config(call.model[0])
         self._model_type = get_model_type(call.model[0])
-        self._rank: int = parallel_state.get_pipeline_model_parallel_rank()
+        self._rank = ready.rank
         group = parallel_state.get_pipeline_model_parallel_group()
         self._ranks = tuple(torch.distributed.get_process_group_ranks(group))
-        self._actions = schedule.ranks[self._rank]
-        self._events = TransferEvents(schedule, self._rank, self._ranks, group)
+        self._actions = ready.actions
+        self._events = TransferEvents(ready.numbers, self._placement, self._ranks, group)
         self._interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         self._shape = None if self._config.variable_seq_lengths else self._boundary_shape()
         self._reports: list[Any] = []

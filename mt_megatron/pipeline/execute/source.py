@@ -21,7 +21,7 @@ from mt_megatron.parallel import stage_order
 from mt_megatron.pipeline import forward_only as forward_only_schedules
 from mt_megatron.pipeline.actions import Schedule, lowered
 from mt_megatron.pipeline.execute.collective import CollectiveTransport
-from mt_megatron.pipeline.execute.executor import StepCall, StepRun
+from mt_megatron.pipeline.execute.executor import ReadySchedule, StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.step_times import StepTimes
 from mt_megatron.pipeline.execute.transport import Transport
@@ -67,8 +67,8 @@ _source: Schedule | Choose | None = None
 _step = 0
 _make_transport: MakeTransport = CollectiveTransport
 _transport: tuple[weakref.ref[Any], Transport] | None = None
-_checked: OrderedDict[int, tuple[Schedule, Schedule]] = OrderedDict()
-"""By identity: a schedule as it was given, and checked with its transfers; the latest last."""
+_checked: OrderedDict[int, tuple[Schedule, ReadySchedule]] = OrderedDict()
+"""By identity of the schedule; the latest last."""
 
 _MOST_CHECKED = 64
 
@@ -174,7 +174,7 @@ def forward_backward(
     try:
         require_fit(schedule, call, decoder_seq_length)
         times = None if watch is None or forward_only else watch.begin_step(schedule)
-        run = StepRun(_with_transfers(schedule), call, _transport_of_pipeline(), times)
+        run = StepRun(_ready(schedule), call, _transport_of_pipeline(), times)
     except ConfigError as error:
         if watch is not None and watch.leaves_to_upstream(error):
             return left_to_upstream()
@@ -199,12 +199,15 @@ def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
     return _forward_only(_source.placement, num_microbatches)
 
 
-def _with_transfers(schedule: Schedule) -> Schedule:
-    """``schedule`` lowered, after the validator had nothing to say."""
+def _ready(schedule: Schedule) -> ReadySchedule:
+    """``schedule`` with its transfers, after the validator had nothing to say."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     known = _checked.get(id(schedule))
-    if known is None or known[0] is not schedule:
+    if known is None or known[0] is not schedule or known[1].rank != rank:
         check(schedule)
-        known = schedule, schedule if schedule.is_lowered else lowered(schedule)
+        known = schedule, ReadySchedule(schedule if schedule.is_lowered else lowered(schedule), rank)
         _checked[id(schedule)] = known
         while len(_checked) > _MOST_CHECKED:
             _checked.popitem(last=False)

@@ -9,42 +9,53 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from mt_megatron.pipeline.actions import Action, Kind, Schedule, Style, matching_send
+from mt_megatron.pipeline.actions import Action, Kind, Placement, Schedule, Style, matching_send
 from mt_megatron.seams import collectives, events
 
 Phase = Literal["start", "wait"]
 
 
+class TransferNumbers:
+    """Places of the transfers of one rank in its schedule, which each step adds to its numbers."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        """``rank``: in the pipeline."""
+        self.counts: dict[tuple[str, int], int] = {}
+        """(``send`` or ``recv``, the peer's pipeline rank) -> transfers in a step."""
+
+        self.places: dict[Action, tuple[str, int, int]] = {}
+        """Per SEND of this rank or to it: ``send`` or ``recv``, the peer's pipeline rank, place."""
+
+        for sender, actions in enumerate(schedule.ranks):
+            for action in actions:
+                if action.kind not in (Kind.SEND_F, Kind.SEND_B):
+                    continue
+                target = schedule.placement.rank(receiver_stage(action))
+                if rank not in (sender, target):
+                    continue
+                key = ("send", target) if sender == rank else ("recv", sender)
+                self.places[action] = *key, self.counts.get(key, 0)
+                self.counts[key] = self.counts.get(key, 0) + 1
+
+
 class TransferEvents:
     """Of one rank and step. Nothing where nobody listens when the step begins."""
 
-    def __init__(self, schedule: Schedule, rank: int, ranks: tuple[int, ...], group: Any) -> None:
-        """``rank``: in the pipeline; ``ranks``: global ranks of the pipeline, ``group`` their group."""
+    def __init__(
+        self, numbers: TransferNumbers, placement: Placement, ranks: tuple[int, ...], group: Any
+    ) -> None:
+        """``ranks``: global ranks of the pipeline, ``group`` their group."""
         self._on = events.listening()
         if not self._on:
             return
-        self._placement = placement = schedule.placement
+        self._placement = placement
+        self._ranks = ranks
         self._members = collectives.group_of("pp", group).ranks
-        self._numbers: dict[Action, tuple[str, int, int]] = {}
-        """Per SEND of this rank or to it: direction, the peer's global rank, number."""
-
-        for sender, actions in enumerate(schedule.ranks):
-            targets: dict[int, list[Action]] = {}
-            for action in actions:
-                if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                    targets.setdefault(placement.rank(receiver_stage(action)), []).append(action)
-            for target, sent in targets.items():
-                if sender == rank:
-                    self._count(
-                        "send", ranks[target], collectives.reserve_sent(ranks[target], len(sent)), sent
-                    )
-                elif target == rank:
-                    first = collectives.reserve_received(ranks[sender], len(sent))
-                    self._count("recv", ranks[sender], first, sent)
-
-    def _count(self, op: str, peer: int, first: int, sent: list[Action]) -> None:
-        for number, action in enumerate(sent, start=first):
-            self._numbers[action] = op, peer, number
+        self._places = numbers.places
+        reserve = {"send": collectives.reserve_sent, "recv": collectives.reserve_received}
+        self._first = {
+            (op, peer): reserve[op](ranks[peer], count) for (op, peer), count in numbers.counts.items()
+        }
 
     def send(self, action: Action, size: int) -> AbstractContextManager[None]:
         """Around the posting of a SEND of ``size`` bytes."""
@@ -61,7 +72,8 @@ class TransferEvents:
         return self._span(action, 0, -1, "wait") if self._on else events.IDLE
 
     def _span(self, sent: Action, given: int, size: int, phase: Phase | None) -> AbstractContextManager[None]:
-        op, peer, number = self._numbers[sent]
+        op, peer, place = self._places[sent]
+        transfer = op, self._ranks[peer], self._first[op, peer] + place, size
         earlier = min(sent.stage, receiver_stage(sent))
         comes_back = self._placement.style is Style.V and earlier >= self._placement.ranks
         to_next = (sent.kind is Kind.SEND_F) != comes_back
@@ -69,7 +81,7 @@ class TransferEvents:
             "group": "pp",
             "ranks": self._members,
             "bytes": given,
-            "transfers": ((op, peer, number, size),),
+            "transfers": (transfer,),
             "send_next": op == "send" and to_next,
             "send_prev": op == "send" and not to_next,
             "recv_prev": op == "recv" and to_next,

@@ -71,5 +71,8 @@ def _scheduled(config: TrainingConfig, option: str, sizes: list[int], round_size
     for size in sizes:
         found = schedule_problems(config, size // round_size) if size % round_size == 0 else []
         if found:
-            return [f"{option}, which makes a step of {size // round_size} micro-batches: {found[0]}"]
+            return [
+                f"{option}, which makes a step of {size // round_size} micro-batches: {found[0]} Or change "
+                "--rampup-batch-size."
+            ]
     return []

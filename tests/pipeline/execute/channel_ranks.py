@@ -128,6 +128,44 @@ def reductions(pp: int) -> dict[str, Any]:
     return found
 
 
+def partly_recomputed(pp: int) -> dict[str, Any]:
+    """With at most one micro-batch in flight whose layers are kept: for each forward and backward pass of the
+    first stage its kind, micro-batch and whether everything is recomputed."""
+    from unittest import mock
+
+    from mt_megatron.pipeline.execute import executor
+    from mt_megatron.seams.schedule import run_schedule
+
+    small_models.start(pp)
+    pipeline = small_models.Pipeline("dense", layers=pp)
+    pipeline.config.num_microbatches_with_partial_activation_checkpoints = 1
+    step, log = small_models._forward_step(pipeline.config), []
+    original = executor.StepRun._at
+
+    def at(self: Any, action: Any) -> int:
+        log.append([action.kind.value, action.microbatch])
+        return original(self, action)
+
+    def forward_step(iterator: Any, model: Any, recomputes_all: bool) -> Any:
+        log[-1].append(recomputes_all)
+        return step(iterator, model)
+
+    use("1f1b", pp)
+    for chunk in pipeline.chunks:
+        chunk.zero_grad_buffer()
+    with mock.patch.object(executor.StepRun, "_at", at):
+        run_schedule(
+            forward_step,
+            pipeline.chunks,
+            [iter(pipeline.batches(4))],
+            num_microbatches=4,
+            seq_length=small_gpt.SEQUENCE,
+            micro_batch_size=small_gpt.BATCH,
+        )
+    use(None, pp)
+    return {"log": log}
+
+
 def wrong_orders(pp: int) -> dict[str, list[str]]:
     """What differs from upstream when the validator is left out and a schedule breaks the rule: backwards of
     a stage, or messages of an edge, in another order."""

@@ -1,4 +1,4 @@
-"""Traced runs under a schedule with a fault from some step on: the ranks' side of the test of their diagnosis."""
+"""Traced runs under a schedule with a fault from some step on: the ranks of the test of their diagnosis."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def trained(folder: str, flags: str, steps: int, fault: str | None, from_step: i
             injector.set([parse_fault(fault)])
 
     stop = events.subscribe(hear, ["step"])
-    config = load_config(
-        f"{MODEL} {TRAINING} {FLAGS} {flags} --train-iters {steps} --scan-dir {folder} --no-scan-alerts".split()
-    )
+    run = f"--train-iters {steps} --scan-dir {folder} --no-scan-alerts"
+    config = load_config(f"{MODEL} {TRAINING} {FLAGS} {flags} {run}".split())
     validate(config, world_size=dist.get_world_size())
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -127,7 +127,9 @@ class Pipeline:
             )
         self._set_weights()
         wrapped = [Float16Module(config, chunk) if bf16 else chunk for chunk in self.bare]
-        self.ddp = DistributedDataParallelConfig(**(ddp or {}))
+        given = dict(ddp or {})
+        aligned = given.pop("aligned", False)
+        self.ddp = DistributedDataParallelConfig(**given)
         self.chunks = [
             DistributedDataParallel(config, self.ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(wrapped)
@@ -136,6 +138,9 @@ class Pipeline:
         if self.ddp.overlap_grad_reduce:
             functions = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
+        if aligned:
+            starts = [chunk.start_grad_sync for chunk in self.chunks]
+            config.grad_sync_func = starts if len(starts) > 1 else starts[0]
 
     def _set_weights(self) -> None:
         """The same whole weights under every layout; a copy of a weight gets what the weight gets."""

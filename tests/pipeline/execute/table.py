@@ -29,6 +29,7 @@ REDUCTIONS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_grad_reduce": True, "bucket_size": 4000},
     "zero1": ZERO,
     "fp32 sums": {**ZERO, "grad_reduce_in_fp32": True},
+    "aligned": {"overlap_grad_reduce": True, "aligned": True},
 }
 
 
@@ -58,6 +59,10 @@ def combinations(pp: int, dp: int) -> list[dict[str, Any]]:
         # Sums in fp32 are another matter under bf16 alone.
         if bf16 or reduction != "fp32 sums"
     ]
+    if dp > 1:
+        rows += [
+            case(pp, chunks, model, reduction="aligned") for chunks in (1, 2) for model in ("tied", "moe")
+        ]
     if dp == 1:
         rows += [case(pp, 3, model) for model in ("dense", "moe", "mtp")]
         # As many micro-batches as ranks, where upstream runs all forwards first, and numbers that do not fit.

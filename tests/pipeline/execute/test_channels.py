@@ -13,7 +13,15 @@ HERE = "tests.pipeline.execute.channel_ranks"
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    names = ["without_tags", "uneven", "evaluations", "reductions", "wrong_orders", "refused"]
+    names = [
+        "without_tags",
+        "uneven",
+        "evaluations",
+        "reductions",
+        "wrong_orders",
+        "refused",
+        "partly_recomputed",
+    ]
     return run_ranks(2, f"{HERE}:several", 2, names)
 
 
@@ -50,6 +58,18 @@ def test_a_reduction_starts_when_its_chunk_is_done(found: list[dict[str, Any]]) 
             assert early.index("reduce 1") < len(early) - 1 - early[::-1].index(last)
             assert late.index("reduce 1") > len(late) - 1 - late[::-1].index(last)
             assert sorted(early) == sorted(late)
+
+
+def test_few_micro_batches_are_kept_whole(found: list[dict[str, Any]]) -> None:
+    """``num_microbatches_with_partial_activation_checkpoints``: as many in flight, whatever the schedule."""
+    first, last = (rank["partly_recomputed"]["log"] for rank in found)
+    assert [each for each in first if each[0] == "F"] == [
+        ["F", 0, False],
+        ["F", 1, True],  # the first is still in flight
+        ["F", 2, False],
+        ["F", 3, True],
+    ]
+    assert all(each[2:] in ([], [False]) for each in last), "the last stage has one in flight"
 
 
 def test_a_wrong_order_is_noticed(found: list[dict[str, Any]]) -> None:

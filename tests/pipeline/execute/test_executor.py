@@ -30,6 +30,7 @@ FOUR_RANKS = [
     table.case(4, 1, "mtp"),
     table.case(4, 2, "moe", bf16=True),
     {**table.case(2, 1, "tied", bf16=True, reduction="zero1"), "pp": 2},
+    {**table.case(2, 2, "moe", reduction="aligned"), "pp": 2},
     {**table.case(2, 2, "dense"), "pp": 2, "tp": 2, "sequence_parallel": True},
     {**table.case(2, 2, "dense"), "pp": 2, "cp": 2},
 ]

@@ -105,6 +105,41 @@ def test_schedules_change_between_runs_without_a_trace(found: dict[str, Any]) ->
     assert found["dropped upstream"]["steps"] != whole
 
 
+@pytest.mark.daily
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """It says nothing of the order of stages: random states are those of the run all the same."""
+    found = run_ranks(
+        2, f"{HERE}:resumed_from_an_earlier_version", str(tmp_path), f"{DROPOUT} {PP2} --eval-iters 0"
+    )[0]
+    assert found["error"] is None
+    assert found["second"] == {step: found["whole"][step] for step in ("3", "4")}
+
+
+@pytest.mark.daily
+def test_a_checkpoint_moves_between_placements(tmp_path: Path) -> None:
+    """With tied weights, a further depth and a distributed optimizer: a loop, a V, the loop, a V again."""
+    given = (
+        f"{PLAIN} {PP2} --clip-grad 0 --no-untie-embeddings-and-output-weights --mtp-num-layers 1 "
+        "--hidden-size 128 --use-distributed-optimizer --overlap-grad-reduce --eval-iters 0 --save FOLDER/"
+    )
+    v = f"{given}v --virtual-pipeline-model-parallel-size 2 --pipeline-schedule"
+    flags = {
+        "whole": f"{given}whole",
+        "loop": f"{given}loop --exit-interval 2",
+        "v": f"{v} zbv --resume FOLDER/loop/iter_0000002 --exit-interval 3",
+        "back": f"{given}back --resume FOLDER/v/iter_0000003 --exit-interval 4",
+        "v again": f"{v.replace('FOLDER/v', 'FOLDER/w')} dualpipev --resume FOLDER/back/iter_0000004",
+    }
+    found = run_ranks(2, f"{HERE}:runs", str(tmp_path), flags, timeout=200)[0]
+    assert {name: result["error"] for name, result in found.items() if result["error"]} == {}
+    whole = found.pop("whole")["steps"]
+    moved = {step: values for result in found.values() for step, values in result["steps"].items()}
+    assert sorted(moved) == sorted(whole)
+    for step, (loss, norm, rate) in moved.items():
+        assert loss == pytest.approx(whole[step][0], rel=1e-6), step
+        assert norm == pytest.approx(whole[step][1], rel=1e-5) and rate == whole[step][2], step
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
