@@ -58,7 +58,8 @@ OUTCOME = 10
 """Steps after a switch over which the gain is measured, and before it at most."""
 
 FEWEST = 3
-"""Steps before and after a switch that are compared at least."""
+"""Steps after a switch by which its gain is measured at least. Before it one may be all there is: a slow
+link is answered in the next step."""
 
 _MESSAGE = 1.0
 """Size of a message: bandwidths are in messages per second, as nothing depends on bytes."""
@@ -81,8 +82,11 @@ class Outcome:
     decided_at: int
     """Step whose measurements led to the decision."""
 
+    steps_before: int
+    """Steps under the old schedule that were compared."""
+
     steps: int
-    """Steps under the new schedule that were compared."""
+    """And under the new one."""
 
     seconds_before: float
     """Median step of those before the switch, with like inputs."""
@@ -216,10 +220,11 @@ class Controller:
 
     def _ended(self) -> Outcome | None:
         trial, self._trial = self._trial, None
-        if trial is None or min(len(trial.before), len(trial.after)) < FEWEST:
-            return None  # One step or two say nothing.
+        if trial is None or not trial.before or len(trial.after) < FEWEST:
+            return None
         return Outcome(
             decided_at=trial.decided_at,
+            steps_before=len(trial.before),
             steps=len(trial.after),
             seconds_before=median(trial.before),
             seconds=median(trial.after),

@@ -93,6 +93,7 @@ class DecisionLog:
                 "record": "outcome",
                 "step": step,
                 "decision": outcome.decided_at,
+                "steps_before": outcome.steps_before,
                 "steps": outcome.steps,
                 "seconds_before": outcome.seconds_before,
                 "seconds": outcome.seconds,
