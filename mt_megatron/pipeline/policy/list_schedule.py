@@ -123,7 +123,7 @@ class _Layout:
         self.kept = costs.weight_share if rule.split else 0.0
         """Part of an activation that is kept from B to W."""
         self.room: list[float] = self._room(costs, cap)
-        self.whole = [
+        self.whole: list[float] = [
             max(sum(sizes) for sizes in zip(*(self.size[stage] for stage in own), strict=True))
             for own in self.own
         ]
