@@ -217,7 +217,9 @@ class Automatic:
         self._report(control.adopt(decision))
         if not is_main:
             return
-        self.log.decision(self._step, decision, situation, noise=noise, seconds=took)
+        self.log.decision(
+            self._step, decision, situation, noise=noise, seconds=took, reductions=self.reductions
+        )
         if decision.switches:
             self._say(
                 f"pipeline schedule auto: {decision.chosen.label} from step {self._step + 1} on, predicted "
