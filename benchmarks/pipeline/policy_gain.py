@@ -184,6 +184,8 @@ def run_policy(history: History, chunks: int) -> Run:
     for step in range(history.steps):
         if (decision := waiting.pop(step, None)) is not None:
             control.adopt(decision)  # type: ignore[arg-type]
+            if not control.current.fits(Costs(weight=1.0), control.cap):
+                raise RuntimeError(f"{control.current.label} passes the memory cap")
             ahead = np.concatenate([np.zeros(step), _timed(control.current, costs[step:])])
             switches += 1
         seconds[step] = ahead[step]

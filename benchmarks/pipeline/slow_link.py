@@ -49,22 +49,30 @@ SHAPE = (
 )
 
 
+PACED_SHAPE = SHAPE.replace("--ffn-hidden-size 704", "--ffn-hidden-size 64").replace(
+    "--vocab-size 4096", "--vocab-size 256"
+)
+"""Messages of the same size, and little to compute."""
+
+
 class Pair:
     """Two ranks with some chunks each."""
 
-    def __init__(self, link: Link, chunks: int, microbatches: int, port: int, log: str) -> None:
-        flags = [*SHAPE.split(), "--global-batch-size", str(microbatches)]
+    def __init__(self, link: Link, chunks: int, options: argparse.Namespace, log: str) -> None:
+        shape = PACED_SHAPE if options.pace else SHAPE
+        flags = [*shape.split(), "--global-batch-size", str(options.microbatches)]
         if chunks > 1:
             flags += ["--virtual-pipeline-model-parallel-size", str(chunks)]
         self._processes: list[subprocess.Popen[str]] = []
         for rank in range(2):
             environment = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-                "MASTER_ADDR": link.addresses[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": link.addresses[0], "MASTER_PORT": str(29600 + chunks), "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": link.devices[rank], "PYTHONPATH": str(HERE.parents[1]),
             }  # fmt: skip
             command = ["ip", "netns", "exec", link.namespaces[rank], sys.executable]
-            command += [str(HERE / "slow_link_worker.py"), "--log", log, *flags]
+            command += [str(HERE / "slow_link_worker.py"), "--log", log]
+            command += ["--pace", str(options.pace), *flags]
             self._processes.append(
                 subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
@@ -110,7 +118,7 @@ def measure(delay: float, options: argparse.Namespace, log: Path) -> dict[str, A
         pairs: dict[int, Pair] = {}
         for chunks in (1, 2):
             folder = log / f"{chunks}"
-            pairs[chunks] = Pair(link, chunks, options.microbatches, 29600 + chunks, str(folder))
+            pairs[chunks] = Pair(link, chunks, options, str(folder))
             stack.callback(pairs[chunks].close)
         for chunks, kind in ARMS.values():
             pairs[chunks].run(kind, options.warm_up)
@@ -183,6 +191,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=12)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--delays", type=float, nargs="*", default=[DELAY, 0.0])
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds of an F, spent asleep")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     problem = netem_problem()
@@ -198,12 +207,16 @@ def main() -> None:
         figures = {
             "machine": machine(),
             "netem": problem or "works",
-            "microbatches": options.microbatches,
+            "options": vars(options),
             "results": results,
         }
         folder_ = HERE.parents[1] / "results"
         for path in record(
-            folder_, "pipeline-slow-link", "auto over a slow and a healthy link", figures, text
+            folder_,
+            f"pipeline-slow-link{'-paced' if options.pace else ''}",
+            "auto over a slow and a healthy link",
+            figures,
+            text,
         ):
             print(path)
 

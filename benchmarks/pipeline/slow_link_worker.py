@@ -21,7 +21,7 @@ import torch.distributed as dist
 class Side:
     """A model on two stages, and both ways of running its steps."""
 
-    def __init__(self, flags: list[str], log: str | None) -> None:
+    def __init__(self, flags: list[str], log: str | None, pace: float) -> None:
         import mt_megatron
         from mt_megatron.config.parse import load_config
         from mt_megatron.models.families import family_of
@@ -36,7 +36,9 @@ class Side:
         self.job = self._joined.__enter__()
         family = family_of(config)
         self._trainable = build(config, self.job, family)
-        self._forward_step = make_forward_step(family, self.job.backend.device())
+        self._forward_step: Any = make_forward_step(family, self.job.backend.device())
+        if pace:
+            self._forward_step = paced(self._forward_step, pace / len(self._trainable.chunks))
         sequence, vocabulary = config.train.seq_length, config.model.vocab_size
         assert sequence is not None and vocabulary is not None
         self._shape = Shape(
@@ -83,6 +85,40 @@ class Side:
             }
 
 
+def paced(forward_step: Any, seconds: float) -> Any:
+    """``forward_step`` in which an F of a chunk takes ``seconds`` at least, and its B and W as much again,
+    spent asleep: what others do on the machine hardly changes them."""
+
+    def step(batches: Any, model: Any) -> Any:
+        begin = time.perf_counter()
+        output, loss = forward_step(batches, model)
+        time.sleep(max(0.0, begin + seconds - time.perf_counter()))
+        return _Pace.apply(output, seconds), loss
+
+    return step
+
+
+class _Pace(torch.autograd.Function):
+    """The identity; its gradient takes time, and so do the weight gradients behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        from mt_megatron.seams.gemm import wgrad_queue
+
+        queue, seconds = wgrad_queue(), ctx.seconds
+        if queue is None:
+            seconds *= 2
+        else:
+            queue.put(gradient, lambda: time.sleep(seconds))
+        time.sleep(seconds)
+        return gradient, None
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -90,12 +126,13 @@ def _say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--log", default=None)
+    parser.add_argument("--pace", type=float, default=0.0)
     options, flags = parser.parse_known_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     from mt_megatron.pipeline.execute.source import set_pipeline_schedule
 
-    side = Side(flags, options.log)
+    side = Side(flags, options.log, options.pace)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         arm, count = line.split()

@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_megatron import _session
 from mt_megatron.errors import BackendError, ConfigError, RunError, UpstreamVersionError
-from mt_megatron.launching.scripts.choice import BACKEND, SCHEDULE, Choice
+from mt_megatron.launching.scripts.choice import BACKEND, LOG_FOLDER, SCHEDULE, Choice
 from mt_megatron.launching.scripts.script import find, rendezvous_defaults
 
 
@@ -44,7 +44,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=None,
         metavar="NAME",
         help=f"order of a step's passes where the script has a pipeline: 1f1b, zb_h1 ..., NAME:NUMBER, a "
-        f"FILE.csv or auto (default: ${SCHEDULE}, else Megatron-Core's own)",
+        f"FILE.csv or auto (default: ${SCHEDULE}, else auto; 1f1b or interleaved: Megatron-Core's own)",
+    )
+    parser.add_argument(
+        "--pipeline-log",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="where auto logs its decisions, for mt-megatron pipeline explain FOLDER (nowhere)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(func=run)
@@ -74,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     choice = Choice(backend=backend, folders=tuple(dict.fromkeys(folders)), schedule=schedule)
+    environment = choice.environment({**os.environ, **rendezvous_defaults(os.environ)})
+    if args.pipeline_log is not None:
+        environment[LOG_FOLDER] = str(args.pipeline_log.resolve())
     sys.stdout.flush()
     sys.stderr.flush()
     # The process stays the same for who waits for it, and runs the script as python itself does:
@@ -81,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     os.execve(
         sys.executable,
         [sys.executable, *_interpreter_options(), *script.arguments],
-        choice.environment({**os.environ, **rendezvous_defaults(os.environ)}),
+        environment,
     )
 
 
@@ -101,12 +111,11 @@ def _check_backend(name: str) -> None:
         raise RunError(str(error)) from error
 
 
-def _schedule(text: str | None) -> str | None:
+def _schedule(text: str | None) -> str:
     """``text`` where it is a schedule, with a file's whole path, since the script may change folders."""
-    if not text:
-        return None
-    from mt_megatron.pipeline.choice import parse
+    from mt_megatron.pipeline.choice import AUTO_IF_PIPELINE, parse
 
+    text = text or AUTO_IF_PIPELINE
     if text.endswith(".csv"):
         text = str(Path(text).resolve())
     try:

@@ -8,9 +8,11 @@ if one differs, all keep the schedule that they have. Nothing else is sent."""
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ...errors import ConfigError
 from ...parallel import stage_order
 from ..actions import Placement, Schedule, Style, lowered
 from ..execute.step_times import StepTimes
-from ..forward_only import forward_only as forward_only_schedule
+from ..forward_only import forward_only
 from ..simulate.costs import Costs
 from .candidates import Candidate, default_of
 from .controller import Controller, Outcome
@@ -33,6 +35,13 @@ EXTRA = 2
 """Activations of a rank's layers above those of Megatron-Core's own schedule that a rank may keep where
 neither the user nor the device says how many: enough for a delay of about one forward, little beside the
 rest."""
+
+
+LOG_FOLDER = "MT_MEGATRON_PIPELINE_LOG"
+"""Variable with the folder for the decisions of a script, which has no folder of its own."""
+
+_forward_only = lru_cache(maxsize=64)(forward_only)
+"""Always the same object for the same arguments: a schedule is checked once, by identity."""
 
 
 def automatic(*, ranks: int, chunks: int, cap: int | None = None) -> Automatic:
@@ -63,7 +72,7 @@ class Automatic:
         """Sums over all ranks so far: one a step, and one a switch."""
         self._cap = cap
         self._first = self._step = 0
-        self._log = DecisionLog(None)
+        self._log: DecisionLog | None = None
         self._say: Callable[[str], None] = _to_standard_error
         self._given_up = False
         self._pipelines: dict[int, _Pipeline] = {}
@@ -78,13 +87,20 @@ class Automatic:
         nowhere) and ``say`` takes lines for the user. Without it steps count from 0 and lines go to standard
         error."""
         self._first, self._say = step, say
-        if dist.get_rank() == 0:
-            self._log = DecisionLog(None if folder is None else folder / FILE)
+        self._log = _log(folder)
 
     @property
     def decision_seconds(self) -> float:
         """Seconds that decisions took on this rank so far."""
         return sum(each.decision_seconds for each in self._pipelines.values())
+
+    @property
+    def log(self) -> DecisionLog:
+        """Where decisions go."""
+        if self._log is None:
+            folder = os.environ.get(LOG_FOLDER)
+            self._log = _log(Path(folder) if folder else None)
+        return self._log
 
     @property
     def running_label(self) -> str | None:
@@ -98,7 +114,7 @@ class Automatic:
         if self._given_up:
             return None
         if forward_only:
-            return forward_only_schedule(self.placement, microbatches)
+            return _forward_only(self.placement, microbatches)
         self._step = self._first + step
         self._take_in()
         current = self._pipelines.get(microbatches)
@@ -124,7 +140,7 @@ class Automatic:
         self._given_up = True
         if dist.get_rank() == 0:
             self._say(f"pipeline schedule auto: Megatron-Core's own schedule runs: {error}")
-            self._log.note(self._step, f"Megatron-Core's own schedule runs: {error}")
+            self.log.note(self._step, f"Megatron-Core's own schedule runs: {error}")
         return True
 
     # -- a step's measurements
@@ -157,7 +173,7 @@ class Automatic:
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is None or dist.get_rank() != 0:
             return
-        self._log.outcome(self._step, outcome)
+        self.log.outcome(self._step, outcome)
         self._say(
             f"pipeline schedule auto: the switch before step {outcome.decided_at + 1} saved "
             f"{outcome.gain:.1%} of a step ({outcome.predicted_gain:.1%} predicted)"
@@ -175,7 +191,7 @@ class Automatic:
         pipelines = parallel_state.get_data_parallel_world_size()
         self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
         if dist.get_rank() == 0:
-            self._log.start(self._step, control, pipelines=pipelines)
+            self.log.start(self._step, control, pipelines=pipelines)
             self._say(
                 f"pipeline schedule auto: {control.current.label} to begin with, {microbatches} micro-batches"
                 "; measured times decide from the second step on"
@@ -195,13 +211,15 @@ class Automatic:
             # Every rank knows it: the sums are the same everywhere.
             if is_main:
                 self._say("pipeline schedule auto: ranks decided differently; the schedule stays")
-                self._log.note(self._step, "ranks decided differently; the schedule stays")
+                self.log.note(self._step, "ranks decided differently; the schedule stays")
             return
         noise = control.noise(decision.chosen.family)
         self._report(control.adopt(decision))
         if not is_main:
             return
-        self._log.decision(self._step, decision, situation, noise=noise, seconds=took)
+        self.log.decision(
+            self._step, decision, situation, noise=noise, seconds=took, reductions=self.reductions
+        )
         if decision.switches:
             self._say(
                 f"pipeline schedule auto: {decision.chosen.label} from step {self._step + 1} on, predicted "
@@ -216,6 +234,11 @@ class Automatic:
         self.reductions += 1
         world = dist.get_world_size()
         return _Sum([own, own * own]).wait() == [world * own, world * own * own]
+
+
+def _log(folder: Path | None) -> DecisionLog:
+    """Rank 0's log in ``folder``; one that writes nothing elsewhere, and for None."""
+    return DecisionLog(None if folder is None or dist.get_rank() != 0 else folder / FILE)
 
 
 class _Pipeline:

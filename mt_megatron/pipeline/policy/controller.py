@@ -17,6 +17,7 @@ from ..actions import Placement
 from ..simulate.costs import Costs, Edge, Link, PerStage
 from .candidates import default_of
 from .decide import Decision, decide
+from .list_schedule import rules
 from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
 from .smoothing import Smoothed
 
@@ -40,6 +41,12 @@ CHANGE = 0.1
 mean time that a rank needs for one forward of its chunks, and besides of the delay itself. Smaller ones shift
 a schedule by less than it can be wrong."""
 
+DECISION_SHARE = 0.01
+"""Part of the steps' time that decisions may take."""
+
+SECONDS_PER_ACTION = 20e-6
+"""Seconds that laying out one action takes by one rule: about twice what a core of today takes."""
+
 VARIES = 2.0
 """Usual deviations of single values from their mean by which the mean must have moved besides: by chance it
 moves by less than one."""
@@ -49,6 +56,10 @@ REVIEW = 50
 
 OUTCOME = 10
 """Steps after a switch over which the gain is measured, and before it at most."""
+
+FEWEST = 3
+"""Steps after a switch by which its gain is measured at least. Before it one may be all there is: a slow
+link is answered in the next step."""
 
 _MESSAGE = 1.0
 """Size of a message: bandwidths are in messages per second, as nothing depends on bytes."""
@@ -71,8 +82,11 @@ class Outcome:
     decided_at: int
     """Step whose measurements led to the decision."""
 
+    steps_before: int
+    """Steps under the old schedule that were compared."""
+
     steps: int
-    """Steps under the new schedule that were compared."""
+    """And under the new one."""
 
     seconds_before: float
     """Median step of those before the switch, with like inputs."""
@@ -121,6 +135,8 @@ class Controller:
         self._activation = [1.0] * placement.stages
         stages = range(placement.stages)
         self._forward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
+        # The rest in parts of the stage's forward: what one kind of schedule measured once holds on where the
+        # machine has become faster or slower since.
         self._backward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
         self._input = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
         self._weight = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
@@ -151,14 +167,15 @@ class Controller:
     def observe(self, measured: Measured) -> Outcome | None:
         """Take in one step that ran ``current``; the outcome of the last switch once it is known."""
         self._last = measured.step
-        for smoothed, values in (
-            (self._forward, measured.forward),
-            (self._backward, measured.backward),
-            (self._input, measured.input),
-            (self._weight, measured.weight),
-        ):
-            for each, value in zip(smoothed, values or (), strict=False):
-                each.add(value)
+        for stage, forward in enumerate(measured.forward):
+            self._forward[stage].add(forward)
+            for smoothed, values in (
+                (self._backward, measured.backward),
+                (self._input, measured.input),
+                (self._weight, measured.weight),
+            ):
+                if values:
+                    smoothed[stage].add(values[stage] / forward)
         for edge, time in measured.edges.items():
             self._delay.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.delay)
             self._wire.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.wire)
@@ -199,16 +216,15 @@ class Controller:
         if trial is None or not math.isfinite(measured.seconds):
             return None
         trial.after.append(measured.seconds)
-        if len(trial.after) < OUTCOME or not trial.before:
-            return None
-        return self._ended()
+        return self._ended() if len(trial.after) >= OUTCOME else None
 
     def _ended(self) -> Outcome | None:
         trial, self._trial = self._trial, None
-        if trial is None or not trial.before or not trial.after:
+        if trial is None or not trial.before or len(trial.after) < FEWEST:
             return None
         return Outcome(
             decided_at=trial.decided_at,
+            steps_before=len(trial.before),
             steps=len(trial.after),
             seconds_before=median(trial.before),
             seconds=median(trial.after),
@@ -303,19 +319,28 @@ class Controller:
             return True
         if situation.headroom is not None and (before.headroom or 0.0) - situation.headroom > CHANGE:
             return True
+        if not self._affords(situation, self._last - step):
+            return False
         unit = _mean_forward(situation)
         for edge in situation.edges():
             smoothed = self._delay.get(edge)
             usual = 0.0 if smoothed is None else smoothed.deviation()
             if _differs(before.delay(edge), situation.delay(edge), unit, usual):
                 return True
-        old, new = before.costs, situation.costs
-        passes = (self._forward, old.forward, new.forward), (self._backward, old.backward, new.backward)
-        for smoothed_by_stage, olds, news in passes:
-            for each, one, other in zip(smoothed_by_stage, _listed(olds), _listed(news), strict=True):
-                if _differs(one, other, unit, 0.0 if math.isnan(each.mean) else each.deviation()):
-                    return True
-        return False
+        old, new = _listed(before.costs.forward), _listed(situation.costs.forward)
+        return any(
+            _differs(one, other, unit, each.deviation())
+            for each, one, other in zip(self._forward, old, new, strict=True)
+        )
+
+    def _affords(self, situation: Situation, steps: int) -> bool:
+        """Whether a decision after ``steps`` steps takes no more than its share of their time. Reckoned, not
+        measured: all ranks must come to the same answer."""
+        kinds = 3 if self.splits else 2
+        actions = kinds * self.placement.stages * self.microbatches
+        seconds = SECONDS_PER_ACTION * actions * len(rules(self.placement, self.microbatches, split=True))
+        step = self.current.program.makespan(situation.costs)
+        return seconds <= DECISION_SHARE * steps * step
 
     # -- costs
 
@@ -328,17 +353,19 @@ class Controller:
     def _costs(self, measured: Measured | None = None) -> Costs:
         """Smoothed costs; or those of one step alone, with smoothed ones where it says nothing."""
         stages = range(self.placement.stages)
+        forward = [each.mean for each in self._forward]
+        if measured is not None:
+            forward = [new if new == new else old for old, new in zip(forward, measured.forward, strict=True)]
 
-        def value(smoothed: list[Smoothed], values: Sequence[float] | None, stage: int) -> float:
-            if values is not None and not math.isnan(values[stage]):
-                return values[stage]
-            return smoothed[stage].mean
+        def of(smoothed: list[Smoothed], values: Sequence[float] | None) -> list[float]:
+            found = [each.mean * unit for each, unit in zip(smoothed, forward, strict=True)]
+            if values:
+                found = [new if new == new else old for old, new in zip(found, values, strict=True)]
+            return found
 
-        of = measured
-        forward = [value(self._forward, of.forward if of else None, stage) for stage in stages]
-        whole = [value(self._backward, of.backward if of else None, stage) for stage in stages]
-        part = [value(self._input, of.input if of else None, stage) for stage in stages]
-        weight = [value(self._weight, of.weight if of else None, stage) for stage in stages]
+        whole = of(self._backward, measured.backward if measured else None)
+        part = of(self._input, measured.input if measured else None)
+        weight = of(self._weight, measured.weight if measured else None)
         for stage in stages:
             if math.isnan(whole[stage]):
                 whole[stage] = part[stage] + weight[stage]
@@ -348,7 +375,7 @@ class Controller:
                 part[stage] = whole[stage] - weight[stage]
         links = {}
         for edge, delay in self._delay.items():
-            time = (of.edges.get(edge) if of else None) or EdgeTime(
+            time = (measured.edges.get(edge) if measured else None) or EdgeTime(
                 delay=delay.mean, wire=self._wire[edge].mean
             )
             links[edge] = link_of(time, _MESSAGE)

@@ -17,8 +17,10 @@ MEMORY_MARGIN = 0.05
 """Part of a cap that a rank must have left. Below it memory is scarce: allocators lose a few per cent to
 fragments."""
 
-WIRE_SHARE = 0.8
-"""Part of a step in which an edge's wire may be busy. Above it messages queue, and bandwidth is scarce."""
+WIRE_SHARE = 0.3
+"""Time for which an edge's wire may be busy, in parts of that for which the busiest rank computes. A
+forward is about a third of a rank's work: above it, messages of forwards one after another queue, and
+bandwidth is scarce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ class _Choice:
         """Predicted seconds of a step."""
         return candidate.program.makespan(self.costs) * self.factor(candidate.family)
 
-    def best(self, note: str = "") -> Decision:
+    def best(self, note: str = "", pressure: str | None = None) -> Decision:
         """The best simulated that fits, if it is better than ``current`` by more than the noise."""
         # The surest gain: what is predicted for a family that never ran may be wrong.
         found = min(self.fitting, key=lambda each: self.predicted[each.label] + self.noise(each))
@@ -153,9 +155,10 @@ class _Choice:
                 self.current,
                 f"{note}no schedule is predicted to save more than the noise of {noise * 1e3:.3g} ms a step "
                 f"({found.label} {gain * 1e3:.3g} ms)",
+                pressure,
             )
         why = "best simulated" if stays else "the schedule of before passes the memory cap; best simulated"
-        return self._decision(found, f"{note}{why}{self._because_of_edge()}")
+        return self._decision(found, f"{note}{why}{self._because_of_edge()}", pressure)
 
     def for_memory(self) -> Decision:
         """The best of the depth-first schedules, or of an adapted one that keeps no more than they do."""
@@ -163,7 +166,7 @@ class _Choice:
         pool = [each for each in self.fitting if each.label.split(":")[0] in DEPTH_FIRST]
         note = f"memory is scarce ({self.situation.headroom:.1%} of a cap left)"
         if not pool:
-            return self.best(f"{note}, and no depth-first schedule fits; ")
+            return self.best(f"{note}, and no depth-first schedule fits; ", "memory")
         least = min(pool, key=lambda each: max(each.peaks(costs)))
         pool = [each for each in pool if max(each.peaks(costs)) <= max(least.peaks(costs))]
         made = self.adapt(least.peaks(costs), min(self.predicted[each.label] for each in pool))
@@ -177,7 +180,7 @@ class _Choice:
 
     def for_bandwidth(self, edge: Edge, share: float) -> Decision:
         """Breadth-first, unless another is predicted to be faster by more than the noise."""
-        note = f"the link {edge[0]} -> {edge[1]} is busy for {share:.0%} of a step"
+        note = f"the link {edge[0]} -> {edge[1]} is busy for {share:.0%} of the time of computing"
         broad = [each for each in self.fitting if each.label == BREADTH_FIRST]
         if broad:
             best = min(self.predicted.values())
@@ -186,11 +189,11 @@ class _Choice:
                     broad[0], f"{note}: breadth-first (BFC), most time for each transfer", "bandwidth"
                 )
             slower = self.predicted[BREADTH_FIRST] / best - 1
-            return self.best(f"{note}; breadth-first is predicted to be {slower:.1%} slower; ")
-        return self.best(f"{note}, and breadth-first passes the memory cap; ")
+            return self.best(f"{note}; breadth-first is predicted to be {slower:.1%} slower; ", "bandwidth")
+        return self.best(f"{note}, and breadth-first passes the memory cap; ", "bandwidth")
 
     def busiest_wire(self) -> tuple[Edge, float] | None:
-        """The edge whose wire is busy for the largest part of a step under the schedule of now."""
+        """The edge whose wire is busy longest, in parts of the time for which the busiest rank computes."""
         situation, program = self.situation, self.current.program
         limited = [e for e in situation.edges() if np.isfinite(self.costs.link_of(e).bandwidth)]
         if not limited:
@@ -201,7 +204,8 @@ class _Choice:
             if transfer.edge in busy:
                 busy[transfer.edge] += transfer.sent - transfer.begin
         edge = max(limited, key=lambda each: (busy[each], each))
-        return edge, busy[edge] / timeline.makespan
+        # Not of the step: a schedule that waits for the wire leaves it idle at other times.
+        return edge, busy[edge] / float(timeline.busy.max())
 
     def _because_of_edge(self) -> str:
         slow = self.situation.slow_edge()

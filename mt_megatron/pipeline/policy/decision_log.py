@@ -48,9 +48,17 @@ class DecisionLog:
         )
 
     def decision(
-        self, step: int, decision: Decision, situation: Situation, *, noise: float, seconds: float
+        self,
+        step: int,
+        decision: Decision,
+        situation: Situation,
+        *,
+        noise: float,
+        seconds: float,
+        reductions: int,
     ) -> None:
-        """A decision for the steps from ``step`` on, which took ``seconds`` to make."""
+        """A decision for the steps from ``step`` on, which took ``seconds`` to make; ``reductions``: sums
+        over all ranks so far."""
         costs = situation.costs
         slow = decision.slow_edge
         self._write(
@@ -83,6 +91,7 @@ class DecisionLog:
                 "considered": dict(decision.predicted),
                 "past_the_cap": list(decision.too_large),
                 "seconds_to_decide": seconds,
+                "reductions": reductions,
             }
         )
 
@@ -93,6 +102,7 @@ class DecisionLog:
                 "record": "outcome",
                 "step": step,
                 "decision": outcome.decided_at,
+                "steps_before": outcome.steps_before,
                 "steps": outcome.steps,
                 "seconds_before": outcome.seconds_before,
                 "seconds": outcome.seconds,

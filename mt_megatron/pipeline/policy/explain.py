@@ -66,7 +66,7 @@ def _outcome(record: Record) -> Iterator[str]:
     yield (
         f"step {record['step'] + 1}: the switch before step {record['decision'] + 2} brought "
         f"{record['gain']:+.1%} of a step ({_time(record['seconds_before'])} -> "
-        f"{_time(record['seconds'])}, median of {record['steps']} steps; "
+        f"{_time(record['seconds'])}, medians of {record['steps_before']} and {record['steps']} steps; "
         f"predicted {record['predicted_gain']:+.1%})"
     )
 

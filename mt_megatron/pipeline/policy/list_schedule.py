@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...errors import ConfigError
+from ...errors import ConfigError, MtMegatronError
 from ..actions import Action, Kind, Placement, Schedule
 from ..generate.looping import forward_order
 from ..simulate.costs import Costs, per_stage
@@ -123,6 +123,11 @@ class _Layout:
         self.kept = costs.weight_share if rule.split else 0.0
         """Part of an activation that is kept from B to W."""
         self.room: list[float] = self._room(costs, cap)
+        self.whole: list[float] = [
+            max(sum(sizes) for sizes in zip(*(self.size[stage] for stage in own), strict=True))
+            for own in self.own
+        ]
+        """Memory of the largest micro-batch in all chunks of each rank."""
         self.lag, self.wire = self._links(costs)
         self.priority = self._priorities()
         self.order = (
@@ -158,6 +163,8 @@ class _Layout:
             earliest = min(ready)
             rank = ready.index(earliest)
             begin, kind, stage = earliest
+            if begin == _INFINITE:
+                raise MtMegatronError(f"rule '{self.rule}': the ranks wait for each other for ever")
             if begin + left[rank] >= below:
                 return None
             left[rank] -= self.seconds[kind][stage][self.done[kind][stage]]
@@ -227,7 +234,7 @@ class _Layout:
             need += sum(size[each][oldest] for each in own if forward[each] <= oldest)
         if need > room or self.order or index <= oldest + 1:
             return need <= room
-        return self.younger[rank] + size[stage][index] + sum(size[each][oldest + 1] for each in own) <= room
+        return self.younger[rank] + size[stage][index] + self.whole[rank] <= room
 
     def _start(self, rank: int, begin: float, kind: int, stage: int) -> tuple[int, ...]:
         """Lay out the next action of ``kind`` of ``stage``; the ranks whose next action may change."""

@@ -1,0 +1,82 @@
+"""Runs of the trainer under ``auto``; each function returns JSON-able results."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.training import loop_cases
+
+PLAIN = "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 16 --train-iters 10 --eval-iters 0"
+SLOW_FROM = 4
+"""The step from which on messages are late, in a run from the first step on."""
+
+
+def late(seconds: float, step: int) -> float:
+    return seconds if step >= SLOW_FROM else 0.0
+
+
+def adapting(folder: str, flags: str, seconds: float) -> dict[str, Any]:
+    """A run by upstream's schedule, one by ``auto`` over a link that becomes slow, and that one stopped
+    after 6 steps and gone on with."""
+    from mt_megatron.pipeline.execute.source import set_transport
+    from tests.pipeline.policy.delayed import Delayed
+
+    loop_cases.start()
+    found = {"upstream": loop_cases.run(f"{PLAIN} {flags}", folder, "upstream")}
+    auto = f"{PLAIN} {flags} --pipeline-schedule auto"
+    for name, more in (
+        ("auto", ""),
+        ("first", f"--save {folder}/saved --exit-interval 6"),
+        ("second", f"--save {folder}/saved"),
+    ):
+        made: list[Any] = []
+
+        def slow(group: Any, device: Any, made: list[Any] = made) -> Any:
+            made.append(Delayed(group, device, partial(late, seconds)))
+            return made[-1]
+
+        set_transport(slow)
+        logs = Path(folder) / ("auto" if name == "auto" else "resumed")
+        logs.mkdir(exist_ok=True)
+        found[name] = loop_cases.run(f"{auto} {more}", str(logs), name)
+        assert len(made) == 1
+    set_transport(None)
+    return {name: {key: result.get(key) for key in ("steps", "error")} for name, result in found.items()}
+
+
+def in_both_directions(folder: str) -> dict[str, Any]:
+    """Losses of data-, tensor- and pipeline-parallel runs under upstream and ``auto``, without a slow
+    link."""
+    loop_cases.start()
+    found = {}
+    for name, flags in {
+        "dp": "--pipeline-model-parallel-size 2",
+        "tp": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+        "vpp": "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+    }.items():
+        for schedule in ("", " --pipeline-schedule auto"):
+            result = loop_cases.run(f"{PLAIN} {flags}{schedule}", folder, f"{name}{bool(schedule)}")
+            found[name + schedule] = {key: result.get(key) for key in ("steps", "error")}
+    return found
+
+
+def agreement() -> dict[str, Any]:
+    """What ranks find that chose the same schedule, and others; and what ``auto`` does that gave up."""
+    import torch.distributed as dist
+
+    from mt_megatron.errors import ConfigError
+    from mt_megatron.pipeline.generate.catalogue import generate
+    from mt_megatron.pipeline.policy.automatic import automatic
+    from tests.pipeline.execute import small_models
+
+    small_models.start(2)
+    said: list[str] = []
+    auto = automatic(ranks=2, chunks=1)
+    auto.begin_at(0, folder=None, say=said.append)
+    same = auto._all_agree(generate("zb_h1", ranks=2, microbatches=4))
+    name = "zb_h1" if dist.get_rank() else "1f1b"
+    other = auto._all_agree(generate(name, ranks=2, microbatches=4))
+    left = auto.leaves_to_upstream(ConfigError("found an encoder"))
+    return {"same": same, "other": other, "left": left, "next": auto(0, 4, False), "said": said}

@@ -1,0 +1,140 @@
+"""``--pipeline-schedule auto`` in a run: it switches where a link becomes slow, and no bit changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.cli.main import main
+from mt_megatron.config.parse import load_config
+from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.policy.decision_log import FILE, records
+from mt_megatron.training.validate import validate
+from tests.launch import run_ranks
+from tests.training.loop_cases import MODEL, TRAINING
+
+HERE = "tests.pipeline.policy.auto_ranks"
+STAGES = "--pipeline-model-parallel-size 2"
+SLOW_FROM, STEPS = 4, 10
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("auto")
+    first: dict[str, Any] = run_ranks(2, f"{HERE}:adapting", str(folder), STAGES, 0.06, timeout=200)[0]
+    assert {name: result["error"] for name, result in first.items() if result["error"]} == {}
+    return folder, first
+
+
+def decisions(folder: Path) -> list[dict[str, Any]]:
+    return [each for each in records(folder / FILE) if each["record"] == "decision"]
+
+
+def test_switching_changes_no_bit(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, runs = found
+    assert len(runs["upstream"]["steps"]) == STEPS
+    assert runs["auto"] == runs["upstream"]
+    assert any(each["switched"] for each in decisions(folder / "auto"))
+
+
+def test_the_slow_link_is_found_and_answered(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = found
+    before = [each for each in decisions(folder / "auto") if each["step"] <= SLOW_FROM]
+    after = [each for each in decisions(folder / "auto") if each["step"] > SLOW_FROM]
+    assert all(each["slow_edge"] is None or each["slow_edge"][2] < 0.03 for each in before)
+    source, target, seconds = after[0]["slow_edge"]
+    assert {source, target} == {0, 1} and 0.05 < seconds < 0.3
+    switched = next(each for each in after if each["switched"])
+    assert switched["predicted_gain"] > 0.05 and "with the link" in switched["reason"]
+    assert after[0]["considered"] and after[0]["inputs"]["forward"]
+
+
+def test_one_sum_a_step_and_one_a_switch(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = found
+    switches = 0
+    for each in decisions(folder / "auto"):
+        switches += each["switched"]
+        # Those of the steps before, and those of the switches, this one's included.
+        assert each["reductions"] == each["step"] + switches
+
+
+def test_a_resumed_run_goes_on_to_the_bit_and_in_the_log(found: tuple[Path, dict[str, Any]]) -> None:
+    folder, runs = found
+    assert {**runs["first"]["steps"], **runs["second"]["steps"]} == runs["upstream"]["steps"]
+    log = records(folder / "resumed" / FILE)
+    assert [each["step"] for each in log if each["record"] == "start"] == [0, 6]
+    assert all(one["step"] <= other["step"] for one, other in zip(log, log[1:], strict=False))
+
+
+def test_explain_names_the_link(
+    found: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = found
+    assert main(["pipeline", "explain", str(folder / "auto")]) == 0
+    told = capsys.readouterr().out
+    assert "slow link: rank" in told and "because: best simulated with the link" in told
+    assert "slow link between ranks 0 and 1: in" in told and "predicted:" in told
+    assert main(["pipeline", "explain", "--json", str(folder / "auto" / FILE)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["record"] == "start"
+
+
+def test_repeated_steps_replace_older_records(tmp_path: Path) -> None:
+    log = tmp_path / FILE
+    lines = [
+        {"record": "start", "step": 0}, {"record": "note", "step": 3}, {"record": "note", "step": 7},
+        {"record": "start", "step": 5}, {"record": "note", "step": 6},
+    ]  # fmt: skip
+    log.write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"record": "no')
+    assert [each["step"] for each in records(log)] == [0, 3, 5, 6]
+    log.write_text("loss 3.0\n" + log.read_text())
+    with pytest.raises(ConfigError, match=f"{FILE}:1: found no record of a decision"):
+        records(log)
+
+
+def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "explain", str(tmp_path)]) == 2
+    assert "expected the folder of a run with --pipeline-schedule auto" in capsys.readouterr().err
+
+
+def test_ranks_that_chose_differently_find_out() -> None:
+    for rank, result in enumerate(run_ranks(2, f"{HERE}:agreement", timeout=100)):
+        assert result["same"] is True and result["other"] is False
+        assert result["left"] is True and result["next"] is None
+        assert len(result["said"]) == (rank == 0)
+
+
+@pytest.mark.daily
+def test_other_dimensions_change_no_bit(tmp_path: Path) -> None:
+    runs = run_ranks(4, f"{HERE}:in_both_directions", str(tmp_path), timeout=300)[0]
+    for name in ("dp", "tp", "vpp"):
+        assert runs[name]["error"] is None and len(runs[name]["steps"]) == STEPS
+        assert runs[f"{name} --pipeline-schedule auto"] == runs[name]
+
+
+def problems(flags: str, world: int = 2) -> str:
+    config = load_config(f"{MODEL} {TRAINING} {flags}".split())
+    try:
+        validate(config, world_size=world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_without_a_pipeline_only_a_default_is_silent() -> None:
+    assert "pipeline_model_parallel_size 1" in problems("--pipeline-schedule auto")
+    assert problems("--pipeline-schedule auto_if_pipeline") == ""
+    assert problems(f"{STAGES} --pipeline-schedule auto_if_pipeline") == ""
+    assert (
+        load_config(f"{MODEL} {TRAINING} --pipeline-schedule auto_if_pipeline".split()).schedule_choice
+        is None
+    )
+
+
+def test_a_cap_that_no_schedule_fits_is_found_before_the_start() -> None:
+    flags = f"{STAGES} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule"
+    assert problems(f"{flags} auto:2") == ""
+    told = problems(f"{flags} auto:1")
+    assert "auto:1" in told and "no pipeline schedule fits the memory cap" in told
