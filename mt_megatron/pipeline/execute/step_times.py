@@ -51,7 +51,8 @@ class StepTimes:
 
     def __init__(self, backend: Backend) -> None:
         self._make: Callable[[], Any] = backend.timed_event
-        self._is_host = backend.timed_event() is None
+        self.is_host = backend.timed_event() is None
+        """True where marks are host times, which can be read at once."""
         # The host's memory belongs to other processes too: what a rank may have of it is not known.
         self._device = None if backend.device_type == "cpu" else backend
         self._computed: list[tuple[Action, Any, Any]] = []
@@ -64,7 +65,7 @@ class StepTimes:
 
     def mark(self) -> Any:
         """Now, in what is queued for the device or on the host."""
-        if self._is_host:
+        if self.is_host:
             return time.perf_counter_ns()
         event = self._make()
         event.record()
@@ -97,7 +98,7 @@ class StepTimes:
 
     def read(self) -> RankTimes | None:
         """The times; None while the device has not got to the end of the step."""
-        if self._end is None or not (self._is_host or self._end.query()):
+        if self._end is None or not (self.is_host or self._end.query()):
             return None
         at = self._since_begin
         return RankTimes(
@@ -112,7 +113,7 @@ class StepTimes:
         )
 
     def _since_begin(self, mark: Any) -> int:
-        if self._is_host:
+        if self.is_host:
             found: int = mark - self._begin
             return found
         return int(round(self._begin.elapsed_time(mark) * 1e6))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ...backends.current import current_backend
-from ...errors import ConfigError
+from ...errors import ConfigError, MtMegatronError
 from ...parallel import stage_order
 from ..actions import Placement, Schedule, Style, lowered
 from ..execute.step_times import StepTimes
@@ -129,11 +129,13 @@ class Automatic:
         return StepTimes(current_backend())
 
     def end_step(self, schedule: Schedule, times: StepTimes) -> None:
-        """Tell the other ranks: now, beside the optimizer, or after the next step has begun on a device that
-        queues its work."""
+        """Tell the other ranks: now, beside the optimizer, where the host computes; before the next step on a
+        device that queues its work. Not as soon as the device is through: that moment differs between ranks,
+        and collectives of one group must begin in the same order on all of them."""
         current = self._pipelines[schedule.microbatches]
         self._unread = self._step, current, current.running()[1], times
-        self._tell()
+        if times.is_host:
+            self._tell()
 
     def leaves_to_upstream(self, error: ConfigError) -> bool:
         """Give up: the model, or its settings, cannot run on a schedule of ours."""
@@ -158,13 +160,13 @@ class Automatic:
             self._tell()
 
     def _tell(self) -> None:
-        """Start the sum, if the times can be read."""
+        """Start the sum of the step that none has taken up; its times can be read."""
         if self._unread is None:
             return
         step, current, vector, times = self._unread
         read = times.read()
         if read is None:
-            return
+            raise MtMegatronError("the device is synchronised, and the end of the last step is not known")
         rank, pipeline, tells = _place()
         values = vector.pack(read, rank, pipeline) if tells else [0] * len(vector)
         self._unread, self._sum = None, (step, current, vector, _Sum(values))
@@ -227,8 +229,8 @@ class Automatic:
             )
 
     def _all_agree(self, schedule: Schedule) -> bool:
-        """Whether all ranks chose ``schedule``: the sum and the sum of squares of a digest are those of equal
-        numbers only if all are equal."""
+        """True where all ranks chose ``schedule``: the sum and the sum of squares of a digest are those of
+        equal numbers only if all are equal."""
         text = repr([[str(action) for action in rank] for rank in schedule.ranks]).encode()
         own = int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big")
         self.reductions += 1

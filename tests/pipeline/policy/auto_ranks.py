@@ -62,6 +62,15 @@ def in_both_directions(folder: str) -> dict[str, Any]:
     return found
 
 
+class Queued:
+    """Times of a device that queues its work: they cannot be read at the end of a step."""
+
+    is_host = False
+
+    def read(self) -> None:
+        raise AssertionError("read before the device was synchronised")
+
+
 def agreement() -> dict[str, Any]:
     """What ranks find that chose the same schedule, and others; and what ``auto`` does that gave up."""
     import torch.distributed as dist
@@ -78,5 +87,16 @@ def agreement() -> dict[str, Any]:
     same = auto._all_agree(generate("zb_h1", ranks=2, microbatches=4))
     name = "zb_h1" if dist.get_rank() else "1f1b"
     other = auto._all_agree(generate(name, ranks=2, microbatches=4))
+    asked = auto.reductions
+    schedule = auto(0, 4, False)
+    auto.end_step(schedule, Queued())
+    early = auto.reductions - asked
     left = auto.leaves_to_upstream(ConfigError("found an encoder"))
-    return {"same": same, "other": other, "left": left, "next": auto(0, 4, False), "said": said}
+    return {
+        "same": same,
+        "other": other,
+        "early": early,
+        "left": left,
+        "next": auto(0, 4, False),
+        "said": said,
+    }

@@ -102,8 +102,9 @@ def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureF
 def test_ranks_that_chose_differently_find_out() -> None:
     for rank, result in enumerate(run_ranks(2, f"{HERE}:agreement", timeout=100)):
         assert result["same"] is True and result["other"] is False
+        assert result["early"] == 0, "a device's times are told when all ranks wait for their devices"
         assert result["left"] is True and result["next"] is None
-        assert len(result["said"]) == (rank == 0)
+        assert len(result["said"]) == 2 * (rank == 0)
 
 
 @pytest.mark.daily
