@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=None,
         metavar="NAME",
         help=f"order of a step's passes where the script has a pipeline: 1f1b, zb_h1 ..., NAME:NUMBER, a "
-        f"FILE.csv or auto (default: ${SCHEDULE}, else auto; 1f1b or interleaved: Megatron-Core's own)",
+        f"FILE.csv or auto (default: ${SCHEDULE}, else Megatron-Core's own)",
     )
     parser.add_argument(
         "--pipeline-log",
@@ -111,11 +111,12 @@ def _check_backend(name: str) -> None:
         raise RunError(str(error)) from error
 
 
-def _schedule(text: str | None) -> str:
+def _schedule(text: str | None) -> str | None:
     """``text`` where it is a schedule, with a file's whole path, since the script may change folders."""
-    from mt_megatron.pipeline.choice import AUTO_IF_PIPELINE, parse
+    if not text:
+        return None
+    from mt_megatron.pipeline.choice import parse
 
-    text = text or AUTO_IF_PIPELINE
     if text.endswith(".csv"):
         text = str(Path(text).resolve())
     try:

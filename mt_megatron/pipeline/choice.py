@@ -26,7 +26,7 @@ AUTO = "auto"
 one chunk) that a rank may keep at most."""
 
 AUTO_IF_PIPELINE = "auto_if_pipeline"
-"""The default of launch scripts: ``auto`` where there is a pipeline, nothing otherwise."""
+"""A value for scripts that know no layout: ``auto`` where there is a pipeline, nothing otherwise."""
 
 UPSTREAM = ("1f1b", "interleaved")
 """Names that, without a number, are Megatron-Core's own schedules."""
@@ -42,7 +42,7 @@ Choose = Callable[[int, int, bool], "Schedule | None"]
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """What ``--pipeline-schedule`` says."""
+    """Value of ``--pipeline-schedule``, parsed."""
 
     text: str
     name: str
@@ -50,19 +50,19 @@ class ScheduleChoice:
     """Micro-batches of a group, or for memory_capped activations that a rank keeps."""
 
     file: Schedule | None = None
-    """What a FILE.csv holds."""
+    """Schedule in a FILE.csv."""
 
     is_default: bool = False
     """Nobody asked for it: without a pipeline it means nothing."""
 
     @property
     def is_upstream(self) -> bool:
-        """Whether Megatron-Core's own schedule is meant, which then runs untouched."""
+        """True where Megatron-Core's own schedule is meant, which then runs untouched."""
         return self.file is None and self.name in UPSTREAM and self.number is None
 
     @property
     def is_v(self) -> bool:
-        """Whether stages are laid out as a V."""
+        """True where stages are laid out as a V."""
         if self.file is not None:
             return self.file.placement.style is Style.V
         return self.name in V_SHAPED
@@ -150,7 +150,7 @@ class _ForAnyLayout:
 
     @property
     def is_upstream(self) -> bool:
-        """Whether Megatron-Core's own schedule is meant."""
+        """True where Megatron-Core's own schedule is meant."""
         return self._choice.is_upstream
 
     def require_pipeline(self) -> None:
