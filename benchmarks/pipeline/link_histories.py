@@ -108,8 +108,8 @@ class History:
     def measured(
         self, placement: Placement, costs: Costs, step: int, seconds: float, split: bool
     ) -> Measured:
-        """What the ranks measure of a step that took ``seconds``: means over micro-batches, and of each edge
-        half of the round trip."""
+        """Measurements of the ranks in a step that took ``seconds``: means over micro-batches, and of each
+        edge half of the round trip."""
         noise = self.noise[step]
         ranks = [placement.rank(stage) for stage in range(placement.stages)]
         spread = 1 + MEASURED_COMPUTE * noise[:3]

@@ -34,7 +34,7 @@ class Link:
     devices: tuple[str, str]
     addresses: tuple[str, str]
     how: str
-    """What makes the delay."""
+    """Cause of the delay."""
 
 
 def _do(*command: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def _do(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def netem_problem() -> str | None:
-    """What ``tc`` prints when it is asked for a delay; None where it can do it."""
+    """Output of ``tc`` where it refuses a delay; None where it makes one."""
     name = f"mtprobe{os.getpid()}"
     _do("ip", "netns", "add", name)
     try:

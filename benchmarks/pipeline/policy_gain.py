@@ -1,4 +1,4 @@
-"""What the policy brings against the best static schedule, simulated: 8 stages, one slow link that moves.
+"""Gain of the policy over the best static schedule, simulated: 8 stages, one slow link that moves.
 
 python benchmarks/pipeline/policy_gain.py tune            # histories of ``dwell`` python
 benchmarks/pipeline/policy_gain.py judge --record  # histories of ``markov``, once

@@ -82,7 +82,7 @@ class Pair:
             _answer(process)
 
     def run(self, arm: str, steps: int) -> dict[str, Any]:
-        """What rank 0 measured of a block of ``steps``."""
+        """Measurements of rank 0 in a block of ``steps``."""
         for process in self._processes:
             _stream(process.stdin).write(f"{arm} {steps}\n")
             _stream(process.stdin).flush()

@@ -93,7 +93,7 @@ def _of(args: argparse.Namespace) -> tuple[TrainingConfig, Path | None, int | No
         return load_config(argv, path), None, None
     iteration = iteration_of(path) if path.is_dir() else None
     if iteration is not None:
-        # One checkpoint: its run's folder has the metrics.
+        # A single checkpoint: its run's folder has the metrics.
         newest, path = resolve_checkpoint(path), path.resolve().parent
     else:
         found = latest_checkpoint(path) if path.is_dir() else None

@@ -495,7 +495,7 @@ class TrainingConfig:
 
     @property
     def schedule_choice(self) -> ScheduleChoice | None:
-        """What ``pipeline_schedule`` says; None where Megatron-Core's own schedule runs. Raises
+        """Choice that ``pipeline_schedule`` names; None where Megatron-Core's own schedule runs. Raises
         ``ConfigError`` for an unknown name or an unreadable file."""
         if self.parallel.pipeline_schedule is None:
             return None

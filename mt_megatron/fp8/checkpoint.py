@@ -34,7 +34,7 @@ def sharded_state(chunks: Any) -> dict[str, Any]:
 
 
 def rank_state(chunks: Any) -> dict[str, Any]:
-    """What is each rank's own, for its file of random states: the scales with which weights were gathered in
+    """State of each rank's own, for its file of random states: the scales with which weights were gathered in
     FP8, by linear, and rows that differ between data-parallel ranks. Empty without them."""
     scales = {
         name: [None if each.gathered_scale is None else each.gathered_scale.cpu() for each in linears]

@@ -38,7 +38,7 @@ def keep(module: Any, names: list[str]) -> None:
 
 
 def extra_state(module: Any) -> dict[str, Any] | None:
-    """What ``module.get_extra_state`` returns: None without FP8."""
+    """Result of ``module.get_extra_state``: None without FP8."""
     found = None if _off else _state(module)
     if found is None:
         return None

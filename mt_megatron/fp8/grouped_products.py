@@ -69,7 +69,7 @@ def _one_by_one(
 
 
 def suits(a: GroupedQuantised, b: GroupedQuantised, dtype: torch.dtype) -> bool:
-    """Whether ``torch._scaled_grouped_mm`` takes such operands: e4m3, scales per tensor or row, bf16 out."""
+    """``torch._scaled_grouped_mm`` takes the operands: e4m3, scales per tensor or row, bf16 out."""
     return dtype is torch.bfloat16 and all(
         each.cast.format == "e4m3" and each.cast.granularity in ("tensor", "row") for each in (a, b)
     )
@@ -163,7 +163,7 @@ _SIZE = 128
 
 @cache
 def has_kernel(kind: str) -> bool:
-    """Whether ``torch._scaled_grouped_mm`` of a device computes what it should; logged where it does not."""
+    """True where a device's ``torch._scaled_grouped_mm`` computes what it should; logged where it does not."""
     if not hasattr(torch, "_scaled_grouped_mm"):
         return _without(kind, f"torch {torch.__version__} has none")
     try:
@@ -179,7 +179,7 @@ def _without(kind: str, why: str) -> bool:
 
 
 def _asked(rows: tuple[int, ...], device: torch.device) -> bool:
-    """Whether all three products are those of a loop, on small whole numbers, which are exact."""
+    """True where all three products are those of a loop, on small whole numbers, which are exact."""
     from mt_megatron.fp8.recipe import CONTRACTED, PRESETS
 
     recipe, experts, total = PRESETS["rowwise"], len(rows), sum(rows)

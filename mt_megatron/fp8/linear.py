@@ -42,7 +42,7 @@ class Fp8Linear:
         """Demotion: the linear has fallen back to bf16."""
 
         self.gathers = True
-        """Whether the distributed optimizer may gather the weight in FP8."""
+        """True where the distributed optimizer may gather the weight in FP8."""
 
         self.gathered_scale: Tensor | None = None
         """With which the distributed optimizer gathered the weight in FP8."""
@@ -96,7 +96,7 @@ class Fp8Linear:
         return kind in self._drawn
 
     def next_draw(self, kind: Kind, expert: int | None) -> Draw:
-        """What the draws of the next operand depend on. Experts count for themselves, so that their order
+        """Keys of the next operand's draws. Experts count for themselves, so that their order
         means nothing."""
         if not self.draws(kind):
             return NO_DRAW

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Draw(NamedTuple):
-    """What the draws for one operand depend on, beside its linear and rank."""
+    """Keys of one operand's draws, beside its linear and rank."""
 
     step: int
     """Completed steps when the operand came up."""
@@ -76,7 +76,7 @@ class Fp8State:
         """Completed training steps."""
 
         self.kernels: Kernels = "reference"
-        """What computes the products."""
+        """Kernels of the products."""
 
         self.in_step = False
         self.trains = False

@@ -51,8 +51,8 @@ class RankLayout:
     cp: int = 1
     ep: int = 1
     v: bool = False
-    """Whether a token goes back through the pipeline's ranks with the second of two chunks, so that the first
-    rank has the first and the last stage (``parallel.stage_order``)."""
+    """True where a token goes back through the pipeline's ranks with the second of two chunks, so that the
+    first rank has the first and the last stage (``parallel.stage_order``)."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "cp", "ep"):

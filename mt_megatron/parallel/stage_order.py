@@ -19,7 +19,7 @@ def use_v(on: bool) -> None:
 
 
 def is_v() -> bool:
-    """Whether stages are laid out as a V."""
+    """True where stages are laid out as a V."""
     return _v
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Kind(str, Enum):
-    """What an action does."""
+    """Kind of an action."""
 
     F = "F"
     """Forward of one micro-batch through one stage."""

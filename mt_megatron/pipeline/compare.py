@@ -110,7 +110,7 @@ def row(program: Program, samples: Sequence[Costs], *, name: str | None = None) 
 
 
 def has_sizes(costs: Costs) -> bool:
-    """Whether ``costs`` say how many bytes a stage keeps, rather than counting activations."""
+    """True where ``costs`` say how many bytes a stage keeps, rather than counting activations."""
     return float(np.max(costs.activation)) >= _LEAST_ACTIVATION
 
 

@@ -231,7 +231,7 @@ def _standstill(schedule: Schedule, depth: int) -> Iterator[str]:
         return placement.rank(matching_send(action).stage), rank
 
     def blocks(rank: int, action: Action) -> bool:
-        """Whether ``action`` cannot begin; begins it otherwise."""
+        """True where ``action`` cannot begin; begins it otherwise."""
         if action.kind.computes:
             receive = transfers_in(placement, action)
             return receive is not None and receive not in arrived

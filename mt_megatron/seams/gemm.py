@@ -356,7 +356,7 @@ def note_use(weight: Tensor) -> None:
 
 
 def is_deferrable(weight: Tensor) -> bool:
-    """Whether the gradient of ``weight`` may be queued: it is a parameter (that of a computed weight is an
+    """True where the gradient of ``weight`` may be queued: it is a parameter (that of a computed weight is an
     input of the backward pass that runs now), and nothing else adds to its gradient in a backward pass."""
     if not isinstance(weight, torch.nn.Parameter) or not weight.is_leaf:
         return False

@@ -144,7 +144,7 @@ class TokenGroups:
 
     @property
     def on_host(self) -> bool:
-        """Whether ``bounds`` waits for no device."""
+        """True where ``bounds`` waits for no device."""
         return bool(self._bounds) or self.ends.device.type == "cpu"
 
     def bounds(self) -> list[tuple[int, int]]:

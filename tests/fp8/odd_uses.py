@@ -124,7 +124,7 @@ def _first(model: Any) -> Any:
 
 
 def deferred(recipes: list[str], fused: bool) -> dict[str, bool]:
-    """Whether weight gradients of two micro-batches that waited equal those that did not, flushed within
+    """True where weight gradients of two micro-batches that waited equal those that did not, flushed within
     their step of the state and after the next one has begun."""
     begin()
     found = {}

@@ -1,4 +1,4 @@
-"""What is simulated: times, bytes, links and sizes of a run, a configuration, a cluster, or by hand."""
+"""Input of a simulation: times, bytes, links and sizes of a run, a configuration, a cluster, or by hand."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What ``args`` describe. Raises ConfigError where that is nothing, or more than one thing."""
+    """Setting that ``args`` describe. Raises ConfigError where they describe none, or more than one."""
     by_hand = [
         name for name in ("ranks", "forward", "backward", "weight", "message_mb") if _given(args, name)
     ]

@@ -1,4 +1,4 @@
-"""What a schedule cannot be run on, found before anything is sent."""
+"""Conditions that a schedule cannot be run under, found before anything is sent."""
 
 from __future__ import annotations
 

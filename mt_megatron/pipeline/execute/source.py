@@ -39,7 +39,7 @@ class NeedsPipeline(Protocol):
 
     @property
     def is_upstream(self) -> bool:
-        """Whether Megatron-Core's own schedule is meant."""
+        """True where Megatron-Core's own schedule is meant."""
 
     def require_pipeline(self) -> None:
         """Raise ConfigError: there is one pipeline rank."""
@@ -56,7 +56,7 @@ class Watches(Protocol):
         """That step is over."""
 
     def leaves_to_upstream(self, error: ConfigError) -> bool:
-        """Whether a step that cannot be run, because of ``error``, and all later ones are left to
+        """True where a step that cannot be run, because of ``error``, and all later ones are left to
         Megatron-Core's own schedule."""
 
 
@@ -95,7 +95,7 @@ def pipeline_schedule() -> Schedule | Choose | None:
 
 
 def takes_over() -> bool:
-    """Whether steps come here: there is a pipeline, and a source or stages that upstream does not know.
+    """True where steps come here: there is a pipeline, and a source or stages that upstream does not know.
     Raises ConfigError without a pipeline where a user asked for a schedule."""
     from megatron.core import parallel_state
 

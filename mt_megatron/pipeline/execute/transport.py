@@ -1,4 +1,4 @@
-"""What a channel between pipeline ranks can do: the interface below the executor.
+"""Channels between pipeline ranks: the interface below the executor.
 
 A message belongs to an ``Edge``, a queue from one rank to another: messages of one edge arrive in the order
 in which they were posted, on both sides; edges do not wait for each other. Posting never waits for the peer.

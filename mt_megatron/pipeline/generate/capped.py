@@ -43,7 +43,7 @@ class _Channel:
 
 
 class _Rank:
-    """What one rank has done."""
+    """Progress of one rank."""
 
     def __init__(self, stages: tuple[int, ...], cap: int) -> None:
         self.stages, self.cap = stages, cap
@@ -56,8 +56,8 @@ class _Rank:
         self.actions: list[Action] = []
 
     def may_forward(self, chunk: int) -> bool:
-        """Whether a forward of ``chunk`` leaves room to finish the micro-batches that were begun, the oldest
-        first; room that deferred weight gradients hold can be had back."""
+        """True where a forward of ``chunk`` leaves room to finish the micro-batches that were begun, the
+        oldest first; room that deferred weight gradients hold can be had back."""
         forwards = self.forwards.copy()
         forwards[chunk] += 1
         room = self.cap - (self.kept - len(self.deferred)) - 1
@@ -155,7 +155,7 @@ class _Scheduling:
         return Schedule(name, self._placement, self._microbatches, ranks)
 
     def _next(self, rank: _Rank, now: float) -> Action | None:
-        """What ``rank`` begins now."""
+        """Action that ``rank`` begins now."""
         backward, forward = self._backward(rank, now), self._forward(rank, now)
         if forward is not None and rank.kept == rank.cap:
             forward = None  # Only a backward or a deferred weight gradient makes room.

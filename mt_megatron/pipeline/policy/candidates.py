@@ -58,7 +58,7 @@ class Candidate:
         return self._peaks[key]
 
     def fits(self, costs: Costs, cap: Sequence[float] | None) -> bool:
-        """Whether no rank passes its cap."""
+        """True where no rank passes its cap."""
         if cap is None:
             return True
         # The rounding of sums, far below the size of one activation.

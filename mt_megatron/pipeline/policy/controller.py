@@ -310,7 +310,7 @@ class Controller:
         return ended
 
     def _is_due(self, situation: Situation) -> bool:
-        """Whether something changed since the last decision by more than ``CHANGE`` and than it usually
+        """True where something changed since the last decision by more than ``CHANGE`` and than it usually
         varies."""
         if self._decided is None:
             return True
@@ -334,8 +334,8 @@ class Controller:
         )
 
     def _affords(self, situation: Situation, steps: int) -> bool:
-        """Whether a decision after ``steps`` steps takes no more than its share of their time. Reckoned, not
-        measured: all ranks must come to the same answer."""
+        """True where a decision after ``steps`` steps takes no more than its share of their time. Reckoned,
+        not measured: all ranks must come to the same answer."""
         kinds = 3 if self.splits else 2
         actions = kinds * self.placement.stages * self.microbatches
         seconds = SECONDS_PER_ACTION * actions * len(rules(self.placement, self.microbatches, split=True))

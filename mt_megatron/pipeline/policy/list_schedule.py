@@ -149,7 +149,7 @@ class _Layout:
         """First micro-batch whose memory is not free yet."""
         self.wire_free: dict[tuple[int, int], float] = {}
         self.after_backward = [False] * ranks
-        """Whether the last F or B was a B."""
+        """True where the last F or B was a B."""
         self.actions: list[list[Action]] = [[] for _ in range(ranks)]
 
     def lay_out(self, name: str, below: float) -> tuple[Schedule, float] | None:
@@ -223,7 +223,7 @@ class _Layout:
         return (own[chunk if kind == _FORWARD else -1 - chunk],)
 
     def _fits(self, rank: int, stage: int, index: int) -> bool:
-        """Whether the F may start without a rank that waits for ever later on."""
+        """True where the F may start without a rank that waits for ever later on."""
         room, size, own = self.room[rank], self.size, self.own[rank]
         if room == _INFINITE:
             return True

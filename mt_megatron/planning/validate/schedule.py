@@ -7,8 +7,8 @@ from mt_megatron.errors import ConfigError
 
 
 def runs_upstream(config: TrainingConfig) -> bool:
-    """Whether Megatron-Core's own schedule runs; also where the choice cannot be read, which is a problem of
-    its own."""
+    """True where Megatron-Core's own schedule runs; also where the choice cannot be read, which is a problem
+    of its own."""
     try:
         return config.schedule_choice is None
     except ConfigError:

@@ -376,7 +376,7 @@ class _Messages:
     """When the sender goes on."""
 
     alone: NDArray[np.bool_]
-    """Whether the receiver's call has nothing of other ranks, so that its end is the message's."""
+    """True where the receiver's call has nothing of other ranks, so that its end is the message's."""
 
 
 def _messages(exchanges: Sequence[RankExchanges], ranks: tuple[int, ...]) -> list[_Messages]:
