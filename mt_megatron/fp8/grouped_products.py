@@ -163,7 +163,7 @@ _SIZE = 128
 
 @cache
 def has_kernel(kind: str) -> bool:
-    """True where a device's ``torch._scaled_grouped_mm`` computes what it should; logged where it does not."""
+    """True where a device's ``torch._scaled_grouped_mm`` computes right results; logged where it does not."""
     if not hasattr(torch, "_scaled_grouped_mm"):
         return _without(kind, f"torch {torch.__version__} has none")
     try:

@@ -67,7 +67,7 @@ def combinations(pp: int, dp: int) -> list[dict[str, Any]]:
         rows += [case(pp, 3, model) for model in ("dense", "moe", "mtp")]
         # As many micro-batches as ranks, where upstream runs all forwards first, and numbers that do not fit.
         rows += [case(pp, chunks, "tied", microbatches=pp) for chunks in (1, 2)]
-        rows += [case(pp, 1, "moe", microbatches=count) for count in (1, pp - 1, 2 * pp + 1)]
+        rows += [case(pp, 1, "moe", microbatches=count) for count in sorted({1, pp - 1, 2 * pp + 1})]
     return rows
 
 
