@@ -32,7 +32,7 @@ def python(*words: str, cwd: Path, path: str = str(ROOT), **variables: str) -> D
     for name in ("MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS"):
         environment.pop(name, None)
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=400
     )
 
 
