@@ -53,7 +53,7 @@ def test_groups_of_equal_ranks_are_one() -> None:
 
 
 LEFT = """
-import atexit, os
+import atexit, os, time
 
 def threads():
     return [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
@@ -67,6 +67,10 @@ from megatron.core import parallel_state
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
+# A thread gives itself its name, which on a busy machine comes a moment after its start.
+deadline = time.monotonic() + 60
+while "gloo" not in " ".join(threads()) and time.monotonic() < deadline:
+    time.sleep(0.01)
 print("gloo" in " ".join(threads()))
 """
 

@@ -21,8 +21,11 @@ def adapting(folder: str, flags: str, seconds: float) -> dict[str, Any]:
     """A run by upstream's schedule, one by ``auto`` over a link that becomes slow, and that one stopped
     after 6 steps and gone on with."""
     from mt_megatron.pipeline.execute.source import set_transport
+    from mt_megatron.pipeline.policy import controller
     from tests.pipeline.policy.delayed import Delayed
 
+    # On a busy machine step times scatter by more than the gain, and nothing would switch.
+    controller.GAIN_TO_NOISE = 0.0
     loop_cases.start()
     found = {"upstream": loop_cases.run(f"{PLAIN} {flags}", folder, "upstream")}
     auto = f"{PLAIN} {flags} --pipeline-schedule auto"
