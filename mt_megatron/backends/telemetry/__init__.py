@@ -13,8 +13,23 @@ visible_devices     physical device of an index, from the vendor's environment v
 from __future__ import annotations
 
 from mt_megatron.backends.telemetry.host_reader import host
-from mt_megatron.backends.telemetry.mtml_reader import read as mtml
-from mt_megatron.backends.telemetry.nvml_reader import read as nvml
 from mt_megatron.backends.telemetry.readings import Reading, Unsupported, Value, number
 
 __all__ = ["Reading", "Unsupported", "Value", "host", "mtml", "number", "nvml"]
+
+
+# Imported when first asked: patch() needs neither. The host's utilization counts from its import.
+
+
+def mtml(index: int = 0) -> Reading:
+    """See ``mtml_reader.read``."""
+    from mt_megatron.backends.telemetry.mtml_reader import read
+
+    return read(index)
+
+
+def nvml(index: int = 0, *, uuid: str | None = None) -> Reading:
+    """See ``nvml_reader.read``."""
+    from mt_megatron.backends.telemetry.nvml_reader import read
+
+    return read(index, uuid=uuid)

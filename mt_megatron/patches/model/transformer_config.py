@@ -9,7 +9,6 @@ from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.checks import fp8_problems
 from mt_megatron.layers.transformer_checks import check_fields
 from mt_megatron.layers.transformer_fields import dataclass_fields
 from mt_megatron.patching.spec import Patch
@@ -18,6 +17,8 @@ _MODULE = "megatron.core.transformer.transformer_config"
 
 
 def _post_init(original: Callable[[Any], None], self: Any) -> None:
+    from mt_megatron.fp8.checks import fp8_problems  # Its tables of recipes: 3 % of the time of patch().
+
     _choose_fp8(self)
     check_fields(vars(self))
     if found := fp8_problems(vars(self)):
