@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--recipes", nargs="*", default=["tensorwise", "blockwise"])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="for each recipe: no further round after so many")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
@@ -85,7 +86,10 @@ def main() -> None:
             [state] = states_of(side.trainable.chunks)
             side.step()
             times: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
+            started = time.monotonic()
             for round_ in range(args.rounds):
+                if args.seconds is not None and time.monotonic() - started > args.seconds:
+                    break
                 order = list(SIDES)
                 for name in order[round_ % 3 :] + order[: round_ % 3]:
                     state.options = replace(state.options, telemetry_interval=SIDES[name])
@@ -94,7 +98,7 @@ def main() -> None:
                     times[name].append((time.process_time() - began, seconds))
             del side, state
             gc.collect()
-            row: dict[str, Any] = {"recipe": recipe}
+            row: dict[str, Any] = {"recipe": recipe, "rounds": len(times["off"])}
             for clock, index in (("CPU", 0), ("wall", 1)):
                 for name in ("off again", "measured"):
                     ratios = [a[index] / b[index] for a, b in zip(times[name], times["off"], strict=True)]
@@ -116,18 +120,18 @@ def main() -> None:
                     f"{(extra[0] - 1) / every:+.2%} (at most {(extra[2] - 1) / every:+.2%})"
                     for every in INTERVALS
                 ]
-                cells.append([row["recipe"], clock, *texts])
-        header = ["recipe", "clock", "off again / off", "measured / off"]
+                cells.append([row["recipe"], str(row["rounds"]), clock, *texts])
+        header = ["recipe", "rounds", "clock", "off again / off", "measured / off"]
         header += [f"cost of interval {every}" for every in INTERVALS]
         title = (
             f"FP8 telemetry: steps of {args.layers} layers of width {args.hidden}, {args.tokens} tokens; "
-            f"medians of {args.rounds} rounds, 95 % intervals"
+            f"medians over rounds, 95 % intervals"
         )
         record(
             args.record,
             "fp8-telemetry-cost",
             title,
-            {"machine": machine(), "rounds": args.rounds, "results": found},
+            {"machine": machine(), "threads": torch.get_num_threads(), "results": found},
             table(header, cells),
         )
 
