@@ -260,7 +260,8 @@ def main() -> None:
     def cell(row: dict[str, Any], name: str) -> str:
         return f"{row[name]:+.3f}" if name in row else ""
 
-    header = ["family", "source", "lr", "side", "seeds", "mean %", "upper bound %", "finite", "share in FP8"]
+    header = ["family", "source", "lr", "side", "seeds", "mean %", "upper bound %", "each %", "finite"]
+    header.append("share in FP8")
     cells = [
         [
             row["family"],
@@ -270,15 +271,19 @@ def main() -> None:
             str(row.get("seeds", "")),
             cell(row, "mean %"),
             cell(row, "upper bound %"),
+            ", ".join(f"{each:+.3f}" for each in row.get("each %", ())),
             str(row["finite"]),
             f"{100 * row['share in FP8']:.1f} %",
         ]
         for row in rows
     ]
     text = table(header, cells)
+    seconds = sum(json.loads(line).get("CPU seconds", 0.0) for line in args.report.read_text().splitlines())
+    text += f"\n\nAll runs together: {seconds / 60:.0f} CPU minutes."
     print(text)
     if args.record:
         figures = {"machine": machine(), "emulated": True, "steps": STEPS, "last": LAST, "rows": rows}
+        figures["CPU minutes"] = round(seconds / 60, 1)
         rates = "-".join(f"{each:g}" for each in sorted({row["lr"] for row in rows}))
         record(
             args.record,
