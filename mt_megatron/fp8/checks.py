@@ -12,6 +12,9 @@ from mt_megatron.near_names import hint
 
 _DELAYED = {"fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}
 _SHARES = ("fp8_demote_underflow", "fp8_demote_saturation")
+_UPSTREAMS = ("te", "transformer_engine")
+"""Names for what upstream chooses otherwise."""
+
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_telemetry_interval")
 
 
@@ -36,7 +39,13 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             f"above 0 with it. Set fp8_telemetry_interval or leave {demotes[0]} out."
         )
     backend = values.get("fp8_backend", "auto")
-    if backend not in CHOICES:
+    if backend in _UPSTREAMS:
+        found.append(
+            f"fp8_backend is {backend!r}; expected one of {', '.join(CHOICES)}. Transformer Engine computes "
+            "in modules of its own, not product by product: set transformer_impl transformer_engine with fp8 "
+            "(--fp8-format) where it is installed and leave fp8_recipe and fp8_backend out."
+        )
+    elif backend not in CHOICES:
         found.append(
             f"fp8_backend is {backend!r}; expected one of {', '.join(CHOICES)}."
             f"{hint(str(backend), list(CHOICES))} Change fp8_backend."

@@ -254,6 +254,9 @@ class Fp8Linear:
             generator = state.generator(f"{self.name} {self.index}", expert, kind, draw, x.device)
         if self.recipe.scaling == "delayed":
             largest = amax_of(x, cast, along)
+            if group is not None and group.size() > 1 and not state.has_history(self.name, kind):
+                # The tensor's own scale is taken, and ranks with other rows must take the same.
+                largest = self._largest(largest, group)
             scale = self._gathered(kind, cast, largest)
             if scale is None:
                 scale = state.delayed_scale(self.name, kind, largest)
@@ -323,19 +326,23 @@ class Fp8Linear:
         self, x: Tensor, cast: Any, along: int, amax: Tensor | None, group: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """Magnitudes of scales that ranks with other rows have too: the largest of all, in one reduction."""
-        import torch.distributed as dist
-
         split_rows = cast.granularity == "row" and along == 1
         if split_rows or (cast.granularity == "block" and cast.block_scale != "e4m3"):
             return amax, None
         if amax is None:
             amax = amax_of(rotated(x, along, cast.hadamard), cast, along)
-        values = amax.amax() if cast.granularity == "block" else amax
+        values = self._largest(amax.amax() if cast.granularity == "block" else amax, group)
+        return (amax, values) if cast.granularity == "block" else (values, None)
+
+    def _largest(self, values: Tensor, group: Any) -> Tensor:
+        """Elementwise largest over the ranks of ``group``, in a tensor of its own."""
+        import torch.distributed as dist
+
         values = values.contiguous().clone()
         self.state.counts["gather_reductions"] += 1
         with collectives.announced("all_reduce", "tp", group):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-        return (amax, values) if cast.granularity == "block" else (values, None)
+        return values
 
 
 _COMPUTES: dict[Kernels, products.Compute] = {

@@ -101,6 +101,9 @@ class Fp8State:
         self._seen: Tensor | None = None
         """fp32 [slots]: largest magnitudes of the current step."""
 
+        self._noted: list[bool] | None = None
+        """By slot: whether its history has a magnitude; None: to be asked of the device."""
+
         _made.append(True)
 
     def __reduce__(self) -> Any:
@@ -167,8 +170,16 @@ class Fp8State:
         own = scale_of(amax, fmt, margin=self.recipe.margin)
         return torch.where((history[slot] > 0).any(), scale[slot], own)
 
+    def has_history(self, name: str, kind: Kind) -> bool:
+        """False where ``delayed_scale`` takes the tensor's own. Waits for the device once in a step."""
+        if self._noted is None:
+            history = self._tensors(self._device())[0]
+            self._noted = (history > 0).any(dim=1).tolist()
+        return self._noted[self._slots[name, kind]]
+
     def _update_scales(self) -> None:
         history, scale, seen = self._tensors(self._device())
+        self._noted = None
         self.reduce_max(seen, self.recipe.amax_group)
         history.copy_(torch.roll(history, 1, dims=1))
         history[:, 0] = seen
@@ -281,6 +292,7 @@ class Fp8State:
             linear.demoted = bool(row[0])
         if self.recipe.scaling == "delayed":
             history, scale, _ = self._tensors(self._device())
+            self._noted = None
             slots = [self._slots[name, kind] for kind in KINDS]
             scale[slots] = row[1 : 1 + len(KINDS)].to(scale)
             history[slots] = row[1 + len(KINDS) :].view(len(KINDS), -1).to(history)
@@ -296,7 +308,7 @@ class Fp8State:
             self._history, self._scale, self._seen = (
                 None if each is None else each.clone() for each in tensors
             )
-            self.step = step
+            self.step, self._noted = step, None
             for name, value in demoted.items():
                 for linear in self.linears[name]:
                     linear.demoted = value

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mt_megatron.fp8.quantise import Quantised, rotated
+from mt_megatron.fp8.formats import decode
+from mt_megatron.fp8.quantise import Quantised, _sizes, rotated
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.recipe import Kind, Role
@@ -19,7 +20,13 @@ BLOCK = 128
 """Elements whose signal-to-noise ratio is one sample of the median."""
 
 SAMPLED = 1 << 15
-"""Elements of a tensor that are looked at: whole blocks, evenly spread."""
+"""Elements of a tensor that are looked at: whole rows, evenly spread."""
+
+SCALES = 1 << 12
+"""Scales of a tensor that are looked at, evenly spread."""
+
+BEST = 100.0
+"""SNR in dB of a cast that loses nothing."""
 
 FIELDS = ("underflow", "saturation", "not_finite", "snr", "scale")
 """``underflow``: share of elements that are not zero and become zero. ``saturation``: share beyond the
@@ -47,14 +54,15 @@ class Telemetry:
     def complete(self, state: Fp8State) -> None:
         """Reduce to the worst rank's values, write records, and demote what passes the thresholds."""
         keys = sorted(self._all_keys(state))
-        absent = torch.full((len(FIELDS),), -math.inf, dtype=torch.float64)
-        signs = torch.tensor([_WORST[field] for field in FIELDS], dtype=torch.float64)
+        device = state._device()
+        absent = torch.full((len(FIELDS),), -math.inf, device=device)
+        signs = torch.tensor([_WORST[field] for field in FIELDS], device=device)
         values = torch.stack(
             [self._measured[key] * signs if key in self._measured else absent for key in keys]
         )
-        values = values.to(state._device(), torch.float32)
         state.reduce_max(values)
-        table = (values.cpu().double() * signs).tolist()
+        # The only wait for the device.
+        table = (values * signs).tolist()
         for (name, kind, role), row in zip(keys, table, strict=True):
             if not math.isfinite(row[0]):
                 continue
@@ -108,58 +116,65 @@ def _reason(found: dict[str, float], state: Fp8State) -> str | None:
 
 
 def measures(x: Tensor, quantised: Quantised) -> Tensor:
-    """``FIELDS`` of one cast, fp64 on the host."""
-    if quantised.cast.hadamard:
-        x = rotated(x, quantised.along, quantised.cast.hadamard)
-    rows, columns = x.shape
+    """``FIELDS`` of one cast of ``x`` [rows, columns]: fp32, on its device, which nobody waits for."""
     if x.numel() == 0:
-        return torch.zeros(len(FIELDS), dtype=torch.float64)
-    # Whole rows: a block of a row shares at most a few scales.
-    wanted = max(1, SAMPLED // max(1, columns))
-    step = max(1, rows // wanted)
-    picked = x[::step].float()
-    decoded = _rows(quantised, step, rows)
-    finite = torch.isfinite(picked)
-    clean = torch.where(finite, picked, 0.0)
-    error = torch.nan_to_num(decoded, nan=0.0) - clean
+        return torch.zeros(len(FIELDS), device=x.device)
+    cast, fmt = quantised.cast, quantised.format
+    # Rows that are rotated together are looked at together.
+    unit = cast.hadamard if cast.hadamard and quantised.along == 0 else 1
+    rows, columns = quantised.codes.shape
+    units = -(-rows // unit)
+    step = max(1, units // max(1, SAMPLED // (columns * unit)))
+
+    def picked(values: Tensor) -> Tensor:
+        if unit == 1:
+            return values[::step]
+        missing = units * unit - values.shape[0]
+        if missing:
+            values = torch.nn.functional.pad(values, (0, 0, 0, missing))
+        return values.view(units, unit, -1)[::step].reshape(-1, values.shape[1])
+
+    source = picked(x).float()
+    if cast.hadamard:
+        source = rotated(source, quantised.along, cast.hadamard)
+    inverse = quantised.inverse
+    if cast.granularity == "block":
+        across, along = _sizes(cast, quantised.along)
+        row = picked(torch.arange(rows, device=x.device)[:, None])[:, 0]
+        inverse = inverse[row // across].repeat_interleave(along, 1)[:, :columns]
+        if quantised.second is not None:
+            inverse = inverse * quantised.second
+    elif inverse.dim() and inverse.shape[0] == rows:
+        inverse = picked(inverse)
+    # The stored codes: what became of the source, whatever read it.
+    decoded = decode(picked(quantised.codes.view(torch.uint8)).view(quantised.codes.dtype), fmt).float()
+    decoded = decoded * inverse
+    finite = torch.isfinite(source)
+    clean = torch.where(finite, source, 0.0)
     nonzero = clean != 0
     count = nonzero.sum().clamp_min(1)
     underflow = ((decoded == 0) & nonzero).sum() / count
-    top = quantised.format.maximum * _inverse_rows(quantised, step, rows)
     # Half a unit above the largest value still rounds to it.
-    saturation = (clean.abs() > top * (1 + quantised.format.relative_error / 2)).sum() / count
+    top = fmt.maximum * (1 + fmt.relative_error / 2) * inverse
+    saturation = (clean.abs() > top).sum() / count
     width = min(BLOCK, columns)
     usable = columns // width * width
+    error = torch.nan_to_num(decoded, nan=0.0) - clean
     signal = clean[:, :usable].square().reshape(-1, width).sum(1)
     noise = error[:, :usable].square().reshape(-1, width).sum(1)
-    with_signal = signal > 0
-    if bool(with_signal.any()):
-        ratios = 10 * torch.log10(signal[with_signal] / noise[with_signal].clamp_min(1e-38))
-        snr = ratios.clamp(-100, 100).median()
-    else:
-        snr = torch.tensor(100.0)
-    scale = quantised.inverse.float().flatten()
-    positive = scale[scale > 0]
-    middle = torch.log2(positive.median()) if positive.numel() else torch.tensor(0.0)
-    found = [underflow, saturation, 1 - finite.float().mean(), snr, -middle]
-    return torch.stack([each.cpu().double() for each in found])
+    ratios = 10 * torch.log10(signal / noise.clamp_min(1e-38))
+    snr = _median(ratios, signal > 0, otherwise=BEST).clamp(-BEST, BEST)
+    scales = quantised.inverse.flatten()
+    scales = scales[:: max(1, scales.numel() // SCALES)]
+    scale = -torch.log2(_median(scales, scales > 0, otherwise=1.0))
+    found = [underflow, saturation, 1 - finite.float().mean(), snr, scale]
+    return torch.stack([each.float() for each in found])
 
 
-def _rows(quantised: Quantised, step: int, rows: int) -> Tensor:
-    values = quantised.values(torch.bfloat16)[:rows:step].float()
-    outer = quantised.outer
-    if outer is None:
-        return values
-    return values * (outer[:rows:step] if outer.dim() and outer.shape[0] == rows else outer)
-
-
-def _inverse_rows(quantised: Quantised, step: int, rows: int) -> Tensor:
-    """What a decoded code of one is multiplied by, for the picked rows."""
-    from mt_megatron.fp8.quantise import _by_blocks
-
-    if quantised.cast.granularity != "block":
-        inverse = quantised.inverse
-        return inverse[:rows:step] if inverse.dim() and inverse.shape[0] == rows else inverse
-    ones = torch.ones(quantised.codes.shape, device=quantised.codes.device)
-    spread = _by_blocks(ones, quantised.inverse, quantised.cast, quantised.along)[:rows:step]
-    return spread if quantised.second is None else spread * quantised.second
+def _median(values: Tensor, valid: Tensor, *, otherwise: float) -> Tensor:
+    """The lower median of the ``valid`` elements of ``values`` [n], a scalar; ``otherwise`` where there is
+    none. A selection by mask would wait for the device."""
+    ordered = torch.where(valid, values, torch.inf).sort().values
+    count = valid.sum()
+    middle = ordered.index_select(0, ((count - 1) // 2).clamp_min(0).view(1))[0]
+    return torch.where(count > 0, middle, otherwise)

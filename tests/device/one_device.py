@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import mt_megatron
-from mt_megatron.fp8.formats import FORMATS, decode, encode
+from mt_megatron.fp8.formats import FORMATS, decode, decode_e8m0, encode, encode_e8m0, rounded
 from mt_megatron.fp8.products import reference, scaled_mm
 from mt_megatron.fp8.quantise import quantise
 from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, ROLES, native_recipes
@@ -243,22 +244,56 @@ def fp8_scalings_that_are_claimed_work(backend: Any) -> dict[str, Any]:
     return figures
 
 
+def _fp32(millions: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(millions):
+        bits = torch.randint(-(2**31), 2**31, (1_000_000,), generator=generator)
+        yield bits.to(torch.int32).view(torch.float32)
+
+
 @check
 def fp8_codes_equal_the_hosts(backend: Any) -> dict[str, Any]:
-    """Every bf16 number and many fp32 ones, clamped and cast here and there; the host's equal ml_dtypes'."""
+    """Every bf16 number and 10,000,000 fp32 ones (a tenth of them in a dry run on the cpu), clamped and cast
+    here and there; the host's equal ml_dtypes'."""
     bf16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    bits = torch.randint(-(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(5))
-    fp32 = bits.to(torch.int32).view(torch.float32)
-    figures = {}
-    for fmt in FORMATS.values():
-        for name, numbers in (("bf16", bf16), ("fp32", fp32)):
+    figures: Counter[str] = Counter()
+    for numbers in (bf16, *_fp32(1 if backend.name == "cpu" else 10)):
+        name, device = str(numbers.dtype).removeprefix("torch."), backend.device()
+        for fmt in FORMATS.values():
             x = numbers[~numbers.isnan()]
-            there = encode(x.to(backend.device()), fmt).cpu().view(torch.uint8)
-            different = int((there != encode(x, fmt).view(torch.uint8)).sum())
+            there = encode(x.to(device), fmt)
+            different = int((there.cpu().view(torch.uint8) != encode(x, fmt).view(torch.uint8)).sum())
             assert not different, f"{different} of {len(x)} codes of {fmt.name} from {name} differ"
-            back = decode(encode(x.to(backend.device()), fmt), fmt, torch.float32).cpu()
+            back = decode(there, fmt, torch.float32).cpu()
             assert torch.equal(back, decode(encode(x, fmt), fmt, torch.float32)), fmt.name
-            figures[f"{fmt.name} from {name}"] = len(x)
+            figures[f"{fmt.name} from {name}"] += len(x)
+        scales = encode_e8m0(numbers.to(device))
+        different = int((scales.cpu() != encode_e8m0(numbers)).sum())
+        assert not different, f"{different} of {len(numbers)} codes of e8m0 from {name} differ"
+        here = decode_e8m0(encode_e8m0(numbers))
+        assert torch.equal(decode_e8m0(scales).cpu().nan_to_num(-1.0), here.nan_to_num(-1.0)), "e8m0"
+        figures[f"e8m0 from {name}"] += len(numbers)
+    return dict(figures)
+
+
+@check
+def fp8_stochastic_rounding_has_the_numbers_mean(backend: Any) -> dict[str, Any]:
+    """Within four standard deviations, with draws of the device's own generator."""
+    draws, device, figures = 40_000, backend.device(), {}
+    generator = torch.Generator(device=device).manual_seed(3)
+    for fmt in FORMATS.values():
+        worst = 0.0
+        for number in (0.3 * fmt.smallest, 1.3, -2.7, 0.61 * fmt.maximum, -fmt.maximum):
+            x = torch.full((draws,), number, device=device)
+            found = rounded(x, fmt, torch.rand(draws, generator=generator, device=device)).cpu()
+            low, high = float(found.min()), float(found.max())
+            assert low <= number <= high and len(found.unique()) <= 2, (fmt.name, number, low, high)
+            share = (number - low) / (high - low) if high > low else 0.0
+            sigma = (high - low) * (share * (1 - share) / draws) ** 0.5
+            deviation = abs(float(found.double().mean()) - number)
+            assert deviation <= 4 * sigma + 1e-6 * abs(number), (fmt.name, number, deviation, sigma)
+            worst = max(worst, deviation / sigma if sigma else 0.0)
+        figures[f"{fmt.name}, standard deviations"] = worst
     return figures
 
 

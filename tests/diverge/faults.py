@@ -107,6 +107,20 @@ def wrong_backward(linear: Any) -> None:
     linear.forward = lambda hidden: forward(Enlarged.apply(hidden))
 
 
+def fp8_scale(linear: Any) -> None:
+    """What the codes of its input are multiplied by is wrong by two powers of two."""
+    recipe = linear.weight.gemm_recipe
+    cast = recipe.cast
+
+    def wrong(role: Any, kind: Any, *operands: Any, **how: Any) -> Any:
+        made = cast(role, kind, *operands, **how)
+        if kind == "input":
+            made.inverse = made.inverse * 4
+        return made
+
+    recipe.cast = wrong
+
+
 FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
     "wrong_scale": (wrong_scale, LAYER.format(1) + "self_attention.core_attention"),
     "swapped_weight": (swapped_weight, LAYER.format(0) + "mlp.linear_fc1"),
@@ -118,6 +132,9 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 """Fault -> what plants it, and where."""
 
+FP8_FAULTS = {"fp8_scale": (fp8_scale, LAYER.format(1) + "mlp.linear_fc1")}
+"""The same of models whose linears compute in FP8."""
+
 
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
@@ -125,7 +142,7 @@ def planted(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    plant, where = FAULTS[name]
+    plant, where = {**FAULTS, **FP8_FAULTS}[name]
     build = llama.LlamaFamily.build_model
 
     def build_with_fault(self: Any, config: Any, layout: Any) -> Any:

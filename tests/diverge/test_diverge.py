@@ -9,7 +9,7 @@ import pytest
 from mt_megatron.diverge.compare import Comparison, Record, compare, read_record
 from mt_megatron.diverge.report import jump
 from tests import emulators
-from tests.diverge.faults import FAULTS
+from tests.diverge.faults import FAULTS, FP8_FAULTS
 from tests.launch import run_ranks
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -20,6 +20,8 @@ ONE_PROCESS = [
     ("bf16", "--bf16", None),
     *((name, "", name) for name in FAULTS if name != "missing_all_reduce"),
     ("bf16_with_wrong_mask", "--bf16", "mask_off_by_one"),
+    ("fp8", "--bf16 --fp8-recipe blockwise", None),
+    ("fp8_scale", "--bf16 --fp8-recipe blockwise", "fp8_scale"),
 ]
 TWO_PROCESSES = [
     ("tp2", TP2, None),
@@ -121,6 +123,16 @@ def test_a_missing_all_reduce_is_seen_between_the_ranks_too(reference: Record, f
 def test_a_gross_fault_is_found_under_bf16s_tolerance(reference: Record, folder: Path) -> None:
     found = against(reference, folder, "bf16_with_wrong_mask")
     assert found.suspect() == FAULTS["mask_off_by_one"][1]
+
+
+def test_fp8_parts_in_its_layers_and_a_broken_cast_in_its_module(reference: Record, folder: Path) -> None:
+    """The first and the last of the four layers stay in bf16."""
+    sound, broken = (against(reference, folder, name) for name in ("fp8", "fp8_scale"))
+    assert sound.suspect() is None or sound.suspect().split(".")[2] in "12", sound.first
+    assert broken.first is not None and broken.first.phase == "forward"
+    assert broken.suspect() == FP8_FAULTS["fp8_scale"][1] and broken.first.error > 1
+    closer = compare(reference, read_record(folder / "fp8", 1), tolerance=0.02).suspect()
+    assert closer is not None and closer.startswith("decoder.layers.1."), closer
 
 
 def test_a_tolerance_of_zero_finds_rounding(reference: Record, folder: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import io
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import mt_megatron
-from mt_megatron.fp8.state import states_of
+from mt_megatron.fp8.activation import Activation
+from mt_megatron.fp8.quantise import quantise
+from mt_megatron.fp8.state import Fp8State, states_of
 from mt_megatron.models.families import family_of
 from mt_megatron.seams.gemm import deferred_wgrad
 from mt_megatron.training.distributed import joined
@@ -66,6 +71,65 @@ def observed() -> dict[str, Any]:
         stored = torch.load(buffer, weights_only=False)
         found["stored"] = torch.equal(stored, linear.weight)
         found["recipe of the stored"] = getattr(stored, "gemm_recipe", None)
+    return found
+
+
+def gathered_operands(recipes: list[str]) -> dict[str, dict[str, Any]]:
+    """Operands that sequence-parallel ranks put together from codes, beside the cast of all their rows."""
+    begin()
+    from megatron.core import parallel_state
+
+    found: dict[str, dict[str, Any]] = {}
+    gathered = Activation.gathered
+    for name in recipes:
+        flags = f"--fp8-recipe {name} --tensor-model-parallel-size 2 --sequence-parallel"
+        flags += " --fp8-amax-history-len 4" if name == "delayed" else ""
+        with joined(config_of(flags), mt_megatron.backend()) as job:
+            run = Run(flags, job)
+            [state] = run.states
+            group = parallel_state.get_tensor_model_parallel_group()
+            counts, digest = Counter[str](), hashlib.sha256()
+
+            def watched(
+                self: Activation,
+                role: Any,
+                parts: Any,
+                state: Fp8State = state,
+                group: Any = group,
+                counts: Counter[str] = counts,
+                digest: Any = digest,
+            ) -> Activation:
+                made = gathered(self, role, parts)
+                whole = made.quantised(role)
+                digest.update(
+                    whole.inverse.numpy().tobytes() + whole.codes.view(torch.uint8).numpy().tobytes()
+                )
+                if self.source is None:
+                    counts["from codes"] += 1
+                    return made
+                rows = [torch.empty_like(self.source) for _ in range(group.size())]
+                dist.all_gather(rows, self.source, group=group)
+                scale = None
+                if state.recipe.scaling == "delayed":
+                    history, scales, _ = state._tensors(torch.device("cpu"))
+                    slot = state._slots[self._owner.name, self._kind]
+                    scale = scales[slot] if history[slot].any() else None
+                expected = quantise(torch.cat(rows), whole.cast, whole.along, scale=scale)
+                same = torch.equal(expected.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+                same = same and torch.equal(expected.inverse, whole.inverse)
+                if whole.second is not None:
+                    assert expected.second is not None
+                    same = same and torch.equal(expected.second, whole.second)
+                counts[f"step {state.step}: {'the same' if same else 'different'}"] += 1
+                return made
+
+            Activation.gathered = watched  # type: ignore[method-assign,assignment]
+            try:
+                for _ in range(2):
+                    run.step()
+            finally:
+                Activation.gathered = gathered  # type: ignore[method-assign]
+            found[name] = {**counts, "digest": digest.hexdigest()}
     return found
 
 

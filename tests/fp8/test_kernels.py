@@ -219,6 +219,8 @@ def test_the_reference_computes_any_recipe_on_a_device(tmp_path: Path) -> None:
 
 def test_values_are_checked() -> None:
     assert any("expected one of auto" in line for line in fp8_problems({"fp8_backend": "deepgemm"}))
+    [te] = fp8_problems({"fp8_backend": "te", "fp8_recipe": "tensorwise"})
+    assert "set transformer_impl transformer_engine with fp8 (--fp8-format)" in te
     assert any("without fp8_recipe" in line for line in fp8_problems({"fp8_backend": "deep_gemm"}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from mt_megatron.cli.main import main
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.quantise import quantise
-from mt_megatron.fp8.recipe import PRESETS
+from mt_megatron.fp8.quantise import Quantised, quantise, rotated
+from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, PRESETS, ROLES, Cast
 from mt_megatron.fp8.telemetry import FIELDS, measures
 from mt_megatron.planning.fp8_report import fp8_cost, fp8_report
 from mt_megatron.planning.memory_estimate import memory_of
@@ -58,6 +59,63 @@ def test_snr_is_the_median_over_blocks() -> None:
     x[0, 0] = 3e7
     bad = measured(x)["snr"]
     assert good > 25 and bad < 1
+
+
+CASTS = {
+    (cast, along): f"{name}-{role}-{kind}"
+    for name, recipe in PRESETS.items()
+    for role in ROLES
+    for kind, along in zip(OPERANDS[role], CONTRACTED[role], strict=True)
+    if (cast := recipe.cast(role, kind)).quantised
+}
+
+
+def by_hand(x: torch.Tensor, made: Quantised) -> dict[str, float]:
+    """``FIELDS`` of whole tensors in fp64, from what the codes stand for."""
+    cast, along = made.cast, made.along
+    source, decoded = x.float(), made.dequantised()
+    if cast.hadamard:
+        # What is cast is the rotated tensor.
+        assert made.outer is not None
+        source, decoded = rotated(source, along, cast.hadamard), made.values(torch.float32) * made.outer
+    clean, decoded = source.double(), decoded.double().nan_to_num(nan=0.0)
+    blocks = [
+        (row[start : start + 128], other[start : start + 128])
+        for row, other in zip(clean, decoded, strict=True)
+        for start in range(0, clean.shape[1] - 127, 128)
+    ]
+    ratios = sorted(
+        min(100.0, 10 * math.log10(a.square().sum() / max(1e-38, (a - b).square().sum())))
+        for a, b in blocks
+        if a.any()
+    )
+    lost = (decoded == 0) & (clean != 0)
+    scales = sorted(made.inverse.flatten().tolist())
+    return {
+        "underflow": float(lost.sum() / (clean != 0).sum()),
+        "snr": ratios[(len(ratios) - 1) // 2],
+        "scale": -math.log2(scales[(len(scales) - 1) // 2]),
+    }
+
+
+@pytest.mark.parametrize(("cast", "along"), CASTS, ids=CASTS.values())
+@pytest.mark.parametrize("shape", [(112, 256), (1024, 256)], ids=["all rows", "sampled"])
+def test_measures_are_those_of_whole_tensors(cast: Cast, along: int, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).pow(12)
+    x[::3] *= 1e-3
+    x = x.bfloat16()
+    made = quantise(x, cast, along, generator=generator)
+    found = dict(zip(FIELDS, measures(x, made).tolist(), strict=True))
+    wanted = by_hand(x, made)
+    whole = shape[0] == 112
+    assert found["snr"] == pytest.approx(wanted["snr"], abs=0.01 if whole else 1.5)
+    assert found["underflow"] == pytest.approx(wanted["underflow"], abs=1e-4 if whole else 0.02)
+    assert found["scale"] == pytest.approx(wanted["scale"], abs=1e-4 if whole else 0.5)
+    # Scales that are rounded to e4m3 leave some block's largest magnitude beyond the range.
+    assert found["not_finite"] == 0 and found["saturation"] <= (0.01 if cast.block_scale == "e4m3" else 0)
+    # The source of other codes is far from what they stand for.
+    assert measures(x.roll(1, 0), made)[FIELDS.index("snr")] < found["snr"] - 6
 
 
 def test_a_layer_that_passes_a_threshold_falls_back_on_all_ranks(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from mt_megatron.fp8.bounds import operand_error, product_bound
 from mt_megatron.fp8.formats import FORMATS
+from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.products import reference, scaled_mm
 from mt_megatron.fp8.quantise import Quantised, quantise, rotated
 from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, Recipe, Role, native_recipes
+from mt_megatron.fp8.state import Fp8State, Options
 from tests.fp8.drawn import KINDS, cases
 
 COUNT = 2000 if os.environ.get("MT_MEGATRON_SOAK") == "1" else 160
@@ -206,3 +208,43 @@ def test_bytes_of_codes_and_scales() -> None:
     assert sizes["mxfp8"] == x.numel() + 256 * 16
     assert sizes["nvfp4"] == x.numel() // 2 + 256 * 32 + 4
     assert all(FORMATS[recipe.fprop.a.format].bits <= 8 for recipe in PRESETS.values())
+
+
+def test_bytes_that_backward_keeps_of_an_input() -> None:
+    """Half of bf16's and the scales, where inputs are kept in FP8; everything that autograd saves."""
+    import megatron.core  # noqa: F401 (before layers that are made for it)
+
+    from mt_megatron.layers.linear import TensorParallelLinear
+
+    rows, inputs, outputs = 256, 512, 128
+    x = torch.randn(rows, inputs).bfloat16().requires_grad_()
+
+    def kept(name: str | None, save_activations: bool) -> int:
+        weight = torch.nn.Parameter(torch.randn(outputs, inputs).bfloat16())
+        if name is not None:
+            state = Fp8State(PRESETS[name], Options(save_activations=save_activations))
+            linear = Fp8Linear(state, "layers.0.linear", weight)
+            state.add(linear)
+            weight.gemm_recipe = linear  # type: ignore[attr-defined]
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            TensorParallelLinear.apply(x, weight, None, False, False, False, None, 0)  # type: ignore[no-untyped-call]
+        return sum(sizes.values())
+
+    count = rows * inputs
+    assert kept(None, False) == 2 * count
+    for name in ("delayed", "tensorwise"):
+        assert kept(name, False) == count + 4, "the codes that fprop reads"
+    for name in ("rowwise", "blockwise", "mxfp8", "nvfp4"):
+        assert kept(name, False) == 2 * count, "wgrad needs other codes"
+    # Scales are fp32 in memory, of 512 columns or of blocks of 128, 32 and 16 rows; a code of 4 bits takes a
+    # byte there.
+    assert kept("rowwise", True) == count + 4 * inputs
+    assert kept("blockwise", True) == count + 4 * count // 128
+    assert kept("mxfp8", True) == count + 4 * count // 32
+    assert kept("nvfp4", True) == count + 4 * count // 16 + 4

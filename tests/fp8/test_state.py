@@ -56,3 +56,12 @@ def test_weights_that_are_gathered_in_fp8_can_grow() -> None:
     found = run_ranks(2, "tests.fp8.odd_uses:gathered_growth", timeout=120)
     for each in found:
         assert each["amax"] == pytest.approx(each["wanted"], rel=0.07), each
+
+
+def test_operands_from_gathered_codes_are_casts_of_all_rows() -> None:
+    """Codes and scales to the bit, in the first step too, when delayed scaling has no history."""
+    first, second = run_ranks(2, "tests.fp8.odd_uses:gathered_operands", list(PRESETS), timeout=150)
+    assert first == second, "scales that ranks share are equal to the bit"
+    for name, found in first.items():
+        assert not [each for each in found if "different" in each], (name, found)
+        assert found["step 0: the same"] == found["step 1: the same"] > 0, (name, found)

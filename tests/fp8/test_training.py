@@ -18,6 +18,7 @@ EP2 = f"{MIXTURE} --expert-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TOGETHER = ("delayed", "tensorwise", "blockwise")
 LINEARS = 4 * 4
 """Of the model: QKV, projection and two of the MLP in four layers."""
 
@@ -84,9 +85,13 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
         "delayed dp2 alone": "--fp8-recipe delayed --fp8-amax-history-len 4 --tp-only-amax-red",
         "delayed ep2": f"--fp8-recipe delayed --fp8-amax-history-len 4 {EP2}",
         "blockwise pp2": f"--fp8-recipe blockwise {PP2} {RECOMPUTE}",
-        "tensorwise ep2 pp2 all": f"--fp8-recipe tensorwise {MIXTURE} {PP2} {RECOMPUTE}",
         "zero1": f"--fp8-recipe rowwise {ZERO1}",
     }
+    for name in TOGETHER:
+        layouts |= {
+            f"{name} experts pp2": f"--fp8-recipe {name} {MIXTURE} {PP2}",
+            f"{name} experts pp2 recomputed": f"--fp8-recipe {name} {MIXTURE} {PP2} {RECOMPUTE}",
+        }
     for name in ("tensorwise", "delayed"):
         layouts |= {
             f"{name} zero1": f"--fp8-recipe {name} {ZERO1}",
@@ -131,7 +136,7 @@ def test_inputs_are_gathered_in_fp8(pairs: list[dict[str, Any]], name: str, alon
     assert counts.get("gather_reductions", 0) == per_gather.get(name, 0) * columns
 
 
-@pytest.mark.parametrize("layout", ["blockwise pp2", "tensorwise ep2 pp2 all", "zero1"])
+@pytest.mark.parametrize("layout", ["blockwise pp2", "zero1"])
 def test_other_layouts_train(pairs: list[dict[str, Any]], layout: str) -> None:
     losses = pairs[-1][layout]["losses"]
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
@@ -140,6 +145,38 @@ def test_other_layouts_train(pairs: list[dict[str, Any]], layout: str) -> None:
 def test_pipeline_stages_change_nothing(pairs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     found = pairs[0]["blockwise pp2"]["losses"]
     assert found == pytest.approx(alone["blockwise"]["losses"][: len(found)], rel=1e-6)
+
+
+def recomputed_alike(plain: dict[str, Any], recomputed: dict[str, Any]) -> None:
+    """Both trained on several micro-batches, one of them with recomputation, with the same numbers."""
+    assert plain["rounds"] == recomputed["rounds"] > 1
+    assert all(map(math.isfinite, plain["losses"])) and plain["losses"][-1] < plain["losses"][0]
+    for what in ("losses", "norms", "rows"):
+        assert plain[what] == recomputed[what], what
+    inputs = [found["counts"]["input.1"] for found in (plain, recomputed)]
+    assert inputs[1] > 1.5 * inputs[0], "inputs are cast anew where they are computed anew"
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_recomputation_changes_nothing_in_a_pipeline_of_experts(
+    pairs: list[dict[str, Any]], name: str
+) -> None:
+    """FP8 with a pipeline, recomputation, accumulation and experts together."""
+    for found in pairs:
+        recomputed_alike(found[f"{name} experts pp2"], found[f"{name} experts pp2 recomputed"])
+
+
+@pytest.mark.daily
+def test_recomputation_changes_nothing_on_four_ranks(folder: str, alone: dict[str, Any]) -> None:
+    both = f"{EP2} {PP2} {ZERO1}"
+    layouts = {
+        f"{name}{how}": f"--fp8-recipe {name} {both} {flags}"
+        for name in TOGETHER
+        for how, flags in (("", ""), (" recomputed", RECOMPUTE))
+    }
+    for found in run_ranks(4, f"{CASES}:trained", folder, layouts, 4, timeout=280):
+        for name in TOGETHER:
+            recomputed_alike(found[name], found[f"{name} recomputed"])
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
