@@ -193,8 +193,8 @@ class Ranks:
 
 
 def cut_anew(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
-    """``costs`` of stages of ``before`` layers as those of ``after`` layers. A layer costs what it does on the
-    stages but the last; what the last stage costs above that belongs to the output layer."""
+    """``costs`` of stages of ``before`` layers as those of ``after`` layers. A layer costs what it does on
+    the stages but the last; what the last stage costs above that belongs to the output layer."""
 
     def cut(value: Any) -> list[float]:
         seconds = np.asarray(value, dtype=np.float64).reshape(len(before), -1).mean(axis=1)
@@ -276,12 +276,12 @@ def main() -> None:
         rows.append([title, f"{real * 1e3:.1f} ms", f"{simulated * 1e3:.1f} ms", f"{error:+.1%}"])
         figures.append({"layout": title, "seconds": times, "simulated": simulated, "error": error})
     errors = sorted(abs(each["error"]) for each in figures[1:])
+    traced, again = measured.pipeline_seconds * 1e3, measured.seconds(measured.program()) * 1e3
     summary = (
         f"{len(errors)} layouts beside the traced one: median error {statistics.median(errors):.1%}, largest "
-        f"{errors[-1]:.1%}. Traced: {measured.schedule.name}, pipeline of a step "
-        f"{measured.pipeline_seconds * 1e3:.1f} ms measured, {measured.seconds(measured.program()) * 1e3:.1f} "
-        f"ms simulated from its own steps; sends {'wait for' if measured.rendezvous else 'do not wait for'} "
-        "the receiver."
+        f"{errors[-1]:.1%}. Traced: {measured.schedule.name}, pipeline of a step {traced:.1f} ms measured, "
+        f"{again:.1f} ms simulated from its own steps; sends "
+        f"{'wait' if measured.rendezvous else 'do not wait'} for the receiver."
     )
     text = f"{summary}\n\n{table(HEADER, rows)}"
     print(text)
