@@ -78,6 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--exit-interval 3",
         "dropped second": f"{DROPOUT} {PP2} --pipeline-schedule zb_h1 --save FOLDER/d",
         "dropped upstream": f"{DROPOUT} {PP2}",
+        "dropped named": f"{DROPOUT} {PP2} --pipeline-schedule 1f1b",
     }
     first: dict[str, Any] = run_ranks(2, f"{HERE}:runs", str(folder), flags, timeout=200)[0]
     assert {name: result["error"] for name, result in first.items() if result["error"]} == {}
@@ -87,6 +88,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_file_and_a_name_run_as_upstream_does(found: dict[str, Any]) -> None:
     assert found["named"] == found["upstream"] == found["file"]
     assert len(found["upstream"]["steps"]) == 6
+
+
+def test_1f1b_is_upstream_untouched(found: dict[str, Any]) -> None:
+    """With dropout, whose numbers the executor would draw otherwise."""
+    assert found["dropped named"] == found["dropped upstream"]
+    assert found["dropped named"]["steps"] != found["dropped"]["steps"]
 
 
 def test_a_v_goes_on_from_a_loops_checkpoint(found: dict[str, Any]) -> None:
