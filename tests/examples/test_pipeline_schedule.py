@@ -65,7 +65,7 @@ def steps(run: Path) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("folder", ["llama3", "deepseekv3"])
 def test_auto_trains_as_1f1b_does(folder: str, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    for i in range(40):
+    for i in range(60):
         lines = (f"entry {i} of {j}: {(i * 37 + j * 11) % 101} and {(i + j) % 7}\n" for j in range(120))
         (tmp_path / "corpus" / f"d{i:02d}.txt").write_text("".join(lines))
     for schedule in ("1f1b", "auto"):
