@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--soak", action="store_true", help="also run acceptance volumes, and write results/soak-*"
     )
+    group.addoption(
+        "--soak-record",
+        metavar="NAME",
+        help="with --soak: write results/NAME.json and .md after every test, and leave out tests that passed "
+        "in it with the same sources",
+    )
     group.addoption("--backend", default="cpu", help="run tests marked backend(NAME) of this name too (cpu)")
 
 
@@ -43,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MT_MEGATRON_DAILY"] = "1"
     if config.getoption("--soak"):
         os.environ["MT_MEGATRON_SOAK"] = "1"
-        config.pluginmanager.register(SoakReport(config))
+        name = config.getoption("--soak-record")
+        report = SoakReport(config, name=name) if name else SoakReport(config)
+        config.pluginmanager.register(report, "soak-report")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
     soak = config.getoption("--soak")
+    if soak and item.nodeid in config.pluginmanager.get_plugin("soak-report").passed:
+        return False
     if item.get_closest_marker("soak") and not soak:
         return False
     if item.get_closest_marker("daily") and not (config.getoption("--all") or soak):

@@ -12,7 +12,9 @@ usage: bash tests/run.sh [--all] [--soak] [--backend NAME] [arguments of pytest]
 
 Makes the environment .venv if there is none, then runs ruff, mypy and pytest.
   --all            also the second lane, marked daily: what proves the port and hardly ever fails
-  --soak           both lanes and acceptance volumes; writes results/soak-DATE.json and .md
+  --soak           both lanes and acceptance volumes; writes results/soak-DATE.json and .md. With
+                   --soak-record NAME (of pytest): results/NAME.json, after every test, and what passed
+                   in it with the same sources is left out
   --backend NAME   also the tests of this backend: on its device, or for musa, where torch_musa is
                    not installed, on the emulator of tests/emulators (cpu)
 Variables: PYTHON (interpreter that has everything already), TORCH_SPEC (torch<=2.13.0), WORKERS (test

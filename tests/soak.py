@@ -1,11 +1,13 @@
 """The dated record of an acceptance run: what ran where, how it ended, and every figure it reported.
 
-A test adds a figure with pytest's ``record_property(name, value)``.
+A test adds a figure with pytest's ``record_property(name, value)``. ``--soak-record NAME`` makes the record
+continuable: it is written after every test, and a later run with the same sources leaves out what passed.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,13 +23,33 @@ _PACKAGES = ("mt_megatron", "megatron-core", "torch", "numpy", "transformers")
 
 
 class SoakReport:
-    """A pytest plugin that writes ``results/soak-YYYY-MM-DD.json`` and ``.md`` when the session ends."""
+    """A pytest plugin that writes ``results/soak-YYYY-MM-DD.json`` and ``.md`` when the session ends, or with
+    a name ``results/NAME.json`` and ``.md`` after every test."""
 
-    def __init__(self, config: pytest.Config, folder: Path = ROOT / "results") -> None:
+    def __init__(
+        self, config: pytest.Config, folder: Path = ROOT / "results", name: str | None = None
+    ) -> None:
         self._config = config
         self._folder = folder
         self._started = datetime.datetime.now(datetime.timezone.utc)
         self._tests: dict[str, dict[str, Any]] = {}
+        self._name = name
+        self._sources = "" if name is None else sources()
+        self.passed: frozenset[str] = frozenset()
+        """Tests that an earlier run of the same sources passed under this name."""
+
+        if name is not None:
+            self._go_on(folder / f"{name}.json")
+
+    def _go_on(self, earlier: Path) -> None:
+        if not earlier.exists():
+            return
+        record = json.loads(earlier.read_text(encoding="utf-8"))
+        if record.get("sources") != self._sources:
+            return
+        self._started = datetime.datetime.fromisoformat(record["date"])
+        self._tests = {each["test"]: each for each in record["tests"] if each["outcome"] == "passed"}
+        self.passed = frozenset(self._tests)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         entry = self._tests.setdefault(
@@ -42,24 +64,40 @@ class SoakReport:
                 entry["outcome"] = "passed"
         elif entry["outcome"] != "failed":
             entry["outcome"] = report.outcome
+        # Of parallel runs the controller alone hears all tests.
+        if self._name is not None and report.when == "teardown" and not hasattr(self._config, "workerinput"):
+            failed = any(each["outcome"] not in ("passed", "skipped") for each in self._tests.values())
+            self._write(int(failed))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if not self._tests:
-            return
+        # A continued record has what earlier runs found as well: its status is that of all of them.
+        if self._tests and self._name is None:
+            self._write(int(exitstatus))
+
+    def _write(self, exitstatus: int) -> None:
         record = {
             "date": self._started.isoformat(timespec="seconds"),
             "backend": self._config.getoption("--backend"),
-            "exit_status": int(exitstatus),
+            "exit_status": exitstatus,
             "machine": machine(),
+            **({"sources": self._sources} if self._name is not None else {}),
             "tests": list(self._tests.values()),
         }
         self._folder.mkdir(exist_ok=True)
-        stem = self._folder / f"soak-{self._started.date().isoformat()}"
+        stem = self._folder / (self._name or f"soak-{self._started.date().isoformat()}")
         stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         stem.with_suffix(".md").write_text(as_markdown(record), encoding="utf-8")
 
     def pytest_report_header(self) -> str:
         return f"acceptance volumes; the record goes to {self._folder}"
+
+
+def sources() -> str:
+    """A digest of the package's modules."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "mt_megatron").rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def machine() -> dict[str, Any]:

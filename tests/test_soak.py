@@ -43,7 +43,8 @@ def _pytest(folder: Path, *options: str) -> dict:
         "from pathlib import Path\n"
         "from tests import conftest, soak\n"
         f"class Here(soak.SoakReport):\n"
-        f"    def __init__(self, config): super().__init__(config, Path({str(folder)!r}) / 'results')\n"
+        f"    def __init__(self, config, name=None): "
+        f"super().__init__(config, Path({str(folder)!r}) / 'results', name)\n"
         "conftest.SoakReport = Here\n"
         "from tests.conftest import *\n"
     )
@@ -81,6 +82,22 @@ def test_soak_runs_them_and_leaves_a_record(tmp_path: Path) -> None:
     assert found["record"]["exit_status"] == 1
     assert "1 failed, 2 passed; pytest ended with 1." in found["markdown"]
     assert "| failed |" in found["markdown"] and "repetitions = 200" in found["markdown"]
+
+
+def test_a_named_record_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    options = ["--soak", "--soak-record", "soak-mine"]
+    first = _pytest(tmp_path, *options)
+    assert "1 failed, 2 passed, 1 deselected" in first["closing"]
+    second = _pytest(tmp_path, *options)
+    assert "1 failed, 3 deselected" in second["closing"]
+    outcomes = [
+        {entry["test"].split("::")[1]: entry["outcome"] for entry in found["record"]["tests"]}
+        for found in (first, second)
+    ]
+    assert outcomes[0] == outcomes[1] and sorted(outcomes[0].values()) == ["failed", "passed", "passed"]
+    path = tmp_path / "results" / "soak-mine.json"
+    path.write_text(path.read_text().replace(second["record"]["sources"], "of other sources"))
+    assert "1 failed, 2 passed, 1 deselected" in _pytest(tmp_path, *options)["closing"]
 
 
 def test_a_backend_selects_its_own_tests(tmp_path: Path) -> None:

@@ -184,6 +184,11 @@ HEADER = (
 )
 
 
+def _named(options: argparse.Namespace) -> str:
+    """Kinds of links that were run, each with its own file where they are run apart."""
+    return "-".join(dict.fromkeys("slow" if delay else "healthy" for delay in options.delays))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=24)
@@ -213,8 +218,8 @@ def main() -> None:
         folder_ = HERE.parents[1] / "results"
         for path in record(
             folder_,
-            f"pipeline-slow-link{'-paced' if options.pace else ''}",
-            "auto over a slow and a healthy link",
+            f"pipeline-{_named(options)}-link{'-paced' if options.pace else ''}",
+            f"auto over a {_named(options).replace('-', ' and a ')} link, really run",
             figures,
             text,
         ):

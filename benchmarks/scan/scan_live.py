@@ -266,11 +266,11 @@ def main() -> int:
             f"their watcher (nice 10) and a process of nice 5 that wants {options.load:g} of a core"
             f"; load averages at the end {', '.join(f'{each:.1f}' for each in os.getloadavg())}"
         )
-        _record(options.record, figures, trials, load)
+        _record(options, figures, trials, load)
     return 0
 
 
-def _record(folder: Path, figures: dict[str, Any], trials: list[Trial], load: str) -> None:
+def _record(options: argparse.Namespace, figures: dict[str, Any], trials: list[Trial], load: str) -> None:
     rows = [
         [name, str(one["trials"]), str(one["right"]), str(one["right_in_time"]), str(one["named"])]
         for name, one in figures["by_fault"].items()
@@ -282,7 +282,10 @@ def _record(folder: Path, figures: dict[str, Any], trials: list[Trial], load: st
         f"\n\n{figures['alarms_without_fault']} alarms in {figures['minutes_without_fault']} minutes of "
         f"training without a fault. Beside the ranks: {load}."
     )
-    for path in record(folder, "scan-live", "Live faults, real ones, four Gloo ranks", whole, tables):
+    name, title = "scan-live", "Live faults, real ones, four Gloo ranks"
+    if options.layouts != list(LAYOUTS):
+        name, title = f"{name}-{'-'.join(options.layouts)}", f"{title}, {', '.join(options.layouts)}"
+    for path in record(options.record, name, title, whole, tables):
         print(path)
 
 

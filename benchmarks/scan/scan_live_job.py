@@ -74,6 +74,19 @@ LAYOUTS = {
             reads=(),
         ),
         Layout(
+            name="pp4-zero-bubble",
+            options="--pipeline-model-parallel-size 4 --global-batch-size 32 --pipeline-schedule zb_h1",
+            links=(Link(ranks=(0, 1)), Link(ranks=(1, 2)), Link(ranks=(2, 3))),
+            reads=(),
+        ),
+        Layout(
+            name="pp4-breadth-first",
+            options="--pipeline-model-parallel-size 4 --global-batch-size 32 --num-layers 8 "
+            "--virtual-pipeline-model-parallel-size 2 --pipeline-schedule breadth_first",
+            links=(Link(ranks=(0, 1)), Link(ranks=(1, 2)), Link(ranks=(2, 3))),
+            reads=(),
+        ),
+        Layout(
             name="dp2-pp2",
             options="--pipeline-model-parallel-size 2 --global-batch-size 40",
             links=(Link(ranks=(0, 2), megabits=1.2), Link(ranks=(1, 3), megabits=1.2)),

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_megatron.launching.scripts.choice import LOG_FOLDER, SCHEDULE
+from mt_megatron.pipeline.policy.decision_log import FILE, records
 from tests.emulators import environment as emulator
 from tests.upstream.checkout import checked, unchanged
 from tests.upstream.data import write_dataset
@@ -23,6 +25,11 @@ DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 NO_DROPOUT = ("--attention-dropout", "0.0", "--hidden-dropout", "0.0")
 DISTRIBUTED = ("--ckpt-format", "torch_dist", "--use-dist-ckpt")
 PER_RANK = ("--ckpt-format", "torch")
+PIPELINED = (*NO_DROPOUT, *DISTRIBUTED, "--pipeline-model-parallel-size", "2")
+CHUNKS = (
+    *(*PIPELINED, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"),
+    *("--global-batch-size", "16"),
+)
 LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
@@ -47,6 +54,10 @@ class Case:
     """Another case whose checkpoint it also goes on from, to losses that differ by rounding alone."""
     rounding: float = 2e-5
     """Relative: losses are printed with seven digits, and layouts add in other orders."""
+    schedule: str = ""
+    """Value of ``--pipeline-schedule``."""
+    same_as: str = ""
+    """Another case whose losses and norms these are, to every digit that is printed."""
 
 
 CASES = (
@@ -62,9 +73,15 @@ CASES = (
     Case(
         name="pp2",
         ranks=2,
-        arguments=(*NO_DROPOUT, *DISTRIBUTED, "--pipeline-model-parallel-size", "2"),
+        arguments=PIPELINED,
         continues="one",
     ),
+    *(
+        Case(name=f"pp2-{name}", ranks=2, schedule=name, same_as="pp2", arguments=PIPELINED)
+        for name in ("1f1b", "auto", "zb_h1")
+    ),
+    Case(name="vpp2", ranks=2, arguments=CHUNKS),
+    Case(name="vpp2-auto", ranks=2, schedule="auto", same_as="vpp2", arguments=CHUNKS),
     Case(name="pp2-torch", ranks=2, arguments=(*DROPOUT, *PER_RANK, "--pipeline-model-parallel-size", "2")),
     Case(
         name="distributed-optimizer",
@@ -112,6 +129,16 @@ class Proof:
         assert list(first.losses) == list(range(1, STEPS + 1)), f"{case.name}: {first.text[-3000:]}"
         print(f"{case.name}: " + " ".join(first.losses.values()))
         self._first[case.name] = first
+        if case.same_as:
+            wanted = self._first[case.same_as]
+            assert (first.losses, first.norms) == (wanted.losses, wanted.norms), (
+                f"{case.name}: {first.losses}"
+            )
+            print(f"{case.name}: losses and norms of {case.same_as}, to every digit")
+        if case.schedule == "auto":
+            decided = [each["record"] for each in records(self._decisions(case, "train") / FILE)]
+            assert "decision" in decided, f"{case.name}: {decided}"
+            print(f"{case.name}: {decided.count('decision')} decisions")
         _rewind(saved)
         self._compare(case, "resumed", self._pretrain(case, "resume", "--load", str(saved)), first)
         if case.continues in self._first:
@@ -130,8 +157,17 @@ class Proof:
             (*case.arguments, *samples, *more),
             backend=self._backend,
             ranks=case.ranks,
-            environment=surroundings(self._backend),
+            environment={**surroundings(self._backend), **self._schedule(case, what)},
         )
+
+    def _schedule(self, case: Case, what: str) -> Mapping[str, str]:
+        if not case.schedule:
+            return {}
+        self._decisions(case, what).mkdir(exist_ok=True)
+        return {SCHEDULE: case.schedule, LOG_FOLDER: str(self._decisions(case, what))}
+
+    def _decisions(self, case: Case, what: str) -> Path:
+        return self._scratch / f"{case.name}.{what}.decisions"
 
     def _compare(
         self, case: Case, what: str, found: Output, expected: Output, tolerance: float = 0.0
@@ -172,8 +208,10 @@ def main() -> None:
     print(f"pretrain_gpt.py of {checkout} on {options.backend}{said}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mt_megatron_upstream_") as folder, unchanged(checkout):
         proof = Proof(checkout, options.backend, Path(folder))
+        wanted = set(options.only or (case.name for case in CASES))
+        wanted |= {case.same_as for case in CASES if case.name in wanted}
         for case in CASES:
-            if not options.only or case.name in options.only:
+            if case.name in wanted:
                 proof.run(case)
         if options.backend == "cpu" and not options.no_gate:
             print(judge_checkout(checkout, Path(folder)))

@@ -14,6 +14,7 @@ from mt_megatron.pipeline.csv_form import to_csv
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.training.validate import validate
 from tests.launch import run_ranks
+from tests.pipeline.execute import table
 from tests.training.loop_cases import MODEL, TRAINING
 
 HERE = "tests.pipeline.execute.trainer_ranks"
@@ -77,6 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--exit-interval 3",
         "dropped second": f"{DROPOUT} {PP2} --pipeline-schedule zb_h1 --save FOLDER/d",
         "dropped upstream": f"{DROPOUT} {PP2}",
+        "dropped named": f"{DROPOUT} {PP2} --pipeline-schedule 1f1b",
     }
     first: dict[str, Any] = run_ranks(2, f"{HERE}:runs", str(folder), flags, timeout=200)[0]
     assert {name: result["error"] for name, result in first.items() if result["error"]} == {}
@@ -86,6 +88,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_file_and_a_name_run_as_upstream_does(found: dict[str, Any]) -> None:
     assert found["named"] == found["upstream"] == found["file"]
     assert len(found["upstream"]["steps"]) == 6
+
+
+def test_1f1b_is_upstream_untouched(found: dict[str, Any]) -> None:
+    """With dropout, whose numbers the executor would draw otherwise."""
+    assert found["dropped named"] == found["dropped upstream"]
+    assert found["dropped named"]["steps"] != found["dropped"]["steps"]
 
 
 def test_a_v_goes_on_from_a_loops_checkpoint(found: dict[str, Any]) -> None:
@@ -103,6 +111,38 @@ def test_schedules_change_between_runs_without_a_trace(found: dict[str, Any]) ->
     assert sorted(first) == ["1", "2", "3"] and sorted(second) == ["4", "5", "6"]
     assert {**first, **second} == whole
     assert found["dropped upstream"]["steps"] != whole
+
+
+MODELS = {
+    "dense": "",
+    "experts and mtp": EXPERTS,
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_run_that_switches_and_resumes_is_upstreams_to_the_bit(
+    tmp_path: Path, pp: int, chunks: int, model: str, dtype: str, record_property: Any
+) -> None:
+    names = [name.format(cap=pp + 1 + (chunks - 1) * pp, group=3) for name in table.SCHEDULES[chunks][1:]]
+    flags = f"{PLAIN} --pipeline-model-parallel-size {pp} --eval-iters 1 --num-layers {2 * pp} {dtype} "
+    flags += MODELS[model]
+    if chunks > 1:
+        flags += f" --virtual-pipeline-model-parallel-size {chunks}"
+    found = run_ranks(pp, f"{HERE}:switching", str(tmp_path), flags, pp, chunks, names, timeout=300)[0]
+    ran = found.pop("ran")
+    assert {name: result["error"] for name, result in found.items() if result["error"]} == {}
+    upstream = found["upstream"]
+    assert len(upstream["steps"]) == 6 and upstream["valid"]
+    assert found["switched"] == upstream
+    first, second = found["first"]["steps"], found["second"]["steps"]
+    assert sorted(first) == ["1", "2", "3"] and {**first, **second} == upstream["steps"]
+    assert len(ran) == 12 and len(set(ran)) == len(names)
+    record_property("steps equal to the bit, each by another schedule", len(ran))
 
 
 @pytest.mark.daily

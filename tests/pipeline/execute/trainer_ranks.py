@@ -8,6 +8,7 @@ from unittest import mock
 
 from mt_megatron.checkpoint import save
 from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.pipeline.choice import ScheduleChoice, parse
 from tests.layers.attention import packed_ranks
 from tests.training import loop_cases
 
@@ -20,6 +21,36 @@ def runs(folder: str, flags: dict[str, str]) -> dict[str, Any]:
         result = loop_cases.run(given.replace("FOLDER", folder), folder, name.replace(" ", "_"))
         found[name] = {key: result.get(key) for key in ("steps", "valid", "error")}
     return found
+
+
+def switching(folder: str, flags: str, pp: int, chunks: int, schedules: list[str]) -> dict[str, Any]:
+    """A run by upstream's schedule; one that takes the next of ``schedules`` in every step; and one that
+    does so backwards, stops after 3 steps and goes on forwards."""
+    loop_cases.start()
+    named = [parse(name).source(pp, chunks) for name in schedules]
+    ran: list[str] = []
+
+    def in_turns(order: list[Any]) -> Any:
+        def choose(step: int, microbatches: int, forward_only: bool) -> Any:
+            schedule = order[step % len(order)](step, microbatches, forward_only)
+            if not forward_only:
+                ran.append(schedule.name)
+            return schedule
+
+        return mock.patch.object(ScheduleChoice, "source", lambda self, ranks, count: choose)
+
+    found = {"upstream": loop_cases.run(flags, folder, "upstream")}
+    flags = f"{flags} --pipeline-schedule {schedules[0]}"
+    with in_turns(named):
+        found["switched"] = loop_cases.run(flags, folder, "switched")
+    with in_turns(named[::-1]):
+        found["first"] = loop_cases.run(f"{flags} --save {folder}/saved --exit-interval 3", folder, "first")
+    with in_turns(named):
+        found["second"] = loop_cases.run(f"{flags} --save {folder}/saved", folder, "second")
+    results: dict[str, Any] = {
+        name: {key: result.get(key) for key in ("steps", "valid", "error")} for name, result in found.items()
+    }
+    return {**results, "ran": ran}
 
 
 def resumed_from_an_earlier_version(folder: str, flags: str) -> dict[str, Any]:

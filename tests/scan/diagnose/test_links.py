@@ -287,3 +287,44 @@ def test_the_two_directions_of_the_only_link_are_no_measure_for_each_other() -> 
     units = [unit("pp", (0, 1), times, edge=True), unit("pp", (1, 0), times, edge=True, seed=5)]
     (found,) = judge(units, table(pp=2))
     assert (found.cause, found.ranks) == ("slow_link", (0, 1)) and found.confidence > 0.7
+
+
+BUSY_PAST = (
+    *(6.0, 0.2, 0.2, 0.3, 5.3, 0.3, 0.3, 2.1, 2.4, 3.7, 4.2, 5.7),
+    *(5.6, 2.5, 0.4, 1.1, 0.3, 0.3, 0.4, 0.2, 1.6, 0.2, 1.8),
+)
+"""Milliseconds of transfers from rank 1 to rank 0 of a run under ``zb_h1`` beside other work, by step: no
+healthy stretch without a break lasts a fifth of the run."""
+
+SLOWED = (
+    *(39.0, 34.2, 32.2, 35.3, 35.1, 34.6, 32.4, 41.8, 31.0, 20.9, 20.8, 37.2),
+    *(30.5, 21.9, 39.0, 37.4, 35.9, 32.7, 29.4, 37.0, 21.8, 24.4, 31.0, 36.4),
+    *(34.7, 20.5, 32.1, 32.3, 31.1, 33.3, 35.4, 26.9, 36.0, 35.4, 33.7, 36.4),
+)
+"""The steps after, each send and each receive 20 ms longer."""
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_a_busy_time_in_the_past_hides_no_slow_link(order: int) -> None:
+    draw = np.random.default_rng(order)
+    past = np.array(BUSY_PAST)
+    if order:
+        past = draw.permutation(past)
+
+    def edge(times: np.ndarray) -> Unit:
+        number = len(times)
+        rows = Rows(
+            iteration=np.arange(1, number + 1),
+            label=np.zeros(number, dtype=np.int64),
+            count=np.full(number, 8),
+            time=times * MS,
+        )
+        return replace(unit("pp", (1, 0), 1.0, edge=True), rows=rows)
+
+    slowed = np.concatenate((past, SLOWED))
+    (found,) = slow_units([edge(slowed)], np.arange(1, len(slowed) + 1), 660.0 * MS)
+    assert found.first_step == len(past) + 1 and found.last_step == len(slowed)
+    assert 20 * MS < found.extra_ns < 40 * MS and found.ratio > 5 and found.confidence > 0.9
+    # Nothing but the busy times: no link is slow.
+    healthy = np.concatenate((past, draw.permutation(past), draw.permutation(past)))
+    assert slow_units([edge(healthy)], np.arange(1, len(healthy) + 1), 660.0 * MS) == []

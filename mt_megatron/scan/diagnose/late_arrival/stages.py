@@ -70,13 +70,20 @@ def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
 
 
 def above_past(series: Floats, *, least: float, tests: int, floor: float = 0.012) -> list[Raised]:
-    """Stretches of ``series`` above its own lowest level, which must hold for a fifth of the steps."""
+    """Stretches of ``series`` above the lowest level that a fifth of the steps have, or less.
+
+    These steps need not follow each other: a busy minute in between parts a healthy past into stretches of
+    which none may be long enough by itself.
+    """
     cut = stretches(series, floor=floor)
-    total = int(np.isfinite(series).sum())
-    lasting = [each for each in cut if each.stop - each.start >= max(4, _BASELINE_SHARE * total)]
-    if len(cut) < 2 or not lasting:
+    fewest = max(4.0, _BASELINE_SHARE * int(np.isfinite(series).sum()))
+    if len(cut) < 2:
         return []
-    baseline = min(each.level for each in lasting)
+    ordered = sorted(cut, key=lambda each: each.level)
+    steps = np.cumsum([each.stop - each.start for each in ordered])
+    if steps[-1] < fewest:
+        return []
+    baseline = ordered[int(np.argmax(steps >= fewest))].level
     return raised_levels(series - baseline, least=least, tolerated=0.02, floor=floor, tests=10 * tests)
 
 

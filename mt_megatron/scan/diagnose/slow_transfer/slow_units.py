@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.scan.analysis.matched_ops import Rows, Samples
 from mt_megatron.scan.analysis.raised_levels import Raised, raised_levels
-from mt_megatron.scan.analysis.robust import Floats
+from mt_megatron.scan.analysis.robust import Floats, noise
 from mt_megatron.scan.analysis.units import LEAST_EXTRA_NS, LEAST_LOSS, SlowUnit, Unit
 from mt_megatron.scan.diagnose.late_arrival.stages import above_past
 
@@ -62,18 +62,20 @@ def _of_class(
         share[:, column] = total.sum(axis=1)
         typical[:, column] = _typical(reference, time)
     with np.errstate(all="ignore"):
-        logs = np.log(np.where(cost > 0, cost, np.nan) / np.where(operations > 0, operations, np.nan))
-    risen = [_raised(series, True, tests) for series in logs]
+        each = np.where(operations > 0, operations, np.nan)
+        compared = np.where(cost > 0, cost, np.nan) / each
+        # Beside the past one operation is compared: how many can be judged differs from step to step.
+        single = np.where(alone > 0, alone, np.nan) / each
+    risen = [_raised(series, True, tests) for series in _stabilised(compared)[0]]
+    by_itself, started = _stabilised(single)
     found: list[SlowUnit] = []
     for row, unit in enumerate(units):
         main = typical[row, int(np.argmax(share[row]))]
         by_past = bool(alone[row].sum() > cost[row].sum())
-        # Beside the past one operation is compared: how many can be judged differs from step to step.
-        each = np.where(operations[row] > 0, operations[row], np.nan)
+        host = 0.0
         with np.errstate(all="ignore"):
             if by_past:
-                series = np.log(np.where(alone[row] > 0, alone[row], np.nan) / each)
-                seen = alone[row]
+                series, host, seen = by_itself[row], float(started[row]), alone[row]
             else:
                 series = np.log(cost[row] / normal[row])
                 series[~np.isfinite(series)] = np.nan
@@ -87,15 +89,16 @@ def _of_class(
         for raised in stretches:
             inside = slice(raised.start, raised.stop)
             slowed = float(np.nanmean(np.where(seen[inside] > 0, seen[inside], np.nan)))
-            lost = slowed * (1.0 - exp(-raised.level))
             number = max(float(operations[row, inside].mean()), 1e-9)
+            usual = max((slowed + host * number) * exp(-raised.level) - host * number, 0.0)
+            lost = slowed - usual
             extra = lost / number
             if lost < LEAST_LOSS * step_ns or extra < max(LEAST_EXTRA_NS, 3.0 * _finite(unit.clock_error)):
                 continue
             found.append(
                 SlowUnit(
                     unit=unit,
-                    ratio=exp(raised.level),
+                    ratio=slowed / max(usual, number) if host else exp(raised.level),
                     confidence=raised.confidence,
                     certainty=raised.certainty,
                     first_step=int(iteration[raised.start]),
@@ -109,6 +112,18 @@ def _of_class(
                 )
             )
     return found
+
+
+def _stabilised(times: Floats) -> tuple[Floats, Floats]:
+    """Logarithms of ``times`` [units, steps, ns] plus the noise of each unit's times, and that noise [units, ns].
+
+    What the hosts add to a transfer (a rank or a thread that has to wait for a processor) does not grow with
+    it: where the wire takes 0.2 ms, 3 ms of that are a factor of 15, and a fault of 20 ms would not stand out
+    from them in plain logarithms. Where noise is a small share of the times nothing changes.
+    """
+    started = np.array([noise(row) for row in times])
+    with np.errstate(all="ignore"):
+        return np.log(times + started[:, None]), started
 
 
 def _finite(value: float) -> float:
