@@ -44,7 +44,7 @@ a schedule by less than it can be wrong."""
 DECISION_SHARE = 0.01
 """Part of the steps' time that decisions may take."""
 
-SECONDS_PER_ACTION = 20e-6
+SECONDS_PER_ACTION = 10e-6
 """Seconds that laying out one action takes by one rule: about twice what a core of today takes."""
 
 VARIES = 2.0
