@@ -88,9 +88,9 @@ def placements(ranks: int) -> tuple[Placement, ...]:
     return (*(Placement(ranks, chunks) for chunks in (1, 2, 4)), Placement(ranks, 2, Style.V))
 
 
-@lru_cache(maxsize=4)
-def statics(ranks: int, microbatches: int) -> tuple[Static, ...]:
-    """Every static schedule that fits the cap."""
+@lru_cache(maxsize=8)
+def statics(ranks: int, microbatches: int, slow: float) -> tuple[Static, ...]:
+    """Every static schedule that fits the cap. ``slow``: delay of the slow link."""
     made: list[Static] = []
     for placement in placements(ranks):
         chunks, cap = placement.chunks, cap_of(placement)
@@ -106,12 +106,10 @@ def statics(ranks: int, microbatches: int) -> tuple[Static, ...]:
                 cap=[int(each) for each in cap], split=split, costs=uniform(placement, HEALTHY),
             )  # fmt: skip
             made.append(Static(f"memory_capped{' split' * split}, {place}", Program(schedule), 0))
-        for delay in (HEALTHY, *sorted({delay * part for delay in DELAYS for part in (1 / 7, 0.25, 0.5, 1)})):
+        for delay in (HEALTHY, *(slow * part for part in (1 / (ranks - 1), 0.25, 0.5, 1))):
             costs, healthy = uniform(placement, delay), delay == HEALTHY
             words = "for healthy links" if healthy else f"for {delay:.2g} F on every link"
-            for rule in (
-                rule for split in (True, False) for rule in rules(placement, microbatches, split=split)
-            ):
+            for rule in rules(placement, microbatches, split=True):
                 try:
                     found = list_schedule(placement, microbatches, costs, cap, rule)
                 except ConfigError:
@@ -308,21 +306,8 @@ def measure(
     """The cell over the histories of ``seeds``. The static schedules that are compared on all of them are
     the best ones on the first ``SAMPLE`` seeds of the mechanism, whatever ``seeds``."""
 
-    def drawn(seeds: Iterable[int]) -> list[History]:
-        return [
-            draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay)
-            for seed in seeds
-        ]
-
-    every = statics(ranks, microbatches)
-    sample = _Times(drawn(range(SAMPLE)), 4)
-    coarse = {each.label: float(sample.of(each).mean()) for each in every}
-    final = [
-        each
-        for kind in range(len(CLASSES))
-        for each in sorted((e for e in every if e.kind == kind), key=lambda e: coarse[e.label])[:FINAL]
-    ]
-    histories = drawn(seeds)
+    final = finalists(mechanism, microbatches, delay, ranks, steps)
+    histories = _drawn(mechanism, seeds, microbatches, delay, ranks, steps)
     times = [_Times(histories[at : at + SAMPLE]) for at in range(0, len(histories), SAMPLE)]
     static = {each.label: np.concatenate([part.of(each) for part in times]) for each in final}
     runs = [run_policy(history, CHUNKS[delay]) for history in histories]
@@ -338,6 +323,28 @@ def measure(
         np.array([run.decisions for run in runs], dtype=np.float64),
         np.array([run.deciding for run in runs]),
     )
+
+
+@lru_cache(maxsize=8)
+def finalists(mechanism: str, microbatches: int, delay: float, ranks: int, steps: int) -> tuple[Static, ...]:
+    """The static schedules of each class that are best on the first ``SAMPLE`` seeds."""
+    every = statics(ranks, microbatches, delay)
+    sample = _Times(_drawn(mechanism, range(SAMPLE), microbatches, delay, ranks, steps), 4)
+    coarse = {each.label: float(sample.of(each).mean()) for each in every}
+    return tuple(
+        each
+        for kind in range(len(CLASSES))
+        for each in sorted((e for e in every if e.kind == kind), key=lambda e: coarse[e.label])[:FINAL]
+    )
+
+
+def _drawn(
+    mechanism: str, seeds: Iterable[int], microbatches: int, delay: float, ranks: int, steps: int
+) -> list[History]:
+    return [
+        draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay)
+        for seed in seeds
+    ]
 
 
 class _Times:

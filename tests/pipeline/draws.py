@@ -163,6 +163,19 @@ def received_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | 
     return _with(schedule, rank, actions)
 
 
+def weight_gradients_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | None:
+    """A backward that is whole although weight gradients of earlier micro-batches are still put off."""
+    if (found := _some(rng, schedule, Kind.W)) is None:
+        return None
+    rank, index, action = found
+    actions = list(schedule.ranks[rank])
+    backward = actions.index(action._replace(kind=Kind.B))
+    if not any(each[:2] == action[:2] and each.microbatch < action.microbatch for each in actions[backward:]):
+        return None
+    del actions[index]
+    return _with(schedule, rank, actions)
+
+
 def waiting_for_each_other(rng: random.Random, schedule: Schedule) -> Schedule | None:
     """A forward after the backward before it, which the next rank runs after that forward."""
     placement = schedule.placement
@@ -193,6 +206,7 @@ BREAKING: list[Callable[[random.Random, Schedule], Schedule | None]] = [
     before_what_it_needs,
     received_too_late,
     received_out_of_order,
+    weight_gradients_out_of_order,
     waiting_for_each_other,
 ]
 """Each changes a valid schedule so that it breaks a rule, or returns None where it cannot."""

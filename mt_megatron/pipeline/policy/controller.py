@@ -319,15 +319,16 @@ class Controller:
             return True
         if situation.headroom is not None and (before.headroom or 0.0) - situation.headroom > CHANGE:
             return True
-        if not self._affords(situation, self._last - step):
-            return False
-        unit = _mean_forward(situation)
-        for edge in situation.edges():
+        return self._has_changed(before, situation) and self._affords(situation, self._last - step)
+
+    def _has_changed(self, before: Situation, now: Situation) -> bool:
+        unit = _mean_forward(now)
+        for edge in now.edges():
             smoothed = self._delay.get(edge)
             usual = 0.0 if smoothed is None else smoothed.deviation()
-            if _differs(before.delay(edge), situation.delay(edge), unit, usual):
+            if _differs(before.delay(edge), now.delay(edge), unit, usual):
                 return True
-        old, new = _listed(before.costs.forward), _listed(situation.costs.forward)
+        old, new = _listed(before.costs.forward), _listed(now.costs.forward)
         return any(
             _differs(one, other, unit, each.deviation())
             for each, one, other in zip(self._forward, old, new, strict=True)
@@ -338,7 +339,10 @@ class Controller:
         not measured: all ranks must come to the same answer."""
         kinds = 3 if self.splits else 2
         actions = kinds * self.placement.stages * self.microbatches
-        seconds = SECONDS_PER_ACTION * actions * len(rules(self.placement, self.microbatches, split=True))
+        tried = sum(
+            len(rules(self.placement, self.microbatches, split=split)) for split in {self.splits, False}
+        )
+        seconds = SECONDS_PER_ACTION * actions * tried
         step = self.current.program.makespan(situation.costs)
         return seconds <= DECISION_SHARE * steps * step
 

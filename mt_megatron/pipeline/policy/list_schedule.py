@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError, MtMegatronError
-from ..actions import Action, Kind, Placement, Schedule
+from ..actions import Action, Kind, Placement, Schedule, Style
 from ..generate.looping import forward_order
 from ..simulate.costs import Costs, per_stage
 
@@ -30,8 +30,8 @@ before a B arrives; above 0.5 it idles; in between neither is best everywhere.""
 
 PACE = (1.0, 1.5)
 """Values of ``Rule.pace`` that are tried, in parts of the time that the busiest rank needs for the forwards of
-one micro-batch. Where nothing else holds them up micro-batches follow each other at 1, forwards at the begin
-of a step and backwards whose weight gradients are put off at its end alike; in between they take turns."""
+one micro-batch. Where nothing else holds them up, micro-batches follow each other at 1: forwards at the begin
+of a step, and backwards whose weight gradients are put off at its end. In between they take turns."""
 
 _INFINITE = math.inf
 
@@ -81,11 +81,14 @@ def rules(placement: Placement, microbatches: int, *, split: bool) -> tuple[Rule
     orders: list[dict[str, Any]] = [{"pace": pace} for pace in PACE]
     if placement.chunks == 1:
         orders = orders[:1]  # One chunk's forwards and backwards come in the same order at every pace.
-    else:
+    elif placement.style is Style.LOOP:
         # A group a quarter larger than the ranks hides a delay of up to that many passes at each turn.
         groups = {min(each, microbatches) for each in (placement.ranks, placement.ranks * 5 // 4)}
         orders += [{"group": each} for each in sorted(groups)]
-    return tuple(Rule(split=split, patience=patience, **order) for order in orders for patience in PATIENCE)
+    if not split:
+        # Nothing fills the waiting times of whole backwards: they are worth a try where splitting costs much.
+        return tuple(Rule(split=False, **order) for order in (orders[0], *orders[len(PACE) : len(PACE) + 1]))
+    return tuple(Rule(patience=patience, **order) for order in orders for patience in PATIENCE)
 
 
 def list_schedule(
