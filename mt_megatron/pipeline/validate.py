@@ -1,9 +1,9 @@
 """Checks of a schedule: whether every rank can run it to its end, within its memory, with the right result.
 
 The rules: each F and B once, W where the backward is split; what a computation needs comes before it;
-micro-batches keep their order within a stage, for F and B each and for what computes weight gradients (W, and
-B where it is whole), so that sums of gradients keep their order; sends match receives, in order; no rank waits
-for ever where a channel holds few messages; no rank keeps more activations than it may.
+micro-batches keep their order within a stage, for F and B each and for what computes weight gradients (W,
+and B where it is whole), so that sums of gradients keep their order; sends match receives, in order; no rank
+waits for ever where a channel holds few messages; no rank keeps more activations than it may.
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ def _order(schedule: Schedule) -> Iterator[str]:
                 added = gradients.setdefault(action.stage, action)
                 if action.kind is not added.kind and action.microbatch < added.microbatch:
                     yield (
-                        f"rank {rank}: {action} comes after {added}; the weight gradients of a stage are added "
-                        "in the order of the micro-batches, so a whole backward has to wait for each W of an "
-                        "earlier micro-batch"
+                        f"rank {rank}: {action} comes after {added}; the weight gradients of a stage are "
+                        "added in the order of the micro-batches, so a whole backward has to wait for each W "
+                        "of an earlier micro-batch"
                     )
                 gradients[action.stage] = max(added, action, key=lambda each: each.microbatch)
             before.add(action)

@@ -280,14 +280,18 @@ class Controller:
             return 1
         return min(MOST_AHEAD, 1 + math.ceil(2 * max(delays) / unit))
 
+    def is_due(self) -> bool:
+        """True where ``propose`` looks for a better schedule: something changed since the last decision.
+        Reckoned by additions, products, comparisons and roundings of single numbers, which are the same on
+        every machine."""
+        return self._is_known() and self._is_due(self.situation())
+
     def propose(self) -> Decision | None:
-        """A decision, if something changed since the last one; the caller runs ``adopt`` once all ranks
-        agree. A decision that does not switch is one too."""
-        if not self._is_known():
+        """A decision, if one ``is_due``; the caller runs ``adopt`` once all ranks agree. A decision that does
+        not switch is one too."""
+        if not self.is_due():
             return None
         situation = self.situation()
-        if not self._is_due(situation):
-            return None
         self._decided = self._last, situation
         try:
             return decide(situation, self.current, noise=self.noise, bias=self.bias())
@@ -298,7 +302,7 @@ class Controller:
         """Run ``decision`` from the next step on; the outcome of the switch before, as far as it is known."""
         ended = self._ended()
         if decision.switches:
-            bias = self.bias()[self.current.family]
+            bias = self.bias().get(self.current.family, 1.0)
             like = [
                 seconds
                 for seconds, simulated in self._times
@@ -345,6 +349,22 @@ class Controller:
         seconds = SECONDS_PER_ACTION * actions * tried
         step = self.current.program.makespan(situation.costs)
         return seconds <= DECISION_SHARE * steps * step
+
+    def state(self) -> str:
+        """Everything that later decisions depend on, as text: two controllers with equal texts that are given
+        equal measurements have decisions due in the same steps."""
+        means = [
+            [(each.mean, each.deviation()) for each in smoothed]
+            for smoothed in (self._forward, self._backward, self._input, self._weight)
+        ]
+        links = [
+            (edge, self._delay[edge].mean, self._delay[edge].deviation(), self._wire[edge].mean)
+            for edge in sorted(self._delay)
+        ]
+        decided = None if self._decided is None else self._decided[0]
+        sizes = self.placement, self.microbatches, self.splits, self.cap, self._activation, self._static
+        ran = self._expected, self._headroom, sorted(self._ratios.items()), list(self._times)
+        return repr((self.current.digest, self._last, decided, sizes, means, links, ran))
 
     # -- costs
 

@@ -29,9 +29,9 @@ PATIENCE = (0.2, 0.5)
 before a B arrives; above 0.5 it idles; in between neither is best everywhere."""
 
 PACE = (1.0, 1.5)
-"""Values of ``Rule.pace`` that are tried, in parts of the time that the busiest rank needs for the forwards of
-one micro-batch. Where nothing else holds them up, micro-batches follow each other at 1: forwards at the begin
-of a step, and backwards whose weight gradients are put off at its end. In between they take turns."""
+"""Values of ``Rule.pace`` that are tried, in parts of the time that the busiest rank needs for the forwards
+of one micro-batch. Where nothing else holds them up, micro-batches follow each other at 1: forwards at the
+begin of a step, and backwards whose weight gradients are put off at its end. In between they take turns."""
 
 _INFINITE = math.inf
 
