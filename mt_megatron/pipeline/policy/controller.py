@@ -19,7 +19,7 @@ from .candidates import default_of
 from .decide import Decision, decide
 from .list_schedule import rules
 from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
-from .smoothing import Smoothed
+from .smoothing import SMOOTHING, Smoothed
 
 MEMORY_SHARE = 0.95
 """Part of the device's memory that a schedule may be predicted to fill; the rest is other libraries' and the
@@ -53,6 +53,10 @@ moves by less than one."""
 
 REVIEW = 50
 """Steps after which a decision is made again though nothing changed by more than ``CHANGE``."""
+
+SETTLED = math.ceil(1 / SMOOTHING)
+"""Steps after a decision by which means that began anew with it have settled: it is made once more, as a
+single measured delay is wrong by some per cent of itself."""
 
 OUTCOME = 10
 """Steps after a switch over which the gain is measured, and before it at most."""
@@ -151,6 +155,8 @@ class Controller:
         self._times: deque[tuple[float, float]] = deque(maxlen=OUTCOME)
         """Measured time of each step under ``current``, and what its own inputs give by simulation."""
         self._decided: tuple[int, Situation] | None = None
+        self._again = math.inf
+        """Step in which the last decision is made once more (``SETTLED``)."""
         self._trial: _Trial | None = None
         self._last = -1
         self.current = default_of(placement, microbatches)
@@ -293,6 +299,7 @@ class Controller:
             return None
         situation = self.situation()
         self._decided = self._last, situation
+        self._again = math.inf if self._last >= self._again else self._last + SETTLED
         try:
             return decide(situation, self.current, noise=self.noise, bias=self.bias())
         except ConfigError:
@@ -323,7 +330,8 @@ class Controller:
             return True
         if situation.headroom is not None and (before.headroom or 0.0) - situation.headroom > CHANGE:
             return True
-        return self._has_changed(before, situation) and self._affords(situation, self._last - step)
+        changed = self._last >= self._again or self._has_changed(before, situation)
+        return changed and self._affords(situation, self._last - step)
 
     def _has_changed(self, before: Situation, now: Situation) -> bool:
         unit = _mean_forward(now)
@@ -364,7 +372,7 @@ class Controller:
         decided = None if self._decided is None else self._decided[0]
         sizes = self.placement, self.microbatches, self.splits, self.cap, self._activation, self._static
         ran = self._expected, self._headroom, sorted(self._ratios.items()), list(self._times)
-        return repr((self.current.digest, self._last, decided, sizes, means, links, ran))
+        return repr((self.current.digest, self._last, decided, self._again, sizes, means, links, ran))
 
     # -- costs
 
