@@ -42,7 +42,7 @@ from mt_megatron.pipeline.policy.list_schedule import list_schedule, rules  # no
 from mt_megatron.pipeline.simulate.costs import Costs, Link  # noqa: E402
 from mt_megatron.pipeline.simulate.program import Program  # noqa: E402
 
-RANKS, STEPS, HISTORIES = 8, 100, 250
+RANKS, STEPS, HISTORIES = 8, 50, 250
 MICROBATCHES = (16, 32)
 DELAYS = (0.25, 0.5, 1.0, 2.0)
 NEEDED = {0.25: 0.0, 0.5: 0.01, 1.0: 0.10, 2.0: 0.25}
