@@ -165,15 +165,18 @@ def received_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | 
 
 def weight_gradients_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | None:
     """A backward that is whole although weight gradients of earlier micro-batches are still put off."""
-    if (found := _some(rng, schedule, Kind.W)) is None:
+    found = []
+    for rank, actions in enumerate(schedule.ranks):
+        for index, action in enumerate(actions):
+            if action.kind is Kind.W:
+                later = actions[actions.index(action._replace(kind=Kind.B)) :]
+                if any(each[:2] == action[:2] and each.microbatch < action.microbatch for each in later):
+                    found.append((rank, index))
+    if not found:
         return None
-    rank, index, action = found
-    actions = list(schedule.ranks[rank])
-    backward = actions.index(action._replace(kind=Kind.B))
-    if not any(each[:2] == action[:2] and each.microbatch < action.microbatch for each in actions[backward:]):
-        return None
-    del actions[index]
-    return _with(schedule, rank, actions)
+    rank, index = rng.choice(found)
+    actions = schedule.ranks[rank]
+    return _with(schedule, rank, [*actions[:index], *actions[index + 1 :]])
 
 
 def waiting_for_each_other(rng: random.Random, schedule: Schedule) -> Schedule | None:

@@ -53,7 +53,7 @@ def test_200_broken_schedules_are_refused() -> None:
         change, schedule = broken(random.Random(seed), ranks=ranks, microbatches=microbatches)
         assert validate(schedule), f"seed {seed}: {change} of {schedule.name} was not seen"
         kinds[change] += 1
-    assert len(kinds) == 10 and min(kinds.values()) > 5
+    assert len(kinds) == 10 and min(kinds.values()) > 2
 
 
 def test_what_is_wrong_is_said() -> None:
