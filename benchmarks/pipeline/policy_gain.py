@@ -4,6 +4,7 @@
     policy_gain.py judge --cells FILE        # histories of ``markov``, once; adds to FILE
     policy_gain.py judge --cells FILE --microbatches 32 --delays 2 --seeds 125 250     # a part of them
     policy_gain.py join --cells FILE         # the parts together, as a dated result
+    policy_gain.py bounds                    # what could be gained with knowledge of the slow link
 
 For each number of micro-batches and each delay of the slow link: the gain in steps per second of the policy
 over the one static schedule that is best on average over all the histories, with hindsight, under the same
@@ -20,7 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from pipeline.link_histories import HEALTHY, History, draw  # noqa: E402
 from mt_megatron.errors import ConfigError  # noqa: E402
 from mt_megatron.pipeline.actions import Placement, Style  # noqa: E402
 from mt_megatron.pipeline.generate.catalogue import generate  # noqa: E402
-from mt_megatron.pipeline.policy.candidates import Candidate, named  # noqa: E402
+from mt_megatron.pipeline.policy.candidates import Candidate, adapted, named  # noqa: E402
 from mt_megatron.pipeline.policy.controller import Controller  # noqa: E402
 from mt_megatron.pipeline.policy.list_schedule import list_schedule, rules  # noqa: E402
 from mt_megatron.pipeline.simulate.costs import Costs, Link  # noqa: E402
@@ -94,7 +95,7 @@ def statics(ranks: int, microbatches: int, slow: float) -> tuple[Static, ...]:
     made: list[Static] = []
     for placement in placements(ranks):
         chunks, cap = placement.chunks, cap_of(placement)
-        place = f"{chunks} chunk{'s' * (chunks > 1)}{' as a V' * (placement.style is Style.V)}"
+        place = _words(placement)
         made += [
             Static(f"{each.label}, {place}", each.program, 0)
             for each in named(placement, microbatches)
@@ -400,14 +401,27 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("tune", "judge", "join"))
+    parser.add_argument("what", choices=("tune", "judge", "join", "bounds"))
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, HISTORIES), metavar=("FIRST", "END"))
     parser.add_argument("--microbatches", type=int, nargs="*", default=MICROBATCHES)
     parser.add_argument("--delays", type=float, nargs="*", default=DELAYS)
     parser.add_argument("--cells", type=Path, help="JSON lines of cells: written by judge, read by join")
+    parser.add_argument("--record", action="store_true", help="with bounds: write a dated result")
     options = parser.parse_args()
     if options.what == "join":
         write(joined([json.loads(line) for line in options.cells.read_text().splitlines()]))
+        return
+    if options.what == "bounds":
+        from recording import machine, record, table
+
+        lines = [line for m in options.microbatches for delay in options.delays for line in bounds(m, delay)]
+        text = table(BOUNDS, lines)
+        print(text)
+        if options.record:
+            folder = Path(__file__).resolve().parents[2] / "results"
+            title = "What knowledge of the slow link could bring, simulated"
+            data = {"machine": machine(), "rows": [dict(zip(BOUNDS, line, strict=True)) for line in lines]}
+            print(*record(folder, "pipeline-policy-bounds", title, data, text), sep="\n")
         return
     mechanism = {"tune": "dwell", "judge": "markov"}[options.what]
     for microbatches in options.microbatches:
@@ -423,6 +437,65 @@ def main() -> None:
                 f"{cell.deciding.sum() / cell.decisions.sum():.3f} s"
             )
             print("\n".join("  ".join(row) for row in rows(cell)), flush=True)
+
+
+BOUNDS = (
+    "micro-batches", "d / F", "best named schedule", "its step", "placement", "adapted", "gain", "bound",
+    "gain at most",
+)  # fmt: skip
+
+
+def bounds(microbatches: int, delay: float) -> Iterator[tuple[str, ...]]:
+    """Lines of the table of what knowledge of the slow link could bring: even stages, no noise, the slow link
+    at every place in turn. Steps are means over the places."""
+    edges = range(RANKS - 1)
+    best = min(
+        (
+            (
+                float(
+                    each.program.makespans(
+                        [_even(each.program.schedule.placement, e, delay) for e in edges]
+                    ).mean()
+                ),
+                each,
+            )
+            for each in statics(RANKS, microbatches, delay)
+            if each.kind == 0
+        ),
+        key=lambda found: found[0],
+    )
+    for placement in placements(RANKS):
+        cap = cap_of(placement)
+        steps, least = [], []
+        for edge in edges:
+            costs = _even(placement, edge, delay)
+            made = adapted(placement, microbatches, costs, cap, split=True)
+            assert made is not None
+            steps.append(made.program.makespan(costs))
+            shape = placement.stages, microbatches
+            full = {name: np.full(shape, getattr(costs, name)) for name in ("forward", "backward", "weight")}
+            least.append(least_step(placement, replace(costs, **full), cap))
+        yield (
+            str(microbatches),
+            f"{delay:g}",
+            best[1].label,
+            f"{best[0]:.1f} F",
+            _words(placement),
+            f"{np.mean(steps):.1f} F",
+            f"{best[0] / np.mean(steps) - 1:+.1%}",
+            f"{np.mean(least):.1f} F",
+            f"{best[0] / np.mean(least) - 1:+.1%}",
+        )
+
+
+def _words(placement: Placement) -> str:
+    plural, style = "s" * (placement.chunks > 1), " as a V" * (placement.style is Style.V)
+    return f"{placement.chunks} chunk{plural}{style}"
+
+
+def _even(placement: Placement, edge: int, delay: float) -> Costs:
+    slow = Link(latency=HEALTHY + delay)
+    return replace(uniform(placement, HEALTHY), links={(edge, edge + 1): slow, (edge + 1, edge): slow})
 
 
 def write(cells: Sequence[Cell]) -> None:
