@@ -196,7 +196,8 @@ class Automatic:
         if self._latest is not None:
             control.learn_from(self._latest.control)
         self.reductions += 1
-        _require_alike(*_Sum(_squared(_digest(control.state()))).wait(), "at the start")
+        digests, squares = _Sum(_squared(_digest(control.state()))).wait()
+        _require_alike(digests, squares, "at the start")
         pipelines = parallel_state.get_data_parallel_world_size()
         self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
         if dist.get_rank() == 0:
