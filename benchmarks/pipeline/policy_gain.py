@@ -1,24 +1,30 @@
 """Gain of the policy over the best static schedule, simulated: 8 stages, one slow link that moves.
 
-python benchmarks/pipeline/policy_gain.py tune            # histories of ``dwell`` python
-benchmarks/pipeline/policy_gain.py judge --record  # histories of ``markov``, once
+    policy_gain.py tune                      # histories of ``dwell``
+    policy_gain.py judge --cells FILE        # histories of ``markov``, once; adds to FILE
+    policy_gain.py judge --cells FILE --microbatches 32 --delays 2 --seeds 125 250     # a part of them
+    policy_gain.py join --cells FILE         # the parts together, as a dated result
+    policy_gain.py bounds                    # what could be gained with knowledge of the slow link
 
 For each number of micro-batches and each delay of the slow link: the gain in steps per second of the policy
 over the one static schedule that is best on average over all the histories, with hindsight, under the same
 memory cap (1F1B's activations and 2 more on every rank). Static schedules are all named ones of every
 placement that fit, and list schedules that were made without knowledge of the slow link: for healthy links,
 and for links that are all equally slow. The policy stays within one placement, sees measured times alone,
-and what it decides on the measurements of a step runs from the second step after it on."""
+and what it decides on the measurements of a step runs from the next step on. A bound that no schedule of its
+placement can go below, even with knowledge of each step's true times, stands beside its steps."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +37,22 @@ from pipeline.link_histories import HEALTHY, History, draw  # noqa: E402
 from mt_megatron.errors import ConfigError  # noqa: E402
 from mt_megatron.pipeline.actions import Placement, Style  # noqa: E402
 from mt_megatron.pipeline.generate.catalogue import generate  # noqa: E402
-from mt_megatron.pipeline.policy.candidates import Candidate, named  # noqa: E402
+from mt_megatron.pipeline.policy.candidates import Candidate, adapted, named  # noqa: E402
 from mt_megatron.pipeline.policy.controller import Controller  # noqa: E402
 from mt_megatron.pipeline.policy.list_schedule import list_schedule, rules  # noqa: E402
 from mt_megatron.pipeline.simulate.costs import Costs, Link  # noqa: E402
 from mt_megatron.pipeline.simulate.program import Program  # noqa: E402
 
-RANKS, STEPS, HISTORIES = 8, 100, 250
+RANKS, STEPS, HISTORIES = 8, 50, 250
 MICROBATCHES = (16, 32)
 DELAYS = (0.25, 0.5, 1.0, 2.0)
 NEEDED = {0.25: 0.0, 0.5: 0.01, 1.0: 0.10, 2.0: 0.25}
 EXTRA = 2
 """Activations above 1F1B's that every rank may keep."""
 
-CHUNKS = {0.25: 4, 0.5: 4, 1.0: 2, 2.0: 2}
-"""Chunks per rank of the policy's placement, by delay: what was best on histories of ``dwell``."""
+CHUNKS = {0.25: 4, 0.5: 2, 1.0: 2, 2.0: 2}
+"""Chunks per rank of the policy's placement, by delay: what was best on histories of ``dwell`` over both
+numbers of micro-batches."""
 
 LAG = 1
 """Steps from the one that was measured to the first that runs what was decided on it."""
@@ -82,13 +89,13 @@ def placements(ranks: int) -> tuple[Placement, ...]:
     return (*(Placement(ranks, chunks) for chunks in (1, 2, 4)), Placement(ranks, 2, Style.V))
 
 
-@lru_cache(maxsize=4)
-def statics(ranks: int, microbatches: int) -> tuple[Static, ...]:
-    """Every static schedule that fits the cap."""
+@lru_cache(maxsize=8)
+def statics(ranks: int, microbatches: int, slow: float) -> tuple[Static, ...]:
+    """Every static schedule that fits the cap. ``slow``: delay of the slow link."""
     made: list[Static] = []
     for placement in placements(ranks):
         chunks, cap = placement.chunks, cap_of(placement)
-        place = f"{chunks} chunk{'s' * (chunks > 1)}{' as a V' * (placement.style is Style.V)}"
+        place = _words(placement)
         made += [
             Static(f"{each.label}, {place}", each.program, 0)
             for each in named(placement, microbatches)
@@ -100,12 +107,10 @@ def statics(ranks: int, microbatches: int) -> tuple[Static, ...]:
                 cap=[int(each) for each in cap], split=split, costs=uniform(placement, HEALTHY),
             )  # fmt: skip
             made.append(Static(f"memory_capped{' split' * split}, {place}", Program(schedule), 0))
-        for delay in (HEALTHY, *sorted({delay * part for delay in DELAYS for part in (1 / 7, 0.25, 0.5, 1)})):
+        for delay in (HEALTHY, *(slow * part for part in (1 / (ranks - 1), 0.25, 0.5, 1))):
             costs, healthy = uniform(placement, delay), delay == HEALTHY
             words = "for healthy links" if healthy else f"for {delay:.2g} F on every link"
-            for rule in (
-                rule for split in (True, False) for rule in rules(placement, microbatches, split=split)
-            ):
+            for rule in rules(placement, microbatches, split=True):
                 try:
                     found = list_schedule(placement, microbatches, costs, cap, rule)
                 except ConfigError:
@@ -213,6 +218,7 @@ class Cell:
 
     microbatches: int
     delay: float
+    seeds: list[int]
     policy: Floats
     """Mean step of each history, [histories]."""
 
@@ -225,9 +231,12 @@ class Cell:
     least: Floats
     """``least_step`` of each history in the mean, [histories]."""
 
-    switches: float
-    decisions: float
-    deciding: float
+    switches: Floats
+    """Of each history, [histories]; so the next one."""
+
+    decisions: Floats
+    deciding: Floats
+    """Real seconds that the decisions of each history took."""
 
     def best(self, kind: int) -> str:
         """The static schedule of the classes up to ``kind`` that is best on average."""
@@ -240,6 +249,51 @@ class Cell:
         """Gain in steps per second of each history."""
         return self.static[label] / self.policy - 1
 
+    def as_json(self) -> dict[str, object]:
+        """The cell as plain values."""
+        return {
+            "microbatches": self.microbatches,
+            "delay": self.delay,
+            "seeds": self.seeds,
+            "policy": self.policy.round(4).tolist(),
+            "least": self.least.round(4).tolist(),
+            "static": {label: values.round(4).tolist() for label, values in self.static.items()},
+            "class": self.kind,
+            "switches": self.switches.tolist(),
+            "decisions": self.decisions.tolist(),
+            "seconds_deciding": self.deciding.round(4).tolist(),
+        }
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> list[Cell]:
+    """The cells that ``parts`` are pieces of. A history that is in two of them, or a static schedule that is
+    in one alone, is an error."""
+    cells = {}
+    for key in dict.fromkeys((part["microbatches"], part["delay"]) for part in parts):
+        own = [part for part in parts if (part["microbatches"], part["delay"]) == key]
+        seeds = [seed for part in own for seed in part["seeds"]]
+        if len(set(seeds)) < len(seeds) or any(part["class"] != own[0]["class"] for part in own):
+            raise ConfigError(f"{key}: the parts overlap, or compare with other static schedules")
+
+        def together(name: str, own: Sequence[dict[str, Any]] = own) -> Floats:
+            return np.concatenate([np.asarray(part[name], dtype=np.float64) for part in own])
+
+        cells[key] = Cell(
+            *key,
+            seeds,
+            together("policy"),
+            {
+                label: np.concatenate([np.asarray(part["static"][label]) for part in own])
+                for label in own[0]["static"]
+            },
+            own[0]["class"],
+            together("least"),
+            together("switches"),
+            together("decisions"),
+            together("seconds_deciding"),
+        )
+    return list(cells.values())
+
 
 def measure(
     mechanism: str,
@@ -250,51 +304,70 @@ def measure(
     ranks: int = RANKS,
     steps: int = STEPS,
 ) -> Cell:
-    """The cell over the histories of ``seeds``."""
-    histories = [
-        draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay)
-        for seed in seeds
-    ]
-    _kept.clear()
-    every = statics(ranks, microbatches)
-    coarse = {each.label: float(np.mean(_static(each, histories[:SAMPLE], 4))) for each in every}
-    final = [
-        each
-        for kind in range(len(CLASSES))
-        for each in sorted((e for e in every if e.kind == kind), key=lambda e: coarse[e.label])[:FINAL]
-    ]
+    """The cell over the histories of ``seeds``. The static schedules that are compared on all of them are
+    the best ones on the first ``SAMPLE`` seeds of the mechanism, whatever ``seeds``."""
+
+    final = finalists(mechanism, microbatches, delay, ranks, steps)
+    histories = _drawn(mechanism, seeds, microbatches, delay, ranks, steps)
+    times = [_Times(histories[at : at + SAMPLE]) for at in range(0, len(histories), SAMPLE)]
+    static = {each.label: np.concatenate([part.of(each) for part in times]) for each in final}
     runs = [run_policy(history, CHUNKS[delay]) for history in histories]
     return Cell(
         microbatches,
         delay,
+        list(seeds),
         np.array([run.seconds.mean() for run in runs]),
-        {each.label: _static(each, histories) for each in final},
+        static,
         {each.label: each.kind for each in final},
         np.array([run.least for run in runs]),
-        float(np.mean([run.switches for run in runs])),
-        float(np.mean([run.decisions for run in runs])),
-        float(np.sum([run.deciding for run in runs]) / max(1, sum(run.decisions for run in runs))),
+        np.array([run.switches for run in runs], dtype=np.float64),
+        np.array([run.decisions for run in runs], dtype=np.float64),
+        np.array([run.deciding for run in runs]),
     )
 
 
-def _static(static: Static, histories: Sequence[History], every: int = 1) -> Floats:
-    """Mean of ``every``-th step of each history, [histories]."""
-    placement = static.program.schedule.placement
-    return np.array(
-        [float(static.program.makespans(_costs(each, placement)[::every]).mean()) for each in histories]
+@lru_cache(maxsize=8)
+def finalists(mechanism: str, microbatches: int, delay: float, ranks: int, steps: int) -> tuple[Static, ...]:
+    """The static schedules of each class that are best on the first ``SAMPLE`` seeds."""
+    every = statics(ranks, microbatches, delay)
+    sample = _Times(_drawn(mechanism, range(SAMPLE), microbatches, delay, ranks, steps), 4)
+    coarse = {each.label: float(sample.of(each).mean()) for each in every}
+    return tuple(
+        each
+        for kind in range(len(CLASSES))
+        for each in sorted((e for e in every if e.kind == kind), key=lambda e: coarse[e.label])[:FINAL]
     )
 
 
-_kept: dict[tuple[int, Placement], list[Costs]] = {}
+def _drawn(
+    mechanism: str, seeds: Iterable[int], microbatches: int, delay: float, ranks: int, steps: int
+) -> list[History]:
+    return [
+        draw(mechanism, seed, ranks=ranks, microbatches=microbatches, steps=steps, delay=delay)
+        for seed in seeds
+    ]
 
 
-def _costs(history: History, placement: Placement) -> list[Costs]:
-    key = id(history), placement
-    if key not in _kept:
-        if len(_kept) > 40:
-            _kept.clear()
-        _kept[key] = [history.costs(placement, step) for step in range(history.steps)]
-    return _kept[key]
+class _Times:
+    """Steps of several histories under static schedules, all at once."""
+
+    def __init__(self, histories: Sequence[History], every: int = 1) -> None:
+        """``every``: of how many steps one is timed."""
+        self._histories, self._every = histories, every
+        self._costs: dict[Placement, list[Costs]] = {}
+
+    def of(self, static: Static) -> Floats:
+        """Mean step of each history, [histories]."""
+        placement = static.program.schedule.placement
+        if placement not in self._costs:
+            self._costs[placement] = [
+                history.costs(placement, step)
+                for history in self._histories
+                for step in range(0, history.steps, self._every)
+            ]
+        seconds = static.program.makespans(self._costs[placement])
+        means: Floats = seconds.reshape(len(self._histories), -1).mean(axis=1)
+        return means
 
 
 def rows(cell: Cell) -> Iterator[tuple[str, ...]]:
@@ -328,56 +401,119 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("tune", "judge"))
-    parser.add_argument("--histories", type=int, default=HISTORIES)
+    parser.add_argument("what", choices=("tune", "judge", "join", "bounds"))
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, HISTORIES), metavar=("FIRST", "END"))
     parser.add_argument("--microbatches", type=int, nargs="*", default=MICROBATCHES)
     parser.add_argument("--delays", type=float, nargs="*", default=DELAYS)
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--cells", type=Path, help="JSON lines of cells: written by judge, read by join")
+    parser.add_argument("--record", action="store_true", help="with bounds: write a dated result")
     options = parser.parse_args()
-    mechanism = {"tune": "dwell", "judge": "markov"}[options.what]
-    from recording import machine, record, table
+    if options.what == "join":
+        write(joined([json.loads(line) for line in options.cells.read_text().splitlines()]))
+        return
+    if options.what == "bounds":
+        from recording import machine, record, table
 
-    found, lines = [], []
+        lines = [line for m in options.microbatches for delay in options.delays for line in bounds(m, delay)]
+        text = table(BOUNDS, lines)
+        print(text)
+        if options.record:
+            folder = Path(__file__).resolve().parents[2] / "results"
+            title = "What knowledge of the slow link could bring, simulated"
+            data = {"machine": machine(), "rows": [dict(zip(BOUNDS, line, strict=True)) for line in lines]}
+            print(*record(folder, "pipeline-policy-bounds", title, data, text), sep="\n")
+        return
+    mechanism = {"tune": "dwell", "judge": "markov"}[options.what]
     for microbatches in options.microbatches:
         for delay in options.delays:
             begin = time.time()
-            cell = measure(mechanism, range(options.histories), microbatches, delay)
-            found.append(cell)
-            lines += list(rows(cell))
+            cell = measure(mechanism, range(*options.seeds), microbatches, delay)
+            if options.cells is not None:
+                with options.cells.open("a") as file:
+                    file.write(json.dumps({"mechanism": mechanism, **cell.as_json()}) + "\n")
             print(
-                f"# {microbatches} {delay}: {time.time() - begin:.0f} s, {cell.switches:.1f} switches and "
-                f"{cell.decisions:.1f} decisions a history, {cell.deciding:.3f} s a decision",
-                flush=True,
+                f"# {mechanism} {microbatches} {delay}: {time.time() - begin:.0f} s; a history has "
+                f"{cell.switches.mean():.1f} switches and {cell.decisions.mean():.1f} decisions of "
+                f"{cell.deciding.sum() / cell.decisions.sum():.3f} s"
             )
             print("\n".join("  ".join(row) for row in rows(cell)), flush=True)
-    text = table(HEADER, lines)
+
+
+BOUNDS = (
+    "micro-batches", "d / F", "best named schedule", "its step", "placement", "adapted", "gain", "bound",
+    "gain at most",
+)  # fmt: skip
+
+
+def bounds(microbatches: int, delay: float) -> Iterator[tuple[str, ...]]:
+    """Lines of the table of what knowledge of the slow link could bring: even stages, no noise, the slow link
+    at every place in turn. Steps are means over the places."""
+    edges = range(RANKS - 1)
+    best = min(
+        (
+            (
+                float(
+                    each.program.makespans(
+                        [_even(each.program.schedule.placement, e, delay) for e in edges]
+                    ).mean()
+                ),
+                each,
+            )
+            for each in statics(RANKS, microbatches, delay)
+            if each.kind == 0
+        ),
+        key=lambda found: found[0],
+    )
+    for placement in placements(RANKS):
+        cap = cap_of(placement)
+        steps, least = [], []
+        for edge in edges:
+            costs = _even(placement, edge, delay)
+            made = adapted(placement, microbatches, costs, cap, split=True)
+            assert made is not None
+            steps.append(made.program.makespan(costs))
+            shape = placement.stages, microbatches
+            full = {name: np.full(shape, getattr(costs, name)) for name in ("forward", "backward", "weight")}
+            least.append(least_step(placement, replace(costs, **full), cap))
+        yield (
+            str(microbatches),
+            f"{delay:g}",
+            best[1].label,
+            f"{best[0]:.1f} F",
+            _words(placement),
+            f"{np.mean(steps):.1f} F",
+            f"{best[0] / np.mean(steps) - 1:+.1%}",
+            f"{np.mean(least):.1f} F",
+            f"{best[0] / np.mean(least) - 1:+.1%}",
+        )
+
+
+def _words(placement: Placement) -> str:
+    plural, style = "s" * (placement.chunks > 1), " as a V" * (placement.style is Style.V)
+    return f"{placement.chunks} chunk{plural}{style}"
+
+
+def _even(placement: Placement, edge: int, delay: float) -> Costs:
+    slow = Link(latency=HEALTHY + delay)
+    return replace(uniform(placement, HEALTHY), links={(edge, edge + 1): slow, (edge + 1, edge): slow})
+
+
+def write(cells: Sequence[Cell]) -> None:
+    """The dated result of the judged ``cells``."""
+    from recording import machine, record, table
+
+    text = table(HEADER, [row for cell in cells for row in rows(cell)])
     print(text)
-    if options.record:
-        figures = {
-            "machine": machine(),
-            "mechanism": mechanism,
-            "histories": options.histories,
-            "steps": STEPS,
-            "cells": [
-                {
-                    "microbatches": cell.microbatches,
-                    "delay": cell.delay,
-                    "switches": cell.switches,
-                    "decisions": cell.decisions,
-                    "seconds_per_decision": cell.deciding,
-                    "policy": cell.policy.tolist(),
-                    "least": cell.least.tolist(),
-                    "static": {label: values.tolist() for label, values in cell.static.items()},
-                    "class": cell.kind,
-                }
-                for cell in found
-            ],
-        }
-        folder = Path(__file__).resolve().parents[2] / "results"
-        for path in record(
-            folder, f"pipeline-policy-{mechanism}", "Gain of the policy, simulated", figures, text
-        ):
-            print(path)
+    figures = {
+        "machine": machine(),
+        "mechanism": "markov",
+        "steps": STEPS,
+        "chunks": CHUNKS,
+        "cells": [cell.as_json() for cell in cells],
+    }
+    folder = Path(__file__).resolve().parents[2] / "results"
+    for path in record(folder, "pipeline-policy-markov", "Gain of the policy, simulated", figures, text):
+        print(path)
 
 
 if __name__ == "__main__":

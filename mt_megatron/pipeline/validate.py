@@ -1,9 +1,9 @@
 """Checks of a schedule: whether every rank can run it to its end, within its memory, with the right result.
 
 The rules: each F and B once, W where the backward is split; what a computation needs comes before it;
-micro-batches keep their order within a stage, for F, B and W each, so that sums of gradients keep their
-order; sends match receives, in order; no rank waits for ever where a channel holds few messages; no rank
-keeps more activations than it may.
+micro-batches keep their order within a stage, for F and B each and for what computes weight gradients (W,
+and B where it is whole), so that sums of gradients keep their order; sends match receives, in order; no rank
+waits for ever where a channel holds few messages; no rank keeps more activations than it may.
 """
 
 from __future__ import annotations
@@ -121,10 +121,13 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
 
 def _order(schedule: Schedule) -> Iterator[str]:
     """Computations before what they need, and micro-batches out of order within a stage."""
+    split = schedule.splits_backward
     for rank, actions in enumerate(computations(schedule)):
         everything = set(actions)
         before: set[Action] = set()
         latest: dict[tuple[Kind, int], int] = {}
+        gradients: dict[int, Action] = {}
+        """By stage, the computation of weight gradients so far whose micro-batch is the latest."""
         for action in actions:
             for need in _needs(schedule, action):
                 if need in everything and need not in before:
@@ -136,6 +139,15 @@ def _order(schedule: Schedule) -> Iterator[str]:
                     "one stage keep their order"
                 )
             latest[action.kind, action.stage] = max(last, action.microbatch)
+            if action.kind is Kind.W or (action.kind is Kind.B and action[1:] not in split):
+                added = gradients.setdefault(action.stage, action)
+                if action.kind is not added.kind and action.microbatch < added.microbatch:
+                    yield (
+                        f"rank {rank}: {action} comes after {added}; the weight gradients of a stage are "
+                        "added in the order of the micro-batches, so a whole backward has to wait for each W "
+                        "of an earlier micro-batch"
+                    )
+                gradients[action.stage] = max(added, action, key=lambda each: each.microbatch)
             before.add(action)
         for action in actions:
             if action.kind is Kind.W and action._replace(kind=Kind.B) not in everything:

@@ -163,6 +163,22 @@ def received_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | 
     return _with(schedule, rank, actions)
 
 
+def weight_gradients_out_of_order(rng: random.Random, schedule: Schedule) -> Schedule | None:
+    """A backward that is whole although weight gradients of earlier micro-batches are still put off."""
+    found = []
+    for rank, actions in enumerate(schedule.ranks):
+        for index, action in enumerate(actions):
+            if action.kind is Kind.W:
+                later = actions[actions.index(action._replace(kind=Kind.B)) :]
+                if any(each[:2] == action[:2] and each.microbatch < action.microbatch for each in later):
+                    found.append((rank, index))
+    if not found:
+        return None
+    rank, index = rng.choice(found)
+    actions = schedule.ranks[rank]
+    return _with(schedule, rank, [*actions[:index], *actions[index + 1 :]])
+
+
 def waiting_for_each_other(rng: random.Random, schedule: Schedule) -> Schedule | None:
     """A forward after the backward before it, which the next rank runs after that forward."""
     placement = schedule.placement
@@ -193,6 +209,7 @@ BREAKING: list[Callable[[random.Random, Schedule], Schedule | None]] = [
     before_what_it_needs,
     received_too_late,
     received_out_of_order,
+    weight_gradients_out_of_order,
     waiting_for_each_other,
 ]
 """Each changes a valid schedule so that it breaks a rule, or returns None where it cannot."""

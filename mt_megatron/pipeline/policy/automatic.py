@@ -2,8 +2,10 @@
 
 At the end of a training step each rank starts one sum over all ranks of what it measured (``exchange``),
 beside the optimizer; at the begin of the next step it waits for it, and every rank makes the same decision
-from the same numbers. Before a switch the ranks compare what they decided, by one more sum of two integers:
-if one differs, all keep the schedule that they have. Nothing else is sent."""
+from the same numbers. That they do is checked. A digest of all that a rank's decisions depend on is in the
+same sum: where the digests differ every rank raises before the step's first message. Where a decision is due,
+which follows from numbers that are equal by then, the ranks compare what they decided by one more sum of two
+integers: if one differs, all keep the schedule that they have. So no rank waits for one that went on."""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class Automatic:
     def __init__(self, placement: Placement, cap: int | None = None) -> None:
         self.placement = placement
         self.reductions = 0
-        """Sums over all ranks so far: one a step, and one a switch."""
+        """Sums over all ranks so far: one a step, one a decision, one for each number of micro-batches."""
         self._cap = cap
         self._first = self._step = 0
         self._log: DecisionLog | None = None
@@ -151,7 +153,9 @@ class Automatic:
         if self._sum is not None:
             step, current, vector, pending = self._sum
             self._sum = None
-            measured = vector.unpack(pending.wait(), step)
+            *summed, digests, squares = pending.wait()
+            _require_alike(digests, squares, f"after step {step + 1}")
+            measured = vector.unpack(summed, step)
             # The first step of a process compiles, allocates and connects: it is like no other.
             if measured is not None and step != self._first:
                 self._report(current.control.observe(measured))
@@ -169,7 +173,8 @@ class Automatic:
             raise MtMegatronError("the device is synchronised, and the end of the last step is not known")
         rank, pipeline, tells = _place()
         values = vector.pack(read, rank, pipeline) if tells else [0] * len(vector)
-        self._unread, self._sum = None, (step, current, vector, _Sum(values))
+        told = _Sum([*values, *_squared(_digest(current.control.state()))])
+        self._unread, self._sum = None, (step, current, vector, told)
         self.reductions += 1
 
     def _report(self, outcome: Outcome | None) -> None:
@@ -190,6 +195,9 @@ class Automatic:
         control = controller(self.placement, microbatches, self._cap)
         if self._latest is not None:
             control.learn_from(self._latest.control)
+        self.reductions += 1
+        digests, squares = _Sum(_squared(_digest(control.state()))).wait()
+        _require_alike(digests, squares, "at the start")
         pipelines = parallel_state.get_data_parallel_world_size()
         self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
         if dist.get_rank() == 0:
@@ -203,17 +211,19 @@ class Automatic:
     def _decide(self, current: _Pipeline) -> None:
         control = current.control
         begin = time.perf_counter()
+        if not control.is_due():
+            return
         situation, decision = control.situation(), control.propose()
         took = time.perf_counter() - begin
-        if decision is None:
-            return
         current.decision_seconds += took
         is_main = dist.get_rank() == 0
-        if decision.switches and not self._all_agree(decision.chosen.schedule):
-            # Every rank knows it: the sums are the same everywhere.
+        # Also where this rank keeps its schedule: another one may have chosen otherwise.
+        if not self._all_agree(control.current if decision is None else decision.chosen):
             if is_main:
                 self._say("pipeline schedule auto: ranks decided differently; the schedule stays")
                 self.log.note(self._step, "ranks decided differently; the schedule stays")
+            return
+        if decision is None:
             return
         noise = control.noise(decision.chosen.family)
         self._report(control.adopt(decision))
@@ -228,14 +238,36 @@ class Automatic:
                 f"to save {decision.gain:.1%} of a step: {decision.reason}"
             )
 
-    def _all_agree(self, schedule: Schedule) -> bool:
-        """True where all ranks chose ``schedule``: the sum and the sum of squares of a digest are those of
-        equal numbers only if all are equal."""
-        text = repr([[str(action) for action in rank] for rank in schedule.ranks]).encode()
-        own = int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big")
+    def _all_agree(self, chosen: Candidate) -> bool:
+        """True where all ranks chose ``chosen``; all ranks come to the same answer."""
         self.reductions += 1
-        world = dist.get_world_size()
-        return _Sum([own, own * own]).wait() == [world * own, world * own * own]
+        return _are_equal(*_Sum(_squared(_digest(chosen.digest))).wait())
+
+
+def _digest(text: str) -> int:
+    """24 bits: the squares of 30,000 ranks' digests add up within 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big")
+
+
+def _squared(digest: int) -> list[int]:
+    return [digest, digest * digest]
+
+
+def _are_equal(digests: int, squares: int) -> bool:
+    """True where the digests are equal whose sum, and sum of squares, over all ranks these are. No digest of
+    one rank is compared, so every rank comes to the same answer."""
+    return digests * digests == dist.get_world_size() * squares
+
+
+def _require_alike(digests: int, squares: int, when: str) -> None:
+    """Raise ConfigError on all ranks unless the digests of all ranks' controllers are equal."""
+    if not _are_equal(digests, squares):
+        raise ConfigError(
+            f"found ranks that know different things of the pipeline {when}, and would run different "
+            "schedules; expected the same options, the same versions of mt_megatron and numpy and the same "
+            "kind of processor on all of them. Correct that, or choose a schedule by name "
+            "(--pipeline-schedule NAME)"
+        )
 
 
 def _log(folder: Path | None) -> DecisionLog:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ...errors import ConfigError
 from ..actions import Placement, Schedule, Style
@@ -47,6 +48,12 @@ class Candidate:
         """What measured times of this candidate tell something about: its name, and whether the backward is
         split."""
         return f"{self.label.split(':')[0]}{'/split' if self.schedule.splits_backward else ''}"
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the order of every rank's actions."""
+        text = repr([[str(action) for action in rank] for rank in self.schedule.ranks])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
         """Memory that each rank holds at most, [ranks], in the unit of ``costs.activation``."""

@@ -19,7 +19,7 @@ from .candidates import default_of
 from .decide import Decision, decide
 from .list_schedule import rules
 from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
-from .smoothing import Smoothed
+from .smoothing import SMOOTHING, Smoothed
 
 MEMORY_SHARE = 0.95
 """Part of the device's memory that a schedule may be predicted to fill; the rest is other libraries' and the
@@ -44,7 +44,7 @@ a schedule by less than it can be wrong."""
 DECISION_SHARE = 0.01
 """Part of the steps' time that decisions may take."""
 
-SECONDS_PER_ACTION = 20e-6
+SECONDS_PER_ACTION = 10e-6
 """Seconds that laying out one action takes by one rule: about twice what a core of today takes."""
 
 VARIES = 2.0
@@ -53,6 +53,10 @@ moves by less than one."""
 
 REVIEW = 50
 """Steps after which a decision is made again though nothing changed by more than ``CHANGE``."""
+
+SETTLED = math.ceil(1 / SMOOTHING)
+"""Steps after a decision by which means that began anew with it have settled: it is made once more, as a
+single measured delay is wrong by some per cent of itself."""
 
 OUTCOME = 10
 """Steps after a switch over which the gain is measured, and before it at most."""
@@ -151,6 +155,8 @@ class Controller:
         self._times: deque[tuple[float, float]] = deque(maxlen=OUTCOME)
         """Measured time of each step under ``current``, and what its own inputs give by simulation."""
         self._decided: tuple[int, Situation] | None = None
+        self._again = math.inf
+        """Step in which the last decision is made once more (``SETTLED``)."""
         self._trial: _Trial | None = None
         self._last = -1
         self.current = default_of(placement, microbatches)
@@ -280,15 +286,20 @@ class Controller:
             return 1
         return min(MOST_AHEAD, 1 + math.ceil(2 * max(delays) / unit))
 
+    def is_due(self) -> bool:
+        """True where ``propose`` looks for a better schedule: something changed since the last decision.
+        Reckoned by additions, products, comparisons and roundings of single numbers, which are the same on
+        every machine."""
+        return self._is_known() and self._is_due(self.situation())
+
     def propose(self) -> Decision | None:
-        """A decision, if something changed since the last one; the caller runs ``adopt`` once all ranks
-        agree. A decision that does not switch is one too."""
-        if not self._is_known():
+        """A decision, if one ``is_due``; the caller runs ``adopt`` once all ranks agree. A decision that does
+        not switch is one too."""
+        if not self.is_due():
             return None
         situation = self.situation()
-        if not self._is_due(situation):
-            return None
         self._decided = self._last, situation
+        self._again = math.inf if self._last >= self._again else self._last + SETTLED
         try:
             return decide(situation, self.current, noise=self.noise, bias=self.bias())
         except ConfigError:
@@ -298,7 +309,7 @@ class Controller:
         """Run ``decision`` from the next step on; the outcome of the switch before, as far as it is known."""
         ended = self._ended()
         if decision.switches:
-            bias = self.bias()[self.current.family]
+            bias = self.bias().get(self.current.family, 1.0)
             like = [
                 seconds
                 for seconds, simulated in self._times
@@ -319,15 +330,17 @@ class Controller:
             return True
         if situation.headroom is not None and (before.headroom or 0.0) - situation.headroom > CHANGE:
             return True
-        if not self._affords(situation, self._last - step):
-            return False
-        unit = _mean_forward(situation)
-        for edge in situation.edges():
+        changed = self._last >= self._again or self._has_changed(before, situation)
+        return changed and self._affords(situation, self._last - step)
+
+    def _has_changed(self, before: Situation, now: Situation) -> bool:
+        unit = _mean_forward(now)
+        for edge in now.edges():
             smoothed = self._delay.get(edge)
             usual = 0.0 if smoothed is None else smoothed.deviation()
-            if _differs(before.delay(edge), situation.delay(edge), unit, usual):
+            if _differs(before.delay(edge), now.delay(edge), unit, usual):
                 return True
-        old, new = _listed(before.costs.forward), _listed(situation.costs.forward)
+        old, new = _listed(before.costs.forward), _listed(now.costs.forward)
         return any(
             _differs(one, other, unit, each.deviation())
             for each, one, other in zip(self._forward, old, new, strict=True)
@@ -338,9 +351,28 @@ class Controller:
         not measured: all ranks must come to the same answer."""
         kinds = 3 if self.splits else 2
         actions = kinds * self.placement.stages * self.microbatches
-        seconds = SECONDS_PER_ACTION * actions * len(rules(self.placement, self.microbatches, split=True))
+        tried = sum(
+            len(rules(self.placement, self.microbatches, split=split)) for split in {self.splits, False}
+        )
+        seconds = SECONDS_PER_ACTION * actions * tried
         step = self.current.program.makespan(situation.costs)
         return seconds <= DECISION_SHARE * steps * step
+
+    def state(self) -> str:
+        """Everything that later decisions depend on, as text: two controllers with equal texts that are given
+        equal measurements have decisions due in the same steps."""
+        means = [
+            [(each.mean, each.deviation()) for each in smoothed]
+            for smoothed in (self._forward, self._backward, self._input, self._weight)
+        ]
+        links = [
+            (edge, self._delay[edge].mean, self._delay[edge].deviation(), self._wire[edge].mean)
+            for edge in sorted(self._delay)
+        ]
+        decided = None if self._decided is None else self._decided[0]
+        sizes = self.placement, self.microbatches, self.splits, self.cap, self._activation, self._static
+        ran = self._expected, self._headroom, sorted(self._ratios.items()), list(self._times)
+        return repr((self.current.digest, self._last, decided, self._again, sizes, means, links, ran))
 
     # -- costs
 

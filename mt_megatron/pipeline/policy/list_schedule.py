@@ -1,9 +1,11 @@
-"""List scheduling on measured times: each rank starts the best task that is ready, under a memory cap.
+"""List scheduling on measured times: each rank starts the most urgent task that is ready, under a memory cap.
 
 The whole pipeline is laid out in time, action by action. Whenever a rank becomes free it takes, among the
-tasks whose inputs have arrived, the first by a fixed rule; the order that results is the schedule. Delays of
-links thereby decide how far each rank runs ahead. Micro-batches of one stage keep their order, so that sums
-of gradients keep theirs.
+tasks whose inputs have arrived, the one that has to start first if the step is to end in time: its latest
+start, which is the length of the path from it to the end of the step, delays of links included (critical-path
+list scheduling). Delays thereby decide how far each rank runs ahead. A W delays nothing but what its memory
+could be used for: where a forward has arrived and waits for memory, a W is as urgent as that forward,
+otherwise it comes last. Micro-batches of one stage keep their order, so that sums of gradients keep theirs.
 
 Memory: an F starts only if its activation fits under the cap of its rank, and if what is left still lets the
 two oldest micro-batches of the rank run through all of its chunks. The oldest micro-batch of the pipeline can
@@ -18,13 +20,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError, MtMegatronError
-from ..actions import Action, Kind, Placement, Schedule
+from ..actions import Action, Kind, Placement, Schedule, Style
 from ..generate.looping import forward_order
 from ..simulate.costs import Costs, per_stage
 
 PATIENCE = (0.2, 0.5)
 """Values of ``Rule.patience`` that are tried, in parts of a task's time. Below 0.2 a rank starts a W just
 before a B arrives; above 0.5 it idles; in between neither is best everywhere."""
+
+PACE = (1.0, 1.5)
+"""Values of ``Rule.pace`` that are tried, in parts of the time that the busiest rank needs for the forwards
+of one micro-batch. Where nothing else holds them up, micro-batches follow each other at 1: forwards at the
+begin of a step, and backwards whose weight gradients are put off at its end. In between they take turns."""
 
 _INFINITE = math.inf
 
@@ -35,19 +42,20 @@ of one activation."""
 _BACKWARD, _FORWARD, _WEIGHT = 0, 1, 2
 _KINDS = (Kind.B, Kind.F, Kind.W)
 
-_Found = tuple[float, int, int, int]
-"""When a task can start, its place among those that are ready, its kind and its stage."""
+_LAST = 0.0
+"""Latest start of a W that no forward waits for: seconds before the end of the step, which those of all other
+tasks are further away from."""
+
+_Found = tuple[float, float, int, int]
+"""When a task can start, its latest start, its kind and its stage."""
 
 
 class Rule(NamedTuple):
-    """Which of several ready tasks a rank takes first. W comes last in every rule."""
+    """How urgent tasks are, and which of them may run."""
 
-    turns: bool = True
-    """F comes first after a B, otherwise B; if not, B always comes first."""
-
-    deep_backward: bool = True
-    """B of the last chunk before the first; otherwise the first chunk first, which ends micro-batches.
-    F of the last chunk always come before the first."""
+    pace: float = PACE[0]
+    """Time from one micro-batch to the next, by which the latest start of the earlier one is earlier; in the
+    unit of ``PACE``. A short one makes ranks run further ahead with forwards."""
 
     group: int | None = None
     """Chunks follow each other as in the depth-first schedule with groups of so many micro-batches. None:
@@ -57,28 +65,30 @@ class Rule(NamedTuple):
     """Weight gradients are split off (W) and fill waiting times."""
 
     patience: float = PATIENCE[0]
-    """A rank waits for a task that comes before by this rule and arrives later by up to this part of the time
-    of the task that it could start at once."""
+    """A rank waits for a more urgent task that arrives later by up to this part of the time of the task that
+    it could start at once."""
 
     def __str__(self) -> str:
-        if self.group is not None:
-            chunks = f"groups of {self.group}"
-        else:
-            chunks = f"{'last' if self.deep_backward else 'first'} chunk's B first"
+        chunks = "" if self.group is None else f"groups of {self.group}, "
         return (
-            f"{'turns' if self.turns else 'B before F'}, {chunks}, "
-            f"{'split' if self.split else 'whole'} backward, patience {self.patience:g}"
+            f"most urgent first, {chunks}{'split' if self.split else 'whole'} backward, pace {self.pace:g}, "
+            f"patience {self.patience:g}"
         )
 
 
 def rules(placement: Placement, microbatches: int, *, split: bool) -> tuple[Rule, ...]:
     """Rules to try on ``placement``, with a split or a whole backward, the ones that win most often first."""
-    orders: list[dict[str, Any]] = [{}]
-    if placement.chunks > 1:
+    orders: list[dict[str, Any]] = [{"pace": pace} for pace in PACE]
+    if placement.chunks == 1:
+        orders = orders[:1]  # One chunk's forwards and backwards come in the same order at every pace.
+    elif placement.style is Style.LOOP:
         # A group a quarter larger than the ranks hides a delay of up to that many passes at each turn.
         groups = {min(each, microbatches) for each in (placement.ranks, placement.ranks * 5 // 4)}
-        orders = [*({"group": each} for each in sorted(groups)), {}, {"deep_backward": False}]
-    return tuple(Rule(split=split, patience=patience, **order) for order in orders for patience in PATIENCE)
+        orders += [{"group": each} for each in sorted(groups)]
+    if not split:
+        # Nothing fills the waiting times of whole backwards: they are worth a try where splitting costs much.
+        return tuple(Rule(split=False, **order) for order in (orders[0], *orders[len(PACE) : len(PACE) + 1]))
+    return tuple(Rule(patience=patience, **order) for order in orders for patience in PATIENCE)
 
 
 def list_schedule(
@@ -129,7 +139,7 @@ class _Layout:
         ]
         """Memory of the largest micro-batch in all chunks of each rank."""
         self.lag, self.wire = self._links(costs)
-        self.priority = self._priorities()
+        self.latest = self._latest_starts()
         self.order = (
             []
             if rule.group is None
@@ -148,8 +158,6 @@ class _Layout:
         self.oldest = [0] * ranks
         """First micro-batch whose memory is not free yet."""
         self.wire_free: dict[tuple[int, int], float] = {}
-        self.after_backward = [False] * ranks
-        """True where the last F or B was a B."""
         self.actions: list[list[Action]] = [[] for _ in range(ranks)]
 
     def lay_out(self, name: str, below: float) -> tuple[Schedule, float] | None:
@@ -181,29 +189,27 @@ class _Layout:
         now = self.free[rank]
         backward, forward, weight = self.done
         backward_arrived, forward_arrived = self.arrived
-        backward_first, forward_first, weight_first = self.priority
+        backward_latest, forward_latest = self.latest
         found: list[_Found] = []
         for stage in self._open(rank, _BACKWARD):
             index = backward[stage]
             if index < forward[stage] and (time := backward_arrived[stage][index]) < _INFINITE:
-                found.append((time if time > now else now, backward_first[stage], _BACKWARD, stage))
+                found.append((time if time > now else now, backward_latest[stage][index], _BACKWARD, stage))
+        waiting = _LAST
+        for stage in self._open(rank, _FORWARD):
+            index = forward[stage]
+            if index == self.microbatches or (time := forward_arrived[stage][index]) == _INFINITE:
+                continue
+            if self._fits(rank, stage, index):
+                found.append((time if time > now else now, forward_latest[stage][index], _FORWARD, stage))
+            elif time <= now:
+                waiting = min(waiting, forward_latest[stage][index])
         if self.rule.split:
             for stage in self.own[rank]:
                 if weight[stage] < backward[stage]:
-                    found.append((now, weight_first[stage], _WEIGHT, stage))
-        for stage in self._open(rank, _FORWARD):
-            index = forward[stage]
-            if (
-                index < self.microbatches
-                and (time := forward_arrived[stage][index]) < _INFINITE
-                and self._fits(rank, stage, index)
-            ):
-                found.append((time if time > now else now, forward_first[stage], _FORWARD, stage))
+                    found.append((now, waiting, _WEIGHT, stage))
         if not found:
             return _INFINITE, 0, 0
-        if self.after_backward[rank] and self.rule.turns:
-            moves = (self.placement.chunks, -self.placement.chunks, 0)
-            found = [(time, first + moves[kind], kind, stage) for time, first, kind, stage in found]
         time, first, kind, stage = min(found)
         limit = time + self.rule.patience * self.seconds[kind][stage][self.done[kind][stage]]
         for each in found:
@@ -241,8 +247,6 @@ class _Layout:
         index = self.done[kind][stage]
         self.done[kind][stage] += 1
         self.count[kind][rank] += 1
-        if kind != _WEIGHT:
-            self.after_backward[rank] = kind == _BACKWARD
         end = self.free[rank] = begin + self.seconds[kind][stage][index]
         self.actions[rank].append(Action(_KINDS[kind], stage, index))
         size = self.size[stage][index]
@@ -333,15 +337,36 @@ class _Layout:
                     wire[edge] = None if unlimited else (message / link.bandwidth).tolist()
         return lag, wire
 
-    def _priorities(self) -> list[list[int]]:
-        """Place of each kind and stage among tasks that are ready at the same time; the first is taken."""
-        chunks = self.placement.chunks
-        chunk = [self.placement.chunk(stage) for stage in range(self.placement.stages)]
-        deep = (self.rule.deep_backward, True, True)
-        return [
-            [kind * chunks + (chunks - 1 - each if deep[kind] else each) for each in chunk]
-            for kind in (_BACKWARD, _FORWARD, _WEIGHT)
-        ]
+    def _latest_starts(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Latest start of each B and F, each [stages][micro-batches], in seconds before the end of the step,
+        which is 0: what comes after it on the way of its micro-batch, messages included, and the
+        micro-batches behind it, one every ``Rule.pace``. Times are means over micro-batches."""
+        stages, count = self.placement.stages, self.microbatches
+        backward, forward = (
+            [sum(of_stage) / count for of_stage in self.seconds[kind]] for kind in (_BACKWARD, _FORWARD)
+        )
+        behind = self.rule.pace * max(sum(forward[stage] for stage in own) for own in self.own)
+        paths: tuple[list[float], list[float]] = [0.0] * stages, [0.0] * stages
+        path = sum(self.seconds[_WEIGHT][0]) / count if self.rule.split else 0.0
+        for stage in range(stages):
+            path += backward[stage] + (self._message(stage, stage - 1) if stage else 0.0)
+            paths[_BACKWARD][stage] = path
+        for stage in reversed(range(stages)):
+            path += forward[stage] + (self._message(stage, stage + 1) if stage + 1 < stages else 0.0)
+            paths[_FORWARD][stage] = path
+        backwards, forwards = (
+            [[-path - behind * (count - 1 - index) for index in range(count)] for path in of_kind]
+            for of_kind in paths
+        )
+        return backwards, forwards
+
+    def _message(self, stage: int, other: int) -> float:
+        """Mean seconds of a message from one stage to the next one or the one before."""
+        edge = self.rank[stage], self.rank[other]
+        if edge[0] == edge[1]:
+            return 0.0
+        wire = self.wire[edge]
+        return self.lag[edge] + (sum(wire[min(stage, other)]) / self.microbatches if wire else 0.0)
 
 
 def _seconds(costs: Costs, stages: int, microbatches: int, split: bool) -> list[list[list[float]]]:

@@ -74,24 +74,36 @@ class Queued:
         raise AssertionError("read before the device was synchronised")
 
 
+class Told:
+    """Times of a step that tell nothing."""
+
+    is_host = True
+
+    def read(self) -> Any:
+        from mt_megatron.pipeline.execute.step_times import RankTimes
+
+        return RankTimes(seconds=0)
+
+
 def agreement() -> dict[str, Any]:
     """What ranks find that chose the same schedule, and others; and what ``auto`` does that gave up."""
     import torch.distributed as dist
 
     from mt_megatron.errors import ConfigError
-    from mt_megatron.pipeline.generate.catalogue import generate
+    from mt_megatron.pipeline.actions import Placement
     from mt_megatron.pipeline.policy.automatic import automatic
+    from mt_megatron.pipeline.policy.candidates import named
     from tests.pipeline.execute import small_models
 
     small_models.start(2)
     said: list[str] = []
     auto = automatic(ranks=2, chunks=1)
     auto.begin_at(0, folder=None, say=said.append)
-    same = auto._all_agree(generate("zb_h1", ranks=2, microbatches=4))
-    name = "zb_h1" if dist.get_rank() else "1f1b"
-    other = auto._all_agree(generate(name, ranks=2, microbatches=4))
-    asked = auto.reductions
+    known = {each.label: each for each in named(Placement(2), 4)}
+    same = auto._all_agree(known["zb_h1"])
+    other = auto._all_agree(known["zb_h1" if dist.get_rank() else "1f1b"])
     schedule = auto(0, 4, False)
+    asked = auto.reductions
     auto.end_step(schedule, Queued())
     early = auto.reductions - asked
     left = auto.leaves_to_upstream(ConfigError("found an encoder"))
@@ -103,3 +115,47 @@ def agreement() -> dict[str, Any]:
         "next": auto(0, 4, False),
         "said": said,
     }
+
+
+def disagreement() -> dict[str, Any]:
+    """What happens where one rank alone wants to switch, where one rank knows something else, and where one
+    has another cap: by what each rank runs next or raises."""
+    import torch.distributed as dist
+
+    from mt_megatron.errors import ConfigError
+    from mt_megatron.pipeline.actions import Placement
+    from mt_megatron.pipeline.policy.automatic import automatic
+    from mt_megatron.pipeline.policy.candidates import named
+    from mt_megatron.pipeline.policy.decide import Decision
+    from tests.pipeline.execute import small_models
+
+    small_models.start(2)
+    rank, said = dist.get_rank(), list[str]()
+    auto: Any = automatic(ranks=2, chunks=1)
+    auto.begin_at(0, folder=None, say=said.append)
+
+    def step(number: int) -> str:
+        try:
+            schedule = auto(number, 4, False)
+        except ConfigError as error:
+            return str(error)
+        auto.end_step(schedule, Told())
+        return str(auto.running_label)
+
+    found = {"first": step(0), "second": step(1)}
+    control = auto._latest.control
+    better = next(each for each in named(Placement(2), 4) if each.label == "zb_h1")
+    switch = Decision(chosen=better, seconds=1.0, before=control.current, seconds_before=2.0, reason="")
+    control.is_due = lambda: True
+    control.propose = lambda: None if rank else switch
+    found["one switches"] = step(2)
+    control.propose = lambda: switch
+    found["both switch"] = step(3)
+    control.is_due = lambda: False
+    if rank:
+        control._forward[0].add(1.0)
+    # It is told after the step, and seen before the next one.
+    found["other times"], found["seen"] = step(4), step(5)
+    auto = automatic(ranks=2, chunks=1, cap=4 + rank)
+    found["other cap"] = step(0)
+    return {**found, "said": said}

@@ -53,13 +53,11 @@ def test_the_slow_link_is_found_and_answered(found: tuple[Path, dict[str, Any]])
     assert after[0]["considered"] and after[0]["inputs"]["forward"]
 
 
-def test_one_sum_a_step_and_one_a_switch(found: tuple[Path, dict[str, Any]]) -> None:
+def test_one_sum_a_step_and_one_a_decision(found: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = found
-    switches = 0
-    for each in decisions(folder / "auto"):
-        switches += each["switched"]
-        # Those of the steps before, and those of the switches, this one's included.
-        assert each["reductions"] == each["step"] + switches
+    for number, each in enumerate(decisions(folder / "auto"), start=1):
+        # The one at the start, those of the steps before, and those of the decisions, this one's included.
+        assert each["reductions"] == 1 + each["step"] + number
 
 
 def test_a_resumed_run_goes_on_to_the_bit_and_in_the_log(found: tuple[Path, dict[str, Any]]) -> None:
@@ -106,6 +104,16 @@ def test_ranks_that_chose_differently_find_out() -> None:
         assert result["early"] == 0, "a device's times are told when all ranks wait for their devices"
         assert result["left"] is True and result["next"] is None
         assert len(result["said"]) == 2 * (rank == 0)
+
+
+def test_ranks_that_would_decide_differently_never_wait_for_each_other() -> None:
+    for rank, result in enumerate(run_ranks(2, f"{HERE}:disagreement", timeout=100)):
+        assert result["first"] == result["second"] == result["one switches"] == "1f1b"
+        assert result["both switch"] == result["other times"] == "zb_h1"
+        assert "found ranks that know different things of the pipeline after step 5" in result["seen"]
+        assert "found ranks that know different things of the pipeline at the start" in result["other cap"]
+        differently = [each for each in result["said"] if "ranks decided differently" in each]
+        assert len(differently) == (rank == 0)
 
 
 @pytest.mark.daily

@@ -84,7 +84,7 @@ def test_it_follows_the_slow_link() -> None:
     pipeline.run(10)
     healthy = pipeline.control.current
     for edge in ((0, 1), (2, 3)):
-        pipeline.slow = both(*edge, 2.0)
+        pipeline.slow = both(*edge, 3.0)
         first, *rest = pipeline.run(12)
         # One step under the old schedule: what it measured is what the next one is made for.
         assert max(rest) < 0.9 * first

@@ -50,7 +50,7 @@ def best_named(found: list[History]) -> float:
 def test_it_gains_over_every_named_schedule() -> None:
     found = histories()
     policy = float(np.mean([policy_gain.run_policy(each, 2).seconds.mean() for each in found]))
-    assert best_named(found) / policy - 1 > 0.08
+    assert best_named(found) / policy - 1 > 0.2
 
 
 def test_it_gains_nothing_where_it_is_told_no_delays(monkeypatch: pytest.MonkeyPatch) -> None:

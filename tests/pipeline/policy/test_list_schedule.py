@@ -33,7 +33,7 @@ def drawn(rng: random.Random) -> tuple[Placement, int, Costs]:
 def test_every_rule_makes_schedules_that_run_within_their_caps() -> None:
     rng = random.Random(7)
     made = refused = 0
-    for _ in range(60):
+    for _ in range(100):
         placement, count, costs = drawn(rng)
         split = rng.random() < 0.5
         for rule in rules(placement, count, split=split):
