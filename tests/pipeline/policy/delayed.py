@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_megatron.pipeline.execute.collective import CollectiveTransport
-from mt_megatron.pipeline.execute.transport import Edge, Receiving
+from mt_megatron.comm.collective import CollectiveTransport
+from mt_megatron.comm.transport import Edge, Receiving
 
 
 class Delayed:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import MtMegatronError
-from mt_megatron.pipeline.execute.transport import Edge
 
 _TAGS = 1 << 28
 """Tags from here on are ours: upstream's transfers have tag 0."""
