@@ -1,4 +1,4 @@
-"""The ring's protocol: no execution that C11 allows loses a message or a wake-up, and what is changed shows."""
+"""The ring's protocol: no execution that C11 allows loses a message or a wake-up; planted errors show."""
 
 from __future__ import annotations
 
