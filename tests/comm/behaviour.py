@@ -188,7 +188,7 @@ def leases_are_in_place(helper: str) -> None:
 
 def leases_of_what_does_not_fit(helper: str) -> None:
     """Slots before the ring's end are passed over; a larger message than the ring is copied."""
-    sizes = [1000, 7000, 1000, 8192, 3000, 20_000, 0, 5000]
+    sizes = [1500, 7000, 1500, 8192, 3000, 20_000, 0, 5000, 1000]
 
     def first(transport: Transport) -> None:
         for _ in range(5):
