@@ -298,7 +298,7 @@ def wrong_messages_are_refused(helper: str) -> dict[str, str]:
     def second(transport: Transport) -> dict[str, str]:
         ready = Edge(0, 1, 6)
         transport.post_recv(ready, (1,), FLOAT).wait()
-        for name, offset in (("crc", SMALL.payload_offset), ("header", 4096)):
+        for name, offset in (("crc", SMALL.payload_offset), ("header", 4096 + 16)):
             mapping = transport._incoming[lanes[name]]._mapping
             assert mapping is not None
             ctypes.c_uint8.from_address(mapping.address + offset).value ^= 1
