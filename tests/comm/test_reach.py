@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib.machinery
 import os
 import platform
 import sys
@@ -121,15 +122,15 @@ def test_the_helper_is_built_and_checked(tmp_path: Path, monkeypatch: pytest.Mon
     load = native.load.__wrapped__
     missing = load()
     assert isinstance(missing, str) and "mt_megatron.comm.shared_memory.native" in missing
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    (tmp_path / f"{native.STEM}{suffix}").write_bytes(b"no library")
+    assert "cannot be loaded" in load()
     try:
         made = native.build()
     except RuntimeError as error:
         pytest.skip(str(error))
     assert made.parent == tmp_path and not isinstance(load(), str)
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".build")] == []
-    made.unlink()  # Not written over: this process has it loaded.
-    made.write_bytes(b"no library")
-    assert "cannot be loaded" in load()
     made.unlink()
     source.write_text("#error broken\n")
     with pytest.raises(RuntimeError, match="broken"):
