@@ -144,8 +144,9 @@ class SharedMemoryTransport:
     def left_by_fork(self) -> None:
         """In a forked process: the channels are the parent's, and their memory is not mapped here."""
         self._ended = "belongs to the process that this one was forked from"
-        for edge, end in [*self._outgoing.items(), *self._incoming.items()]:
-            end.forget(closed(edge, self._ended))
+        ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
+        for end in ends:
+            end.forget(closed(end.edge, self._ended))
         self._peers.close(None)
 
     def _end(self, farewell: str, why: str) -> None:
@@ -153,8 +154,9 @@ class SharedMemoryTransport:
             if self._ended is not None:
                 return
             self._ended = why
-            for edge, end in [*self._outgoing.items(), *self._incoming.items()]:
-                end.end(closed(edge, why))
+            ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
+            for end in ends:
+                end.end(closed(end.edge, why))
             self._peers.close(farewell)
             # The memory goes with its last tensor.
             self._outgoing.clear()
