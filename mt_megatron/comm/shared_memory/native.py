@@ -133,8 +133,9 @@ class NativeProducer(_End):
     """See ``ring.Producer``."""
 
     def send(self, header: bytes, address: int, nbytes: int, wait: float) -> bool:
-        library = self._library(nbytes, wait)
-        return bool(library.mtc_send(self._end, header, address, nbytes, int(wait * 1e9)))
+        if wait or nbytes > _KEEPS_LOCK_BYTES:
+            return bool(self._free.mtc_send(self._end, header, address, nbytes, int(wait * 1e9)))
+        return bool(self._quick.mtc_send(self._end, header, address, nbytes, 0))
 
 
 class NativeConsumer(_End):
