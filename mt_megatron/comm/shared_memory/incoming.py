@@ -96,7 +96,8 @@ class Expected:
 
     def _refuse(self) -> None:
         raise MtMegatronError(
-            f"a message from rank {self._incoming.edge.source} is taken twice; keep what the first wait returned"
+            f"a message from rank {self._incoming.edge.source} is taken twice; keep what the first wait "
+            "returned"
         )
 
 
