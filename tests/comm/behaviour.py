@@ -419,3 +419,28 @@ def sizes_must_agree(helper: str) -> str:
 
         children = [Child(lambda rank=rank: end(rank)) for rank in range(2)]
         return str([each.result() for each in children][0])
+
+
+def a_rank_without_memory_is_refused_by_both(helper: str) -> list[str]:
+    """One rank cannot make, or cannot map, a ring: both get the reason at once; later edges work."""
+    from unittest import mock
+
+    from mt_megatron.comm.errors import TransportUnavailable
+    from mt_megatron.comm.shared_memory import memory
+
+    def refuse(*unused: object) -> int:
+        raise TransportUnavailable("shm", "no memory today", "wait")
+
+    def role(transport: Transport) -> list[str]:
+        own, said = transport._own, []
+        edges = [Edge(0, 1, 8), Edge(1, 0, 8)]
+        for name in ("create", "check"):
+            with mock.patch.object(memory, name, refuse if own == 0 else getattr(memory, name)):
+                said.append(raises(TransportUnavailable, lambda: transport.prepare(edges)))
+            assert edges[own] not in transport._outgoing and len(transport._incoming) == 1
+        transport.prepare(edges)
+        transport.post_send(edges[own], torch.ones(1))
+        assert transport.post_recv(edges[1 - own], (1,), FLOAT).wait().item() == 1
+        return said
+
+    return [each for found in run_pair(role, role, helper=helper) for each in found]

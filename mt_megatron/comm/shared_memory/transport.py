@@ -100,7 +100,13 @@ class SharedMemoryTransport:
             deadline = time.monotonic() + self._timeout
             self._peers.connect({_other(edge, self._own) for edge in new}, deadline)
             facts = {"slots": self._size.slots, "slot_bytes": self._size.slot_bytes, "version": VERSION}
-            pass_rings(self._peers, self._own, new, self._make, self._take, facts, deadline)
+            try:
+                pass_rings(self._peers, self._own, new, self._make, self._take, facts, deadline)
+            except TransportError:
+                for edge in new:
+                    self._outgoing.pop(edge, None)
+                    self._incoming.pop(edge, None)
+                raise
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
