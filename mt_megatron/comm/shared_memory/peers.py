@@ -110,18 +110,23 @@ class Peer:
                 raise PeerLost(self.place.rank, self.place.host, self.place.pid, why)
             return message, descriptors
 
-    def leave(self, farewell: str | None) -> None:
+    def leave(self, farewell: str) -> None:
         """Close the connection; ``farewell``: a key of ``_FAREWELLS``. Again: nothing."""
-        if farewell is not None:
-            with contextlib.suppress(OSError):
-                message = json.dumps({"farewell": farewell}).encode()
-                self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        with contextlib.suppress(OSError):
+            message = json.dumps({"farewell": farewell}).encode()
+            self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         with self._lock:
             self._lost = self._lost or "this rank closed its channels"
             self._connection.close()
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
+
+    def drop(self) -> None:
+        """Close this process's descriptors after a fork: another thread may have held the lock."""
+        self._connection.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
 
 
 class Peers:
@@ -195,11 +200,17 @@ class Peers:
     def __getitem__(self, rank: int) -> Peer:
         return self._connected[rank]
 
-    def close(self, farewell: str | None = "close") -> None:
-        """Close all connections. None: without a word, as a forked process does."""
+    def close(self, farewell: str) -> None:
+        """Close all connections; ``farewell``: a key of ``_FAREWELLS``."""
         self._listener.close()
         for peer in self._connected.values():
             peer.leave(farewell)
+
+    def drop(self) -> None:
+        """Close this process's descriptors after a fork."""
+        self._listener.close()
+        for peer in self._connected.values():
+            peer.drop()
 
 
 def pass_rings(
