@@ -8,7 +8,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -22,8 +21,6 @@
 
 enum { HEAD = 64, CONSUMER_WAITS = 128, TAIL = 192, PRODUCER_WAITS = 256, HEADERS = 4096 };
 enum { HEADER_BYTES = 128, DESCRIPTION_BYTES = 112 };
-
-enum { YIELD_NS = 5000 };
 
 typedef _Atomic uint32_t word;
 
@@ -86,15 +83,11 @@ static uint8_t *header_of(const struct end *end) {
     return end->base + HEADERS + (end->next % end->slots) * HEADER_BYTES;
 }
 
-/* Whether to look again at once, in a wait that began at `began`: at first with the core to itself, then
- * giving way to whoever wants it, perhaps the other end. */
+/* Whether to look again at once, in a wait that began at `began`. */
 static int spins(const struct end *end, uint64_t began, unsigned *turn) {
     relax();
     if (++*turn & 15) return 1;
-    uint64_t gone = now() - began;
-    if (gone >= end->spin_ns) return 0;
-    if (gone >= YIELD_NS) sched_yield();
-    return 1;
+    return now() - began < end->spin_ns;
 }
 
 /* After a wait, slept through or not: what came soon was worth a spin, next time too. */
@@ -291,6 +284,6 @@ API int mtc_starved(struct end *end, uint64_t wait_ns) {
     return (int)atomic_load_explicit(at(end, PRODUCER_WAITS), memory_order_relaxed);
 }
 
-API uint32_t mtc_version(void) { return 3; }
+API uint32_t mtc_version(void) { return 4; }
 
 API uint32_t mtc_end_bytes(void) { return sizeof(struct end); }
