@@ -219,6 +219,8 @@ def every_dtype_and_shape(helper: str) -> int:
             raw = torch.arange(count * dtype.itemsize, dtype=torch.int64).to(torch.uint8)
             raw = raw & 1 if dtype is torch.bool else raw
             tensors.append(raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
+        bits = torch.arange(6 * dtype.itemsize).to(torch.uint8) & 1
+        tensors.append(bits.view(dtype).view(2, 3).t())
         if dtype is torch.complex64:
             tensors.append(torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj())
             tensors.append(torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj().imag)
