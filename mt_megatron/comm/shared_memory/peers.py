@@ -28,6 +28,9 @@ _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD = 77
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 _MOST_BYTES = 4096
+_HELLO_SECONDS = 5.0
+"""For the first words of a connection, which come right behind it."""
+
 _CHECK_SECONDS = 0.05
 """Between two looks at a peer, where somebody asks all the time."""
 
@@ -103,6 +106,8 @@ class Peer:
             except BlockingIOError:
                 self.check(now=True)
                 continue
+            except ConnectionError:
+                data, descriptors = b"", []
             message = json.loads(data) if data else {"farewell": "ended"}
             if "farewell" in message:
                 why = _FAREWELLS.get(message["farewell"], "its process ended or its connection broke")
@@ -181,16 +186,14 @@ class Peers:
                     f"rank(s) {sorted(expected - self._connected.keys())} did not connect to rank "
                     f"{self.own.rank} in time; see what their processes say"
                 ) from error
-            connection.settimeout(max(0.001, _left(deadline)))
-            try:
+            connection.settimeout(_HELLO_SECONDS)
+            hello: Any = None
+            with contextlib.suppress(OSError, ValueError, TransportUnavailable):
                 _require_own_user(connection)
-                hello = json.loads(connection.recv(_MOST_BYTES) or b"{}")
-            except (OSError, ValueError, TransportUnavailable):
+                hello = json.loads(connection.recv(_MOST_BYTES))
+            rank = hello.get("rank") if isinstance(hello, dict) and hello.get("name") == own_name else None
+            if not isinstance(rank, int) or rank in self._connected:
                 connection.close()  # Not one of the job's.
-                continue
-            rank = hello.get("rank")
-            if hello.get("name") != own_name or not isinstance(rank, int) or rank in self._connected:
-                connection.close()
                 continue
             connection.settimeout(None)
             # It may be one that this rank has not asked for yet.
