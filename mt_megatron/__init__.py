@@ -18,6 +18,7 @@ _session      what is patched in this process
 patches       what is changed in Megatron-Core
 fp8           FP8 recipes and quantised products of linears
 pipeline      schedules of a pipeline: made, checked, simulated, run, chosen
+comm          point-to-point channels between ranks
 layers        modules that Megatron-Core lacks
 patching      the engine of declared patches
 backends      what a device is

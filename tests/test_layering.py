@@ -19,7 +19,7 @@ ROWS = (
     {"planning", "models", "data"},
     {"config", "checkpoint"},
     {"__init__", "_session"},
-    {"patches", "layers", "fp8", "pipeline"},
+    {"patches", "layers", "fp8", "pipeline", "comm"},
     {"patching", "backends", "seams", "parallel"},
     {"errors", "near_names"},
 )

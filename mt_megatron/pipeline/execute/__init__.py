@@ -5,8 +5,6 @@ executor         one step of a schedule on this rank
 refusals         what a schedule does not fit
 reduction        when the data-parallel reduction of a stage starts
 random_states    random numbers keyed by stage and micro-batch
-transport        the interface of channels between ranks
-collective       channels over ``torch.distributed``
 step_times       when actions begin and end on this rank
 transfer_events  events of transfers for MegaScan
 """

@@ -16,6 +16,14 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.current import current_backend
+from mt_megatron.comm.transport import (
+    BACKWARD,
+    FORWARD,
+    Edge,
+    Receiving,
+    Sending,
+    Transport,
+)
 from mt_megatron.errors import MtMegatronError
 from mt_megatron.pipeline.actions import (
     Action,
@@ -30,14 +38,6 @@ from mt_megatron.pipeline.execute.random_states import KeyedRandom
 from mt_megatron.pipeline.execute.reduction import Reduction
 from mt_megatron.pipeline.execute.step_times import StepTimes
 from mt_megatron.pipeline.execute.transfer_events import TransferEvents, TransferNumbers, receiver_stage
-from mt_megatron.pipeline.execute.transport import (
-    BACKWARD,
-    FORWARD,
-    Edge,
-    Receiving,
-    Sending,
-    Transport,
-)
 from mt_megatron.seams import events
 from mt_megatron.seams.gemm import DeferredWgrad, deferred_wgrad, finding_shared_weights
 

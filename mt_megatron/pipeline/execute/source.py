@@ -16,15 +16,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from mt_megatron.backends.current import current_backend
+from mt_megatron.comm.collective import CollectiveTransport
+from mt_megatron.comm.transport import Transport
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel import stage_order
 from mt_megatron.pipeline import forward_only as forward_only_schedules
 from mt_megatron.pipeline.actions import Schedule, lowered
-from mt_megatron.pipeline.execute.collective import CollectiveTransport
 from mt_megatron.pipeline.execute.executor import ReadySchedule, StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.step_times import StepTimes
-from mt_megatron.pipeline.execute.transport import Transport
 from mt_megatron.pipeline.validate import check
 
 Choose = Callable[[int, int, bool], "Schedule | None"]

@@ -14,7 +14,7 @@ from tests.pipeline.execute.ranks import use
 
 def without_tags(pp: int) -> dict[str, list[str]]:
     """What differs when each edge has a group of its own, as NCCL needs it, and no message a tag."""
-    from mt_megatron.pipeline.execute.collective import CollectiveTransport
+    from mt_megatron.comm.collective import CollectiveTransport
     from mt_megatron.pipeline.execute.source import set_transport
 
     found = {}
