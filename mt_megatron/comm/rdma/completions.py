@@ -6,9 +6,13 @@ from mt_megatron.comm.bootstrap import Place
 from mt_megatron.comm.errors import PeerLost, TransportError
 
 SUCCESS = 0
+PROCESS_ENDED = -1
+"""No status of verbs: the peer's process, on the same host, is known to be gone."""
+
 FLUSHED = 5
 RETRIES_EXCEEDED = 12
 RECEIVER_NOT_READY = 13
+FAILED = 21
 
 _STATUSES = {
     1: ("LOC_LEN_ERR", "a request was longer than its memory", "report this with the adapter's model"),
@@ -32,7 +36,11 @@ _STATUSES = {
     ),
     19: ("FATAL_ERR", "the adapter failed", "see the kernel log of this machine"),
     20: ("RESP_TIMEOUT_ERR", "the peer's adapter did not answer", "see the network between the two"),
-    21: ("GENERAL_ERR", "the adapter reported an error without a kind", "see the kernel log of this machine"),
+    FAILED: (
+        "GENERAL_ERR",
+        "the adapter reported an error without a kind",
+        "see the kernel log of this machine",
+    ),
 }
 """``ibv_wc_status``: name, meaning, what to do."""
 
@@ -85,6 +93,8 @@ def failure_of_status(status: int, port: str, place: Place, *, port_is_active: b
             f"its adapter stopped to acknowledge ({_STATUSES[status][0]} over {port}): the process ended, or "
             "the network between the two is cut",
         )
+    if status == PROCESS_ENDED:
+        return PeerLost(place.rank, place.host, place.pid, "its process ended")
     name, meaning, change = _STATUSES.get(
         status, (f"status {status}", "this kind of error is not known", "see the kernel log of this machine")
     )

@@ -109,6 +109,7 @@ class Memory:
             "is_one": self.is_one,
             "headers": [self.headers.address, self.headers.remote_key],
             "payload": [self.payload.address, self.payload.remote_key],
+            "extra": [self.headers.extra] if self.is_one else [self.headers.extra, self.payload.extra],
         }
 
     def close(self) -> None:
@@ -147,6 +148,8 @@ class Outgoing:
         self._memory = memory
         self._headers = (int(offer["headers"][0]), int(offer["headers"][1]))
         self._payload = (int(offer["payload"][0]), int(offer["payload"][1]))
+        for extra in offer["extra"]:
+            link.pair.learn(extra)
         self._queue: deque[Departure] = deque()
         self._defer = defer
 

@@ -104,7 +104,7 @@ class Engine:
     def _handle_device_events(self) -> None:
         while (event := self._device.next_event()) is not None:
             for link in list(self._links.values()):
-                failure = completions.failure_of_event(event, str(self._device.port), link.place)
+                failure = completions.failure_of_event(event, self._device.where, link.place)
                 if failure is not None:
                     link.fail(failure)
 

@@ -81,6 +81,7 @@ class Link:
         return {
             "queue_pair": self.pair.address,
             "mailbox": [self.mailbox.address, self.mailbox.remote_key],
+            "extra": self.mailbox.extra,
         }
 
     def connect(self, place: Place, hello: dict[str, Any], receives: int) -> None:
@@ -90,6 +91,7 @@ class Link:
         self._remote_mailbox = (int(address), int(key))
         self.pair.post_receives(receives)
         self.pair.connect(hello["queue_pair"])
+        self.pair.learn(hello["extra"])
         self.is_connected = True
 
     def room(self) -> int:
@@ -150,9 +152,9 @@ class Link:
             except Exception as error:  # noqa: BLE001 - an error of pyverbs, which may not be there to name
                 self.fail(
                     completions.RdmaError(
-                        str(self._device.port),
+                        self._device.where,
                         self.place,
-                        "an error of ibv_post_send",
+                        "an error when a write was posted",
                         str(error),
                         "see the kernel log of this machine",
                     )
@@ -193,7 +195,7 @@ class Link:
                 self.fail(
                     completions.failure_of_status(
                         completion.status,
-                        str(self._device.port),
+                        self._device.where,
                         self.place,
                         port_is_active=self._device.port_is_active(),
                     )
@@ -219,7 +221,7 @@ class Link:
             self._wake()
         else:
             raise completions.RdmaError(
-                str(self._device.port),
+                self._device.where,
                 self.place,
                 f"an immediate value of {completion.immediate:08x}",
                 "it belongs to no edge",

@@ -106,16 +106,16 @@ class RdmaTransport:
         self._ended: str | None = None
         self._is_closed = False
         try:
-            self._device = _default_device() if open_device is None else open_device()
+            self._device = (open_device or self._open_device)()
         except Unusable as error:
-            raise TransportUnavailable("rdma", str(error), error.change) from error
+            raise self._unavailable(error) from error
         self._engine = Engine(self._device)
         _open.add(self)
 
     @property
-    def port(self) -> ports.Port:
-        """What the transport uses."""
-        return self._device.port
+    def where(self) -> str:
+        """Adapter, port and address that the transport uses."""
+        return self._device.where
 
     def prepare(self, edges: Iterable[Edge]) -> None:
         with self._preparing:
@@ -146,7 +146,7 @@ class RdmaTransport:
             except Unusable as error:
                 for peer in set(peers) - told:
                     self._publish(f"hello/{self._own}/{peer}", {"unusable": str(error)})
-                raise TransportUnavailable("rdma", str(error), error.change) from error
+                raise self._unavailable(error) from error
             for peer in peers:
                 self._connect(peer, deadline)
             for edge in new:
@@ -235,6 +235,13 @@ class RdmaTransport:
         # Destroying these objects would tell the kernel to destroy the parent's.
         _of_parents.append(self)
 
+    @staticmethod
+    def _open_device() -> verbs.Device:
+        return verbs.open_device(ports.why_unusable())
+
+    def _unavailable(self, error: Unusable) -> TransportUnavailable:
+        return TransportUnavailable(self.name, str(error), error.change)
+
     # prepare
 
     def _depth(self) -> int:
@@ -260,7 +267,7 @@ class RdmaTransport:
         try:
             memory = Memory(self._device, int(offer["slots"]), int(offer["slot_bytes"]))
         except Unusable as error:
-            raise TransportUnavailable("rdma", str(error), error.change) from error
+            raise self._unavailable(error) from error
         link.outgoing[edge.lane] = Outgoing(link, edge.lane, memory, offer, self._engine.defer)
 
     def _connect(self, peer: int, deadline: float) -> None:
@@ -268,12 +275,12 @@ class RdmaTransport:
         hello = self._fetch(f"hello/{peer}/{self._own}", deadline)
         if "unusable" in hello:
             raise TransportUnavailable(
-                "rdma", f"rank {peer}: {hello['unusable']}", "use --p2p-transport auto or collective"
+                self.name, f"rank {peer}: {hello['unusable']}", "use --p2p-transport auto or collective"
             )
         theirs, own = hello["queue_pair"]["link"], link.pair.address["link"]
         if hello["version"] != _VERSION or theirs != own:
             raise TransportUnavailable(
-                "rdma",
+                self.name,
                 f"rank {peer} speaks version {hello['version']} over {theirs}, rank {self._own} version "
                 f"{_VERSION} over {own}",
                 "give both adapters of one network (MT_MEGATRON_IB_HCA) and one version of mt_megatron",
@@ -283,8 +290,8 @@ class RdmaTransport:
             link.connect(Place(**hello["place"]), hello, receives)
         except Exception as error:
             raise TransportUnavailable(
-                "rdma",
-                f"no connection from {self._device.port} to rank {peer}: {error}",
+                self.name,
+                f"no connection from {self._device.where} to rank {peer}: {error}",
                 "see that the two addresses reach each other; MT_MEGATRON_IB_HCA and "
                 "MT_MEGATRON_IB_GID_INDEX choose others",
             ) from error
@@ -340,10 +347,6 @@ class RdmaTransport:
 def unavailable_here() -> str | None:
     """Why no rank of this machine can use RDMA; None where it can. Opens nothing."""
     return ports.usable()
-
-
-def _default_device() -> verbs.Device:
-    return verbs.open_device(ports.why_unusable())
 
 
 def _ring_key(edge: Edge) -> str:

@@ -62,6 +62,9 @@ class Region(Protocol):
     local_key: int
     remote_key: int
 
+    extra: str
+    """What else the peer's ``learn`` needs, for JSON."""
+
     @property
     def bytes(self) -> Bytes:
         """The memory."""
@@ -81,6 +84,9 @@ class QueuePair(Protocol):
 
     def connect(self, remote: dict[str, Any]) -> None:
         """To ready-to-send."""
+
+    def learn(self, extra: str) -> None:
+        """Take note of the ``extra`` of one of the peer's regions, before a write to it."""
 
     def post_receives(self, count: int) -> None:
         """Requests for ``count`` more writes with immediate values."""
@@ -110,7 +116,9 @@ class QueuePair(Protocol):
 class Device(Protocol):
     """An open adapter at one port."""
 
-    port: Port
+    where: str
+    """Adapter, port and address, for messages."""
+
     event_fd: int | None
     """Readable when there is an asynchronous event; None: these cannot be read."""
 
@@ -167,8 +175,9 @@ class _Device:
     def __init__(self, port: Port, context: Any, domain: Any, event_fd: int | None) -> None:
         from pyverbs import enums
 
-        self.port = port
+        self.where = str(port)
         self.event_fd = event_fd
+        self._port = port
         self._context = context
         self._domain = domain
         self._access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
@@ -185,16 +194,16 @@ class _Device:
             registered = mr.MR(self._domain, nbytes, self._access, address=view.ctypes.data)
         except pyverbs_error.PyverbsError as error:
             raise Unusable(
-                f"{nbytes} bytes of memory cannot be registered with {self.port.device}: {error}",
+                f"{nbytes} bytes of memory cannot be registered with {self._port.device}: {error}",
                 "raise the limit of locked memory (ulimit -l)",
             ) from error
         return _Region(registered, view)
 
     def queue_pair(self, send_depth: int, receive_depth: int) -> _QueuePair:
-        return _QueuePair(self._context, self._domain, self.port, send_depth, receive_depth)
+        return _QueuePair(self._context, self._domain, self._port, send_depth, receive_depth)
 
     def port_is_active(self) -> bool:
-        return bool(self._context.query_port(self.port.number).state == self._active)
+        return bool(self._context.query_port(self._port.number).state == self._active)
 
     def next_event(self) -> int | None:
         from pyverbs import pyverbs_error
@@ -213,6 +222,8 @@ class _Device:
 
 class _Region:
     """See ``Region``."""
+
+    extra = ""
 
     def __init__(self, registered: Any, view: Bytes) -> None:
         self.address = view.ctypes.data
@@ -277,6 +288,9 @@ class _QueuePair:
         else:
             attributes.ah_attr = addr.AHAttr(gr=routed, is_global=1, port_num=self._port.number)
         self._pair.to_rts(attributes)
+
+    def learn(self, extra: str) -> None:
+        """Nothing: an address and a key are enough."""
 
     def post_receives(self, count: int) -> None:
         for _ in range(count):
