@@ -66,6 +66,12 @@ def text(report: dict[str, Any]) -> str:
     lines += [
         f"  {each['name']} ({each['found_by']}): {'; '.join(each['can'])}" for each in report["cards"]
     ] or ["  no NVIDIA or Moore Threads card was found"]
+    lines += ["", "channels between pipeline stages"]
+    if "error" in report["channels"]:
+        lines.append(f"  {report['channels']['error']}")
+    else:
+        for name, each in report["channels"].items():
+            lines.append(f"  {name:<22}{'yes' if each['works'] else 'no'}: {each['why']}")
     network = report["network"]
     lines += ["", "network"]
     lines.append(f"  {'loopback':<22}{network['loopback_interface']}")
@@ -170,6 +176,7 @@ def make_report(looked_at: Callable[[str], None] = lambda part: None) -> dict[st
         "backends": probe["backend_facts"],
         "auto": probe["selected"],
         "cards": _cards(probe["backend_facts"], looked_at),
+        "channels": probe["channels"],
         "network": host.network(),
         "patches": patches,
         "environment": host.environment(),

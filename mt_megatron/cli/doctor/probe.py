@@ -11,7 +11,13 @@ import sys
 from typing import Any
 
 MARKER = "mt-megatron doctor probe: "
-PARTS = {"torch_facts": "torch", "backend_facts": "backends", "selected": "choice", "patches": "patches"}
+PARTS = {
+    "torch_facts": "torch",
+    "backend_facts": "backends",
+    "selected": "choice",
+    "channels": "channels",
+    "patches": "patches",
+}
 """Function of this module -> what it looks at."""
 
 
@@ -73,6 +79,17 @@ def selected() -> dict[str, str]:
 
     backend, why = registry.select("auto")
     return {"name": backend.name, "why": why}
+
+
+def channels() -> dict[str, Any]:
+    """Transports between the stages of a pipeline: whether each works on this machine, and how or why not."""
+    from mt_megatron.comm.shared_memory import native
+    from mt_megatron.comm.shared_memory.transport import unavailable_here
+
+    why = unavailable_here()
+    helper = native.describe()
+    how = why or {"native": "C helper", "python": f"in Python alone: {helper['why']}"}[helper["uses"]]
+    return {"shm": {"works": why is None, "why": how, "uses": helper["uses"]}}
 
 
 def patches() -> dict[str, Any]:

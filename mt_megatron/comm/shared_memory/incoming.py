@@ -7,6 +7,7 @@ although nobody waits here, as with every library whose receives are posted ahea
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -46,6 +47,9 @@ class Expected:
         self.dtype = dtype
         self.asked = label
         self.out = out
+        self.slots = 0
+        """Of the ring, that it may need."""
+
         self.header: Header | None = None
         self.host: Tensor | None = None
         """Where it is copied to, once that has begun."""
@@ -165,10 +169,14 @@ class Incoming:
                 f"expected a contiguous tensor of shape {shape} and {dtype}"
             )
         expected = Expected(self, shape, dtype, label, out)
+        if shape is None:
+            expected.slots = self._size.slots + 1  # It may be larger than the ring.
+        else:
+            expected.slots = self._size.chunks(math.prod(shape) * dtype.itemsize)
         with self._posting:
             self._posted.append(expected)
-            self._slots += self._slots_of(expected)
-            if self._needs_help() and self._helper is None:
+            self._slots += expected.slots
+            if self._slots > self._size.slots and self._helper is None:
                 name = f"p2p-receive-{self.edge.source}-{self.edge.lane}"
                 self._helper = threading.Thread(target=self._help, name=name, daemon=True)
                 self._helper.start()
@@ -268,11 +276,6 @@ class Incoming:
                 self._error = error
                 raise
 
-    def _slots_of(self, expected: Expected) -> int:
-        if expected.shape is None:
-            return self._size.slots + 1  # It may be larger than the ring.
-        return self._size.chunks(Header(0, expected.dtype, tuple(expected.shape)).nbytes)
-
     def _needs_help(self) -> bool:
         return self._slots > self._size.slots and bool(self._posted)
 
@@ -353,7 +356,7 @@ class Incoming:
         self._number += 1
         with self._posting:
             self._posted.popleft()
-            self._slots -= self._slots_of(front)
+            self._slots -= front.slots
         front.is_there = True
 
     def _late(self, seconds: float) -> TransferTimeout:

@@ -101,6 +101,7 @@ class Outgoing:
         self._stopped = False
 
     def post(self, tensor: Tensor, label: Label) -> Sent | Queued:
+        self.raise_error()
         self._peer.check()
         if not tensor.is_cpu:
             given: Tensor | Staged = self._staging.to_host(tensor)

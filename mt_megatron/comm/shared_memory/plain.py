@@ -133,13 +133,19 @@ class PlainConsumer(_End):
     def arrived(self, nbytes: int, wait: float) -> int | None:
         chunks = self._size.chunks(nbytes)
         first = self._next + self._size.passed_over(self._next, chunks)
+        if not self._chunk and self._taken < first:
+            # Slots passed over are given back now: the message's last chunks may wait for that credit.
+            with self._guard:
+                self._taken = first
+                self._give()
         if not self._published(first + chunks, wait):
             return None
         return self._slot(first) - self._mapping.address
 
     def hold(self, nbytes: int) -> int:
-        chunks, first = self._size.chunks(nbytes), self._next
-        self._next += self._size.passed_over(first, chunks) + chunks
+        chunks = self._size.chunks(nbytes)
+        first = self._next + self._size.passed_over(self._next, chunks)
+        self._next = first + chunks
         with self._guard:
             self._limit = min(self._limit, first)
             self._taken = self._next

@@ -179,6 +179,27 @@ API int mtc_peek(struct end *end, uint8_t *header, uint64_t wait_ns) {
     return 1;
 }
 
+static void took(struct end *end, uint64_t counter);
+
+/* Copy the next message, giving each chunk's credit at once; waits for a chunk at most wait_ns: 1 when all is
+ * copied. */
+API int mtc_take(struct end *end, uint8_t *target, uint64_t nbytes, uint64_t wait_ns) {
+    uint64_t chunks = chunks_of(end, nbytes), over = passed_over(end, chunks);
+    while (end->chunk < chunks) {
+        uint64_t counter = end->next + over + end->chunk, offset = end->chunk * end->slot_bytes;
+        uint64_t count = nbytes - offset < end->slot_bytes ? nbytes - offset : end->slot_bytes;
+        if (!wait_published(end, counter + 1, wait_ns)) return 0;
+        if (count)
+            STEP("consumer.payload",
+                 memcpy(target + offset, end->payload + counter % end->slots * end->slot_bytes, count));
+        end->chunk++;
+        took(end, counter + 1);
+    }
+    end->next += over + chunks;
+    end->chunk = 0;
+    return 1;
+}
+
 /* Under the guard: give the credits for what was taken, up to the limit. */
 static void give(struct end *end) {
     uint64_t given = end->taken < end->limit ? end->taken : end->limit;
@@ -203,29 +224,12 @@ static void took(struct end *end, uint64_t counter) {
     unlock(end);
 }
 
-/* Copy the next message, giving each chunk's credit at once; waits for a chunk at most wait_ns: 1 when all is
- * copied. */
-API int mtc_take(struct end *end, uint8_t *target, uint64_t nbytes, uint64_t wait_ns) {
-    uint64_t chunks = chunks_of(end, nbytes), over = passed_over(end, chunks);
-    while (end->chunk < chunks) {
-        uint64_t counter = end->next + over + end->chunk, offset = end->chunk * end->slot_bytes;
-        uint64_t count = nbytes - offset < end->slot_bytes ? nbytes - offset : end->slot_bytes;
-        if (!wait_published(end, counter + 1, wait_ns)) return 0;
-        if (count)
-            STEP("consumer.payload",
-                 memcpy(target + offset, end->payload + counter % end->slots * end->slot_bytes, count));
-        end->chunk++;
-        took(end, counter + 1);
-    }
-    end->next += over + chunks;
-    end->chunk = 0;
-    return 1;
-}
-
-/* Whether the next message, of which nothing was copied, is there as a whole and contiguous: 1, or 0 after
- * wait_ns. Its address is written to `address`. */
+/* Whether the next message, whose header was read and nothing more, is there as a whole and contiguous: 1, or
+ * 0 after wait_ns. Its address is written to `address`. The slots passed over are given back now: the
+ * message's last chunks may wait for that credit. */
 API int mtc_arrived(struct end *end, uint64_t nbytes, uint8_t **address, uint64_t wait_ns) {
     uint64_t chunks = chunks_of(end, nbytes), over = passed_over(end, chunks);
+    if (over && !end->chunk && end->taken < end->next + over) took(end, end->next + over);
     if (!wait_published(end, end->next + over + chunks, wait_ns)) return 0;
     *address = end->payload + (end->next + over) % end->slots * end->slot_bytes;
     return 1;
@@ -233,8 +237,8 @@ API int mtc_arrived(struct end *end, uint64_t nbytes, uint8_t **address, uint64_
 
 /* Go past the next message without giving its credit: no credit from its first chunk on until mtc_limit. */
 API uint64_t mtc_hold(struct end *end, uint64_t nbytes) {
-    uint64_t chunks = chunks_of(end, nbytes), first = end->next;
-    end->next += passed_over(end, chunks) + chunks;
+    uint64_t chunks = chunks_of(end, nbytes), first = end->next + passed_over(end, chunks);
+    end->next = first + chunks;
     lock(end);
     if (first < end->limit) end->limit = first;
     end->taken = end->next;

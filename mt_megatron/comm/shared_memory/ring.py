@@ -65,8 +65,8 @@ class Consumer(Protocol):
         after False call again with the same arguments."""
 
     def arrived(self, nbytes: int, wait: float) -> int | None:
-        """Offset in the memory of the next message, which fits the ring, once all of it is there; None after
-        ``wait`` s."""
+        """Offset in the memory of the next message, which fits the ring and whose header was read, once all
+        of it is there; None after ``wait`` s."""
 
     def hold(self, nbytes: int) -> int:
         """Go past that message and keep its memory; returns the counter at which it begins."""
