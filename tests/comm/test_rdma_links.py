@@ -29,9 +29,8 @@ from mt_megatron.comm.rdma.ring import MOST_SLOTS, ReceiveRing, SendRing
 from mt_megatron.comm.rdma.transport import RdmaTransport, RingSize
 from mt_megatron.comm.transport import Edge, Label
 from mt_megatron.errors import ConfigError, MtMegatronError
-
-from .fake_verbs import FakeDevice, FakeNetwork, FakeQueuePair
-from .message_traffic import SharedBootstrap, as_bytes, exchange
+from tests.comm.fake_verbs import FakeDevice, FakeNetwork, FakeQueuePair
+from tests.comm.message_traffic import SharedBootstrap, exchange
 
 FORTH, BACK = Edge(0, 1, 0), Edge(1, 0, 0)
 SMALL = RingSize(slots=4, slot_bytes=1024)
@@ -84,14 +83,14 @@ def test_random_messages_over_the_fake() -> None:
     found: list[Any] = [None, None]
 
     def run(rank: int) -> None:
-        found[rank] = exchange(pair.ranks[rank], rank, 1 - rank, lanes=4, count=60, most_bytes=9000, seed=7)
+        found[rank] = exchange(pair.ranks[rank], rank, messages=150, producers=4, seed=7)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [each["messages"] for each in found] == [240, 240]
+    assert [each["received"] for each in found] == [150, 150]
     pair.close()
     assert all(device.closed for device in pair.devices)
 
@@ -361,7 +360,3 @@ def test_credits_survive_any_order_and_the_end_of_their_count() -> None:
 def test_a_credit_that_is_given_too_early_is_found() -> None:
     with pytest.raises((MessageMismatch, AssertionError)):
         Ring(5, gives=1).run(20_000, seed=1)
-
-
-def test_the_bytes_of_messages_are_compared() -> None:
-    assert as_bytes(torch.tensor([1, 2], dtype=torch.int16)) == b"\x01\x00\x02\x00"

@@ -155,7 +155,8 @@ def report(log: Path, json_file: Path | None) -> int:
     from tests.rdma.scenarios import SCENARIOS
 
     text = log.read_text(errors="replace").replace("\r", "")
-    results = [json.loads(line[len("RESULT ") :]) for line in text.splitlines() if line.startswith("RESULT ")]
+    lines = text.splitlines()
+    results = [json.loads(line[len("RESULT ") :]) for line in lines if line.startswith("RESULT ")]
     for result in results:
         print(
             f"{'passed' if result['passed'] else 'FAILED':7} {result['scenario']:26} {result['seconds']:7.1f} s"
