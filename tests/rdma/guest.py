@@ -158,9 +158,8 @@ def report(log: Path, json_file: Path | None) -> int:
     lines = text.splitlines()
     results = [json.loads(line[len("RESULT ") :]) for line in lines if line.startswith("RESULT ")]
     for result in results:
-        print(
-            f"{'passed' if result['passed'] else 'FAILED':7} {result['scenario']:26} {result['seconds']:7.1f} s"
-        )
+        word = "passed" if result["passed"] else "FAILED"
+        print(f"{word} {result['scenario']:26} {result['seconds']:7.1f} s")
         for key, value in result.get("figures", {}).items():
             print(f"          {key}: {value}")
         if "error" in result:
