@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mt_megatron.comm.rdma import completions
+from mt_megatron.comm.rdma.ports import Unusable
 from mt_megatron.comm.rdma.verbs import Bytes, Completion, Region
 
 
@@ -53,6 +54,9 @@ class FakeDevice:
         region = FakeRegion(self._network, nbytes)
         self.made.append(region)
         return region
+
+    def register_dmabuf(self, descriptor: int, nbytes: int) -> Any:
+        raise Unusable("the fake registers no dmabuf", "unset MT_MEGATRON_GPU_DIRECT")
 
     def queue_pair(self, send_depth: int, receive_depth: int) -> FakeQueuePair:
         pair = FakeQueuePair(self._network, send_depth, receive_depth)

@@ -1,7 +1,7 @@
 """Messages over NIXL between processes of one machine, where its wheel is installed, and refusals.
 
-``pip install --no-deps nixl nixl-cu12`` installs what is needed, or unpack the two wheels and put their folder
-on PYTHONPATH; without ``--no-deps`` pip would replace torch.
+``pip install --no-deps nixl nixl-cu12`` installs what is needed, or unpack the two wheels and put their
+folder on PYTHONPATH; without ``--no-deps`` pip would replace torch.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from mt_megatron.comm.errors import (
 )
 from mt_megatron.comm.rdma import completions
 from mt_megatron.comm.rdma.completions import RdmaError
+from mt_megatron.comm.rdma.edges import Memory
+from mt_megatron.comm.rdma.gpu_direct import open_direct
 from mt_megatron.comm.rdma.ports import Unusable
 from mt_megatron.comm.rdma.ring import MOST_SLOTS, ReceiveRing, SendRing
 from mt_megatron.comm.rdma.transport import RdmaTransport, RingSize
@@ -93,6 +95,75 @@ def test_random_messages_over_the_fake() -> None:
     assert [each["received"] for each in found] == [150, 150]
     pair.close()
     assert all(device.closed for device in pair.devices)
+
+
+def test_headers_and_payloads_may_lie_in_different_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with rings in a device's memory; here both are the host's."""
+    fetch = RdmaTransport._fetch
+
+    def memory(self: RdmaTransport, slots: int, slot_bytes: int) -> Memory:
+        return Memory(self._device, slots, slot_bytes, self._device.region)
+
+    def fetch_split(self: RdmaTransport, key: str, deadline: float) -> dict[str, Any]:
+        found = fetch(self, key, deadline)
+        if "is_one" in found:
+            assert found["is_one"] is False
+            found["is_one"] = True
+        return found
+
+    monkeypatch.setattr(RdmaTransport, "_memory", memory)
+    monkeypatch.setattr(RdmaTransport, "_fetch", fetch_split)
+    pair = Pair(crc=True)
+    pair.prepare(FORTH)
+    sent = [torch.arange(count, dtype=torch.int32) for count in (0, 3, 256, 257, 5000)]
+    handles = [pair.ranks[0].post_send(FORTH, each) for each in sent]
+    received = [pair.ranks[1].post_recv(FORTH, each.shape, each.dtype).wait() for each in sent]
+    assert all(torch.equal(a, b) for a, b in zip(received, sent, strict=True))
+    for handle in handles:
+        handle.wait()
+    pair.close()
+
+
+def test_ranks_that_do_not_agree_on_gpudirect_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(self: RdmaTransport, slots: int, slot_bytes: int) -> Memory:
+        return Memory(self._device, slots, slot_bytes, self._device.region)
+
+    pair = Pair()
+    pair.ranks[1]._timeout = 0.3
+    refusals: list[str] = []
+
+    def prepare() -> None:
+        try:
+            pair.ranks[0].prepare([FORTH])
+        except TransportUnavailable as error:
+            refusals.append(str(error))
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    # The rank that receives makes the ring.
+    monkeypatch.setattr(RdmaTransport, "_memory", memory)
+    with pytest.raises(TransferTimeout, match="ready/0/1"):
+        pair.ranks[1].prepare([FORTH])
+    thread.join()
+    assert "rank 1 and rank 0 do not both use GPUDirect; set MT_MEGATRON_GPU_DIRECT" in refusals[0]
+    pair.close()
+
+
+def test_gpudirect_is_refused_with_the_reason() -> None:
+    adapter = FakeNetwork().device()
+    assert open_direct(torch.device("cpu"), adapter, crc=False, environ={}) is None
+    asked = {"MT_MEGATRON_GPU_DIRECT": "1"}
+    with pytest.raises(Unusable, match="the tensors are on cpu, not on CUDA"):
+        open_direct(torch.device("cpu"), adapter, crc=False, environ=asked)
+    with pytest.raises(Unusable, match="a CRC needs the bytes on the host"):
+        open_direct(torch.device("cuda"), adapter, crc=True, environ=asked)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_gpudirect_without_a_driver_is_refused() -> None:
+    asked = {"MT_MEGATRON_GPU_DIRECT": "1"}
+    with pytest.raises(Unusable, match="the CUDA driver cannot be loaded: libcuda"):
+        open_direct(torch.device("cuda"), FakeNetwork().device(), crc=False, environ=asked)
 
 
 def test_posting_does_not_wait_for_the_peer_and_a_full_ring_loses_nothing(pair: Pair) -> None:

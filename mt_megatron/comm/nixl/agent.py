@@ -78,6 +78,9 @@ class NixlDevice:
     def region(self, nbytes: int) -> NixlRegion:
         return NixlRegion(self, nbytes)
 
+    def register_dmabuf(self, descriptor: int, nbytes: int) -> Any:
+        raise Unusable("NIXL takes no dmabuf of ours", "unset MT_MEGATRON_GPU_DIRECT")
+
     def queue_pair(self, send_depth: int, receive_depth: int) -> NixlQueuePair:
         return NixlQueuePair(self)
 

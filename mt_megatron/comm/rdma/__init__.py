@@ -8,5 +8,6 @@ edges        fragments of messages, in and out, on bytes
 ring         credits of a ring of slots
 verbs        what is needed of verbs, over pyverbs
 completions  statuses and events as errors
+gpu_direct   rings in a CUDA device's memory
 ports        choice of device, port and GID
 """

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mt_megatron.comm.errors import TransferTimeout, TransportError
 from mt_megatron.comm.message import Header
-from mt_megatron.comm.rdma.edges import Arrival, Departure, Incoming, Outgoing, Slot, Source
+from mt_megatron.comm.rdma.edges import Arrival, Departure, Incoming, Outgoing, Sink, Slot, Source
+from mt_megatron.comm.rdma.gpu_direct import DirectMemory, DirectSink, DirectSource
 from mt_megatron.comm.rdma.verbs import Bytes
 from mt_megatron.comm.shared_memory.staging import Staged, Staging
 from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows
@@ -54,12 +55,16 @@ def wait_until(
                 edge.changed.wait(remaining)
 
 
-def source_of(tensor: Tensor, label: Label, crc: bool, staging: Staging) -> Source:
+def source_of(
+    tensor: Tensor, label: Label, crc: bool, staging: Staging, direct: DirectMemory | None
+) -> Source:
     """A message of ``tensor``, which may lie on a device. Raises MtMegatronError for what cannot be sent."""
     # A dtype or shape without a code is refused here, not in another thread.
     Header(0, tensor.dtype, tuple(tensor.shape), label).encode()
     if tensor.device.type == "cpu":
         return _HostSource(in_rows(tensor), label, crc)
+    if direct is not None:
+        return DirectSource(tensor, label, direct)
     return _DeviceSource(tensor, label, crc, staging.to_host(tensor))
 
 
@@ -167,6 +172,7 @@ class Expected:
         label: Label,
         out: Tensor | None,
         staging: Staging,
+        direct: DirectMemory | None,
         timeout: float,
         untaken: set[Expected],
     ) -> None:
@@ -186,6 +192,8 @@ class Expected:
         self._found = UNLABELLED
         self._out = out
         self._staging = staging
+        self._direct = direct
+        self._ready = None if direct is None else direct.mark()
         self._timeout = timeout
         self._host: Tensor | None = None
         self._untaken = untaken
@@ -213,17 +221,25 @@ class Expected:
             raise MtMegatronError(f"the message from rank {self.edge.source} was taken before")
         self._untaken.discard(self)
         self.label = self._found
-        if self._staging.device.type == "cpu":
+        if self._staging.device.type == "cpu" or self._direct is not None:
             return host
         return self._staging.to_device(host, self._out)
 
     def lease(self, timeout: float | None = None) -> Owned:
         return Owned(self.wait(timeout))
 
-    def _begin(self, encoded: bytes, sequence: int) -> _Sink:
+    def _begin(self, encoded: bytes, sequence: int) -> Sink:
         header = Header.decode(encoded)
         header.require(self.edge, sequence=sequence, shape=self._shape, dtype=self._dtype, label=self._wanted)
         self._found = header.label
+        if self._direct is not None:
+            device = self._direct.device
+            self._host = (
+                self._out
+                if self._out is not None
+                else torch.empty(header.shape, dtype=header.dtype, device=device)
+            )
+            return DirectSink(self._host, self._direct, self._ready)
         if self._staging.device.type != "cpu":
             self._host = self._staging.host_memory(header.shape, header.dtype)
         elif self._out is not None:

@@ -21,6 +21,7 @@ from mt_megatron.comm.errors import TransportError, TransportUnavailable
 from mt_megatron.comm.rdma import ports, verbs
 from mt_megatron.comm.rdma.edges import Incoming, Memory, Outgoing
 from mt_megatron.comm.rdma.engine import Engine
+from mt_megatron.comm.rdma.gpu_direct import VARIABLE, open_direct
 from mt_megatron.comm.rdma.handles import Expected, Sent, source_of, wait_until
 from mt_megatron.comm.rdma.link import Link
 from mt_megatron.comm.rdma.ports import Unusable
@@ -109,6 +110,11 @@ class RdmaTransport:
             self._device = (open_device or self._open_device)()
         except Unusable as error:
             raise self._unavailable(error) from error
+        try:
+            self._direct = open_direct(self._tensor_device, self._device, crc=crc)
+        except Unusable as error:
+            self._device.close()
+            raise self._unavailable(error) from error
         self._engine = Engine(self._device)
         _open.add(self)
 
@@ -166,7 +172,7 @@ class RdmaTransport:
         outgoing = None if link is None or edge.source != self._own else link.outgoing.get(edge.lane)
         if outgoing is None:
             raise self._unknown(edge)
-        source = source_of(tensor, label, self._crc, self._staging)
+        source = source_of(tensor, label, self._crc, self._staging, self._direct)
         return Sent(edge, outgoing, outgoing.post(source), self._timeout)
 
     def post_recv(
@@ -184,7 +190,16 @@ class RdmaTransport:
         if incoming is None:
             raise self._unknown(edge)
         expected = Expected(
-            edge, incoming, shape, dtype, label, out, self._staging, self._timeout, self._untaken
+            edge,
+            incoming,
+            shape,
+            dtype,
+            label,
+            out,
+            self._staging,
+            self._direct,
+            self._timeout,
+            self._untaken,
         )
         incoming.post(expected.arrival)
         return expected
@@ -253,19 +268,28 @@ class RdmaTransport:
             return False
         return edge.lane in (link.outgoing if edge.source == self._own else link.incoming)
 
+    def _memory(self, slots: int, slot_bytes: int) -> Memory:
+        return Memory(self._device, slots, slot_bytes, None if self._direct is None else self._direct.region)
+
     def _make_ring(self, edge: Edge) -> None:
         link = self._links[edge.source]
         self._require_room(link, self._size.slots)
-        incoming = Incoming(link, edge.lane, Memory(self._device, self._size.slots, self._size.slot_bytes))
+        incoming = Incoming(link, edge.lane, self._memory(self._size.slots, self._size.slot_bytes))
         link.incoming[edge.lane] = incoming
         self._publish(_ring_key(edge), incoming.offer)
 
     def _take_ring(self, edge: Edge, deadline: float) -> None:
         link = self._links[edge.target]
         offer = self._fetch(_ring_key(edge), deadline)
+        if offer["is_one"] != (self._direct is None):
+            raise TransportUnavailable(
+                self.name,
+                f"rank {edge.target} and rank {self._own} do not both use GPUDirect",
+                f"set {VARIABLE} on all ranks or on none",
+            )
         self._require_room(link, int(offer["slots"]))
         try:
-            memory = Memory(self._device, int(offer["slots"]), int(offer["slot_bytes"]))
+            memory = self._memory(int(offer["slots"]), int(offer["slot_bytes"]))
         except Unusable as error:
             raise self._unavailable(error) from error
         link.outgoing[edge.lane] = Outgoing(link, edge.lane, memory, offer, self._engine.defer)

@@ -128,6 +128,9 @@ class Device(Protocol):
     def region(self, nbytes: int) -> Region:
         """New host memory, page-aligned, pre-faulted and registered for local and remote writes."""
 
+    def register_dmabuf(self, descriptor: int, nbytes: int) -> Any:
+        """Registration (``lkey``, ``rkey``, ``close()``) of a device's memory. Raises Unusable."""
+
     def queue_pair(self, send_depth: int, receive_depth: int) -> QueuePair:
         """Not connected."""
 
@@ -198,6 +201,17 @@ class _Device:
                 "raise the limit of locked memory (ulimit -l)",
             ) from error
         return _Region(registered, view)
+
+    def register_dmabuf(self, descriptor: int, nbytes: int) -> Any:
+        from pyverbs import mr, pyverbs_error
+
+        try:
+            return mr.DmaBufMR(self._domain, nbytes, self._access, dmabuf=descriptor)
+        except pyverbs_error.PyverbsError as error:
+            raise Unusable(
+                f"{self._port.device} cannot register a dmabuf: {error}",
+                "unset MT_MEGATRON_GPU_DIRECT, or update the adapter's driver and rdma-core",
+            ) from error
 
     def queue_pair(self, send_depth: int, receive_depth: int) -> _QueuePair:
         return _QueuePair(self._context, self._domain, self._port, send_depth, receive_depth)
