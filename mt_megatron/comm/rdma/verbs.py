@@ -32,6 +32,16 @@ _RNR_TIMER = 12
 _PSN = 0
 """Packet number to begin with: queue pairs are not reused."""
 
+_SCRATCH_BYTES = 64
+
+# Constants of verbs, whose module in pyverbs changed its name: IBV_QPT_RC, IBV_ACCESS_LOCAL_WRITE |
+# IBV_ACCESS_REMOTE_WRITE, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WC_RECV, IBV_PORT_ACTIVE.
+_RELIABLE_CONNECTION = 2
+_LOCAL_AND_REMOTE_WRITE = 1 | 2
+_WRITE, _WRITE_WITH_IMMEDIATE = 0, 1
+_RECEIVED = 1 << 7
+_PORT_ACTIVE = 4
+
 _INFINIBAND_EVENTS = "anon_inode:[infinibandevent]"
 
 
@@ -176,15 +186,11 @@ class _Device:
     """See ``Device``."""
 
     def __init__(self, port: Port, context: Any, domain: Any, event_fd: int | None) -> None:
-        from pyverbs import enums
-
         self.where = str(port)
         self.event_fd = event_fd
         self._port = port
         self._context = context
         self._domain = domain
-        self._access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
-        self._active = enums.IBV_PORT_ACTIVE
         self.most_requests = context.query_device().max_qp_wr
         if event_fd is not None:
             os.set_blocking(event_fd, False)
@@ -194,7 +200,7 @@ class _Device:
 
         _memory, view = anonymous_memory(nbytes)
         try:
-            registered = mr.MR(self._domain, nbytes, self._access, address=view.ctypes.data)
+            registered = mr.MR(self._domain, nbytes, _LOCAL_AND_REMOTE_WRITE, address=view.ctypes.data)
         except pyverbs_error.PyverbsError as error:
             raise Unusable(
                 f"{nbytes} bytes of memory cannot be registered with {self._port.device}: {error}",
@@ -206,7 +212,7 @@ class _Device:
         from pyverbs import mr, pyverbs_error
 
         try:
-            return mr.DmaBufMR(self._domain, nbytes, self._access, dmabuf=descriptor)
+            return mr.DmaBufMR(self._domain, nbytes, _LOCAL_AND_REMOTE_WRITE, dmabuf=descriptor)
         except pyverbs_error.PyverbsError as error:
             raise Unusable(
                 f"{self._port.device} cannot register a dmabuf: {error}",
@@ -214,10 +220,11 @@ class _Device:
             ) from error
 
     def queue_pair(self, send_depth: int, receive_depth: int) -> _QueuePair:
-        return _QueuePair(self._context, self._domain, self._port, send_depth, receive_depth)
+        scratch = self.region(_SCRATCH_BYTES)
+        return _QueuePair(self._context, self._domain, self._port, scratch, send_depth, receive_depth)
 
     def port_is_active(self) -> bool:
-        return bool(self._context.query_port(self._port.number).state == self._active)
+        return bool(self._context.query_port(self._port.number).state == _PORT_ACTIVE)
 
     def next_event(self) -> int | None:
         from pyverbs import pyverbs_error
@@ -258,21 +265,31 @@ class _Region:
 class _QueuePair:
     """See ``QueuePair``."""
 
-    def __init__(self, context: Any, domain: Any, port: Port, send_depth: int, receive_depth: int) -> None:
-        from pyverbs import cq, enums, qp, wr
+    def __init__(
+        self,
+        context: Any,
+        domain: Any,
+        port: Port,
+        scratch: _Region,
+        send_depth: int,
+        receive_depth: int,
+    ) -> None:
+        from pyverbs import cq, qp, wr
 
-        self._enums = enums
         self._wr = wr
         self._port = port
         self._channel = cq.CompChannel(context)
         self._queue = cq.CQ(context, send_depth + receive_depth, None, self._channel)
         self._queue.req_notify()
         cap = qp.QPCap(max_send_wr=send_depth, max_recv_wr=receive_depth)
-        init = qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=cap)
+        init = qp.QPInitAttr(qp_type=_RELIABLE_CONNECTION, scq=self._queue, rcq=self._queue, cap=cap)
         attributes = qp.QPAttr(port_num=port.number)
-        attributes.qp_access_flags = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
+        attributes.qp_access_flags = _LOCAL_AND_REMOTE_WRITE
         self._pair = qp.QP(domain, init, attributes)
-        self._receive = wr.RecvWR()
+        # Writes with immediate values use no memory of a receive request, but pyverbs wants some.
+        self._scratch = scratch
+        element = wr.SGE(scratch.address, _SCRATCH_BYTES, scratch.local_key)
+        self._receive = wr.RecvWR(num_sge=1, sg=[element])
         self.event_fd = self._channel.fd
         os.set_blocking(self.event_fd, False)
         state = context.query_port(port.number)
@@ -320,11 +337,10 @@ class _QueuePair:
         remote_key: int,
         immediate: int | None,
     ) -> None:
-        enums = self._enums
         element = self._wr.SGE(region.address + offset, nbytes, region.local_key)
         work = self._wr.SendWR(
             request,
-            enums.IBV_WR_RDMA_WRITE if immediate is None else enums.IBV_WR_RDMA_WRITE_WITH_IMM,
+            _WRITE if immediate is None else _WRITE_WITH_IMMEDIATE,
             num_sge=1,
             imm_data=immediate or 0,
             sg=[element],
@@ -338,10 +354,9 @@ class _QueuePair:
             element.close()
 
     def poll(self, most: int) -> list[Completion]:
-        receive = self._enums.IBV_WC_RECV
         _, found = self._queue.poll(most)
         return [
-            Completion(each.wr_id, each.status, bool(each.opcode & receive), each.imm_data, each.byte_len)
+            Completion(each.wr_id, each.status, bool(each.opcode & _RECEIVED), each.imm_data, each.byte_len)
             for each in found
         ]
 
@@ -359,6 +374,7 @@ class _QueuePair:
         self._pair.close()
         self._queue.close()
         self._channel.close()
+        self._scratch.close()
 
 
 def _timer(variable: str, default: int, most: int) -> int:
