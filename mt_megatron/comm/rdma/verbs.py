@@ -220,8 +220,17 @@ class _Device:
             ) from error
 
     def queue_pair(self, send_depth: int, receive_depth: int) -> _QueuePair:
+        from pyverbs import pyverbs_error
+
         scratch = self.region(_SCRATCH_BYTES)
-        return _QueuePair(self._context, self._domain, self._port, scratch, send_depth, receive_depth)
+        try:
+            return _QueuePair(self._context, self._domain, self._port, scratch, send_depth, receive_depth)
+        except pyverbs_error.PyverbsError as error:
+            scratch.close()
+            raise Unusable(
+                f"{self._port.device} makes no queue pair of {send_depth} requests: {error}",
+                "see the kernel log of this machine, or use another transport",
+            ) from error
 
     def port_is_active(self) -> bool:
         return bool(self._context.query_port(self._port.number).state == _PORT_ACTIVE)
