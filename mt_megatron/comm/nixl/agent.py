@@ -64,7 +64,7 @@ class NixlDevice:
     """See ``verbs.Device``. ``agent``: NIXL's, all of whose calls are made under ``lock``."""
 
     most_requests = 1024
-    event_fd = None
+    event_fd: int | None = None
 
     def __init__(self, agent: Any) -> None:
         self.agent = agent

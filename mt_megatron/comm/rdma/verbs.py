@@ -302,7 +302,7 @@ class _QueuePair:
         self.event_fd = self._channel.fd
         os.set_blocking(self.event_fd, False)
         state = context.query_port(port.number)
-        self.address = {
+        self.address: dict[str, Any] = {
             "number": self._pair.qp_num,
             "gid": port.gid,
             "lid": state.lid,
