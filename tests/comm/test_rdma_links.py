@@ -349,6 +349,9 @@ def test_misuse_is_refused(pair: Pair) -> None:
         RingSize(slots=3).require()
     with pytest.raises(MtMegatronError, match="8; flatten it"):
         pair.ranks[0].post_send(FORTH, torch.zeros([1] * 9))
+    for wrong in (torch.empty(2), torch.empty(1, dtype=torch.int8), torch.empty(2, 1).t()):
+        with pytest.raises(MtMegatronError, match="found out= of"):
+            pair.ranks[0].post_recv(BACK, (1,), torch.float32, out=wrong)
     pair.ranks[0].post_recv(BACK, (1,), torch.float32)
     with pytest.raises(MtMegatronError, match="1 transfer.*not taken, the first from rank 1"):
         pair.ranks[0].finish()

@@ -37,6 +37,8 @@ class Engine:
         if device.event_fd is not None:
             self._epoll.register(device.event_fd, select.EPOLLIN)
         self._stops = False
+        self._is_open = True
+        self._waking = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="mt_megatron rdma", daemon=True)
         self._thread.start()
         self._deferred: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
@@ -52,7 +54,9 @@ class Engine:
 
     def wake(self) -> None:
         """Let the thread look at the links' failures."""
-        os.eventfd_write(self._wakeup, 1)
+        with self._waking:
+            if self._is_open:
+                os.eventfd_write(self._wakeup, 1)
 
     def defer(self, edge: Outgoing) -> None:
         """Call ``edge.advance`` in the thread that may wait for a device."""
@@ -72,8 +76,11 @@ class Engine:
         self._thread.join(_JOIN_SECONDS)
         if self._stager is not None:
             self._stager.join(_JOIN_SECONDS)
-        self._epoll.close()
-        os.close(self._wakeup)
+        with self._waking:
+            # The number of a closed descriptor may soon be another file's.
+            self._is_open = False
+            self._epoll.close()
+            os.close(self._wakeup)
 
     def _serve(self) -> None:
         try:

@@ -177,10 +177,12 @@ class Expected:
         untaken: set[Expected],
     ) -> None:
         """``untaken``: has this handle until its message was taken."""
-        if out is not None and not (out.is_contiguous() and out.dtype == dtype):
+        if out is not None and not (
+            out.is_contiguous() and out.dtype == dtype and (shape is None or tuple(shape) == tuple(out.shape))
+        ):
             raise MtMegatronError(
-                f"found out= of {out.dtype} and strides {out.stride()}; expected a contiguous tensor of "
-                f"{dtype}"
+                f"found out= of {out.dtype}, shape {tuple(out.shape)} and strides {out.stride()}; expected a "
+                f"contiguous tensor of {dtype} and shape {shape}"
             )
         self.edge = edge
         self.label = UNLABELLED
