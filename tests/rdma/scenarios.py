@@ -54,9 +54,13 @@ class Ranks:
         """Return when a rank has called ``mark`` with ``name``."""
         deadline = time.monotonic() + timeout
         while not (self.folder / name).exists():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no rank reached {name!r}: {self.results()}")
+            if time.monotonic() > deadline or any("failed" in each for each in self._said()):
+                raise AssertionError(f"no rank reached {name!r}: {self.results(5.0)}")
             time.sleep(0.005)
+
+    def _said(self) -> list[str]:
+        files = [self.folder / f"result{rank}" for rank in range(len(self.pids))]
+        return [file.read_text()[:12] for file in files if file.exists()]
 
     def results(self, timeout: float = 120.0) -> list[Any]:
         """What each rank returned; None for one that was killed. Raises AssertionError for a failure."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -160,11 +162,9 @@ def open_device(port: Port) -> Device:
         from pyverbs import device, pd, pyverbs_error
     except (ImportError, OSError) as error:
         raise Unusable(f"pyverbs cannot be imported: {error}", "install rdma-core's libibverbs1") from error
-    before = _event_files()
     try:
-        context = device.Context(name=port.device)
-        found = _event_files() - before
-        return _Device(port, context, pd.PD(context), found.pop() if len(found) == 1 else None)
+        context, event_fd = _with_event_file(lambda: device.Context(name=port.device))
+        return _Device(port, context, pd.PD(context), event_fd)
     except pyverbs_error.PyverbsError as error:
         raise Unusable(
             f"{port.device} cannot be opened: {error}",
@@ -225,6 +225,9 @@ class _Device:
         scratch = self.region(_SCRATCH_BYTES)
         try:
             return _QueuePair(self._context, self._domain, self._port, scratch, send_depth, receive_depth)
+        except Unusable:
+            scratch.close()
+            raise
         except pyverbs_error.PyverbsError as error:
             scratch.close()
             raise Unusable(
@@ -287,7 +290,11 @@ class _QueuePair:
 
         self._wr = wr
         self._port = port
-        self._channel = cq.CompChannel(context)
+        self._channel, event_fd = _with_event_file(lambda: cq.CompChannel(context))
+        if event_fd is None:
+            self._channel.close()
+            raise Unusable("the descriptor of a completion channel cannot be found in /proc", "mount /proc")
+        self.event_fd = event_fd
         self._queue = cq.CQ(context, send_depth + receive_depth, None, self._channel)
         self._queue.req_notify()
         cap = qp.QPCap(max_send_wr=send_depth, max_recv_wr=receive_depth)
@@ -299,7 +306,6 @@ class _QueuePair:
         self._scratch = scratch
         element = wr.SGE(scratch.address, _SCRATCH_BYTES, scratch.local_key)
         self._receive = wr.RecvWR(num_sge=1, sg=[element])
-        self.event_fd = self._channel.fd
         os.set_blocking(self.event_fd, False)
         state = context.query_port(port.number)
         self.address: dict[str, Any] = {
@@ -390,6 +396,21 @@ def _timer(variable: str, default: int, most: int) -> int:
     """A number from the environment; what is no number counts as not set."""
     text = os.environ.get(variable, "")
     return min(int(text), most) if text.isdigit() else default
+
+
+_opening = threading.Lock()
+
+
+def _with_event_file(make: Callable[[], Any]) -> tuple[Any, int | None]:
+    """What ``make`` returns, and the descriptor for events that it has opened; None if that is not known.
+
+    pyverbs tells neither a device's descriptor for events nor, before rdma-core 50, a completion channel's.
+    """
+    with _opening:
+        before = _event_files()
+        made = make()
+        found = _event_files() - before
+    return made, found.pop() if len(found) == 1 else None
 
 
 def _event_files() -> set[int]:
