@@ -52,6 +52,7 @@ PYVERBS = "usr/lib/rdma-guest"
 _COMMAND = """export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/dev/shm TMPDIR=/dev/shm
 export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 ulimit -l unlimited
+echo guest > /proc/sys/kernel/hostname
 ip link set lo up
 ip link add dmy0 type dummy && ip addr add 10.77.0.1/24 dev dmy0 && ip link set dmy0 up
 rdma link add rxe0 type rxe netdev dmy0 && rdma link show

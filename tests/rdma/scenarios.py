@@ -150,8 +150,9 @@ def two_jobs(options: argparse.Namespace) -> dict[str, Any]:
     jobs = [Ranks(work, work) for _ in range(2)]
     found = [each for job in jobs for each in job.results(timeout=options.limit)]
     return {
-        "messages": sum(each["messages"] for each in found),
-        "bytes": sum(each["bytes"] for each in found),
+        "messages": sum(each["received"] for each in found),
+        "wrong": sum(each["wrong"] for each in found),
+        "MB": round(sum(each["bytes"] for each in found) / 1e6, 1),
     }
 
 

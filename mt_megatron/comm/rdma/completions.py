@@ -44,6 +44,9 @@ _STATUSES = {
 }
 """``ibv_wc_status``: name, meaning, what to do."""
 
+_STATUSES_OF_A_PORT_DOWN = (2, RETRIES_EXCEEDED, 20, FAILED)
+"""Soft-RoCE reports packets that it cannot send as LOC_QP_OP_ERR."""
+
 _EVENTS = {
     0: ("CQ_ERR", "its completion queue overflowed or failed"),
     1: ("QP_FATAL", "a queue pair failed"),
@@ -74,10 +77,10 @@ class RdmaError(TransportError):
 def failure_of_status(status: int, port: str, place: Place, *, port_is_active: bool) -> TransportError:
     """The error of a link whose completion has ``status`` (``ibv_wc_status``, not success).
 
-    ``port_is_active``: of the own port: if it is down, the peer is not to blame for missing
-    acknowledgements.
+    ``port_is_active``: of the own port: if it is down, the peer is not to blame that packets cannot be sent
+    or are not acknowledged.
     """
-    if status in (RETRIES_EXCEEDED, 20) and not port_is_active:
+    if status in _STATUSES_OF_A_PORT_DOWN and not port_is_active:
         return RdmaError(
             port,
             place,

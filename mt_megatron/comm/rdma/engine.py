@@ -19,7 +19,7 @@ from mt_megatron.comm.rdma.link import Link
 from mt_megatron.comm.rdma.verbs import Device
 
 PROBE_SECONDS = 0.25
-"""Between probes of a silent link: with the 0.54 s until its retries are over, a peer's end is noticed within
+"""Between probes of a silent link: with the 0.47 s until its retries are over, a peer's end is noticed within
 0.8 s where the adapter keeps to the time-outs that it was given."""
 
 _JOIN_SECONDS = 5.0

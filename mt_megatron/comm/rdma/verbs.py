@@ -22,8 +22,9 @@ Bytes = npt.NDArray[np.uint8]
 ACKNOWLEDGE_TIMEOUT = 14
 """Of a packet: 4.096 us x 2 ** 14 = 67 ms, the adapter's clock."""
 
-RETRIES = 7
-"""After 8 time-outs of 67 ms, 0.54 s, the peer is lost; an adapter may take up to four times as long."""
+RETRIES = 6
+"""After 7 time-outs of 67 ms, 0.47 s, the peer is lost; an adapter may take up to four times as long. Not 7,
+the most there is: soft-RoCE takes that for retries without end, and would never notice a peer's end."""
 
 _RNR_RETRIES = 6
 """7 would be without end."""
