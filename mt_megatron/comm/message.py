@@ -32,7 +32,9 @@ MOST_DIMS = 8
 
 _MAGIC = 0x434D544D  # "MTMC"
 _VERSION = 1
-_FRONT = struct.Struct("<QII")
+FRONT = struct.Struct("<QII")
+"""Sequence, CRC-32 of the payload (0 without), zero."""
+
 _DESCRIPTION = struct.Struct(f"<IHHQBBHhHii{MOST_DIMS}q12x")
 _CRC = struct.Struct("<I")
 _MOST_KEPT = 4096
@@ -95,8 +97,8 @@ class Header(NamedTuple):
     @staticmethod
     def decode(encoded: bytes) -> Header:
         """Inverse of ``encode``. Raises MessageMismatch for what no ``encode`` of this version wrote."""
-        sequence, crc, _ = _FRONT.unpack_from(encoded)
-        dtype, shape, label, has_crc = _described(encoded[_FRONT.size :])
+        sequence, crc, _ = FRONT.unpack_from(encoded)
+        dtype, shape, label, has_crc = _described(encoded[FRONT.size :])
         return Header(sequence, dtype, shape, label, crc if has_crc else None)
 
     def require(
@@ -148,7 +150,7 @@ def encode(
     sequence: int, dtype: torch.dtype, shape: tuple[int, ...], label: Label, crc: int | None = None
 ) -> bytes:
     """``Header(...).encode()`` without making a header."""
-    return _FRONT.pack(sequence, crc or 0, 0) + description(dtype, shape, label, crc is not None)
+    return FRONT.pack(sequence, crc or 0, 0) + description(dtype, shape, label, crc is not None)
 
 
 @lru_cache(maxsize=_MOST_KEPT)

@@ -23,6 +23,8 @@ NAMES = (
     "an_abandoned_peer_says_so",
     "more_edges_later",
     "sizes_must_agree",
+    "a_rank_without_memory_is_refused_by_both",
+    "strangers_are_ignored",
 )
 SAYS: dict[str, Any] = {
     "every_dtype_and_shape": lambda found: found > 100,
@@ -50,6 +52,14 @@ SAYS: dict[str, Any] = {
     "an_abandoned_peer_says_so": lambda found: "gave up its channels after an error" in found,
     "more_edges_later": lambda found: found == 5,
     "sizes_must_agree": lambda found: "'slots': 9" in found and "same configuration" in found,
+    "a_rank_without_memory_is_refused_by_both": lambda found: (
+        len(found) == 4
+        and all("no memory today" in each for each in found)
+        and all("rank 0 says" in each for each in found[2:])
+    ),
+    "strangers_are_ignored": lambda found: (
+        "does not listen" in found[0] and "waited 0.1 s" in found[2] and "'place/1'" in found[2]
+    ),
 }
 """What a function's result must be; None without an entry."""
 

@@ -74,16 +74,18 @@ class Expected:
         return self.is_there or self._incoming.test(self)
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        self._take()
+        if self._is_taken:
+            self._refuse()
         if not self.is_there:
             self._incoming.wait(self, timeout, leases=False)
-        assert self.host is not None
         self._is_taken = True
         host, self.host = self.host, None
-        return self._incoming.delivered(self, host)
+        assert host is not None
+        return host if self._incoming.on_host else self._incoming.delivered(self, host)
 
     def lease(self, timeout: float | None = None) -> Lease:
-        self._take()
+        if self._is_taken:
+            self._refuse()
         if not self.is_there:
             self._incoming.wait(self, timeout, leases=True)
         if self.held is None:
@@ -92,12 +94,11 @@ class Expected:
         held, self.held = self.held, None
         return held
 
-    def _take(self) -> None:
-        if self._is_taken:
-            raise MtMegatronError(
-                f"a message from rank {self._incoming.edge.source} is taken twice; keep what the first wait "
-                "returned"
-            )
+    def _refuse(self) -> None:
+        raise MtMegatronError(
+            f"a message from rank {self._incoming.edge.source} is taken twice; keep what the first wait "
+            "returned"
+        )
 
 
 class _Held:
@@ -144,7 +145,7 @@ class Incoming:
         self._size = size
         self._peer = peer
         self._staging = staging
-        self._on_host = staging.device.type == "cpu"
+        self.on_host = staging.device.type == "cpu"
         self._timeout = timeout
         self._posted: deque[Expected] = deque()
         self._number = 0
@@ -183,7 +184,7 @@ class Incoming:
             shape = tuple(shape)
             nbytes = math.prod(shape) * dtype.itemsize
             expected.slots = self._size.chunks(nbytes)
-            if nbytes <= COPIED_BYTES and self._on_host and len(shape) <= MOST_DIMS:
+            if nbytes <= COPIED_BYTES and self.on_host and len(shape) <= MOST_DIMS:
                 expected.host = torch.empty(shape, dtype=dtype) if out is None else out
                 expected.kind = description(dtype, shape, label)
         with self._posting:
@@ -259,8 +260,8 @@ class Incoming:
             self._consuming.release()
 
     def delivered(self, expected: Expected, host: Tensor) -> Tensor:
-        """What the caller gets for the copy ``host``."""
-        return host if self._on_host else self._staging.to_device(host, expected.out)
+        """The copy ``host`` on the device."""
+        return self._staging.to_device(host, expected.out)
 
     def give_back(self, first: int) -> None:
         """The lease of the message at counter ``first`` is over."""
@@ -315,14 +316,14 @@ class Incoming:
                 return False
             header = self._checked(front, encoded)
         nbytes = header.nbytes
-        if leases and self._on_host and front.out is None and front.host is None:
+        if leases and self.on_host and front.out is None and front.host is None:
             chunks = self._size.chunks(nbytes)
             if nbytes and chunks <= self._size.slots:
                 return self._hold(front, header, nbytes, wait)
         if not copies:
             return False
         if front.host is None:
-            if self._on_host:
+            if self.on_host:
                 host = torch.empty(header.shape, dtype=header.dtype) if front.out is None else front.out
             else:
                 host = self._staging.host_memory(header.shape, header.dtype)

@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("ring.c")
 STEM = "_ring"
 """Name of the library in this folder, before the interpreter's suffix."""
 
-_VERSION = 2
+_VERSION = 4
 _KEEPS_LOCK_BYTES = 1 << 15
 """Messages up to this size are copied without releasing Python's global lock: about a microsecond."""
 
@@ -133,8 +133,9 @@ class NativeProducer(_End):
     """See ``ring.Producer``."""
 
     def send(self, header: bytes, address: int, nbytes: int, wait: float) -> bool:
-        library = self._library(nbytes, wait)
-        return bool(library.mtc_send(self._end, header, address, nbytes, int(wait * 1e9)))
+        if wait or nbytes > _KEEPS_LOCK_BYTES:
+            return bool(self._free.mtc_send(self._end, header, address, nbytes, int(wait * 1e9)))
+        return bool(self._quick.mtc_send(self._end, header, address, nbytes, 0))
 
 
 class NativeConsumer(_End):

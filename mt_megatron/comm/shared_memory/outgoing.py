@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.comm.errors import TransferTimeout, TransportError
-from mt_megatron.comm.message import encode
+from mt_megatron.comm.message import FRONT, description, encode
 from mt_megatron.comm.shared_memory.peers import Peer
 from mt_megatron.comm.shared_memory.ring import Producer
 from mt_megatron.comm.shared_memory.staging import Staged, Staging
@@ -100,22 +100,27 @@ class Outgoing:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self._look_at = 0.0
 
     def post(self, tensor: Tensor, label: Label) -> Sent | Queued:
-        self.raise_error()
-        self._peer.check()
+        if self._error is not None:
+            raise self._error
+        if time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + SLICE_SECONDS
+            self._peer.check(now=True)
         if not tensor.is_cpu:
             return self._queued(self._staging.to_host(tensor), label)
-        if tensor.layout is not torch.strided or not is_in_rows(tensor):
+        if tensor.layout is not torch.strided or not tensor.is_contiguous() or not is_in_rows(tensor):
             tensor = in_rows(tensor)
         with self._lock:
             if not self._queue and self._error is None:
-                message = parts(tensor, self._number, label, self._crc)
-                self._number += 1
+                number = self._number
+                message = parts(tensor, number, label, self._crc)
+                self._number = number + 1
                 if self._producer.send(*message, 0):
                     return SENT
                 # Behind the tensor's back its ``.data`` may be exchanged: an alias keeps the storage.
-                return self._append(Queued(self, self._number - 1, tensor.detach(), label, message))
+                return self._append(Queued(self, number, tensor.detach(), label, message))
         return self._queued(tensor.detach(), label)
 
     def _queued(self, tensor: Tensor | Staged, label: Label) -> Queued:
@@ -205,8 +210,11 @@ class Outgoing:
 
 def parts(tensor: Tensor, number: int, label: Label, crc: bool) -> tuple[bytes, int, int]:
     """Header, address and bytes of a message; ``tensor`` lies in rows on the host."""
-    checksum = zlib.crc32(bytes_of(tensor)) if crc else None
-    return encode(number, tensor.dtype, tensor.shape, label, checksum), tensor.data_ptr(), tensor.nbytes
+    if crc:
+        header = encode(number, tensor.dtype, tensor.shape, label, zlib.crc32(bytes_of(tensor)))
+    else:
+        header = FRONT.pack(number, 0, 0) + description(tensor.dtype, tensor.shape, label)
+    return header, tensor.data_ptr(), tensor.nbytes
 
 
 def closed(edge: Edge, why: str) -> TransportError:
