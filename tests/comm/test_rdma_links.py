@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mt_megatron.comm import message
 from mt_megatron.comm.errors import (
     MessageMismatch,
     PeerLost,
@@ -22,7 +23,7 @@ from mt_megatron.comm.errors import (
     TransportError,
     TransportUnavailable,
 )
-from mt_megatron.comm.rdma import completions
+from mt_megatron.comm.rdma import completions, edges
 from mt_megatron.comm.rdma.completions import RdmaError
 from mt_megatron.comm.rdma.edges import Memory
 from mt_megatron.comm.rdma.gpu_direct import open_direct
@@ -164,6 +165,10 @@ def test_gpudirect_without_a_driver_is_refused() -> None:
     asked = {"MT_MEGATRON_GPU_DIRECT": "1"}
     with pytest.raises(Unusable, match="the CUDA driver cannot be loaded: libcuda"):
         open_direct(torch.device("cuda"), FakeNetwork().device(), crc=False, environ=asked)
+
+
+def test_headers_have_the_size_that_slots_leave_for_them() -> None:
+    assert edges.HEADER_BYTES == message.HEADER_BYTES == len(message.Header(0, torch.int8, (1,)).encode())
 
 
 def test_posting_does_not_wait_for_the_peer_and_a_full_ring_loses_nothing(pair: Pair) -> None:
