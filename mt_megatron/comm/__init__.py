@@ -6,4 +6,6 @@ message        the header of a message
 bootstrap      exchange of small bytes before there is a channel; where a rank runs
 collective     channels over ``torch.distributed``
 shared_memory  channels between ranks of one machine, over rings in shared memory
+rdma           channels between nodes, over verbs
+nixl           channels over NIXL
 """

@@ -1,0 +1,259 @@
+"""Messages as tensors: what is sent, what is expected, and the waiting for both."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mt_megatron.comm.errors import TransferTimeout, TransportError
+from mt_megatron.comm.message import Header
+from mt_megatron.comm.rdma.edges import Arrival, Departure, Incoming, Outgoing, Sink, Slot, Source
+from mt_megatron.comm.rdma.gpu_direct import DirectMemory, DirectSink, DirectSource
+from mt_megatron.comm.rdma.verbs import Bytes
+from mt_megatron.comm.shared_memory.staging import Staged, Staging
+from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows
+from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Owned
+from mt_megatron.errors import MtMegatronError
+
+_SPIN_SECONDS = 50e-6
+"""A waiting thread handles completions itself for so long before it sleeps: a message that is about to arrive
+costs no switch of threads."""
+
+
+def wait_until(
+    edge: Outgoing | Incoming,
+    is_over: Callable[[], bool],
+    end: Callable[[], TransportError | None],
+    deadline: float,
+    what: str,
+    left: Callable[[], int],
+) -> None:
+    """Return when ``is_over``; raise what ``end`` returns, or TransferTimeout after ``deadline``
+    (``time.monotonic``). ``what`` and ``left`` (messages) describe it."""
+    began = time.monotonic()
+    while not is_over():
+        error = end()
+        if error is not None:
+            raise error
+        if edge.link.progress() or time.monotonic() - began < _SPIN_SECONDS:
+            continue
+        with edge.changed:
+            remaining = deadline - time.monotonic()
+            if not is_over() and end() is None:
+                if remaining <= 0:
+                    place = edge.link.place
+                    raise TransferTimeout(
+                        f"{what}, lane {edge.lane}, took longer than {deadline - began:.3g} s, while its "
+                        f"adapter answers: {left()} message(s) wait; see what that process (process "
+                        f"{place.pid} on {place.host}) does, or raise the time-out"
+                    )
+                edge.changed.wait(remaining)
+
+
+def source_of(
+    tensor: Tensor, label: Label, crc: bool, staging: Staging, direct: DirectMemory | None
+) -> Source:
+    """A message of ``tensor``, which may lie on a device. Raises MtMegatronError for what cannot be sent."""
+    # A dtype or shape without a code is refused here, not in another thread.
+    Header(0, tensor.dtype, tuple(tensor.shape), label).encode()
+    if tensor.device.type == "cpu":
+        return _HostSource(in_rows(tensor), label, crc)
+    if direct is not None:
+        return DirectSource(tensor, label, direct)
+    return _DeviceSource(tensor, label, crc, staging.to_host(tensor))
+
+
+class _HostSource:
+    """See ``edges.Source``. It keeps the storage, whatever becomes of the tensor's ``.data``."""
+
+    waits = False
+
+    def __init__(self, tensor: Tensor, label: Label, crc: bool) -> None:
+        self._tensor = tensor
+        self._label = label
+        self._crc = crc
+        self._bytes = _as_array(tensor)
+        self.nbytes = self._bytes.nbytes
+
+    def header(self, sequence: int) -> bytes:
+        crc = zlib.crc32(self._bytes) if self._crc else None
+        return Header(sequence, self._tensor.dtype, tuple(self._tensor.shape), self._label, crc).encode()
+
+    def read(self, offset: int, slot: Slot, nbytes: int) -> None:
+        slot.region.bytes[slot.offset : slot.offset + nbytes] = self._bytes[offset : offset + nbytes]
+
+
+class _DeviceSource:
+    """See ``edges.Source``: a copy to pinned host memory that is under way."""
+
+    waits = True
+
+    def __init__(self, tensor: Tensor, label: Label, crc: bool, staged: Staged) -> None:
+        self.nbytes = tensor.nbytes
+        self._staged = staged
+        self._label = label
+        self._crc = crc
+        self._host: _HostSource | None = None
+
+    def header(self, sequence: int) -> bytes:
+        return self._on_host().header(sequence)
+
+    def read(self, offset: int, slot: Slot, nbytes: int) -> None:
+        self._on_host().read(offset, slot, nbytes)
+
+    def _on_host(self) -> _HostSource:
+        if self._host is None:
+            self._host = _HostSource(self._staged.wait(), self._label, self._crc)
+        return self._host
+
+
+class Sent:
+    """See ``transport.Sending``: over when the message is in registered memory."""
+
+    def __init__(self, edge: Edge, outgoing: Outgoing, departure: Departure, timeout: float) -> None:
+        self.edge = edge
+        self._outgoing = outgoing
+        self._departure = departure
+        self._timeout = timeout
+
+    def test(self) -> bool:
+        if not self._departure.is_staged:
+            self._outgoing.link.progress()
+            error = self._end()
+            if error is not None and not self._departure.is_staged:
+                raise error
+        return self._departure.is_staged
+
+    def wait(self, timeout: float | None = None) -> None:
+        wait_until(
+            self._outgoing,
+            lambda: self._departure.is_staged,
+            self._end,
+            time.monotonic() + (self._timeout if timeout is None else timeout),
+            f"a message to rank {self.edge.target}",
+            self._outgoing.waiting,
+        )
+
+    def _end(self) -> TransportError | None:
+        return self._outgoing.failure or self._outgoing.link.end()
+
+
+class _Sink:
+    """See ``edges.Sink``: memory of the host."""
+
+    def __init__(self, edge: Edge, header: Header, host: Tensor) -> None:
+        self.host = host
+        self.nbytes = header.nbytes
+        self._edge = edge
+        self._header = header
+        self._bytes = _as_array(host)
+
+    def write(self, offset: int, slot: Slot, nbytes: int) -> None:
+        self._bytes[offset : offset + nbytes] = slot.region.bytes[slot.offset : slot.offset + nbytes]
+
+    def finish(self) -> None:
+        self._header.require_crc(self._edge, self._bytes.data)
+
+
+class Expected:
+    """See ``transport.Receiving``."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        incoming: Incoming,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype,
+        label: Label,
+        out: Tensor | None,
+        staging: Staging,
+        direct: DirectMemory | None,
+        timeout: float,
+        untaken: set[Expected],
+    ) -> None:
+        """``untaken``: has this handle until its message was taken."""
+        if out is not None and not (
+            out.is_contiguous() and out.dtype == dtype and (shape is None or tuple(shape) == tuple(out.shape))
+        ):
+            raise MtMegatronError(
+                f"found out= of {out.dtype}, shape {tuple(out.shape)} and strides {out.stride()}; expected a "
+                f"contiguous tensor of {dtype} and shape {shape}"
+            )
+        self.edge = edge
+        self.label = UNLABELLED
+        self.arrival = Arrival(self._begin)
+        self._incoming = incoming
+        self._shape = shape if shape is not None or out is None else tuple(out.shape)
+        self._dtype = dtype
+        self._wanted = label
+        self._found = UNLABELLED
+        self._out = out
+        self._staging = staging
+        self._direct = direct
+        self._ready = None if direct is None else direct.mark()
+        self._timeout = timeout
+        self._host: Tensor | None = None
+        self._untaken = untaken
+        untaken.add(self)
+
+    def test(self) -> bool:
+        if not self.arrival.is_over:
+            self._incoming.link.progress()
+            error = self._end()
+            if error is not None and not self.arrival.is_over:
+                raise error
+        return self.arrival.is_over
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        wait_until(
+            self._incoming,
+            lambda: self.arrival.is_over,
+            self._end,
+            time.monotonic() + (self._timeout if timeout is None else timeout),
+            f"a message from rank {self.edge.source}",
+            self._incoming.expected,
+        )
+        host, self._host = self._host, None
+        if host is None:
+            raise MtMegatronError(f"the message from rank {self.edge.source} was taken before")
+        self._untaken.discard(self)
+        self.label = self._found
+        if self._staging.device.type == "cpu" or self._direct is not None:
+            return host
+        return self._staging.to_device(host, self._out)
+
+    def lease(self, timeout: float | None = None) -> Owned:
+        return Owned(self.wait(timeout))
+
+    def _begin(self, encoded: bytes, sequence: int) -> Sink:
+        header = Header.decode(encoded)
+        header.require(self.edge, sequence=sequence, shape=self._shape, dtype=self._dtype, label=self._wanted)
+        self._found = header.label
+        if self._direct is not None:
+            device = self._direct.device
+            self._host = (
+                self._out
+                if self._out is not None
+                else torch.empty(header.shape, dtype=header.dtype, device=device)
+            )
+            return DirectSink(self._host, self._direct, self._ready)
+        if self._staging.device.type != "cpu":
+            self._host = self._staging.host_memory(header.shape, header.dtype)
+        elif self._out is not None:
+            self._host = self._out
+        else:
+            self._host = torch.empty(header.shape, dtype=header.dtype)
+        return _Sink(self.edge, header, self._host)
+
+    def _end(self) -> TransportError | None:
+        return self._incoming.failure or self._incoming.link.end()
+
+
+def _as_array(tensor: Tensor) -> Bytes:
+    """The elements of a host tensor in rows, as bytes; the tensor must outlive it."""
+    return np.frombuffer(bytes_of(tensor), dtype=np.uint8)
