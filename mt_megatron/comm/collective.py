@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_megatron.comm.transport import Edge
+from mt_megatron.comm.errors import TransferTimeout
+from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Owned
 from mt_megatron.errors import MtMegatronError
 
 _TAGS = 1 << 28
@@ -27,7 +29,9 @@ _MOST_DIMS = 7
 
 
 class CollectiveTransport:
-    """See ``transport.Transport``."""
+    """See ``transport.Transport``. Labels are not sent: there are no headers."""
+
+    name = "collective"
 
     def __init__(self, group: Any, device: torch.device, *, tagged: bool | None = None) -> None:
         """``group``: the pipeline's. ``tagged``: whether its library tells messages apart by tags (None:
@@ -56,8 +60,10 @@ class CollectiveTransport:
                     use_local_synchronization=True,
                 )
 
-    def post_send(self, edge: Edge, tensor: Tensor, *, with_shape: bool = False) -> _Sending:
-        while self._sendings and self._sendings[0].is_done():
+    def post_send(
+        self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
+    ) -> _Sending:
+        while self._sendings and self._sendings[0].test():
             self._sendings.popleft()
         # A tensor of its own: ``deallocate_output_tensor`` exchanges the storage of the one given.
         tensor = tensor.detach().contiguous()
@@ -66,8 +72,16 @@ class CollectiveTransport:
         self._sendings.append(sending)
         return sending
 
-    def post_recv(self, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype) -> _Receiving:
-        receiving = _Receiving(self, edge, shape, dtype)
+    def post_recv(
+        self,
+        edge: Edge,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype,
+        *,
+        label: Label = UNLABELLED,
+        out: Tensor | None = None,
+    ) -> _Receiving:
+        receiving = _Receiving(self, edge, shape, dtype, out)
         self._receivings.append(receiving)
         if shape is not None:
             receiving.start()
@@ -97,6 +111,9 @@ class CollectiveTransport:
         self._sendings.clear()
         self._receivings.clear()
         self._unknown.clear()
+
+    def close(self) -> None:
+        """Nothing: the process groups are torch's, and end with the others."""
 
     def over(self, receiving: _Receiving) -> None:
         """``receiving`` has its message."""
@@ -135,25 +152,33 @@ class _Sending:
     def __init__(self, parts: list[tuple[Any, Tensor]]) -> None:
         self._parts = parts
 
-    def is_done(self) -> bool:
+    def test(self) -> bool:
         # Gloo's works say so only after a wait.
         if all(work.is_completed() for work, _ in self._parts):
             self._parts.clear()
         return not self._parts
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         # A work of Gloo's can be waited for once.
         parts, self._parts = self._parts, []
         for work, _ in parts:
-            work.wait()
+            _wait(work, timeout)
 
 
 class _Receiving:
+    label = UNLABELLED
+
     def __init__(
-        self, transport: CollectiveTransport, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype
+        self,
+        transport: CollectiveTransport,
+        edge: Edge,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype,
+        out: Tensor | None,
     ) -> None:
         self.edge = edge
         self.is_over = False
+        self._out = out
         self._transport = transport
         self._shape = shape
         self._dtype = dtype
@@ -163,26 +188,47 @@ class _Receiving:
     def start(self) -> None:
         if self._shape is None:
             self._buffer = self._transport.empty((1 + _MOST_DIMS,), torch.int64)
+        elif self._out is not None:
+            self._buffer = self._out
         else:
             self._buffer = self._transport.empty(self._shape, self._dtype)
         self._work = self._transport.receive_into(self.edge, self._buffer)
 
-    def wait(self) -> Tensor:
+    def test(self) -> bool:
+        # Gloo's works say so only after a wait; the elements of a message of unknown shape come after it.
+        return self._work is not None and self._shape is not None and bool(self._work.is_completed())
+
+    def lease(self, timeout: float | None = None) -> Owned:
+        return Owned(self.wait(timeout))
+
+    def wait(self, timeout: float | None = None) -> Tensor:
         if self._buffer is None:
             raise MtMegatronError(
                 f"a message from rank {self.edge.source} is waited for before an earlier one of the same "
                 "queue, whose shape is not known yet; take them in order"
             )
-        self._work.wait()
+        _wait(self._work, timeout)
         if self._shape is None:
             dims, *sizes = self._buffer.tolist()
             self._shape = sizes[:dims]
             self.start()
-            self._work.wait()
+            _wait(self._work, timeout)
         message, self._buffer, self._work = self._buffer, None, None
         self.is_over = True
         self._transport.over(self)
         return message
+
+
+def _wait(work: Any, timeout: float | None) -> None:
+    """``timeout``: seconds; None: the group's."""
+    try:
+        work.wait() if timeout is None else work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        if "imed out" in str(error):
+            raise TransferTimeout(
+                f"{error}; see what the peer's process says, or raise --distributed-timeout-minutes"
+            ) from error
+        raise
 
 
 def _shape_message(tensor: Tensor, device: torch.device) -> Tensor:

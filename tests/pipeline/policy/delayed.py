@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from mt_megatron.comm.collective import CollectiveTransport
-from mt_megatron.comm.transport import Edge, Receiving
+from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Receiving
 
 
 class Delayed:
     """``CollectiveTransport`` in which a message is sent ``seconds(step)`` after it was posted, by a thread
     of its own; steps are counted by ``prepare``."""
+
+    name = "delayed"
 
     def __init__(self, group: Any, device: torch.device, seconds: Callable[[int], float]) -> None:
         self._channel = CollectiveTransport(group, device)
@@ -30,7 +32,9 @@ class Delayed:
         self._step += 1
         self._channel.prepare(edges)
 
-    def post_send(self, edge: Edge, tensor: Tensor, *, with_shape: bool = False) -> _Sending:
+    def post_send(
+        self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
+    ) -> _Sending:
         sending = _Sending()
         # The storage that was given may be exchanged before the message leaves.
         kept = tensor.detach().clone()
@@ -44,8 +48,16 @@ class Delayed:
             sending.start(self._channel.post_send(edge, tensor, with_shape=with_shape))
             self._posted.task_done()
 
-    def post_recv(self, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype) -> Receiving:
-        return self._channel.post_recv(edge, shape, dtype)
+    def post_recv(
+        self,
+        edge: Edge,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype,
+        *,
+        label: Label = UNLABELLED,
+        out: Tensor | None = None,
+    ) -> Receiving:
+        return self._channel.post_recv(edge, shape, dtype, out=out)
 
     def finish(self) -> None:
         self._posted.join()
@@ -53,6 +65,9 @@ class Delayed:
 
     def abandon(self) -> None:
         self._channel.abandon()
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 class _Sending:
@@ -64,9 +79,9 @@ class _Sending:
         self._sending = sending
         self._started.set()
 
-    def is_done(self) -> bool:
-        return self._started.is_set() and bool(self._sending.is_done())
+    def test(self) -> bool:
+        return self._started.is_set() and bool(self._sending.test())
 
-    def wait(self) -> None:
-        self._started.wait()
-        self._sending.wait()
+    def wait(self, timeout: float | None = None) -> None:
+        self._started.wait(timeout)
+        self._sending.wait(timeout)

@@ -1,0 +1,124 @@
+"""Exchange of small bytes between ranks before there is a channel: addresses, keys, who a peer is.
+
+The bytes go through a ``torch.distributed`` store, below a prefix of their own. They are JSON or structs of
+fixed size: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from mt_megatron.comm.errors import TransferTimeout
+
+PREFIX = "mt_megatron/p2p"
+
+_POLL_SECONDS = 0.002
+"""Between two looks for a key: a store's blocking ``get`` holds its connection, which other threads use."""
+
+_LONGEST_POLL_SECONDS = 0.05
+
+
+class Bootstrap(Protocol):
+    """Bytes by key; a key is written once and by one rank. Calls may come from several threads."""
+
+    rank: int
+    """Global rank of this process."""
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Make ``value`` readable for all ranks."""
+
+    def fetch(self, key: str, timeout: float) -> bytes:
+        """What was or will be published under ``key``. Raises TransferTimeout after ``timeout`` seconds."""
+
+
+class StoreBootstrap:
+    """``Bootstrap`` over a ``torch.distributed`` store."""
+
+    def __init__(self, store: Any, rank: int, name: str) -> None:
+        """``name``: of what meets here, such as ``shm/0``: the same on all ranks, another for each transport
+        object, so that keys are never written twice."""
+        import torch.distributed as dist
+
+        self.rank = rank
+        self._name = name
+        self._store = dist.PrefixStore(f"{PREFIX}/{name}", store)  # type: ignore[attr-defined]
+
+    def publish(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def fetch(self, key: str, timeout: float) -> bytes:
+        deadline = time.monotonic() + timeout
+        pause = _POLL_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise TransferTimeout(
+                    f"rank {self.rank} waited {timeout:g} s for the key {key!r} of {self._name!r}, which "
+                    "another rank has to publish; see what that rank's process says, or raise the time-out"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return bytes(self._store.get(key))
+
+
+def default_bootstrap(name: str) -> StoreBootstrap:
+    """Over the store of the default process group, which must exist. Collective in nothing."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    return StoreBootstrap(store, dist.get_rank(), name)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's process runs: what decides which transports reach it, and how an error names it."""
+
+    rank: int
+    host: str
+    pid: int
+    boot: str
+    """Of the kernel: the same for all containers of one machine, another after a reboot."""
+
+    network: str
+    """Network namespace: abstract Unix sockets are seen within one."""
+
+    user: int
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(encoded: bytes) -> Place:
+        return Place(**json.loads(encoded))
+
+
+def own_place(rank: int) -> Place:
+    """That of this process."""
+    return Place(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        boot=_first_line("/proc/sys/kernel/random/boot_id"),
+        network=_link("/proc/self/ns/net"),
+        user=os.getuid(),
+    )
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
