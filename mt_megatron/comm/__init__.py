@@ -5,4 +5,8 @@ errors      what can go wrong, by name
 message     the header of a message
 bootstrap   exchange of small bytes before there is a channel; where a rank runs
 collective  channels over ``torch.distributed``
+kinds       the transports by name: whether they work here, and how one is made
+per_edge    one transport out of several, by edge
+choice      which transport carries which edge: ``--p2p-transport``
+stage_exchange  Megatron-Core's own transfers over a transport
 """

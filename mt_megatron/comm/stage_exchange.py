@@ -36,11 +36,18 @@ class StageExchange:
         self._expected: list[_Later] = []
 
     def edges(self) -> set[Edge]:
-        """All that upstream's schedules can use here. In a loop of chunks the last rank sends to the first."""
+        """All that upstream's schedules use here. In a loop of chunks the last rank sends to the first."""
+        from megatron.core import parallel_state
+
+        loops = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        is_last = stage == parallel_state.get_pipeline_model_parallel_world_size() - 1
         found = set()
         for before, after in self._neighbours:
-            found |= {self._from(before, FORWARD), self._to(after, FORWARD)}
-            found |= {self._to(before, BACKWARD), self._from(after, BACKWARD)}
+            if loops or stage > 0:
+                found |= {self._from(before, FORWARD), self._to(before, BACKWARD)}
+            if loops or not is_last:
+                found |= {self._to(after, FORWARD), self._from(after, BACKWARD)}
         return found
 
     def communicate(
@@ -63,7 +70,7 @@ class StageExchange:
             _require_dtype_and_shape(config, tensor_shape)
         if not wait_on_reqs and len(self._neighbours) > 1:
             raise ConfigError(
-                f"found overlap_p2p_comm on a rank with {len(self._neighbours)} pipelines; expected transfers "
+                f"found overlap_p2p_comm on a rank of {len(self._neighbours)} pipelines; expected transfers "
                 "that are waited for, since what its neighbours send is summed. Leave overlap_p2p_comm out"
             )
         shape = None if config.variable_seq_lengths else tensor_shape
@@ -153,17 +160,15 @@ class StageExchange:
             )
         if config.use_ring_exchange_p2p:
             raise ConfigError(
-                f"found use_ring_exchange_p2p with the transport {self.transport.name}; expected one of them. "
-                "Leave use_ring_exchange_p2p out, or take --p2p-transport collective"
+                f"found use_ring_exchange_p2p with the transport {self.transport.name}; expected one of the "
+                "two. Leave use_ring_exchange_p2p out, or take --p2p-transport collective"
             )
 
     def _expect(self, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype, label: Label) -> _Later:
-        # Upstream hands the tensor out before the message is there. Where only the sender knows the shape, it
-        # gets the message's memory when that has arrived.
-        tensor = torch.empty(tuple(shape or (0,)), dtype=dtype, device=self._device)
-        out = None if shape is None else tensor
+        tensor = torch.empty((0,) if shape is None else tuple(shape), dtype=dtype, device=self._device)
+        out = None if shape is None else tensor.detach()
         receiving = self.transport.post_recv(edge, shape, dtype, label=label, out=out)
-        later = _Later(self, receiving, tensor.requires_grad_())
+        later = _Later(self, receiving, tensor.requires_grad_(), has_shape=shape is not None)
         self._expected.append(later)
         return later
 
@@ -185,10 +190,14 @@ class StageExchange:
 
 
 class _Later:
-    """The handle of a message that is received into ``tensor``."""
+    """The handle of a message that is received into ``tensor``, which upstream hands out before the message
+    is there."""
 
-    def __init__(self, exchange: StageExchange, receiving: Receiving, tensor: Tensor) -> None:
+    def __init__(
+        self, exchange: StageExchange, receiving: Receiving, tensor: Tensor, *, has_shape: bool
+    ) -> None:
         self.tensor = tensor
+        self._has_shape = has_shape
         self._exchange = exchange
         self._receiving: Receiving | None = receiving
 
@@ -198,7 +207,8 @@ class _Later:
         if receiving is None:
             return
         found = receiving.wait()
-        if found.data_ptr() != self.tensor.data_ptr() or found.shape != self.tensor.shape:
+        if not self._has_shape:
+            # Only the sender knew how large it is: the tensor gets the message's memory.
             self.tensor.data = found
         self._exchange.taken(self)
 

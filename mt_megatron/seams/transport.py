@@ -18,6 +18,9 @@ from typing import Any, Protocol
 class Exchange(Protocol):
     """Transfers between the stages of this rank's pipeline."""
 
+    transport: Any
+    """Channels (``comm.transport.Transport``) for schedules that post their transfers themselves."""
+
     def communicate(
         self,
         *,
