@@ -21,17 +21,14 @@ from mt_megatron.backends.current import current_backend
 from mt_megatron.comm import kinds
 from mt_megatron.comm.bootstrap import Place, own_place
 from mt_megatron.comm.errors import TransportUnavailable
-from mt_megatron.comm.kinds import COLLECTIVE, Setting
+from mt_megatron.comm.kinds import Setting
 from mt_megatron.comm.per_edge import PerEdgeTransport
 from mt_megatron.comm.stage_exchange import StageExchange
 from mt_megatron.comm.transport import Edge, Transport
 from mt_megatron.errors import ConfigError, MtMegatronError
-from mt_megatron.near_names import hint
 from mt_megatron.seams import collectives
 from mt_megatron.seams import transport as seam
-
-AUTO = "auto"
-NAMES = (AUTO, *kinds.KINDS)
+from mt_megatron.seams.transport import AUTO, COLLECTIVE
 
 _TRIED_BY_AUTO = ("shm", "rdma")
 """In this order. NIXL is taken where it is asked for: an installed wheel says nothing of its fabric."""
@@ -175,16 +172,6 @@ def _refused(name: str, why: str) -> ConfigError:
     )
 
 
-def check(text: str) -> str:
-    """``text`` if it is the name of a choice. Raises ConfigError."""
-    if text not in NAMES:
-        raise ConfigError(
-            f"found p2p_transport {text!r}; expected one of {', '.join(NAMES)}.{hint(text, NAMES)} Change "
-            "--p2p-transport"
-        )
-    return text
-
-
 def choose(text: str | None, *, say: Say | None = None) -> None:
     """Let transfers of process groups that are made from now on go by ``text``; None and ``collective``:
     by Megatron-Core's own way.
@@ -193,7 +180,7 @@ def choose(text: str | None, *, say: Say | None = None) -> None:
     ConfigError for an unknown name. Making process groups then raises ConfigError, on all ranks, where the
     choice cannot be used.
     """
-    if text is None or check(text) == COLLECTIVE:
+    if text is None or seam.check(text) == COLLECTIVE:
         seam.choose(None)
     else:
         seam.choose(partial(_open, text, _to_stderr if say is None else say))

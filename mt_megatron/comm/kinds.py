@@ -19,6 +19,7 @@ import torch
 from mt_megatron.comm.bootstrap import Place, default_bootstrap
 from mt_megatron.comm.collective import CollectiveTransport
 from mt_megatron.comm.transport import Transport
+from mt_megatron.seams.transport import COLLECTIVE
 
 VERBS = Path("/sys/class/infiniband")
 DEVICES = Path("/dev/infiniband")
@@ -160,8 +161,6 @@ def _nixl(setting: Setting) -> Transport:
     made: Transport = NixlTransport(default_bootstrap(setting.name), setting.device)
     return made
 
-
-COLLECTIVE = "collective"
 
 KINDS: Mapping[str, Kind] = {
     "shm": Kind(_no_shared_memory, _other_host, _shared_memory),

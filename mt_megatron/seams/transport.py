@@ -14,6 +14,13 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from mt_megatron.errors import ConfigError
+from mt_megatron.near_names import hint
+
+AUTO, COLLECTIVE = "auto", "collective"
+NAMES = (AUTO, "shm", "rdma", "nixl", COLLECTIVE)
+"""Values of ``--p2p-transport``; ``collective`` is Megatron-Core's own way."""
+
 
 class Exchange(Protocol):
     """Transfers between the stages of this rank's pipeline."""
@@ -65,9 +72,14 @@ def choose(opener: Open | None) -> None:
     _open = opener
 
 
-def chosen() -> bool:
-    """Whether a transport was asked for."""
-    return _open is not None
+def check(text: str) -> str:
+    """``text`` if it is a value of ``--p2p-transport``. Raises ConfigError."""
+    if text not in NAMES:
+        raise ConfigError(
+            f"found p2p_transport {text!r}; expected one of {', '.join(NAMES)}.{hint(text, NAMES)} Change "
+            "--p2p-transport"
+        )
+    return text
 
 
 def groups_made() -> None:

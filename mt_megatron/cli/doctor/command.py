@@ -72,6 +72,7 @@ def text(report: dict[str, Any]) -> str:
     lines.append(f"  {'host name is':<22}{network['hostname_address'] or 'not resolvable'}")
     lines.append(f"  {'GLOO_SOCKET_IFNAME':<22}{network['GLOO_SOCKET_IFNAME'] or 'not set'}")
     lines += [f"  - {each}" for each in network["listeners"]]
+    lines += ["", "transports between pipeline stages", *_transport_lines(report["transports"])]
     lines += ["", "patches", _patch_line(report["patches"])]
     if report["environment"]:
         lines += ["", "environment", *(f"  {name}={value}" for name, value in report["environment"].items())]
@@ -102,6 +103,12 @@ def _patch_line(patches: dict[str, Any]) -> str:
         f"  {patches['applicable']} for {patches['backend']} fit what is installed, "
         f"{patches['left_out']} left out; plan {patches['plan_digest'][:12]}"
     )
+
+
+def _transport_lines(transports: dict[str, Any]) -> list[str]:
+    if "error" in transports:
+        return [f"  {transports['error']}"]
+    return [f"  {name:<22}{'yes' if why is None else f'no: {why}'}" for name, why in transports.items()]
 
 
 def _facts(facts: dict[str, Any]) -> list[str]:
@@ -171,6 +178,7 @@ def make_report(looked_at: Callable[[str], None] = lambda part: None) -> dict[st
         "auto": probe["selected"],
         "cards": _cards(probe["backend_facts"], looked_at),
         "network": host.network(),
+        "transports": probe["transports"],
         "patches": patches,
         "environment": host.environment(),
     }

@@ -11,7 +11,13 @@ import sys
 from typing import Any
 
 MARKER = "mt-megatron doctor probe: "
-PARTS = {"torch_facts": "torch", "backend_facts": "backends", "selected": "choice", "patches": "patches"}
+PARTS = {
+    "torch_facts": "torch",
+    "backend_facts": "backends",
+    "selected": "choice",
+    "transports": "transports",
+    "patches": "patches",
+}
 """Function of this module -> what it looks at."""
 
 
@@ -73,6 +79,13 @@ def selected() -> dict[str, str]:
 
     backend, why = registry.select("auto")
     return {"name": backend.name, "why": why}
+
+
+def transports() -> dict[str, str | None]:
+    """Each transport between pipeline stages: why this machine cannot use it; None: it can."""
+    from mt_megatron.comm import kinds
+
+    return {name: kinds.why_not(name) for name in kinds.KINDS}
 
 
 def patches() -> dict[str, Any]:
