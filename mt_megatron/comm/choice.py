@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from mt_megatron.comm.errors import TransportUnavailable
 from mt_megatron.comm.kinds import Setting
 from mt_megatron.comm.per_edge import PerEdgeTransport
 from mt_megatron.comm.stage_exchange import StageExchange
-from mt_megatron.comm.transport import Edge, Transport
+from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.seams import collectives
 from mt_megatron.seams import transport as seam
@@ -33,7 +33,13 @@ from mt_megatron.seams.transport import AUTO, COLLECTIVE
 _TRIED_BY_AUTO = ("shm", "rdma")
 """In this order. NIXL is taken where it is asked for: an installed wheel says nothing of its fabric."""
 
+_SECONDS = 600.0
+"""Longest wait for a peer where the process group says none."""
+
 Say = Callable[[str], object]
+
+Failure = tuple["str | None", str]
+"""The transport that failed on a rank, if that is known, and why."""
 
 
 @dataclass(frozen=True)
@@ -209,21 +215,70 @@ def _open(text: str, say: Say) -> StageExchange | None:
     plan = Plan(ranks)
     # Each round that fails leaves at least one transport out.
     for attempt in range(len(kinds.KINDS)):
-        exchange, failure = None, None
-        if not plan.is_upstreams(own):
-            setting = Setting(groups[0], device, f"{ranks[0].token}/{attempt}")
-            exchange, failure = _prepared(plan, setting)
-        failures = {rank: each for rank, each in enumerate(_gathered(failure)) if each is not None}
+        made = (
+            None
+            if plan.is_upstreams(own)
+            else _Channels(plan, groups[0], device, f"{ranks[0].token}/{attempt}")
+        )
+        # A transport that cannot be made is known before anybody waits for a peer's.
+        failures = _failures(None if made is None else made.make())
+        if not failures:
+            failures = _failures(None if made is None else made.prepare())
         if not failures:
             if own == 0:
                 say(plan.line())
-            return exchange
-        if exchange is not None:
-            exchange.abandon()
-            exchange.close()
+            return None if made is None else made.exchange
+        if made is not None:
+            made.exchange.abandon()
+            made.exchange.close()
         for rank, (kind, why) in failures.items():
             plan.drop(rank, kind, why)
-    raise MtMegatronError(f"channels between neighbouring ranks could not be made: {plan.line()}; {failures}")
+    raise MtMegatronError(f"channels between neighbouring ranks could not be made: {plan.line()}")
+
+
+class _Channels:
+    """Those of this rank, while they are made."""
+
+    def __init__(self, plan: Plan, group: Any, device: torch.device, name: str) -> None:
+        seconds = _seconds(group, device)
+        makes = {
+            kind: partial(kinds.KINDS[kind].make, Setting(group, device, f"{kind}/{name}", seconds))
+            for kind in kinds.KINDS
+        }
+        self._transport = PerEdgeTransport(makes, plan.kind_of)
+        self.exchange = StageExchange(self._transport, device)
+
+    def make(self) -> Failure | None:
+        return self._tried(self._transport.make)
+
+    def prepare(self) -> Failure | None:
+        failure = self._tried(self._transport.prepare)
+        if failure is not None:
+            # Peers that wait for this rank's channels learn of it.
+            self.exchange.abandon()
+        return failure
+
+    def _tried(self, do: Callable[[set[Edge]], None]) -> Failure | None:
+        """What failed of ``do``, and why."""
+        try:
+            do(self.exchange.edges())
+        except TransportUnavailable as error:
+            return self._transport.preparing, error.reason
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+            return self._transport.preparing, f"{type(error).__name__}: {error}"
+        return None
+
+
+def _seconds(group: Any, device: torch.device) -> float:
+    """Time-out of ``group``, so that a rank that hangs is noticed no later than by a collective."""
+    options = getattr(group._get_backend(device), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return _SECONDS if limit is None else limit.total_seconds()
+
+
+def _failures(own: Failure | None) -> dict[int, Failure]:
+    """By rank, those of all ranks. Collective."""
+    return {rank: each for rank, each in enumerate(_gathered(own)) if each is not None}
 
 
 def _this_rank(text: str, groups: Sequence[Any], device: torch.device) -> Rank:
@@ -240,24 +295,6 @@ def _this_rank(text: str, groups: Sequence[Any], device: torch.device) -> Rank:
         wish=text,
         token=uuid.uuid4().hex,
     )
-
-
-def _prepared(plan: Plan, setting: Setting) -> tuple[StageExchange, tuple[str | None, str] | None]:
-    """The channels of this rank; what failed while they were made, and why."""
-    makes = {name: partial(_made, name, setting) for name in kinds.KINDS}
-    transport = PerEdgeTransport(makes, plan.kind_of)
-    exchange = StageExchange(transport, setting.device)
-    try:
-        transport.prepare(exchange.edges())
-    except TransportUnavailable as error:
-        return exchange, (transport.preparing, error.reason)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-        return exchange, (transport.preparing, f"{type(error).__name__}: {error}")
-    return exchange, None
-
-
-def _made(name: str, setting: Setting) -> Transport:
-    return kinds.KINDS[name].make(replace(setting, name=f"{name}/{setting.name}"))
 
 
 def _gathered(own: Any) -> list[Any]:

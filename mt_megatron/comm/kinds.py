@@ -5,10 +5,8 @@ Nothing here imports a transport before it is used: some need libraries that are
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mt_megatron.backends.current import current_backend
 from mt_megatron.comm.bootstrap import Place, default_bootstrap
 from mt_megatron.comm.collective import CollectiveTransport
 from mt_megatron.comm.transport import Transport
@@ -35,6 +34,9 @@ class Setting:
     device: torch.device
     name: str
     """The same on all ranks, another for each set of process groups."""
+
+    seconds: float
+    """Longest wait for a peer: that of the process group."""
 
 
 @dataclass(frozen=True)
@@ -79,43 +81,28 @@ def _collective(setting: Setting) -> Transport:
 
 
 def _no_shared_memory() -> str | None:
-    if find_spec("mt_megatron.comm.shared_memory") is None:
-        return "this version of mt_megatron has no shared-memory transport"
     if not hasattr(os, "memfd_create"):
         return "this Python has no os.memfd_create, which is a call of Linux"
-    try:
-        with _anonymous_page():
-            return None
-    except OSError as error:
-        return f"anonymous memory (memfd_create) is not allowed here: {error}"
+    from mt_megatron.comm.shared_memory.transport import unavailable_here
+
+    return unavailable_here()
 
 
-@contextmanager
-def _anonymous_page() -> Iterator[None]:
-    file = os.memfd_create("mt_megatron_check")
-    try:
-        os.ftruncate(file, mmap.PAGESIZE)
-        with mmap.mmap(file, mmap.PAGESIZE) as memory:
-            memory[0] = 1
-            yield
-    finally:
-        os.close(file)
+def _out_of_reach(one: Place, other: Place) -> str | None:
+    from mt_megatron.comm.shared_memory.peers import out_of_reach
 
-
-def _other_host(one: Place, other: Place) -> str | None:
-    if one.boot != other.boot or not one.boot:
-        return f"they are on different hosts, {one.host} and {other.host}"
-    if one.network != other.network:
-        return f"they are in different network namespaces (containers) of {one.host}"
-    if one.user != other.user:
-        return f"they belong to different users, {one.user} and {other.user}"
-    return None
+    return out_of_reach(one, other)
 
 
 def _shared_memory(setting: Setting) -> Transport:
     from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport
 
-    made: Transport = SharedMemoryTransport(default_bootstrap(setting.name), setting.device)
+    made: Transport = SharedMemoryTransport(
+        default_bootstrap(setting.name),
+        device=setting.device,
+        backend=current_backend(),
+        timeout=setting.seconds,
+    )
     return made
 
 
@@ -140,7 +127,9 @@ def _no_verbs() -> str | None:
 def _rdma(setting: Setting) -> Transport:
     from mt_megatron.comm.rdma.transport import RdmaTransport
 
-    made: Transport = RdmaTransport(default_bootstrap(setting.name), setting.device)
+    made: Transport = RdmaTransport(
+        default_bootstrap(setting.name), setting.device, backend=current_backend(), timeout=setting.seconds
+    )
     return made
 
 
@@ -158,12 +147,14 @@ def _no_nixl() -> str | None:
 def _nixl(setting: Setting) -> Transport:
     from mt_megatron.comm.nixl.transport import NixlTransport
 
-    made: Transport = NixlTransport(default_bootstrap(setting.name), setting.device)
+    made: Transport = NixlTransport(
+        default_bootstrap(setting.name), setting.device, backend=current_backend(), timeout=setting.seconds
+    )
     return made
 
 
 KINDS: Mapping[str, Kind] = {
-    "shm": Kind(_no_shared_memory, _other_host, _shared_memory),
+    "shm": Kind(_no_shared_memory, _out_of_reach, _shared_memory),
     "rdma": Kind(_no_verbs, _anywhere, _rdma),
     "nixl": Kind(_no_nixl, _anywhere, _nixl),
     COLLECTIVE: Kind(_nothing, _anywhere, _collective),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,10 +28,9 @@ MOST_DIMS = 8
 
 _MAGIC = 0x434D544D  # "MTMC"
 _VERSION = 1
-_FIXED = struct.Struct("<IHHQQBBhiiI")
-_SIZES = struct.Struct(f"<{MOST_DIMS}q")
+_FRONT = struct.Struct(f"<IHHQQBBhiiI{MOST_DIMS}q20x")
 _CRC = struct.Struct("<I")
-_PADDING = bytes(HEADER_BYTES - _FIXED.size - _SIZES.size - _CRC.size)
+_NO_SIZES = tuple((0,) * (MOST_DIMS - dims) for dims in range(MOST_DIMS + 1))
 
 HAS_CRC = 1
 """Flag: the payload's CRC-32 is in the header."""
@@ -68,9 +67,8 @@ _DTYPES: dict[int, torch.dtype] = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Header:
-    """What is known of a message before its elements."""
+class Header(NamedTuple):
+    """What is known of a message before its elements. Made for every message: a tuple is made fastest."""
 
     sequence: int
     dtype: torch.dtype
@@ -100,7 +98,7 @@ class Header:
                 f"found a tensor of {len(self.shape)} dimensions to send; expected at most {MOST_DIMS}; "
                 "flatten it"
             )
-        fixed = _FIXED.pack(
+        front = _FRONT.pack(
             _MAGIC,
             _VERSION,
             0 if self.crc is None else HAS_CRC,
@@ -112,23 +110,34 @@ class Header:
             self.label.micro_batch,
             self.label.chunk,
             self.crc or 0,
+            *self.shape,
+            *_NO_SIZES[len(self.shape)],
         )
-        sizes = _SIZES.pack(*self.shape, *[0] * (MOST_DIMS - len(self.shape)))
-        front = fixed + sizes + _PADDING
         return front + _CRC.pack(zlib.crc32(front))
 
     @staticmethod
     def decode(encoded: bytes | memoryview) -> Header:
         """Inverse of ``encode``. Raises MessageMismatch for what no ``encode`` of this version wrote."""
-        front = bytes(encoded[: HEADER_BYTES - _CRC.size])
-        (crc,) = _CRC.unpack_from(encoded, HEADER_BYTES - _CRC.size)
-        magic, version, flags, sequence, nbytes, code, dims, direction, micro_batch, chunk, payload_crc = (
-            _FIXED.unpack_from(front)
-        )
+        front = encoded[: _FRONT.size]
+        (crc,) = _CRC.unpack_from(encoded, _FRONT.size)
+        (
+            magic,
+            version,
+            flags,
+            sequence,
+            nbytes,
+            code,
+            dims,
+            direction,
+            micro_batch,
+            chunk,
+            payload_crc,
+            *sizes,
+        ) = _FRONT.unpack(front)
         if magic != _MAGIC or crc != zlib.crc32(front):
             raise MessageMismatch(
-                f"128 bytes that are no message header arrived (they begin with {front[:8].hex()}); both "
-                "ranks must run the same version of mt_megatron"
+                f"128 bytes that are no message header arrived (they begin with {bytes(front[:8]).hex()}); "
+                "both ranks must run the same version of mt_megatron"
             )
         if version != _VERSION:
             raise MessageMismatch(
@@ -143,7 +152,7 @@ class Header:
         header = Header(
             sequence,
             _DTYPES[code],
-            _SIZES.unpack_from(front, _FIXED.size)[:dims],
+            tuple(sizes[:dims]),
             Label(micro_batch, chunk, direction),
             payload_crc if flags & HAS_CRC else None,
         )
@@ -161,6 +170,13 @@ class Header:
         label: Label = UNLABELLED,
     ) -> None:
         """Raise MessageMismatch unless this is the message that the receiver asked for."""
+        if (
+            self.sequence == sequence
+            and self.dtype == dtype
+            and (shape is None or self.shape == tuple(shape))
+            and self.label.agrees(label)
+        ):
+            return
         wrong = []
         if self.sequence != sequence:
             wrong.append(f"number {self.sequence} instead of {sequence}")

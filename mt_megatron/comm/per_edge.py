@@ -16,32 +16,41 @@ class PerEdgeTransport:
     """``Transport`` that sends each edge over the one that ``kind_of`` names."""
 
     def __init__(self, makes: Mapping[str, Make], kind_of: Callable[[Edge], str]) -> None:
-        """``makes``: name -> transport, made when the first of its edges is prepared; channels are prepared
-        in this order on all ranks. ``kind_of``: the same on both sides of an edge."""
+        """``makes``: name -> transport, made when the first of its edges is; channels are prepared in this
+        order on all ranks. ``kind_of``: the same on both sides of an edge."""
         self._makes = makes
         self._kind_of = kind_of
         self._made: dict[str, Transport] = {}
         self._of: dict[Edge, Transport] = {}
         self.preparing: str | None = None
-        """The transport whose channels are being made, or failed to be; None otherwise."""
+        """The transport that is being made or prepared, or that failed to be; None otherwise."""
 
     @property
     def name(self) -> str:
         """Names of the transports in use, joined by ``+``."""
         return "+".join(name for name in self._makes if name in self._made)
 
+    def make(self, edges: Iterable[Edge]) -> None:
+        """Make the transports of ``edges``, which does not wait for anybody. Raises TransportUnavailable."""
+        needed = {self._kind_of(edge) for edge in edges}
+        for name, make in self._makes.items():
+            if name in needed and name not in self._made:
+                self.preparing = name
+                self._made[name] = make()
+        self.preparing = None
+
     def prepare(self, edges: Iterable[Edge]) -> None:
+        edges = tuple(edges)
+        self.make(edges)
         new = [edge for edge in edges if edge not in self._of]
         kinds = {edge: self._kind_of(edge) for edge in new}
         # One kind after the other: a rank that waits for a peer's channel of one kind is never waited for by
         # a peer that makes another.
-        for name, make in self._makes.items():
+        for name in self._makes:
             of_kind = [edge for edge in new if kinds[edge] == name]
             if not of_kind:
                 continue
             self.preparing = name
-            if name not in self._made:
-                self._made[name] = make()
             self._made[name].prepare(of_kind)
             self._of.update(dict.fromkeys(of_kind, self._made[name]))
         self.preparing = None

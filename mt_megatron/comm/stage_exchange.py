@@ -7,6 +7,7 @@ its operations alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge, Label, Receiving
 from mt_megatron.errors import ConfigError, MtMegatronError
 
 _FORWARD, _BACKWARD = Label(direction=FORWARD), Label(direction=BACKWARD)
+
+MOST_UNSENT = 8
+"""Messages that may wait to be sent, with their memory, before the next one waits for the oldest: as many as a
+ring has slots."""
 
 _SHAPE_DIMS = 3
 """Sizes of the tensors of ``_communicate_shapes``: sequence, micro-batch, hidden."""
@@ -32,8 +37,9 @@ class StageExchange:
         self._neighbours = _neighbours()
         self._rank = torch.distributed.get_rank()
         self._failed = False
-        # Handles that a schedule dropped: a transport waits for a message until it was taken.
+        # Schedules drop handles; a step is over when each of them was waited for.
         self._expected: list[_Later] = []
+        self._unsent: deque[Sending] = deque()
 
     def edges(self) -> set[Edge]:
         """All that upstream's schedules use here. In a loop of chunks the last rank sends to the first."""
@@ -74,7 +80,7 @@ class StageExchange:
                 "that are waited for, since what its neighbours send is summed. Leave overlap_p2p_comm out"
             )
         shape = None if config.variable_seq_lengths else tensor_shape
-        sends: dict[str, list[Sending]] = {"send_next": [], "send_prev": []}
+        sends: dict[str, list[_Posted]] = {"send_next": [], "send_prev": []}
         receives: dict[str, list[_Later]] = {"recv_prev": [], "recv_next": []}
         for before, after in self._neighbours:
             # Sends first: where a transport copies at once, the neighbour need not wait for what comes next.
@@ -83,9 +89,7 @@ class StageExchange:
                 ("send_prev", tensor_send_prev, self._to(before, BACKWARD), _BACKWARD),
             ):
                 if tensor is not None:
-                    sends[name].append(
-                        self.transport.post_send(edge, tensor, with_shape=shape is None, label=label)
-                    )
+                    sends[name].append(self._send(edge, tensor, with_shape=shape is None, label=label))
             for name, wanted, edge, label in (
                 ("recv_prev", recv_prev, self._from(before, FORWARD), _FORWARD),
                 ("recv_next", recv_next, self._from(after, BACKWARD), _BACKWARD),
@@ -93,7 +97,10 @@ class StageExchange:
                 if wanted:
                     receives[name].append(self._expect(edge, shape, config.pipeline_dtype, label))
         if wait_on_reqs:
-            self._wait(receives, sends)
+            # Not for what was sent: transports hold its memory and send it without this thread.
+            for expected in receives.values():
+                for later in expected:
+                    later.wait()
         from_previous, from_next = (_summed([each.tensor for each in receives[name]]) for name in receives)
         if wait_on_reqs:
             return from_previous, from_next, None
@@ -115,14 +122,13 @@ class StageExchange:
                 "Leave variable_seq_lengths out, or give encoder and decoder the same tensor parallel size"
             )
         ((before, after),) = self._neighbours
-        sends = [
-            self.transport.post_send(edge, torch.tensor(tensor.size(), device=self._device), label=label)
-            for tensor, edge, label in (
-                (tensor_send_next, self._to(after, FORWARD), _FORWARD),
-                (tensor_send_prev, self._to(before, BACKWARD), _BACKWARD),
-            )
-            if tensor is not None
-        ]
+        for tensor, edge, label in (
+            (tensor_send_next, self._to(after, FORWARD), _FORWARD),
+            (tensor_send_prev, self._to(before, BACKWARD), _BACKWARD),
+        ):
+            if tensor is not None:
+                sizes = torch.tensor(tensor.size(), dtype=torch.int64, device=self._device)
+                self._send(edge, sizes, with_shape=False, label=label)
         receives = [
             self.transport.post_recv(edge, (_SHAPE_DIMS,), torch.int64, label=label) if wanted else None
             for wanted, edge, label in (
@@ -131,18 +137,19 @@ class StageExchange:
             )
         ]
         found = [[0] * _SHAPE_DIMS if each is None else each.wait().tolist() for each in receives]
-        for sending in sends:
-            sending.wait()
         return found[0], found[1]
 
     def finish(self) -> None:
         for each in tuple(self._expected):
             each.wait()
+        while self._unsent:
+            self._unsent.popleft().wait()
         self.transport.finish()
 
     def abandon(self) -> None:
         self._failed = True
         self._expected.clear()
+        self._unsent.clear()
         self.transport.abandon()
 
     def close(self) -> None:
@@ -172,15 +179,12 @@ class StageExchange:
         self._expected.append(later)
         return later
 
-    def _wait(self, receives: dict[str, list[_Later]], sends: dict[str, list[Sending]]) -> None:
-        for expected in receives.values():
-            for later in expected:
-                later.wait()
-        # As upstream does: whoever goes on computing next must not owe anybody a message, since a transport
-        # may need this thread to go on sending.
-        for posted in sends.values():
-            for sending in posted:
-                sending.wait()
+    def _send(self, edge: Edge, tensor: Tensor, *, with_shape: bool, label: Label) -> _Posted:
+        while self._unsent and (len(self._unsent) >= MOST_UNSENT or self._unsent[0].test()):
+            self._unsent.popleft().wait()
+        sending = self.transport.post_send(edge, tensor, with_shape=with_shape, label=label)
+        self._unsent.append(sending)
+        return _Posted(sending)
 
     def _to(self, peer: int, lane: int) -> Edge:
         return Edge(self._rank, peer, lane)
@@ -241,11 +245,7 @@ def _in_upstreams_order(handles: dict[str, list[Any]]) -> list[Any]:
     from megatron.core import parallel_state
 
     order = _ODD if parallel_state.get_pipeline_model_parallel_rank() % 2 else _EVEN
-    return [
-        handle if isinstance(handle, _Later) else _Posted(handle)
-        for name in order
-        for handle in handles[name]
-    ]
+    return [handle for name in order for handle in handles[name]]
 
 
 def _summed(tensors: Sequence[Tensor]) -> Tensor | None:

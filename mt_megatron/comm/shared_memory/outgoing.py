@@ -1,0 +1,206 @@
+"""Sending end of an edge: messages in the order of their posts, from any number of threads.
+
+A post copies into the ring as far as there is credit, which needs neither the peer nor another thread. What
+is left, and every message after it, is queued with its storage, and a thread of the edge's own copies it as
+credit comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import deque
+
+from torch import Tensor
+
+from mt_megatron.comm.errors import TransferTimeout, TransportError
+from mt_megatron.comm.message import Header
+from mt_megatron.comm.shared_memory.peers import Peer
+from mt_megatron.comm.shared_memory.ring import Producer
+from mt_megatron.comm.shared_memory.staging import Staged, Staging
+from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows
+from mt_megatron.comm.transport import Edge, Label
+
+SLICE_SECONDS = 0.1
+"""Longest wait in one call of a ring; between two of them the peer and the time-out are looked at."""
+
+
+class Sent:
+    """Handle of a message that is out."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        return None
+
+
+SENT = Sent()
+
+
+class Queued:
+    """Handle of a message of which a part at least has no credit yet."""
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        number: int,
+        tensor: Tensor | Staged,
+        label: Label,
+        message: tuple[bytes, int, int] | None,
+    ) -> None:
+        self._outgoing = outgoing
+        self._tensor: Tensor | Staged | None = tensor
+        self._number = number
+        self._label = label
+        self._parts = message
+        self.is_done = False
+
+    def parts(self, crc: bool) -> tuple[bytes, int, int]:
+        """Header, address and bytes; waits for the device where the tensor lies on one."""
+        if self._parts is None:
+            if isinstance(self._tensor, Staged):
+                self._tensor = self._tensor.wait()
+            assert self._tensor is not None
+            self._parts = parts(self._tensor, self._number, self._label, crc)
+        return self._parts
+
+    def done(self) -> None:
+        self.is_done = True
+        self._tensor = self._parts = None
+
+    def test(self) -> bool:
+        if not self.is_done:
+            self._outgoing.raise_error()
+        return self.is_done
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self.is_done:
+            self._outgoing.wait(self, timeout)
+
+
+class Outgoing:
+    """See above. ``timeout``: seconds of a wait that does not say another."""
+
+    def __init__(
+        self, edge: Edge, producer: Producer, peer: Peer, staging: Staging, timeout: float, crc: bool
+    ) -> None:
+        self.edge = edge
+        self._producer = producer
+        self._peer = peer
+        self._staging = staging
+        self._timeout = timeout
+        self._crc = crc
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[Queued] = deque()
+        self._number = 0
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def post(self, tensor: Tensor, label: Label) -> Sent | Queued:
+        self._peer.check()
+        if not tensor.is_cpu:
+            given: Tensor | Staged = self._staging.to_host(tensor)
+        else:
+            given = tensor = in_rows(tensor)
+        with self._lock:
+            self.raise_error()
+            number, message = self._number, None
+            if isinstance(given, Tensor):
+                message = parts(given, number, label, self._crc)
+            self._number += 1
+            if message is not None and not self._queue and self._producer.send(*message, 0):
+                return SENT
+            queued = Queued(self, number, given, label, message)
+            self._queue.append(queued)
+            if self._thread is None:
+                name = f"p2p-send-{self.edge.target}-{self.edge.lane}"
+                self._thread = threading.Thread(target=self._send, name=name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return queued
+
+    def raise_error(self) -> None:
+        """Raise what ended this edge, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, queued: Queued | None, timeout: float | None) -> None:
+        """Return when ``queued`` is out; None: everything."""
+        seconds = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while self._queue if queued is None else not queued.is_done:
+                self.raise_error()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    place = self._peer.place
+                    raise TransferTimeout(
+                        f"rank {self.edge.target} (process {place.pid} on {place.host}) took none or a part "
+                        f"of a message on lane {self.edge.lane} in {seconds:g} s, and {len(self._queue)} "
+                        "message(s) wait for it; see what that process does, or raise the time-out"
+                    )
+                self._changed.wait(min(left, 1.0))
+        self.raise_error()
+
+    def end(self, error: Exception) -> None:
+        """Send nothing any more: every later call raises ``error``."""
+        with self._lock:
+            self._stopped = True
+            self._error = self._error or error
+            self._queue.clear()
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def forget(self, error: Exception) -> None:
+        """In a forked process: no thread runs, a lock may be held for ever."""
+        self._error = error
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def _send(self) -> None:
+        while True:
+            with self._lock:
+                while not self._queue:
+                    if self._stopped:
+                        return
+                    self._changed.wait()
+                queued = self._queue[0]
+            try:
+                message = queued.parts(self._crc)
+                while not self._producer.send(*message, SLICE_SECONDS):
+                    if self._stopped:
+                        return
+                    self._peer.check(now=True)
+            except Exception as error:  # noqa: BLE001 - raised where somebody waits or posts.
+                with self._lock:
+                    self._error = self._error or error
+                    self._queue.clear()
+                    self._changed.notify_all()
+                return
+            with self._lock:
+                if self._queue and self._queue[0] is queued:
+                    self._queue.popleft()
+                queued.done()
+                self._changed.notify_all()
+
+
+def parts(tensor: Tensor, number: int, label: Label, crc: bool) -> tuple[bytes, int, int]:
+    """Header, address and bytes of a message; ``tensor`` lies in rows on the host."""
+    nbytes = tensor.nbytes
+    checksum = zlib.crc32(bytes_of(tensor)) if crc else None
+    header = Header(number, tensor.dtype, tuple(tensor.shape), label, checksum).encode()
+    return header, tensor.data_ptr() if nbytes else 0, nbytes
+
+
+def closed(edge: Edge, why: str) -> TransportError:
+    """For calls of an edge that is no more."""
+    return TransportError(
+        f"the channel from rank {edge.source} to rank {edge.target}, lane {edge.lane}, {why}; make a new "
+        "transport"
+    )

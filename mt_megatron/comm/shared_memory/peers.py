@@ -1,0 +1,277 @@
+"""Connections between ranks of one machine: they pass the rings' descriptors and show when a peer is gone.
+
+Each rank listens on an abstract Unix socket, which has no file, under a random name that it publishes through
+the bootstrap; the lower rank of a pair connects. The kernel says who is at the other end (user, process): a
+process of another user is refused. A connection's end and, where the kernel offers it, a pidfd show the death
+of a peer even if a child of it still holds the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from mt_megatron.comm.bootstrap import Bootstrap, Place, own_place
+from mt_megatron.comm.errors import PeerLost, TransferTimeout, TransportUnavailable
+from mt_megatron.comm.transport import Edge
+
+_CREDENTIALS = struct.Struct("3i")
+_SO_PEERPIDFD = 77
+_POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
+_MOST_BYTES = 4096
+_CHECK_SECONDS = 0.05
+"""Between two looks at a peer, where somebody asks all the time."""
+
+_FAREWELLS = {
+    "close": "it closed its channels while this rank still used them",
+    "abandon": "it gave up its channels after an error of its own",
+}
+
+
+class Peer:
+    """The process at the other end, and the connection to it."""
+
+    def __init__(self, place: Place, connection: socket.socket) -> None:
+        self.place = place
+        self._connection = connection
+        self._pidfd = _pidfd(connection)
+        self._lock = threading.Lock()
+        self._looked = 0.0
+        self._lost: str | None = None
+        self._poll = select.poll()
+        self._poll.register(connection, _POLLRDHUP)
+        if self._pidfd is not None:
+            self._poll.register(self._pidfd, select.POLLIN)
+
+    def check(self, *, now: bool = False) -> None:
+        """Raise PeerLost if the peer is gone. Looks at most every 0.05 s, or ``now``."""
+        if self._lost is None:
+            moment = time.monotonic()
+            if not now and moment - self._looked < _CHECK_SECONDS:
+                return
+            self._looked = moment
+            with self._lock:
+                if self._lost is None and self._poll.poll(0):
+                    self._lost = self._why()
+        if self._lost is not None:
+            raise PeerLost(self.place.rank, self.place.host, self.place.pid, self._lost)
+
+    def _why(self) -> str:
+        farewell = None
+        with contextlib.suppress(OSError):
+            while data := self._connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT):
+                farewell = json.loads(data).get("farewell", farewell)
+        return _FAREWELLS.get(str(farewell), "its process ended or its connection broke")
+
+    def send(self, message: dict[str, Any], descriptors: Collection[int] = ()) -> None:
+        """Raises PeerLost if the connection is broken."""
+        try:
+            socket.send_fds(self._connection, [json.dumps(message).encode()], list(descriptors))
+        except OSError as error:
+            self._looked = 0.0
+            self.check(now=True)
+            raise PeerLost(self.place.rank, self.place.host, self.place.pid, str(error)) from error
+
+    def receive(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
+        """The next message and its descriptors. Raises PeerLost and TransferTimeout."""
+        while True:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            if self._pidfd is not None:
+                poll.register(self._pidfd, select.POLLIN)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeout(
+                    f"rank {self.place.rank} (process {self.place.pid} on {self.place.host}) did not send "
+                    "the memory of a channel in time; see what that process says"
+                )
+            if not poll.poll(1000 * left):
+                continue
+            try:
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._connection, _MOST_BYTES, 4, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                self.check(now=True)
+                continue
+            message = json.loads(data) if data else {"farewell": "ended"}
+            if "farewell" in message:
+                why = _FAREWELLS.get(message["farewell"], "its process ended or its connection broke")
+                self._lost = why
+                raise PeerLost(self.place.rank, self.place.host, self.place.pid, why)
+            return message, descriptors
+
+    def leave(self, farewell: str | None) -> None:
+        """Close the connection; ``farewell``: a key of ``_FAREWELLS``. Again: nothing."""
+        if farewell is not None:
+            with contextlib.suppress(OSError):
+                message = json.dumps({"farewell": farewell}).encode()
+                self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        with self._lock:
+            self._lost = self._lost or "this rank closed its channels"
+            self._connection.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+
+
+class Peers:
+    """This rank's connections, by global rank."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self.own = own_place(bootstrap.rank)
+        self._bootstrap = bootstrap
+        self._connected: dict[int, Peer] = {}
+        name = f"\0mt_megatron/{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(name)
+        self._listener.listen(4096)
+        bootstrap.publish(f"place/{self.own.rank}", self.own.encode())
+        bootstrap.publish(f"socket/{self.own.rank}", name[1:].encode())
+
+    def connect(self, ranks: Collection[int], deadline: float) -> None:
+        """Be connected to ``ranks``, which call this with this rank. Raises TransportUnavailable for a rank
+        that shared memory does not reach, TransferTimeout and PeerLost."""
+        missing = sorted(set(ranks) - self._connected.keys())
+        places = {rank: self._place(rank, deadline) for rank in missing}
+        for rank in missing:
+            why = out_of_reach(self.own, places[rank])
+            if why is not None:
+                raise TransportUnavailable("shm", why, "use --p2p-transport auto, rdma or collective")
+        for rank in missing:
+            if rank > self.own.rank:
+                name = self._bootstrap.fetch(f"socket/{rank}", _left(deadline)).decode()
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+                try:
+                    connection.connect(f"\0{name}")
+                    _require_own_user(connection)
+                    connection.send(json.dumps({"rank": self.own.rank, "name": name}).encode())
+                except OSError as error:
+                    connection.close()
+                    place = places[rank]
+                    raise PeerLost(rank, place.host, place.pid, f"it does not listen: {error}") from error
+                self._connected[rank] = Peer(places[rank], connection)
+        self._accept({rank for rank in missing if rank < self.own.rank}, places, deadline)
+
+    def _place(self, rank: int, deadline: float) -> Place:
+        return Place.decode(self._bootstrap.fetch(f"place/{rank}", _left(deadline)))
+
+    def _accept(self, expected: set[int], places: dict[int, Place], deadline: float) -> None:
+        own_name = self._listener.getsockname()[1:].decode()
+        while expected - self._connected.keys():
+            self._listener.settimeout(max(0.001, _left(deadline)))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError as error:
+                raise TransferTimeout(
+                    f"rank(s) {sorted(expected - self._connected.keys())} did not connect to rank "
+                    f"{self.own.rank} in time; see what their processes say"
+                ) from error
+            connection.settimeout(max(0.001, _left(deadline)))
+            try:
+                _require_own_user(connection)
+                hello = json.loads(connection.recv(_MOST_BYTES) or b"{}")
+            except (OSError, ValueError, TransportUnavailable):
+                connection.close()  # Not one of the job's.
+                continue
+            rank = hello.get("rank")
+            if hello.get("name") != own_name or not isinstance(rank, int) or rank in self._connected:
+                connection.close()
+                continue
+            connection.settimeout(None)
+            # It may be one that this rank has not asked for yet.
+            place = places.get(rank) or self._place(rank, deadline)
+            self._connected[rank] = Peer(place, connection)
+
+    def __getitem__(self, rank: int) -> Peer:
+        return self._connected[rank]
+
+    def close(self, farewell: str | None = "close") -> None:
+        """Close all connections. None: without a word, as a forked process does."""
+        self._listener.close()
+        for peer in self._connected.values():
+            peer.leave(farewell)
+
+
+def pass_rings(
+    peers: Peers,
+    own: int,
+    edges: Collection[Edge],
+    make: Callable[[Edge], int],
+    take: Callable[[Edge, int], None],
+    facts: dict[str, int],
+    deadline: float,
+) -> None:
+    """Exchange the descriptors of new ``edges``: the receiver of an edge makes its memory.
+
+    ``make(edge)`` returns a descriptor, which is closed here once it is sent; ``take(edge, descriptor)`` owns
+    what it is given. ``facts``: the ring's size, which both ends must agree on.
+    """
+    for edge in (each for each in edges if each.target == own):
+        descriptor = make(edge)
+        try:
+            peers[edge.source].send({"edge": list(edge), **facts}, [descriptor])
+        finally:
+            os.close(descriptor)
+    wanted = {edge for edge in edges if edge.source == own}
+    while wanted:
+        edge = min(wanted)
+        message, descriptors = peers[edge.target].receive(deadline)
+        said = {name: message.get(name) for name in facts}
+        found = Edge(*message["edge"])
+        if said != facts or found not in wanted or len(descriptors) != 1:
+            for each in descriptors:
+                os.close(each)
+            raise TransportUnavailable(
+                "shm",
+                f"rank {edge.target} prepared {tuple(found)} with {said}, rank {own} {tuple(edge)} with "
+                f"{facts}",
+                "give all ranks the same configuration",
+            )
+        wanted.discard(found)
+        take(found, descriptors[0])
+
+
+def out_of_reach(own: Place, other: Place) -> str | None:
+    """Why shared memory does not connect two ranks; None where it does."""
+    if own.boot != other.boot:
+        return f"rank {own.rank} runs on {own.host}, rank {other.rank} on {other.host}, another machine"
+    if own.network != other.network:
+        return f"ranks {own.rank} and {other.rank} run in two containers (network namespaces) of {own.host}"
+    if own.user != other.user:
+        return f"rank {own.rank} runs as user {own.user}, rank {other.rank} as user {other.user}"
+    return None
+
+
+def _require_own_user(connection: socket.socket) -> None:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    if user != os.getuid():
+        raise TransportUnavailable(
+            "shm", f"a process of user {user} is at the other end", "run all ranks as one user"
+        )
+
+
+def _pidfd(connection: socket.socket) -> int | None:
+    """Readable when the peer's process has ended; None where the kernel has none."""
+    with contextlib.suppress(OSError):
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(raw)
+    with contextlib.suppress(OSError, AttributeError):
+        # 0: a process of another PID namespace.
+        return os.pidfd_open(pid) if pid > 0 else None
+    return None
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,39 @@
+"""Tensors of the host as bytes, and bytes as tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from mt_megatron.errors import MtMegatronError
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """``tensor`` with its elements in row-major order, sharing storage where they already are; it is no
+    alias of the Python object, whose ``.data`` may be exchanged. Raises MtMegatronError for a tensor that is
+    not strided."""
+    if tensor.layout is not torch.strided:
+        raise MtMegatronError(
+            f"found a tensor of layout {tensor.layout} to send; expected a dense one; send tensor.to_dense()"
+        )
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a host tensor in rows; writable. The tensor must outlive it."""
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor whose storage is ``memory``, which it keeps."""
+    if not len(memory):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
