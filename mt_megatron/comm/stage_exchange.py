@@ -20,7 +20,7 @@ from mt_megatron.errors import ConfigError, MtMegatronError
 _FORWARD, _BACKWARD = Label(direction=FORWARD), Label(direction=BACKWARD)
 
 MOST_UNSENT = 8
-"""Messages that may wait to be sent, with their memory, before the next one waits for the oldest: as many as a
+"""Messages that may wait to be sent, with their memory, before the next waits for the oldest: as many as a
 ring has slots."""
 
 _SHAPE_DIMS = 3
@@ -79,7 +79,8 @@ class StageExchange:
                 f"found overlap_p2p_comm on a rank of {len(self._neighbours)} pipelines; expected transfers "
                 "that are waited for, since what its neighbours send is summed. Leave overlap_p2p_comm out"
             )
-        shape = None if config.variable_seq_lengths else tensor_shape
+        varies = config.variable_seq_lengths
+        shape = None if varies else tensor_shape
         sends: dict[str, list[_Posted]] = {"send_next": [], "send_prev": []}
         receives: dict[str, list[_Later]] = {"recv_prev": [], "recv_next": []}
         for before, after in self._neighbours:
@@ -89,7 +90,7 @@ class StageExchange:
                 ("send_prev", tensor_send_prev, self._to(before, BACKWARD), _BACKWARD),
             ):
                 if tensor is not None:
-                    sends[name].append(self._send(edge, tensor, with_shape=shape is None, label=label))
+                    sends[name].append(self._send(edge, tensor, with_shape=varies, label=label))
             for name, wanted, edge, label in (
                 ("recv_prev", recv_prev, self._from(before, FORWARD), _FORWARD),
                 ("recv_next", recv_next, self._from(after, BACKWARD), _BACKWARD),
