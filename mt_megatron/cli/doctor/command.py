@@ -66,13 +66,18 @@ def text(report: dict[str, Any]) -> str:
     lines += [
         f"  {each['name']} ({each['found_by']}): {'; '.join(each['can'])}" for each in report["cards"]
     ] or ["  no NVIDIA or Moore Threads card was found"]
+    lines += ["", "channels between pipeline stages"]
+    if "error" in report["channels"]:
+        lines.append(f"  {report['channels']['error']}")
+    else:
+        for name, each in report["channels"].items():
+            lines.append(f"  {name:<22}{'yes' if each['works'] else 'no'}: {each['why']}")
     network = report["network"]
     lines += ["", "network"]
     lines.append(f"  {'loopback':<22}{network['loopback_interface']}")
     lines.append(f"  {'host name is':<22}{network['hostname_address'] or 'not resolvable'}")
     lines.append(f"  {'GLOO_SOCKET_IFNAME':<22}{network['GLOO_SOCKET_IFNAME'] or 'not set'}")
     lines += [f"  - {each}" for each in network["listeners"]]
-    lines += ["", "transports between pipeline stages", *_transport_lines(report["transports"])]
     lines += ["", "patches", _patch_line(report["patches"])]
     if report["environment"]:
         lines += ["", "environment", *(f"  {name}={value}" for name, value in report["environment"].items())]
@@ -103,12 +108,6 @@ def _patch_line(patches: dict[str, Any]) -> str:
         f"  {patches['applicable']} for {patches['backend']} fit what is installed, "
         f"{patches['left_out']} left out; plan {patches['plan_digest'][:12]}"
     )
-
-
-def _transport_lines(transports: dict[str, Any]) -> list[str]:
-    if "error" in transports:
-        return [f"  {transports['error']}"]
-    return [f"  {name:<22}{'yes' if why is None else f'no: {why}'}" for name, why in transports.items()]
 
 
 def _facts(facts: dict[str, Any]) -> list[str]:
@@ -177,8 +176,8 @@ def make_report(looked_at: Callable[[str], None] = lambda part: None) -> dict[st
         "backends": probe["backend_facts"],
         "auto": probe["selected"],
         "cards": _cards(probe["backend_facts"], looked_at),
+        "channels": probe["channels"],
         "network": host.network(),
-        "transports": probe["transports"],
         "patches": patches,
         "environment": host.environment(),
     }

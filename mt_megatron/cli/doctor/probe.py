@@ -15,7 +15,7 @@ PARTS = {
     "torch_facts": "torch",
     "backend_facts": "backends",
     "selected": "choice",
-    "transports": "transports",
+    "channels": "channels",
     "patches": "patches",
 }
 """Function of this module -> what it looks at."""
@@ -81,11 +81,24 @@ def selected() -> dict[str, str]:
     return {"name": backend.name, "why": why}
 
 
-def transports() -> dict[str, str | None]:
-    """Each transport between pipeline stages: why this machine cannot use it; None: it can."""
+def channels() -> dict[str, Any]:
+    """Transports between the stages of a pipeline: whether each works on this machine, and how or why not."""
     from mt_megatron.comm import kinds
+    from mt_megatron.comm.shared_memory import native
 
-    return {name: kinds.why_not(name) for name in kinds.KINDS}
+    helper = native.describe()
+    how = {
+        "shm": "C helper" if helper["uses"] == "native" else f"in Python alone: {helper['why']}",
+        "rdma": "a verbs device can be opened",
+        "nixl": "its library is installed",
+        "collective": "Gloo, NCCL or MCCL, as Megatron-Core itself does",
+    }
+    refused = {name: kinds.why_not(name) for name in kinds.KINDS}
+    found: dict[str, Any] = {
+        name: {"works": why is None, "why": why or how[name]} for name, why in refused.items()
+    }
+    found["shm"]["uses"] = helper["uses"]
+    return found
 
 
 def patches() -> dict[str, Any]:
