@@ -5,11 +5,10 @@ Nothing here imports a transport before it is used: some need libraries that are
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from mt_megatron.comm.bootstrap import Place, default_bootstrap
 from mt_megatron.comm.collective import CollectiveTransport
 from mt_megatron.comm.transport import Transport
 from mt_megatron.seams.transport import COLLECTIVE
-
-VERBS = Path("/sys/class/infiniband")
-DEVICES = Path("/dev/infiniband")
 
 
 @dataclass(frozen=True)
@@ -70,22 +66,8 @@ def _anywhere(one: Place, other: Place) -> str | None:
     return None
 
 
-# collective
-
-
 def _collective(setting: Setting) -> Transport:
     return CollectiveTransport(setting.group, setting.device)
-
-
-# shm
-
-
-def _no_shared_memory() -> str | None:
-    if not hasattr(os, "memfd_create"):
-        return "this Python has no os.memfd_create, which is a call of Linux"
-    from mt_megatron.comm.shared_memory.transport import unavailable_here
-
-    return unavailable_here()
 
 
 def _out_of_reach(one: Place, other: Place) -> str | None:
@@ -94,69 +76,33 @@ def _out_of_reach(one: Place, other: Place) -> str | None:
     return out_of_reach(one, other)
 
 
-def _shared_memory(setting: Setting) -> Transport:
-    from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport
+def _in_package(name: str, transport: str, reaches: Callable[[Place, Place], str | None]) -> Kind:
+    """The class ``transport`` of ``mt_megatron.comm.NAME.transport``, whose ``unavailable_here`` looks at
+    this machine."""
+    module = f"{__package__}.{name}.transport"
 
-    made: Transport = SharedMemoryTransport(
-        default_bootstrap(setting.name),
-        device=setting.device,
-        backend=current_backend(),
-        timeout=setting.seconds,
-    )
-    return made
+    def why_not_here() -> str | None:
+        if find_spec(module.rpartition(".")[0]) is None:
+            return f"this version of mt_megatron has no {module.rpartition('.')[0]}"
+        why: str | None = import_module(module).unavailable_here()
+        return why
 
+    def make(setting: Setting) -> Transport:
+        made: Transport = getattr(import_module(module), transport)(
+            default_bootstrap(setting.name),
+            device=setting.device,
+            backend=current_backend(),
+            timeout=setting.seconds,
+        )
+        return made
 
-# rdma
-
-
-def _no_verbs() -> str | None:
-    if find_spec("mt_megatron.comm.rdma") is None:
-        return "this version of mt_megatron has no RDMA transport"
-    if not VERBS.is_dir() or not any(VERBS.iterdir()):
-        return f"there is no verbs device ({VERBS} is empty or missing)"
-    doors = sorted(DEVICES.glob("uverbs*"))
-    if not doors:
-        return f"there is no {DEVICES}/uverbs*: give the container the device"
-    if not any(os.access(door, os.R_OK | os.W_OK) for door in doors):
-        return f"there is no permission to read and write {doors[0]}"
-    if find_spec("pyverbs") is None:
-        return "pyverbs is not installed: pip install pyverbs, or the system's python3-pyverbs"
-    return None
-
-
-def _rdma(setting: Setting) -> Transport:
-    from mt_megatron.comm.rdma.transport import RdmaTransport
-
-    made: Transport = RdmaTransport(
-        default_bootstrap(setting.name), setting.device, backend=current_backend(), timeout=setting.seconds
-    )
-    return made
-
-
-# nixl
-
-
-def _no_nixl() -> str | None:
-    if find_spec("mt_megatron.comm.nixl") is None:
-        return "this version of mt_megatron has no NIXL transport"
-    if find_spec("nixl") is None:
-        return "nixl is not installed: pip install --no-deps nixl"
-    return None
-
-
-def _nixl(setting: Setting) -> Transport:
-    from mt_megatron.comm.nixl.transport import NixlTransport
-
-    made: Transport = NixlTransport(
-        default_bootstrap(setting.name), setting.device, backend=current_backend(), timeout=setting.seconds
-    )
-    return made
+    return Kind(why_not_here, reaches, make)
 
 
 KINDS: Mapping[str, Kind] = {
-    "shm": Kind(_no_shared_memory, _out_of_reach, _shared_memory),
-    "rdma": Kind(_no_verbs, _anywhere, _rdma),
-    "nixl": Kind(_no_nixl, _anywhere, _nixl),
+    "shm": _in_package("shared_memory", "SharedMemoryTransport", _out_of_reach),
+    "rdma": _in_package("rdma", "RdmaTransport", _anywhere),
+    "nixl": _in_package("nixl", "NixlTransport", _anywhere),
     COLLECTIVE: Kind(_nothing, _anywhere, _collective),
 }
 """By name, in the order in which channels are made."""

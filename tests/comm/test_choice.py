@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -136,7 +135,7 @@ def test_a_transport_that_fails_is_left_out_of_its_pipelines() -> None:
         Plan(job("a", "a", wish="shm")).drop(1, "shm", "no descriptors")
 
 
-def test_this_machine_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_this_machine_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds.why_not("shm") is None and kinds.why_not("collective") is None
 
     def refuse(*unused: Any) -> int:
@@ -145,22 +144,10 @@ def test_this_machine_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert "memfd_create (Operation not permitted)" in str(kinds.why_not("shm"))
     monkeypatch.delattr(os, "memfd_create")
-    assert "no os.memfd_create" in str(kinds.why_not("shm"))
-
-    devices, doors = tmp_path / "infiniband", tmp_path / "dev"
-    monkeypatch.setattr(kinds, "VERBS", devices)
-    monkeypatch.setattr(kinds, "DEVICES", doors)
-    monkeypatch.setattr(kinds, "find_spec", lambda name: object())
-    assert "there is no verbs device" in str(kinds.why_not("rdma"))
-    (devices / "mlx5_0").mkdir(parents=True)
-    assert "uverbs*: give the container the device" in str(kinds.why_not("rdma"))
-    doors.mkdir()
-    (doors / "uverbs0").touch()
-    monkeypatch.setattr(os, "access", lambda *unused: False)
-    assert "no permission to read and write" in str(kinds.why_not("rdma"))
-    monkeypatch.setattr(os, "access", lambda *unused: True)
-    monkeypatch.setattr(kinds, "find_spec", lambda name: None if name == "pyverbs" else object())
-    assert "pyverbs is not installed" in str(kinds.why_not("rdma"))
+    assert "has no memfd_create" in str(kinds.why_not("shm"))
+    # No wheel of it is installed for tests, and verbs are a guest's.
+    for name in ("rdma", "nixl"):
+        assert kinds.why_not(name), name
 
 
 def test_what_a_probe_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
