@@ -74,12 +74,9 @@ class StageExchange:
         self._check(config)
         if recv_prev or recv_next:
             _require_dtype_and_shape(config, tensor_shape)
-        if not wait_on_reqs and len(self._neighbours) > 1:
-            raise ConfigError(
-                f"found overlap_p2p_comm on a rank of {len(self._neighbours)} pipelines; expected transfers "
-                "that are waited for, since what its neighbours send is summed. Leave overlap_p2p_comm out"
-            )
         varies = config.variable_seq_lengths
+        if varies or not wait_on_reqs:
+            self._require_one_pipeline("variable_seq_lengths" if varies else "overlap_p2p_comm")
         shape = None if varies else tensor_shape
         sends: dict[str, list[_Posted]] = {"send_next": [], "send_prev": []}
         receives: dict[str, list[_Later]] = {"recv_prev": [], "recv_next": []}
@@ -117,11 +114,7 @@ class StageExchange:
     ) -> tuple[list[int], list[int]]:
         """See ``seams.transport.Exchange``. With several neighbours upstream has no shapes to give."""
         self._check(config)
-        if len(self._neighbours) > 1:
-            raise ConfigError(
-                f"found variable_seq_lengths on a rank with {len(self._neighbours)} pipelines; expected one. "
-                "Leave variable_seq_lengths out, or give encoder and decoder the same tensor parallel size"
-            )
+        self._require_one_pipeline("variable_seq_lengths")
         ((before, after),) = self._neighbours
         for tensor, edge, label in (
             (tensor_send_next, self._to(after, FORWARD), _FORWARD),
@@ -170,6 +163,14 @@ class StageExchange:
             raise ConfigError(
                 f"found use_ring_exchange_p2p with the transport {self.transport.name}; expected one of the "
                 "two. Leave use_ring_exchange_p2p out, or take --p2p-transport collective"
+            )
+
+    def _require_one_pipeline(self, option: str) -> None:
+        if len(self._neighbours) > 1:
+            raise ConfigError(
+                f"found {option} on a rank of {len(self._neighbours)} pipelines; expected it unset, since "
+                f"what its neighbours send is summed when it arrives. Leave {option} out, or give encoder "
+                "and decoder the same tensor parallel size"
             )
 
     def _expect(self, edge: Edge, shape: Sequence[int] | None, dtype: torch.dtype, label: Label) -> _Later:
