@@ -213,6 +213,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
     device, own = current_backend().device(), dist.get_rank()
     ranks: list[Rank] = _gathered(_this_rank(text, groups, device))
     plan = Plan(ranks)
+    failures: dict[int, Failure] = {}
     # Each round that fails leaves at least one transport out.
     for attempt in range(len(kinds.KINDS)):
         made = (
@@ -233,7 +234,10 @@ def _open(text: str, say: Say) -> StageExchange | None:
             made.exchange.close()
         for rank, (kind, why) in failures.items():
             plan.drop(rank, kind, why)
-    raise MtMegatronError(f"channels between neighbouring ranks could not be made: {plan.line()}")
+    failed = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in failures.items())
+    raise MtMegatronError(
+        f"channels between neighbouring ranks could not be made ({failed}); take --p2p-transport collective"
+    )
 
 
 class _Channels:
