@@ -53,7 +53,7 @@ class StoreBootstrap:
         self._store = dist.PrefixStore(f"{PREFIX}/{name}", store)  # type: ignore[attr-defined]
 
     def publish(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]  # Bytes are what it stores.
 
     def fetch(self, key: str, timeout: float) -> bytes:
         deadline = time.monotonic() + timeout

@@ -1,20 +1,24 @@
 """Header of a message: what the receiver checks and what it builds the tensor from.
 
 The header has a fixed size of 128 bytes, little-endian, and is followed by the tensor's elements in
-row-major order. Offsets in bytes:
+row-major order. What differs between the messages of an edge comes first; the description behind it is the
+same for all messages of one kind, so both sides keep its coded form. Offsets in bytes:
 
-    0  magic            u32    8  sequence (of the edge)  u64   24  dtype code   u8     28  micro-batch  i32
-    4  version          u16   16  bytes of the payload    u64   25  dimensions   u8     32  chunk        i32
-    6  flags            u16                                     26  direction    i16    36  CRC-32       u32
-   40  sizes            8 x i64                                104  zeros        20 x u8
-  124  CRC-32 of the bytes before                          u32
+    0  sequence (of the edge)   u64     24  bytes of the payload  u64    36  direction    i16
+    8  CRC-32 of the payload    u32     32  dtype code            u8     38  zero         u16
+   12  zero                     u32     33  dimensions            u8     40  micro-batch  i32
+   16  magic                    u32     34  zero                  u16    44  chunk        i32
+   20  version, flags           2 u16   48  sizes                 8 i64  112 zeros        12 u8
+  124  CRC-32 of bytes 16 to 123  u32
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,9 +32,13 @@ MOST_DIMS = 8
 
 _MAGIC = 0x434D544D  # "MTMC"
 _VERSION = 1
-_FRONT = struct.Struct(f"<IHHQQBBhiiI{MOST_DIMS}q20x")
+FRONT = struct.Struct("<QII")
+"""Sequence, CRC-32 of the payload (0 without), zero."""
+
+_DESCRIPTION = struct.Struct(f"<IHHQBBHhHii{MOST_DIMS}q12x")
 _CRC = struct.Struct("<I")
-_NO_SIZES = tuple((0,) * (MOST_DIMS - dims) for dims in range(MOST_DIMS + 1))
+_MOST_KEPT = 4096
+"""Descriptions of which the coded form is kept: micro-batches times shapes."""
 
 HAS_CRC = 1
 """Flag: the payload's CRC-32 is in the header."""
@@ -80,85 +88,18 @@ class Header(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def encode(self) -> bytes:
         """128 bytes. Raises MtMegatronError for a dtype or a number of dimensions that has no code."""
-        code = _CODES.get(self.dtype)
-        if code is None:
-            raise MtMegatronError(
-                f"found a tensor of {self.dtype} to send; expected one of {', '.join(_NAMES)}; send a view "
-                "of it in another dtype"
-            )
-        if len(self.shape) > MOST_DIMS:
-            raise MtMegatronError(
-                f"found a tensor of {len(self.shape)} dimensions to send; expected at most {MOST_DIMS}; "
-                "flatten it"
-            )
-        front = _FRONT.pack(
-            _MAGIC,
-            _VERSION,
-            0 if self.crc is None else HAS_CRC,
-            self.sequence,
-            self.nbytes,
-            code,
-            len(self.shape),
-            self.label.direction,
-            self.label.micro_batch,
-            self.label.chunk,
-            self.crc or 0,
-            *self.shape,
-            *_NO_SIZES[len(self.shape)],
-        )
-        return front + _CRC.pack(zlib.crc32(front))
+        return encode(self.sequence, self.dtype, self.shape, self.label, self.crc)
 
     @staticmethod
-    def decode(encoded: bytes | memoryview) -> Header:
+    def decode(encoded: bytes) -> Header:
         """Inverse of ``encode``. Raises MessageMismatch for what no ``encode`` of this version wrote."""
-        front = encoded[: _FRONT.size]
-        (crc,) = _CRC.unpack_from(encoded, _FRONT.size)
-        (
-            magic,
-            version,
-            flags,
-            sequence,
-            nbytes,
-            code,
-            dims,
-            direction,
-            micro_batch,
-            chunk,
-            payload_crc,
-            *sizes,
-        ) = _FRONT.unpack(front)
-        if magic != _MAGIC or crc != zlib.crc32(front):
-            raise MessageMismatch(
-                f"128 bytes that are no message header arrived (they begin with {bytes(front[:8]).hex()}); "
-                "both ranks must run the same version of mt_megatron"
-            )
-        if version != _VERSION:
-            raise MessageMismatch(
-                f"a message of format {version} arrived; expected format {_VERSION}: both ranks must run "
-                "the same version of mt_megatron"
-            )
-        if code not in _DTYPES or dims > MOST_DIMS:
-            raise MessageMismatch(
-                f"a message of dtype code {code} and {dims} dimensions arrived; this torch has no such "
-                "dtype: both ranks must run the same version of torch"
-            )
-        header = Header(
-            sequence,
-            _DTYPES[code],
-            tuple(sizes[:dims]),
-            Label(micro_batch, chunk, direction),
-            payload_crc if flags & HAS_CRC else None,
-        )
-        if header.nbytes != nbytes or min(header.shape, default=0) < 0:
-            raise MessageMismatch(f"a message of {nbytes} bytes says that its shape is {header.shape}")
-        return header
+        sequence, crc, _ = FRONT.unpack_from(encoded)
+        dtype, shape, label, has_crc = _described(encoded[FRONT.size :])
+        return Header(sequence, dtype, shape, label, crc if has_crc else None)
 
     def require(
         self,
@@ -203,3 +144,68 @@ class Header(NamedTuple):
                 f"has the CRC-32 {found:08x} where the sender computed {self.crc:08x}: its {self.nbytes} "
                 "bytes were damaged on the way; report this with the machine and its kernel"
             )
+
+
+def encode(
+    sequence: int, dtype: torch.dtype, shape: tuple[int, ...], label: Label, crc: int | None = None
+) -> bytes:
+    """``Header(...).encode()`` without making a header."""
+    return FRONT.pack(sequence, crc or 0, 0) + description(dtype, shape, label, crc is not None)
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def description(dtype: torch.dtype, shape: tuple[int, ...], label: Label, has_crc: bool = False) -> bytes:
+    """The last 112 bytes of a header: the same for all messages of one kind."""
+    code = _CODES.get(dtype)
+    if code is None:
+        raise MtMegatronError(
+            f"found a tensor of {dtype} to send; expected one of {', '.join(_NAMES)}; send a view of it in "
+            "another dtype"
+        )
+    if len(shape) > MOST_DIMS:
+        raise MtMegatronError(
+            f"found a tensor of {len(shape)} dimensions to send; expected at most {MOST_DIMS}; flatten it"
+        )
+    coded = _DESCRIPTION.pack(
+        _MAGIC,
+        _VERSION,
+        HAS_CRC if has_crc else 0,
+        math.prod(shape) * dtype.itemsize,
+        code,
+        len(shape),
+        0,
+        label.direction,
+        0,
+        label.micro_batch,
+        label.chunk,
+        *shape,
+        *[0] * (MOST_DIMS - len(shape)),
+    )
+    return coded + _CRC.pack(zlib.crc32(coded))
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _described(encoded: bytes) -> tuple[torch.dtype, tuple[int, ...], Label, bool]:
+    coded, (crc,) = encoded[:-4], _CRC.unpack(encoded[-4:])
+    magic, version, flags, nbytes, code, dims, _, direction, _, micro_batch, chunk, *sizes = (
+        _DESCRIPTION.unpack(coded)
+    )
+    if magic != _MAGIC or crc != zlib.crc32(coded):
+        raise MessageMismatch(
+            f"128 bytes that are no message header arrived (from byte 16 on: {encoded[:8].hex()}...); both "
+            "ranks must run the same version of mt_megatron"
+        )
+    if version != _VERSION:
+        raise MessageMismatch(
+            f"a message of format {version} arrived; expected format {_VERSION}: both ranks must run the "
+            "same version of mt_megatron"
+        )
+    if code not in _DTYPES or dims > MOST_DIMS:
+        raise MessageMismatch(
+            f"a message of dtype code {code} and {dims} dimensions arrived; this torch has no such dtype: "
+            "both ranks must run the same version of torch"
+        )
+    dtype, shape = _DTYPES[code], tuple(sizes[:dims])
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != nbytes:
+        raise MessageMismatch(f"a message of {nbytes} bytes says that its shape is {shape}")
+    return dtype, shape, Label(micro_batch, chunk, direction), bool(flags & HAS_CRC)

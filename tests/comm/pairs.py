@@ -56,7 +56,8 @@ class Child:
                     file.write(text)
                 code = 0
             except BaseException:  # noqa: BLE001 - a fork must not return into the caller.
-                traceback.print_exc()
+                with open(write, "w") as file:
+                    file.write(traceback.format_exc())
             finally:
                 sys.stderr.flush()
                 os._exit(code)
@@ -69,7 +70,7 @@ class Child:
             text = self._read.read()
         _, status = os.waitpid(self.pid, 0)
         if status:
-            raise RuntimeError(f"process {self.pid} ended with status {status}")
+            raise RuntimeError(f"process {self.pid} ended with status {status}:\n{text}")
         return json.loads(text)
 
     def reap(self) -> None:
@@ -101,7 +102,7 @@ def run_pair(first: Role, second: Role, edges: list[Edge] | None = None, **optio
                 results.append(error)
         failed = [each for each in results if isinstance(each, RuntimeError)]
         if failed:
-            raise AssertionError(f"{failed}; see stderr")
+            raise AssertionError("\n".join(map(str, failed)))
         return results
 
 

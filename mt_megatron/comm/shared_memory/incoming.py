@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.comm.errors import PeerLost, TransferTimeout
-from mt_megatron.comm.message import Header
+from mt_megatron.comm.message import MOST_DIMS, Header, description
 from mt_megatron.comm.shared_memory.memory import Mapping
 from mt_megatron.comm.shared_memory.outgoing import SLICE_SECONDS
 from mt_megatron.comm.shared_memory.peers import Peer
@@ -27,6 +27,9 @@ from mt_megatron.comm.shared_memory.staging import Staging
 from mt_megatron.comm.shared_memory.tensors import bytes_of, tensor_over
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Lease, Owned
 from mt_megatron.errors import MtMegatronError
+
+COPIED_BYTES = 4096
+"""Messages up to this size are copied, by ``lease`` too: that costs less than a lease."""
 
 _HELP_SECONDS = 0.01
 
@@ -51,6 +54,9 @@ class Expected:
         """Of the ring, that it may need."""
 
         self.header: Header | None = None
+        self.kind: bytes | None = None
+        """Of a small message of known shape: what its header must be for the short way."""
+
         self.host: Tensor | None = None
         """Where it is copied to, once that has begun."""
 
@@ -60,22 +66,26 @@ class Expected:
 
     @property
     def label(self) -> Label:
-        return UNLABELLED if self.header is None else self.header.label
+        if self.header is None:
+            return self.asked if self.is_there else UNLABELLED
+        return self.header.label
 
     def test(self) -> bool:
         return self.is_there or self._incoming.test(self)
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        self._take()
+        if self._is_taken:
+            self._refuse()
         if not self.is_there:
             self._incoming.wait(self, timeout, leases=False)
-        assert self.host is not None
         self._is_taken = True
         host, self.host = self.host, None
-        return self._incoming.delivered(self, host)
+        assert host is not None
+        return host if self._incoming.on_host else self._incoming.delivered(self, host)
 
     def lease(self, timeout: float | None = None) -> Lease:
-        self._take()
+        if self._is_taken:
+            self._refuse()
         if not self.is_there:
             self._incoming.wait(self, timeout, leases=True)
         if self.held is None:
@@ -84,12 +94,11 @@ class Expected:
         held, self.held = self.held, None
         return held
 
-    def _take(self) -> None:
-        if self._is_taken:
-            raise MtMegatronError(
-                f"a message from rank {self._incoming.edge.source} is taken twice; keep what the first wait "
-                "returned"
-            )
+    def _refuse(self) -> None:
+        raise MtMegatronError(
+            f"a message from rank {self._incoming.edge.source} is taken twice; keep what the first wait "
+            "returned"
+        )
 
 
 class _Held:
@@ -136,7 +145,7 @@ class Incoming:
         self._size = size
         self._peer = peer
         self._staging = staging
-        self._on_host = staging.device.type == "cpu"
+        self.on_host = staging.device.type == "cpu"
         self._timeout = timeout
         self._posted: deque[Expected] = deque()
         self._number = 0
@@ -172,7 +181,12 @@ class Incoming:
         if shape is None:
             expected.slots = self._size.slots + 1  # It may be larger than the ring.
         else:
-            expected.slots = self._size.chunks(math.prod(shape) * dtype.itemsize)
+            shape = tuple(shape)
+            nbytes = math.prod(shape) * dtype.itemsize
+            expected.slots = self._size.chunks(nbytes)
+            if nbytes <= COPIED_BYTES and self.on_host and len(shape) <= MOST_DIMS:
+                expected.host = torch.empty(shape, dtype=dtype) if out is None else out
+                expected.kind = description(dtype, shape, label)
         with self._posting:
             self._posted.append(expected)
             self._slots += expected.slots
@@ -191,6 +205,8 @@ class Incoming:
         if not self._consuming.acquire(blocking=False):
             self._queue_up(seconds)
         try:
+            if expected.kind is not None and self._receive_small(expected, min(seconds, SLICE_SECONDS)):
+                return
             while not expected.is_there:
                 self._raise()
                 front = self._posted[0]
@@ -202,6 +218,18 @@ class Incoming:
                     raise self._late(seconds)
         finally:
             self._consuming.release()
+
+    def _receive_small(self, expected: Expected, wait: float) -> bool:
+        """The short way of ``_advance``, in one call, if it is next and as expected."""
+        if self._error is not None or expected.is_there or self._posted[0] is not expected:
+            return False
+        host, kind = expected.host, expected.kind
+        if host is None or kind is None or expected.header is not None:
+            return False
+        if self._consumer.receive(kind, self._number, host.data_ptr(), host.nbytes, wait) != 1:
+            return False
+        self._arrived(expected)
+        return True
 
     def _queue_up(self, seconds: float) -> None:
         """Get the consumer after the thread that has it; the helper gives way."""
@@ -232,8 +260,8 @@ class Incoming:
             self._consuming.release()
 
     def delivered(self, expected: Expected, host: Tensor) -> Tensor:
-        """What the caller gets for the copy ``host``."""
-        return host if self._on_host else self._staging.to_device(host, expected.out)
+        """The copy ``host`` on the device."""
+        return self._staging.to_device(host, expected.out)
 
     def give_back(self, first: int) -> None:
         """The lease of the message at counter ``first`` is over."""
@@ -288,14 +316,14 @@ class Incoming:
                 return False
             header = self._checked(front, encoded)
         nbytes = header.nbytes
-        if leases and self._on_host and front.out is None and front.host is None:
+        if leases and self.on_host and front.out is None and front.host is None:
             chunks = self._size.chunks(nbytes)
             if nbytes and chunks <= self._size.slots:
                 return self._hold(front, header, nbytes, wait)
         if not copies:
             return False
         if front.host is None:
-            if self._on_host:
+            if self.on_host:
                 host = torch.empty(header.shape, dtype=header.dtype) if front.out is None else front.out
             else:
                 host = self._staging.host_memory(header.shape, header.dtype)

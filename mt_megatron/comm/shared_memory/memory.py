@@ -14,7 +14,10 @@ import fcntl
 import os
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mt_megatron.comm.errors import TransportUnavailable
 
@@ -40,18 +43,37 @@ def create(nbytes: int) -> int:
             f"the kernel refuses memfd_create ({error.strerror})",
             "allow that system call in the container's seccomp profile, or use --p2p-transport collective",
         ) from error
+    available = _available()
+    if nbytes > available:
+        os.close(descriptor)
+        raise _too_large(nbytes, f"{available / 2**20:.0f} MiB are available")
     try:
         # Allocates every page now: later a full machine would end the process with SIGBUS.
         os.posix_fallocate(descriptor, 0, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(descriptor)
-        raise TransportUnavailable(
-            "shm",
-            f"{nbytes / 2**20:g} MiB for a channel cannot be had ({error.strerror})",
-            "free memory, raise the container's limit, or use --p2p-transport collective",
-        ) from error
+        raise _too_large(nbytes, str(error.strerror)) from error
     return descriptor
+
+
+def _too_large(nbytes: int, why: str) -> TransportUnavailable:
+    return TransportUnavailable(
+        "shm",
+        f"{nbytes / 2**20:g} MiB for a channel cannot be had ({why})",
+        "free memory, raise the container's limit, or use --p2p-transport collective",
+    )
+
+
+def _available() -> int:
+    """Bytes that the machine and this process's control group can still give. More than that would not be
+    refused by the kernel: it would end processes to find them."""
+    found = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found = min(found, limit - used)
+    return found
 
 
 def check(descriptor: int, nbytes: int) -> None:

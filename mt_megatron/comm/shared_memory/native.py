@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("ring.c")
 STEM = "_ring"
 """Name of the library in this folder, before the interpreter's suffix."""
 
-_VERSION = 1
+_VERSION = 2
 _KEEPS_LOCK_BYTES = 1 << 15
 """Messages up to this size are copied without releasing Python's global lock: about a microsecond."""
 
@@ -87,6 +87,7 @@ def _declare(library: Any) -> None:
         ("mtc_send", [end, ctypes.c_char_p, address, count, count], ctypes.c_int),
         ("mtc_peek", [end, address, count], ctypes.c_int),
         ("mtc_take", [end, address, count, count], ctypes.c_int),
+        ("mtc_receive", [end, address, ctypes.c_char_p, count, address, count, count], ctypes.c_int),
         ("mtc_arrived", [end, count, address, count], ctypes.c_int),
         ("mtc_hold", [end, count], ctypes.c_uint64),
         ("mtc_limit", [end, count], None),
@@ -132,8 +133,9 @@ class NativeProducer(_End):
     """See ``ring.Producer``."""
 
     def send(self, header: bytes, address: int, nbytes: int, wait: float) -> bool:
-        library = self._library(nbytes, wait)
-        return bool(library.mtc_send(self._end, header, address, nbytes, int(wait * 1e9)))
+        if wait or nbytes > _KEEPS_LOCK_BYTES:
+            return bool(self._free.mtc_send(self._end, header, address, nbytes, int(wait * 1e9)))
+        return bool(self._quick.mtc_send(self._end, header, address, nbytes, 0))
 
 
 class NativeConsumer(_End):
@@ -152,6 +154,14 @@ class NativeConsumer(_End):
         if wait and self._free.mtc_peek(self._end, self._header_at, int(wait * 1e9)):
             return self._header.raw
         return None
+
+    def receive(self, description: bytes, number: int, address: int, nbytes: int, wait: float) -> int:
+        given = self._end, self._header_at, description, number, address, nbytes
+        code: int = self._quick.mtc_receive(*given, 0)
+        if code or not wait:
+            return code
+        code = self._free.mtc_receive(*given, int(wait * 1e9))
+        return code
 
     def take(self, address: int, nbytes: int, wait: float) -> bool:
         # A small message's only chunk came with the header.

@@ -12,14 +12,15 @@ import time
 import zlib
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from mt_megatron.comm.errors import TransferTimeout, TransportError
-from mt_megatron.comm.message import Header
+from mt_megatron.comm.message import FRONT, description, encode
 from mt_megatron.comm.shared_memory.peers import Peer
 from mt_megatron.comm.shared_memory.ring import Producer
 from mt_megatron.comm.shared_memory.staging import Staged, Staging
-from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows
+from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows, is_in_rows
 from mt_megatron.comm.transport import Edge, Label
 
 SLICE_SECONDS = 0.1
@@ -99,29 +100,46 @@ class Outgoing:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self._look_at = 0.0
 
     def post(self, tensor: Tensor, label: Label) -> Sent | Queued:
-        self._peer.check()
+        if self._error is not None:
+            raise self._error
+        if time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + SLICE_SECONDS
+            self._peer.check(now=True)
         if not tensor.is_cpu:
-            given: Tensor | Staged = self._staging.to_host(tensor)
-        else:
-            given = tensor = in_rows(tensor)
+            return self._queued(self._staging.to_host(tensor), label)
+        if tensor.layout is not torch.strided or not tensor.is_contiguous() or not is_in_rows(tensor):
+            tensor = in_rows(tensor)
+        with self._lock:
+            if not self._queue and self._error is None:
+                number = self._number
+                message = parts(tensor, number, label, self._crc)
+                self._number = number + 1
+                if self._producer.send(*message, 0):
+                    return SENT
+                # Behind the tensor's back its ``.data`` may be exchanged: an alias keeps the storage.
+                return self._append(Queued(self, number, tensor.detach(), label, message))
+        return self._queued(tensor.detach(), label)
+
+    def _queued(self, tensor: Tensor | Staged, label: Label) -> Queued:
         with self._lock:
             self.raise_error()
             number, message = self._number, None
-            if isinstance(given, Tensor):
-                message = parts(given, number, label, self._crc)
+            if isinstance(tensor, Tensor):
+                message = parts(tensor, number, label, self._crc)
             self._number += 1
-            if message is not None and not self._queue and self._producer.send(*message, 0):
-                return SENT
-            queued = Queued(self, number, given, label, message)
-            self._queue.append(queued)
-            if self._thread is None:
-                name = f"p2p-send-{self.edge.target}-{self.edge.lane}"
-                self._thread = threading.Thread(target=self._send, name=name, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            return queued
+            return self._append(Queued(self, number, tensor, label, message))
+
+    def _append(self, queued: Queued) -> Queued:
+        self._queue.append(queued)
+        if self._thread is None:
+            name = f"p2p-send-{self.edge.target}-{self.edge.lane}"
+            self._thread = threading.Thread(target=self._send, name=name, daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+        return queued
 
     def raise_error(self) -> None:
         """Raise what ended this edge, if something did."""
@@ -192,10 +210,11 @@ class Outgoing:
 
 def parts(tensor: Tensor, number: int, label: Label, crc: bool) -> tuple[bytes, int, int]:
     """Header, address and bytes of a message; ``tensor`` lies in rows on the host."""
-    nbytes = tensor.nbytes
-    checksum = zlib.crc32(bytes_of(tensor)) if crc else None
-    header = Header(number, tensor.dtype, tuple(tensor.shape), label, checksum).encode()
-    return header, tensor.data_ptr() if nbytes else 0, nbytes
+    if crc:
+        header = encode(number, tensor.dtype, tensor.shape, label, zlib.crc32(bytes_of(tensor)))
+    else:
+        header = FRONT.pack(number, 0, 0) + description(tensor.dtype, tensor.shape, label)
+    return header, tensor.data_ptr(), tensor.nbytes
 
 
 def closed(edge: Edge, why: str) -> TransportError:

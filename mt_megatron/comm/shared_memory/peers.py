@@ -214,10 +214,17 @@ def pass_rings(
     """Exchange the descriptors of new ``edges``: the receiver of an edge makes its memory.
 
     ``make(edge)`` returns a descriptor, which is closed here once it is sent; ``take(edge, descriptor)`` owns
-    what it is given. ``facts``: the ring's size, which both ends must agree on.
+    what it is given. ``facts``: the ring's size, which both ends must agree on. At the end each pair of ranks
+    knows of both that they are ready, or both raise TransportUnavailable.
     """
+    failures: list[TransportUnavailable] = []
     for edge in (each for each in edges if each.target == own):
-        descriptor = make(edge)
+        try:
+            descriptor = make(edge)
+        except TransportUnavailable as error:
+            failures.append(error)
+            peers[edge.source].send({"refused": error.reason})
+            continue
         try:
             peers[edge.source].send({"edge": list(edge), **facts}, [descriptor])
         finally:
@@ -226,19 +233,34 @@ def pass_rings(
     while wanted:
         edge = min(wanted)
         message, descriptors = peers[edge.target].receive(deadline)
-        said = {name: message.get(name) for name in facts}
-        found = Edge(*message["edge"])
-        if said != facts or found not in wanted or len(descriptors) != 1:
-            for each in descriptors:
-                os.close(each)
-            raise TransportUnavailable(
-                "shm",
-                f"rank {edge.target} prepared {tuple(found)} with {said}, rank {own} {tuple(edge)} with "
-                f"{facts}",
-                "give all ranks the same configuration",
-            )
-        wanted.discard(found)
-        take(found, descriptors[0])
+        if message.get("edge") in [list(each) for each in wanted]:
+            edge = Edge(*message["edge"])
+        wanted.discard(edge)
+        said = {name: message.get(name) for name in ("edge", *facts)}
+        if said == {"edge": list(edge), **facts} and len(descriptors) == 1:
+            try:
+                take(edge, descriptors[0])
+            except TransportUnavailable as error:
+                failures.append(error)
+            continue
+        for each in descriptors:
+            os.close(each)
+        if "refused" not in message:
+            why = f"rank {edge.target} prepared {said}, rank {own} { ({'edge': list(edge), **facts}) }"
+            change = "give all ranks the same configuration and edges"
+            failures.append(TransportUnavailable("shm", why, change))
+    others = {each.target if each.source == own else each.source for each in edges}
+    for rank in sorted(others):
+        peers[rank].send({"ready": failures[0].reason if failures else ""})
+    for rank in sorted(others):
+        why = str(peers[rank].receive(deadline)[0].get("ready", "it prepared other edges"))
+        if why:
+            failures.append(TransportUnavailable("shm", f"rank {rank} says: {why}", _CHANGE))
+    if failures:
+        raise failures[0]
+
+
+_CHANGE = "use --p2p-transport auto or collective"
 
 
 def out_of_reach(own: Place, other: Place) -> str | None:

@@ -112,6 +112,15 @@ class PlainConsumer(_End):
             return None
         return bytes(self._memory[self._header()])  # step: consumer.header
 
+    def receive(self, description: bytes, number: int, address: int, nbytes: int, wait: float) -> int:
+        header = self.peek(wait)
+        if header is None:
+            return 0
+        found = int.from_bytes(header[:8], "little")
+        if found != number or nbytes > self._size.slot_bytes or header[-len(description) :] != description:
+            return 2
+        return int(self.take(address, nbytes, 0))
+
     def take(self, address: int, nbytes: int, wait: float) -> bool:
         chunks = self._size.chunks(nbytes)
         over = self._size.passed_over(self._next, chunks)

@@ -19,7 +19,8 @@
 
 #define API __attribute__((visibility("default")))
 
-enum { HEAD = 64, CONSUMER_WAITS = 128, TAIL = 192, PRODUCER_WAITS = 256, HEADERS = 4096, HEADER_BYTES = 128 };
+enum { HEAD = 64, CONSUMER_WAITS = 128, TAIL = 192, PRODUCER_WAITS = 256, HEADERS = 4096 };
+enum { HEADER_BYTES = 128, DESCRIPTION_BYTES = 112 };
 
 typedef _Atomic uint32_t word;
 
@@ -224,6 +225,19 @@ static void took(struct end *end, uint64_t counter) {
     unlock(end);
 }
 
+/* Copy the next message if it is number `number`, of one chunk and of `description`: 1. 2 if another message is
+ * next, whose header is written to `header`. 0 after wait_ns. */
+API int mtc_receive(struct end *end, uint8_t *header, const uint8_t *description, uint64_t number, uint8_t *target,
+                    uint64_t nbytes, uint64_t wait_ns) {
+    uint64_t found;
+    if (!mtc_peek(end, header, wait_ns)) return 0;
+    memcpy(&found, header, sizeof found);
+    if (found != number || nbytes > end->slot_bytes || end->chunk ||
+        memcmp(header + HEADER_BYTES - DESCRIPTION_BYTES, description, DESCRIPTION_BYTES))
+        return 2;
+    return mtc_take(end, target, nbytes, 0);
+}
+
 /* Whether the next message, whose header was read and nothing more, is there as a whole and contiguous: 1, or
  * 0 after wait_ns. Its address is written to `address`. The slots passed over are given back now: the
  * message's last chunks may wait for that credit. */
@@ -262,6 +276,6 @@ API int mtc_starved(struct end *end, uint64_t wait_ns) {
     return (int)atomic_load_explicit(at(end, PRODUCER_WAITS), memory_order_relaxed);
 }
 
-API uint32_t mtc_version(void) { return 1; }
+API uint32_t mtc_version(void) { return 2; }
 
 API uint32_t mtc_end_bytes(void) { return sizeof(struct end); }

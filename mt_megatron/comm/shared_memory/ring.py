@@ -60,6 +60,10 @@ class Consumer(Protocol):
     def peek(self, wait: float) -> bytes | None:
         """The next message's header, or None after ``wait`` s. Until the message is taken it is next."""
 
+    def receive(self, description: bytes, number: int, address: int, nbytes: int, wait: float) -> int:
+        """Copy the next message in one call: 1. 0: none came in ``wait`` s; 2: the next one is not of this
+        number and description, or has several chunks, and stays next."""
+
     def take(self, address: int, nbytes: int, wait: float) -> bool:
         """Copy the next message, waiting for each chunk for up to ``wait`` s. True when all is copied;
         after False call again with the same arguments."""

@@ -20,7 +20,7 @@ from mt_megatron.comm.shared_memory.tensors import in_rows
 
 
 class Staged:
-    """A copy to the host that is under way."""
+    """A copy to the host that is under way; keeps its source, whose memory must not be given to others."""
 
     def __init__(self, source: Tensor, host: Tensor, event: Any) -> None:
         self._source: Tensor | None = source
@@ -64,8 +64,6 @@ class Staging:
             host.copy_(source, non_blocking=True)
             event = module.Event()
             event.record(stream)
-        # Its memory must not be given to others before the copy is over, whenever the caller drops it.
-        source.record_stream(stream)
         return Staged(source, host, event)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -87,7 +85,7 @@ class Staging:
         stream.wait_stream(current)  # Its memory may still be in use by work queued there.
         with _on(module, stream):
             target.copy_(host, non_blocking=True)
-        target.record_stream(stream)
+        # What reads it, and whoever gets its memory next, comes behind the copy on the current stream.
         current.wait_stream(stream)
         return target
 

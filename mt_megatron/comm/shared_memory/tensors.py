@@ -18,10 +18,14 @@ def in_rows(tensor: Tensor) -> Tensor:
         raise MtMegatronError(
             f"found a tensor of layout {tensor.layout} to send; expected a dense one; send tensor.to_dense()"
         )
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    if is_in_rows(tensor):
+        return tensor.detach()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def is_in_rows(tensor: Tensor) -> bool:
+    """Whether the storage holds the elements as they are, in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

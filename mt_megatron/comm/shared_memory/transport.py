@@ -100,7 +100,13 @@ class SharedMemoryTransport:
             deadline = time.monotonic() + self._timeout
             self._peers.connect({_other(edge, self._own) for edge in new}, deadline)
             facts = {"slots": self._size.slots, "slot_bytes": self._size.slot_bytes, "version": VERSION}
-            pass_rings(self._peers, self._own, new, self._make, self._take, facts, deadline)
+            try:
+                pass_rings(self._peers, self._own, new, self._make, self._take, facts, deadline)
+            except TransportError:
+                for edge in new:
+                    self._outgoing.pop(edge, None)
+                    self._incoming.pop(edge, None)
+                raise
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
@@ -144,8 +150,9 @@ class SharedMemoryTransport:
     def left_by_fork(self) -> None:
         """In a forked process: the channels are the parent's, and their memory is not mapped here."""
         self._ended = "belongs to the process that this one was forked from"
-        for edge, end in [*self._outgoing.items(), *self._incoming.items()]:
-            end.forget(closed(edge, self._ended))
+        ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
+        for end in ends:
+            end.forget(closed(end.edge, self._ended))
         self._peers.close(None)
 
     def _end(self, farewell: str, why: str) -> None:
@@ -153,8 +160,9 @@ class SharedMemoryTransport:
             if self._ended is not None:
                 return
             self._ended = why
-            for edge, end in [*self._outgoing.items(), *self._incoming.items()]:
-                end.end(closed(edge, why))
+            ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
+            for end in ends:
+                end.end(closed(end.edge, why))
             self._peers.close(farewell)
             # The memory goes with its last tensor.
             self._outgoing.clear()
