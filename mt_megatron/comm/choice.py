@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mt_megatron.backends.current import current_backend
 from mt_megatron.comm import kinds
 from mt_megatron.comm.bootstrap import Place, own_place
-from mt_megatron.comm.errors import TransportUnavailable
+from mt_megatron.comm.errors import PeerLost, TransferTimeout, TransportUnavailable
 from mt_megatron.comm.kinds import Setting
 from mt_megatron.comm.per_edge import PerEdgeTransport
 from mt_megatron.comm.stage_exchange import StageExchange
@@ -38,8 +38,17 @@ _SECONDS = 600.0
 
 Say = Callable[[str], object]
 
-Failure = tuple["str | None", str]
-"""The transport that failed on a rank, if that is known, and why."""
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank could not make its channels."""
+
+    kind: str | None
+    """The transport that failed, if that is known."""
+
+    why: str
+    is_own: bool
+    """False where a peer was lost or did not answer: its own failure says more."""
 
 
 @dataclass(frozen=True)
@@ -232,9 +241,9 @@ def _open(text: str, say: Say) -> StageExchange | None:
         if made is not None:
             made.exchange.abandon()
             made.exchange.close()
-        for rank, (kind, why) in failures.items():
-            plan.drop(rank, kind, why)
-    failed = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in failures.items())
+        for rank, failure in failures.items():
+            plan.drop(rank, failure.kind, failure.why)
+    failed = "; ".join(f"rank {rank}: {failure.why}" for rank, failure in failures.items())
     raise MtMegatronError(
         f"channels between neighbouring ranks could not be made ({failed}); take --p2p-transport collective"
     )
@@ -267,9 +276,10 @@ class _Channels:
         try:
             do(self.exchange.edges())
         except TransportUnavailable as error:
-            return self._transport.preparing, error.reason
+            return Failure(self._transport.preparing, error.reason, is_own=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-            return self._transport.preparing, f"{type(error).__name__}: {error}"
+            is_own = not isinstance(error, (PeerLost, TransferTimeout))
+            return Failure(self._transport.preparing, f"{type(error).__name__}: {error}", is_own)
         return None
 
 
@@ -281,8 +291,10 @@ def _seconds(group: Any, device: torch.device) -> float:
 
 
 def _failures(own: Failure | None) -> dict[int, Failure]:
-    """By rank, those of all ranks. Collective."""
-    return {rank: each for rank, each in enumerate(_gathered(own)) if each is not None}
+    """By rank, those of all ranks, without what is a consequence of another's. Collective."""
+    found = {rank: each for rank, each in enumerate(_gathered(own)) if each is not None}
+    causes = {rank: each for rank, each in found.items() if each.is_own}
+    return causes or found
 
 
 def _this_rank(text: str, groups: Sequence[Any], device: torch.device) -> Rank:
