@@ -169,8 +169,7 @@ class Plan:
         for pipeline in ranks[0].pipelines:
             if other in pipeline and name in self._dropped.get(pipeline, {}):
                 return self._dropped[pipeline][name]
-        why = kinds.KINDS[name].why_not_between(ranks[0].place, ranks[1].place)
-        return None if why is None else f"ranks {one} and {other}: {why}"
+        return kinds.KINDS[name].why_not_between(ranks[0].place, ranks[1].place)
 
 
 def _pairs(pipeline: Sequence[int], loops: bool) -> list[tuple[int, int]]:

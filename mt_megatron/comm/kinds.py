@@ -43,7 +43,8 @@ class Kind:
     """Why this machine cannot use it; None: it can."""
 
     why_not_between: Callable[[Place, Place], str | None]
-    """Why it does not reach from one process to another, each of which can use it; None: it may."""
+    """Why it does not reach from one process to another, each of which can use it, with their ranks; None: it
+    may."""
 
     make: Callable[[Setting], Transport]
     """Not collective. Raises TransportUnavailable."""

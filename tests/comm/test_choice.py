@@ -113,7 +113,10 @@ def test_devices_keep_their_own_library(library: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        (job("a", "a", "b", wish="shm"), "shm, which cannot be used here: ranks 1 and 2:.* another machine"),
+        (
+            job("a", "a", "b", wish="shm"),
+            "shm, which cannot be used here: rank 1 runs on a, rank 2 on b, another m",
+        ),
         (job("a", "b", wish="rdma"), f"rdma, which cannot be used here: rank 0 on a: {NO_VERBS}"),
         (job("a", "a", wish="nixl", unusable={"nixl": "it is absent"}), "rank 0 on a: it is absent"),
         ([*job("a", "a")[:1], *job("a", "a", wish="shm")[1:]], "auto on rank 0, shm on rank 1"),
