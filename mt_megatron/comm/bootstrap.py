@@ -61,7 +61,7 @@ class StoreBootstrap:
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise TransferTimeout(
-                    f"rank {self.rank} waited {timeout:g} s for the key {key!r} of {self._name!r}, which "
+                    f"rank {self.rank} waited {timeout:.3g} s for the key {key!r} of {self._name!r}, which "
                     "another rank has to publish; see what that rank's process says, or raise the time-out"
                 )
             time.sleep(pause)

@@ -219,6 +219,8 @@ def every_dtype_and_shape(helper: str) -> int:
             raw = torch.arange(count * dtype.itemsize, dtype=torch.int64).to(torch.uint8)
             raw = raw & 1 if dtype is torch.bool else raw
             tensors.append(raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
+        bits = torch.arange(6 * dtype.itemsize).to(torch.uint8) & 1
+        tensors.append(bits.view(dtype).view(2, 3).t())
         if dtype is torch.complex64:
             tensors.append(torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj())
             tensors.append(torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj().imag)
@@ -444,3 +446,71 @@ def a_rank_without_memory_is_refused_by_both(helper: str) -> list[str]:
         return said
 
     return [each for found in run_pair(role, role, helper=helper) for each in found]
+
+
+def strangers_are_ignored(helper: str) -> list[str]:
+    """Connections that say nothing, something else or another name, before the peer's own; and an address at
+    which nobody listens any more."""
+    import json
+    import socket
+    import tempfile
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from mt_megatron.comm.bootstrap import StoreBootstrap
+    from tests.comm.pairs import Child, connected
+
+    def knock(address: str, said: bytes) -> socket.socket:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(f"\0{address}")
+        if said:
+            stranger.send(said)
+        else:
+            stranger.close()
+        return stranger
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+
+        def end(rank: int) -> float:
+            strangers = []
+            if rank == 0:
+                other = StoreBootstrap(dist.FileStore(store, 2), 0, "pair")
+                address = other.fetch("socket/1", 10).decode()
+                wrong = {"rank": 0, "name": "another"}
+                strangers = [
+                    knock(address, each) for each in (b"", b"hello", b"[]", json.dumps(wrong).encode())
+                ]
+            transport = connected(store, rank, [THERE, BACK], helper=helper)
+            transport.post_send(THERE if rank == 0 else BACK, torch.ones(1))
+            got = transport.post_recv(BACK if rank == 0 else THERE, (1,), FLOAT).wait().item()
+            transport.finish()
+            transport.close()
+            del strangers
+            return float(got)
+
+        children = [Child(lambda rank=rank: end(rank)) for rank in range(2)]
+        assert [each.result() for each in children] == [1.0, 1.0]
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+
+        def gone(rank: int) -> str:
+            bootstrap = StoreBootstrap(dist.FileStore(store, 2), rank, "pair")
+            if rank == 1:
+                Transport(bootstrap, helper=helper).close()
+                bootstrap.publish("gone", b"1")
+                return ""
+            bootstrap.fetch("gone", 10)
+            return raises(PeerLost, lambda: Transport(bootstrap, helper=helper).prepare([THERE]))
+
+        children = [Child(lambda rank=rank: gone(rank)) for rank in range(2)]
+        found = [str(each.result()) for each in children]
+
+    with tempfile.TemporaryDirectory() as folder:
+        alone = StoreBootstrap(dist.FileStore(str(Path(folder) / "store"), 2), 0, "pair")
+        transport = Transport(alone, helper=helper, timeout=0.1)
+        found.append(raises(TransferTimeout, lambda: transport.prepare([THERE])))
+        transport.close()
+    return found

@@ -140,6 +140,16 @@ def _shape(random: Any, count: int) -> tuple[int, ...]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements in rows, as uint8: NaNs compare too."""
-    tensor = tensor.resolve_conj().contiguous()
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    """The elements in rows, as uint8: NaNs compare too. By strides of bytes, as torch
+    has no kernel that copies some dtypes."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    if not tensor.is_contiguous():
+        size = tensor.dtype.itemsize
+        # One more dimension: the bytes of each element.
+        strides = [size * each for each in tensor.stride()]
+        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        offset = tensor.storage_offset() * size
+        return flat.as_strided((*tensor.shape, size), (*strides, 1), offset).reshape(-1)
+    return tensor.reshape(-1).view(torch.uint8)

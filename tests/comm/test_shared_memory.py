@@ -24,6 +24,7 @@ NAMES = (
     "more_edges_later",
     "sizes_must_agree",
     "a_rank_without_memory_is_refused_by_both",
+    "strangers_are_ignored",
 )
 SAYS: dict[str, Any] = {
     "every_dtype_and_shape": lambda found: found > 100,
@@ -55,6 +56,9 @@ SAYS: dict[str, Any] = {
         len(found) == 4
         and all("no memory today" in each for each in found)
         and all("rank 0 says" in each for each in found[2:])
+    ),
+    "strangers_are_ignored": lambda found: (
+        "does not listen" in found[0] and "waited 0.1 s" in found[2] and "'place/1'" in found[2]
     ),
 }
 """What a function's result must be; None without an entry."""

@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("ring.c")
 STEM = "_ring"
 """Name of the library in this folder, before the interpreter's suffix."""
 
-_VERSION = 2
+_VERSION = 4
 _KEEPS_LOCK_BYTES = 1 << 15
 """Messages up to this size are copied without releasing Python's global lock: about a microsecond."""
 

@@ -28,6 +28,9 @@ _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD = 77
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 _MOST_BYTES = 4096
+_HELLO_SECONDS = 5.0
+"""For the first words of a connection, which come right behind it."""
+
 _CHECK_SECONDS = 0.05
 """Between two looks at a peer, where somebody asks all the time."""
 
@@ -103,6 +106,8 @@ class Peer:
             except BlockingIOError:
                 self.check(now=True)
                 continue
+            except ConnectionError:
+                data, descriptors = b"", []
             message = json.loads(data) if data else {"farewell": "ended"}
             if "farewell" in message:
                 why = _FAREWELLS.get(message["farewell"], "its process ended or its connection broke")
@@ -110,18 +115,23 @@ class Peer:
                 raise PeerLost(self.place.rank, self.place.host, self.place.pid, why)
             return message, descriptors
 
-    def leave(self, farewell: str | None) -> None:
+    def leave(self, farewell: str) -> None:
         """Close the connection; ``farewell``: a key of ``_FAREWELLS``. Again: nothing."""
-        if farewell is not None:
-            with contextlib.suppress(OSError):
-                message = json.dumps({"farewell": farewell}).encode()
-                self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        with contextlib.suppress(OSError):
+            message = json.dumps({"farewell": farewell}).encode()
+            self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         with self._lock:
             self._lost = self._lost or "this rank closed its channels"
             self._connection.close()
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
+
+    def drop(self) -> None:
+        """Close this process's descriptors after a fork: another thread may have held the lock."""
+        self._connection.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
 
 
 class Peers:
@@ -176,16 +186,14 @@ class Peers:
                     f"rank(s) {sorted(expected - self._connected.keys())} did not connect to rank "
                     f"{self.own.rank} in time; see what their processes say"
                 ) from error
-            connection.settimeout(max(0.001, _left(deadline)))
-            try:
+            connection.settimeout(_HELLO_SECONDS)
+            hello: Any = None
+            with contextlib.suppress(OSError, ValueError, TransportUnavailable):
                 _require_own_user(connection)
-                hello = json.loads(connection.recv(_MOST_BYTES) or b"{}")
-            except (OSError, ValueError, TransportUnavailable):
+                hello = json.loads(connection.recv(_MOST_BYTES))
+            rank = hello.get("rank") if isinstance(hello, dict) and hello.get("name") == own_name else None
+            if not isinstance(rank, int) or rank in self._connected:
                 connection.close()  # Not one of the job's.
-                continue
-            rank = hello.get("rank")
-            if hello.get("name") != own_name or not isinstance(rank, int) or rank in self._connected:
-                connection.close()
                 continue
             connection.settimeout(None)
             # It may be one that this rank has not asked for yet.
@@ -195,11 +203,17 @@ class Peers:
     def __getitem__(self, rank: int) -> Peer:
         return self._connected[rank]
 
-    def close(self, farewell: str | None = "close") -> None:
-        """Close all connections. None: without a word, as a forked process does."""
+    def close(self, farewell: str) -> None:
+        """Close all connections; ``farewell``: a key of ``_FAREWELLS``."""
         self._listener.close()
         for peer in self._connected.values():
             peer.leave(farewell)
+
+    def drop(self) -> None:
+        """Close this process's descriptors after a fork."""
+        self._listener.close()
+        for peer in self._connected.values():
+            peer.drop()
 
 
 def pass_rings(

@@ -83,19 +83,21 @@ static uint8_t *header_of(const struct end *end) {
     return end->base + HEADERS + (end->next % end->slots) * HEADER_BYTES;
 }
 
-/* Time until which to spin; what a wait of `wait_ns` begun at `began` leaves for it. */
-static int spins(struct end *end, uint64_t began, unsigned *turn) {
+/* Whether to look again at once, in a wait that began at `began`. */
+static int spins(const struct end *end, uint64_t began, unsigned *turn) {
     relax();
-    if ((++*turn & 15) == 0 && now() - began >= end->spin_ns) {
-        end->spin_ns = end->spin_ns / 2 > end->spin_least_ns ? end->spin_ns / 2 : end->spin_least_ns;
-        return 0;
-    }
-    return 1;
+    if (++*turn & 15) return 1;
+    return now() - began < end->spin_ns;
 }
 
-static void spin_was_enough(struct end *end, unsigned turn) {
-    if (turn && end->spin_ns < end->spin_most_ns)
-        end->spin_ns = 2 * end->spin_ns < end->spin_most_ns ? 2 * end->spin_ns : end->spin_most_ns;
+/* After a wait, slept through or not: what came soon was worth a spin, next time too. */
+static void adapt(struct end *end, uint64_t began) {
+    if (!began || !end->spin_most_ns) return;
+    uint64_t gone = now() - began;
+    if (gone > end->spin_most_ns)
+        end->spin_ns = end->spin_ns / 2 > end->spin_least_ns ? end->spin_ns / 2 : end->spin_least_ns;
+    else if (2 * gone > end->spin_ns)
+        end->spin_ns = 2 * gone < end->spin_most_ns ? 2 * gone : end->spin_most_ns;
 }
 
 /* Credit for the chunk whose counter is `wanted`: 1, or 0 after wait_ns. */
@@ -108,14 +110,17 @@ static int wait_credit(struct end *end, uint64_t wanted, uint64_t wait_ns) {
         uint32_t seen = STEP("producer.credit", atomic_load_explicit(at(end, TAIL), memory_order_acquire));
         end->other = widen(end->other, seen);
         if (wanted - end->other <= end->slots) {
-            if (spinning) spin_was_enough(end, turn);
+            adapt(end, began);
             return 1;
         }
         if (!wait_ns) return 0;
         if (!began) began = now();
         if (spinning && (spinning = spins(end, began, &turn))) continue;
         uint64_t gone = now() - began;
-        if (gone >= wait_ns) return 0;
+        if (gone >= wait_ns) {
+            adapt(end, began);
+            return 0;
+        }
         end->sleeps++;
         STEP("producer.flag", atomic_store_explicit(at(end, PRODUCER_WAITS), 1, memory_order_relaxed));
         STEP("producer.flag_fence", atomic_thread_fence(memory_order_seq_cst));
@@ -157,14 +162,17 @@ static int wait_published(struct end *end, uint64_t wanted, uint64_t wait_ns) {
         uint32_t seen = STEP("consumer.message", atomic_load_explicit(at(end, HEAD), memory_order_acquire));
         end->other = widen(end->other, seen);
         if ((int64_t)(end->other - wanted) >= 0) {
-            if (spinning) spin_was_enough(end, turn);
+            adapt(end, began);
             return 1;
         }
         if (!wait_ns) return 0;
         if (!began) began = now();
         if (spinning && (spinning = spins(end, began, &turn))) continue;
         uint64_t gone = now() - began;
-        if (gone >= wait_ns) return 0;
+        if (gone >= wait_ns) {
+            adapt(end, began);
+            return 0;
+        }
         end->sleeps++;
         STEP("consumer.flag", atomic_store_explicit(at(end, CONSUMER_WAITS), 1, memory_order_relaxed));
         STEP("consumer.flag_fence", atomic_thread_fence(memory_order_seq_cst));
@@ -276,6 +284,6 @@ API int mtc_starved(struct end *end, uint64_t wait_ns) {
     return (int)atomic_load_explicit(at(end, PRODUCER_WAITS), memory_order_relaxed);
 }
 
-API uint32_t mtc_version(void) { return 2; }
+API uint32_t mtc_version(void) { return 4; }
 
 API uint32_t mtc_end_bytes(void) { return sizeof(struct end); }

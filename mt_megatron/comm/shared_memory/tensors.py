@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mt_megatron.errors import MtMegatronError
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def in_rows(tensor: Tensor) -> Tensor:
     """``tensor`` with its elements in row-major order, sharing storage where they already are; it is no
@@ -20,7 +22,12 @@ def in_rows(tensor: Tensor) -> Tensor:
         )
     if is_in_rows(tensor):
         return tensor.detach()
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor
+    # Not every dtype has a kernel that copies: its bits do.
+    bits = _BITS.get(tensor.dtype.itemsize, tensor.dtype)
+    return tensor.view(bits).contiguous().view(tensor.dtype)
 
 
 def is_in_rows(tensor: Tensor) -> bool:

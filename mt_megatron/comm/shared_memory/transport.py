@@ -153,7 +153,7 @@ class SharedMemoryTransport:
         ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
         for end in ends:
             end.forget(closed(end.edge, self._ended))
-        self._peers.close(None)
+        self._peers.drop()
 
     def _end(self, farewell: str, why: str) -> None:
         with self._preparing:
