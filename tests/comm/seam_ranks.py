@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,6 +277,39 @@ def refusals(pp: int) -> dict[str, Any]:
             with sent_over("auto", lines) as exchange:
                 same = pipeline.digests(pipeline.step(4)) == expected
         found[name] = {"error": said, "lines": lines, "upstream": exchange is None, "same": same}
+    return found
+
+
+def one_fails(pp: int) -> dict[str, Any]:
+    """Rank 1 fails in its third forward pass, by upstream's schedule and by ours: the errors of this rank and
+    when they came, of a further step too, and whether new channels carry the same step as before."""
+    from mt_megatron.errors import MtMegatronError
+
+    small_models.start(pp)
+    pipeline = small_models.Pipeline("dense", layers=pp)
+    use(None, pp)
+    expected = pipeline.digests(pipeline.step(4))
+    bad = pipeline.batches(4)
+    if torch.distributed.get_rank() == 1:
+        bad[2]["mask"] = torch.zeros(BATCH, 1 + SEQUENCE)
+    found: dict[str, Any] = {}
+    for name in (None, "zb_h1"):
+        use(name, pp)
+        errors: list[str] = []
+        moments: list[float] = []
+        with sent_over("shm"):
+            for data in (bad, None):
+                try:
+                    # The second of two: one rank may have ended the first before the other failed.
+                    pipeline.step(4, data=data)
+                    pipeline.step(4, data=data)
+                except (RuntimeError, MtMegatronError) as error:
+                    moments.append(time.monotonic())
+                    errors.append(f"{type(error).__name__}: {error}")
+        with sent_over("shm"):
+            same = pipeline.digests(pipeline.step(4)) == expected
+        found[str(name)] = {"errors": errors, "moments": moments, "same": same}
+    use(None, pp)
     return found
 
 

@@ -39,6 +39,7 @@ CALLS: list[list[Any]] = [
     ["evaluations"],
     ["heard"],
     ["refusals"],
+    ["one_fails"],
     ["different_wishes"],
     ["ring_exchange"],
     ["shapes"],
@@ -97,6 +98,19 @@ def test_an_unusable_transport_is_refused_on_all_ranks_or_replaced(
     (line,) = first["lines"]
     assert second["lines"] == []
     assert "p2p transport auto" in line and "collective between 1" in line and reason in line
+
+
+@pytest.mark.parametrize("name", ["None", "zb_h1"])
+def test_a_rank_that_fails_ends_the_others(found: list[dict[str, Any]], name: str) -> None:
+    other, failed = (rank["one_fails"][name] for rank in found)
+    assert "must match the size" in failed["errors"][0]
+    assert "PeerLost: rank 1 (process" in other["errors"][0]
+    assert "it gave up its channels after an error of its own" in other["errors"][0]
+    # The clock is the machine's.
+    assert other["moments"][0] - failed["moments"][0] < 2
+    for rank in (other, failed):
+        assert len(rank["errors"]) == 2, "a further step is refused"
+        assert rank["same"], "and new channels work"
 
 
 def test_ranks_that_were_asked_for_different_transports_all_say_so(found: list[dict[str, Any]]) -> None:
