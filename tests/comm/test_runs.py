@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.comm import kinds
 from tests.launch import run_command, run_ranks
 from tests.pipeline.execute.test_script import SCRIPT, run
 
@@ -23,13 +24,14 @@ EXPERTS = (
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    four, two = f"{VPP2} --train-iters 4", f"{PP2} --train-iters 2"
     flags = {
-        "collective": VPP2,
-        "shm": f"{VPP2} --p2p-transport shm --save FOLDER/shm --exit-interval 3",
-        "resumed": f"{VPP2} --p2p-transport auto --save FOLDER/shm",
-        "refused": f"{PP2} --p2p-transport rdma",
-        "ours": f"{PP2} --p2p-transport auto --pipeline-schedule zb_h1",
-        "upstream's": PP2,
+        "collective": four,
+        "shm": f"{four} --p2p-transport shm --save FOLDER/shm --exit-interval 2",
+        "resumed": f"{four} --p2p-transport auto --save FOLDER/shm",
+        "refused": f"{two} --p2p-transport rdma",
+        "ours": f"{two} --p2p-transport auto --pipeline-schedule zb_h1",
+        "upstream's": two,
     }
     folder = str(tmp_path_factory.mktemp("runs"))
     return run_ranks(2, f"{HERE}:runs", folder, flags, timeout=200)
@@ -38,15 +40,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_run_over_shared_memory_is_upstreams_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     """Saved in the middle and resumed under ``auto``; by our schedules as well."""
     found = ranks[0]
-    assert {name: each["error"] for name, each in found.items() if each["error"]}.keys() == {"refused"}
+    failed = {name: each["error"] for name, each in found.items() if each["error"] and name != "refused"}
+    assert failed == {}
     first, second = found["shm"]["steps"], found["resumed"]["steps"]
-    assert sorted(first) == ["1", "2", "3"] and sorted(second) == ["4", "5", "6"]
+    assert sorted(first) == ["1", "2"] and sorted(second) == ["3", "4"]
     assert {**first, **second} == found["collective"]["steps"]
     assert found["resumed"]["valid"] == found["collective"]["valid"] != []
     assert found["ours"]["steps"] == found["upstream's"]["steps"]
-    assert len(found["ours"]["steps"]) == 6
+    assert len(found["ours"]["steps"]) == 2
 
 
+@pytest.mark.skipif(kinds.why_not("rdma") is None, reason="this machine has a verbs device")
 def test_what_cannot_be_used_ends_all_ranks_before_training(ranks: list[dict[str, Any]]) -> None:
     errors = [each["refused"]["error"] for each in ranks]
     assert errors[0] == errors[1] and "found --p2p-transport rdma, which cannot be used here" in errors[0]
