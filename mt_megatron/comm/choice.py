@@ -153,7 +153,7 @@ class Plan:
         for rank in (self._ranks[one], self._ranks[other]):
             if rank.device != "cpu" and rank.library != "gloo":
                 return COLLECTIVE, f"{rank.library} moves {rank.device} tensors past the host's memory"
-        reasons = []
+        reasons: list[str] = []
         for name in _TRIED_BY_AUTO:
             why = self._why_not(name, one, other)
             if why is None:

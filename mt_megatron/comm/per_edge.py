@@ -22,13 +22,11 @@ class PerEdgeTransport:
         self._kind_of = kind_of
         self._made: dict[str, Transport] = {}
         self._of: dict[Edge, Transport] = {}
+        self.name = ""
+        """Names of the transports in use, joined by ``+``."""
+
         self.preparing: str | None = None
         """The transport that is being made or prepared, or that failed to be; None otherwise."""
-
-    @property
-    def name(self) -> str:
-        """Names of the transports in use, joined by ``+``."""
-        return "+".join(name for name in self._makes if name in self._made)
 
     def make(self, edges: Iterable[Edge]) -> None:
         """Make the transports of ``edges``, which does not wait for anybody. Raises TransportUnavailable."""
@@ -37,6 +35,7 @@ class PerEdgeTransport:
             if name in needed and name not in self._made:
                 self.preparing = name
                 self._made[name] = make()
+        self.name = "+".join(name for name in self._makes if name in self._made)
         self.preparing = None
 
     def prepare(self, edges: Iterable[Edge]) -> None:
