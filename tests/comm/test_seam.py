@@ -185,7 +185,7 @@ def test_four_stages_equal_collectives() -> None:
         case(4, 1, "moe", "zb_h1"),
         case(4, 2, "tied", "hybrid:3", bf16=True),
         case(4, 2, "dense", "breadth_first", uneven=True),
-        case(2, 2, "dense", "zb_h1", pp=2, tp=2, sequence_parallel=True),
+        {**case(2, 2, "dense", "zb_h1", tp=2, sequence_parallel=True), "pp": 2},
     ]
     require_equal(run_ranks(4, f"{HERE}:same_over", 4, cases, timeout=300), cases)
 
