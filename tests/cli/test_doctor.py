@@ -71,6 +71,9 @@ def test_report_holds_what_a_bug_report_needs(report: dict[str, Any]) -> None:
         assert f"{name} {found}" in report["would_run"]["fp8"]["why"]
     for facts in report["backends"].values():
         assert facts["why"]
+    shared_memory = report["channels"]["shm"]
+    assert shared_memory["works"] is True and shared_memory["uses"] in ("native", "python")
+    assert ("C helper" if shared_memory["uses"] == "native" else "Python alone") in shared_memory["why"]
 
 
 def test_report_warns_of_what_listens_on_all_addresses(report: dict[str, Any]) -> None:
@@ -94,6 +97,7 @@ def test_text_shows_every_part_after_the_verdict(report: dict[str, Any]) -> None
     assert shown.splitlines()[0] == verdict(report)
     for heading in ("versions", "machine", "megatron.core", "torch", "backends", "network", "patches"):
         assert f"\n{heading}\n" in shown
+    assert "\nchannels between pipeline stages\n  shm " in shown
     assert shown.index("\nwould run\n") < shown.index("\nversions\n")
 
 
