@@ -208,6 +208,9 @@ Run again, it resumes. Variables:
                    training and logs its decisions in RUN_DIR (mt-megatron pipeline explain RUN_DIR), 1f1b or
                    interleaved for Megatron-Core's own, another name or a FILE.csv (auto_if_pipeline: auto
                    where there is a pipeline)
+  P2P_TRANSPORT    what carries activations and gradients between pipeline stages: auto, which takes shared
+                   memory or RDMA where they work, shm, rdma, nixl, or collective for Megatron-Core's own way
+                   (auto; without a pipeline it means nothing)
   RUN_DIR          checkpoints, metrics, the trace and the index cache (runs/MODEL in the repository)
   PYTHON           interpreter to use (.venv of the repository, made when missing)
   TORCH_SPEC       what pip installs as torch (torch<=2.13.0)
@@ -274,6 +277,7 @@ launch() {
     if ! given --pipeline-schedule -- "${extra[@]}"; then
         command+=(--pipeline-schedule "${PIPELINE_SCHEDULE:-auto_if_pipeline}")
     fi
+    if ! given --p2p-transport -- "${extra[@]}"; then command+=(--p2p-transport "${P2P_TRANSPORT:-auto}"); fi
     command+=("${extra[@]}")
 
     if [[ -n ${OMP_NUM_THREADS:-} ]]; then

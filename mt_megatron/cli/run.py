@@ -10,8 +10,9 @@ from typing import Any
 
 from mt_megatron import _session
 from mt_megatron.errors import BackendError, ConfigError, RunError, UpstreamVersionError
-from mt_megatron.launching.scripts.choice import BACKEND, LOG_FOLDER, SCHEDULE, Choice
+from mt_megatron.launching.scripts.choice import BACKEND, LOG_FOLDER, SCHEDULE, TRANSPORT, Choice
 from mt_megatron.launching.scripts.script import find, rendezvous_defaults
+from mt_megatron.seams.transport import COLLECTIVE, NAMES, check
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -23,7 +24,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "all other libraries see the machine as it is. So do the processes that it starts.\n"
         "Without torchrun the script is a run of one process.",
         usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] [--pipeline-schedule NAME]\n"
-        "                       -- SCRIPT|-m MODULE [ARGS ...]",
+        "                       [--p2p-transport NAME] -- SCRIPT|-m MODULE [ARGS ...]",
         epilog="examples:\n"
         "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data --transformer-impl local ...\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli run --backend cpu -- pretrain_gpt.py ...\n"
@@ -53,6 +54,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where auto logs its decisions, for mt-megatron pipeline explain FOLDER (nowhere)",
     )
+    parser.add_argument(
+        "--p2p-transport",
+        default=None,
+        metavar="NAME",
+        help=f"what carries activations and gradients between pipeline stages: {', '.join(NAMES)} (default: "
+        f"${TRANSPORT}, else {COLLECTIVE}, Megatron-Core's own way)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(func=run)
     return parser
@@ -80,7 +88,12 @@ def run(args: argparse.Namespace) -> int:
             f"name the folders of your own modules with --scope",
             file=sys.stderr,
         )
-    choice = Choice(backend=backend, folders=tuple(dict.fromkeys(folders)), schedule=schedule)
+    choice = Choice(
+        backend=backend,
+        folders=tuple(dict.fromkeys(folders)),
+        schedule=schedule,
+        transport=_transport(args.p2p_transport or os.environ.get(TRANSPORT)),
+    )
     environment = choice.environment({**os.environ, **rendezvous_defaults(os.environ)})
     if args.pipeline_log is not None:
         environment[LOG_FOLDER] = str(args.pipeline_log.resolve())
@@ -124,6 +137,14 @@ def _schedule(text: str | None) -> str | None:
     except ConfigError as error:
         raise RunError(str(error)) from error
     return text
+
+
+def _transport(text: str | None) -> str | None:
+    """``text`` where it is the name of a transport."""
+    try:
+        return check(text) if text else None
+    except ConfigError as error:
+        raise RunError(str(error)) from error
 
 
 def _check_interpreter() -> None:

@@ -91,8 +91,8 @@ _DECLARED: Mapping[Kind, str] = {
         first_pipeline_num_layers last_pipeline_num_layers num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
         tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-        num_layers_per_virtual_pipeline_stage pipeline_schedule context_parallel_size cp_comm_type
-        expert_model_parallel_size allow_tensor_parallel_across_nodes sequence_parallel
+        num_layers_per_virtual_pipeline_stage pipeline_schedule p2p_transport context_parallel_size
+        cp_comm_type expert_model_parallel_size allow_tensor_parallel_across_nodes sequence_parallel
         use_distributed_optimizer overlap_grad_reduce overlap_param_gather
         overlap_param_gather_with_optimizer_step grad_reduce_in_fp32 align_param_gather bucket_size
         average_in_collective check_for_nan_in_grad log_num_zeros_in_grad

@@ -107,6 +107,11 @@ class ParallelConfig:
     one chunk on a rank; ``auto_if_pipeline``: nothing without a pipeline). 1f1b, interleaved and None:
     Megatron-Core's own."""
 
+    p2p_transport: Literal["auto", "shm", "rdma", "nixl", "collective"] = "collective"
+    """What carries activations and gradients between pipeline stages: shared memory within a host, RDMA
+    between hosts, or the collective library (Megatron-Core's own way). auto: the quickest that works, for
+    each two ranks; by name: that, or an error before training."""
+
     context_parallel_size: int = 1
     """Processes that share every sequence."""
 

@@ -47,6 +47,7 @@ CONCERNS = (
     "model.mtp",
     "model.cross_entropy",
     "optimizer.fused_adam",
+    "pipeline.transfers",
     "events.emitters",
     "compat.dataset_helpers",
     "compat.loader_workers",

@@ -5,6 +5,7 @@ grouped_gemm   the same for one weight per expert
 onednn         fp32 products by oneDNN where MKL is slower
 events         named begin and end points of a training step
 collectives    events of collectives and transfers: group, sequence number, bytes
+transport      transfers between stages: upstream's own way, or over a transport of ours
 schedule       one call that runs the micro-batches of a step
 family         a model family: the functions by which the trainer knows it
 loss_gradient  gradient of each token's loss, announced before the loss is computed

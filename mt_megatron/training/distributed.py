@@ -24,6 +24,7 @@ from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.parallel import rank_layout
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.seams import collectives
+from mt_megatron.seams import transport as seam
 
 if TYPE_CHECKING:
     from mt_megatron.pipeline.choice import ScheduleChoice
@@ -91,10 +92,11 @@ def world_size() -> int:
 def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
     """Join the run's process groups, seed, and leave them again.
 
-    Within it steps run by the configuration's pipeline schedule.
+    Within it steps run by the configuration's pipeline schedule, over its transport between stages.
     Uses torch's default process group if there is one. Otherwise makes it from torchrun's
     variables, or, when there are none, for this process alone and without opening a socket.
-    Raises ``ConfigError`` when the number of processes does not fit the parallel sizes.
+    Raises ``ConfigError`` when the number of processes does not fit the parallel sizes, and on all ranks when
+    the transport cannot be used.
     """
     if backend.device_type == "cpu":
         set_threads(config.launch.cpu_threads)
@@ -119,7 +121,7 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
             rank = dist.get_rank()
             job = Job(backend=backend, layout=layout, rank=rank, at=layout.coordinates(rank))
             seed_everything(config.train.seed, job)
-            with _scheduled(choice, layout):
+            with _scheduled(choice, layout), _sent_over(parallel.p2p_transport):
                 yield job
         finally:
             rank_layout.destroy()
@@ -143,6 +145,23 @@ def _scheduled(choice: ScheduleChoice | None, layout: RankLayout) -> Iterator[No
         yield
     finally:
         set_pipeline_schedule(None)
+
+
+@contextmanager
+def _sent_over(transport: str) -> Iterator[None]:
+    """Transfers between stages within it go by ``p2p_transport``."""
+    if transport == seam.COLLECTIVE:
+        yield
+        return
+    from mt_megatron.comm.choice import choose
+
+    choose(transport)
+    try:
+        seam.groups_made()
+        yield
+    finally:
+        seam.close()
+        choose(None)
 
 
 def _init_alone(backend: Backend, timeout: timedelta) -> None:

@@ -292,6 +292,7 @@ class _Run:
                 "parameters": parameters,
                 "precision": self.config.params_dtype,
                 "pipeline_schedule": self.config.parallel.pipeline_schedule,
+                "p2p_transport": self.config.parallel.p2p_transport,
                 "flops_per_token": self.flops_per_token,
             },
             resumed_from=self.checkpoint,

@@ -29,7 +29,7 @@ SHELL_FILES = (
 WORLD_SIZES = {"llama3_tiny": 2, "llama3_8b": 8, "llama3_70b": 32, "llama3_405b": 288}
 VARIABLES = (
     *("BACKEND", "MODEL", "CORPUS", "VOCAB_SIZE", "MAX_TOKENS", "DATA_DIR", "RUN_DIR"),
-    *("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("P2P_TRANSPORT", "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
@@ -99,6 +99,7 @@ def test_dry_run_shows_the_command_and_changes_nothing(checkout: Path, tmp_path:
     assert "mt_megatron.cli prepare --output" in prepare
     assert "-m mt_megatron.cli launch --gpus-per-node 2 -- --config" in run
     assert run.startswith("env OMP_NUM_THREADS=1 ")
+    assert "--p2p-transport auto" in run
     assert "llama3_tiny.yaml" in run and run.rstrip().endswith("--lr 1e-3")
     assert str(checkout).replace(" ", "\\ ") in run, "blanks are quoted: the line can be pasted"
 
@@ -128,11 +129,13 @@ def test_variables_reach_the_command(tmp_path: Path, corpus: Path) -> None:
         CORPUS=str(corpus),
         MAX_TOKENS="5000",
         RUN_DIR=str(tmp_path / "run"),
+        P2P_TRANSPORT="collective",
     )
     assert shown.returncode == 0, shown.stderr
     prepare, run = shown.stdout.splitlines()
     assert "--corpus" in prepare and "--max-tokens 5000" in prepare
     assert "--gpus-per-node 4 --nodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 -- " in run
+    assert "--p2p-transport collective" in run
     assert "llama3_8b.yaml" in run and f"--save {tmp_path}/run/checkpoints" in run
 
 

@@ -83,13 +83,22 @@ def selected() -> dict[str, str]:
 
 def channels() -> dict[str, Any]:
     """Transports between the stages of a pipeline: whether each works on this machine, and how or why not."""
+    from mt_megatron.comm import kinds
     from mt_megatron.comm.shared_memory import native
-    from mt_megatron.comm.shared_memory.transport import unavailable_here
 
-    why = unavailable_here()
     helper = native.describe()
-    how = why or {"native": "C helper", "python": f"in Python alone: {helper['why']}"}[helper["uses"]]
-    return {"shm": {"works": why is None, "why": how, "uses": helper["uses"]}}
+    how = {
+        "shm": "C helper" if helper["uses"] == "native" else f"in Python alone: {helper['why']}",
+        "rdma": "a verbs device can be opened",
+        "nixl": "its library is installed",
+        "collective": "Gloo, NCCL or MCCL, as Megatron-Core itself does",
+    }
+    refused = {name: kinds.why_not(name) for name in kinds.KINDS}
+    found: dict[str, Any] = {
+        name: {"works": why is None, "why": why or how[name]} for name, why in refused.items()
+    }
+    found["shm"]["uses"] = helper["uses"]
+    return found
 
 
 def patches() -> dict[str, Any]:

@@ -206,6 +206,7 @@ def activate(choice: Choice) -> None:
         _refuse(error)
     try:
         _use_schedule(choice.schedule)
+        _use_transport(choice.transport)
     except MtMegatronError as error:
         _refuse(error)
     # ``auto`` is settled once, for all processes.
@@ -229,6 +230,14 @@ def _use_schedule(text: str | None) -> None:
     chosen = parse(text)
     stage_order.use_v(chosen.is_v)
     set_pipeline_schedule(chosen.for_any_layout())
+
+
+def _use_transport(text: str | None) -> None:
+    if text is None:
+        return
+    from mt_megatron.comm.choice import choose
+
+    choose(text)
 
 
 def _refuse(error: MtMegatronError) -> NoReturn:

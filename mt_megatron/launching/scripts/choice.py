@@ -17,6 +17,8 @@ SCHEDULE = "MT_MEGATRON_PIPELINE_SCHEDULE"
 """The pipeline schedule, as ``--pipeline-schedule`` takes it; not set for Megatron-Core's own."""
 LOG_FOLDER = "MT_MEGATRON_PIPELINE_LOG"
 """Folder for the decisions of the schedule ``auto``; ``mt_megatron.pipeline.policy.automatic`` reads it."""
+TRANSPORT = "MT_MEGATRON_P2P_TRANSPORT"
+"""The transport between pipeline stages, as ``--p2p-transport`` takes it; not set for Megatron-Core's own."""
 PREFIX = "MT_MEGATRON_PREFIX"
 """``sys.prefix`` of the installation the choice was made for; other interpreters ignore it."""
 MAIN = "MT_MEGATRON_MAIN"
@@ -33,14 +35,17 @@ class Choice:
     folders: tuple[Path, ...] = ()
     modules: tuple[str, ...] = ()
     schedule: str | None = None
+    transport: str | None = None
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """``base`` with the choice in it, and with the startup folder first on the path."""
         path = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
         scheduled = {} if self.schedule is None else {SCHEDULE: self.schedule}
+        sent = {} if self.transport is None else {TRANSPORT: self.transport}
         return {
             **base,
             **scheduled,
+            **sent,
             BACKEND: self.backend,
             SCOPE: os.pathsep.join(map(str, self.folders)),
             MODULES: ",".join(self.modules),
@@ -60,6 +65,7 @@ class Choice:
             folders=tuple(Path(one) for one in environment.get(SCOPE, "").split(os.pathsep) if one),
             modules=tuple(one for one in environment.get(MODULES, "").split(",") if one),
             schedule=environment.get(SCHEDULE) or None,
+            transport=environment.get(TRANSPORT) or None,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.distributed.namespace import let_group_threads_rest, shared_groups
 from mt_megatron.patching.spec import Patch
+from mt_megatron.seams import transport
 
 
 def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -48,7 +49,8 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
 def end_groups() -> None:
     """End every process group of torch and let go of Megatron's, which ends those over Gloo: each has two
     threads, and one that drops the last tensor it worked on when the interpreter has begun to end aborts the
-    process. Nothing happens where there are none."""
+    process. A transport between their ranks ends before. Nothing happens where there are none."""
+    transport.close()
     dist, parallel_state = map(sys.modules.get, ("torch.distributed", "megatron.core.parallel_state"))
     if dist is None or not dist.is_available():
         return

@@ -26,6 +26,7 @@ from mt_megatron.pipeline.execute.executor import ReadySchedule, StepCall, StepR
 from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.step_times import StepTimes
 from mt_megatron.pipeline.validate import check
+from mt_megatron.seams import transport as seam
 
 Choose = Callable[[int, int, bool], "Schedule | None"]
 """(step, micro-batches, forward only) -> the schedule, on all ranks of a pipeline the same; None: upstream's.
@@ -65,7 +66,7 @@ MakeTransport = Callable[[Any, torch.device], Transport]
 
 _source: Schedule | Choose | None = None
 _step = 0
-_make_transport: MakeTransport = CollectiveTransport
+_make_transport: MakeTransport | None = None
 _transport: tuple[weakref.ref[Any], Transport] | None = None
 _checked: OrderedDict[int, tuple[Schedule, ReadySchedule]] = OrderedDict()
 """By identity of the schedule; the latest last."""
@@ -111,9 +112,9 @@ def takes_over() -> bool:
 
 def set_transport(make: MakeTransport | None) -> None:
     """Send activations and gradients through what ``make`` returns, from the next step on; None goes back to
-    ``CollectiveTransport``."""
+    what ``seams.transport`` has, or ``CollectiveTransport``."""
     global _make_transport, _transport
-    _make_transport, _transport = CollectiveTransport if make is None else make, None
+    _make_transport, _transport = make, None
 
 
 def forward_backward(
@@ -220,7 +221,12 @@ def _transport_of_pipeline() -> Transport:
     global _transport
     from megatron.core import parallel_state
 
+    exchange = seam.installed()
+    if exchange is not None and _make_transport is None:
+        chosen: Transport = exchange.transport
+        return chosen
     group = parallel_state.get_pipeline_model_parallel_group()
     if _transport is None or _transport[0]() is not group:
-        _transport = weakref.ref(group), _make_transport(group, current_backend().device())
+        make = CollectiveTransport if _make_transport is None else _make_transport
+        _transport = weakref.ref(group), make(group, current_backend().device())
     return _transport[1]

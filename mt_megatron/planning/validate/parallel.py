@@ -8,7 +8,7 @@ import os
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.stage_layers import divide_layers, end_counts
-from mt_megatron.planning.validate.schedule import runs_upstream, schedule_problems
+from mt_megatron.planning.validate.schedule import runs_upstream, schedule_problems, transport_problems
 
 
 def node_problems(
@@ -292,6 +292,7 @@ def _data(config: TrainingConfig, world_size: int) -> list[str]:
             "align_param_gather is on without overlap_param_gather; expected both. Set "
             "--overlap-param-gather or leave --align-param-gather out."
         )
+    found += transport_problems(config)
     bucket = config.ddp.bucket_size
     if bucket is not None and bucket < 1:
         found.append(f"bucket_size is {bucket}; expected at least 1. Set --bucket-size.")

@@ -1,4 +1,4 @@
-"""Checks of the pipeline schedule that is asked for."""
+"""Checks of the pipeline schedule and of the transport between stages that are asked for."""
 
 from __future__ import annotations
 
@@ -38,4 +38,23 @@ def schedule_problems(config: TrainingConfig, microbatches: int) -> list[str]:
                 f"micro-batch, which Transformer Engine's tracker and graphs do not allow. Leave "
                 f"--{name.replace('_', '-')} out, or take 1f1b or interleaved."
             )
+    return found
+
+
+def transport_problems(config: TrainingConfig) -> list[str]:
+    """One line per problem of the transport between pipeline stages that needs no machine to be seen."""
+    text = config.parallel.p2p_transport
+    if text in ("auto", "collective"):
+        return []
+    found = []
+    if config.parallel.pipeline_model_parallel_size == 1:
+        found.append(
+            f"p2p_transport is {text} with pipeline_model_parallel_size 1; expected a size above 1, since "
+            "one stage sends nothing. Leave --p2p-transport out or raise --pipeline-model-parallel-size."
+        )
+    if config.model.use_ring_exchange_p2p:
+        found.append(
+            f"p2p_transport is {text} with use_ring_exchange_p2p; expected one of the two. Leave "
+            "--use-ring-exchange-p2p out, or take --p2p-transport collective."
+        )
     return found
