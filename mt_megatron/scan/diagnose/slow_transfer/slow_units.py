@@ -115,7 +115,7 @@ def _of_class(
 
 
 def _stabilised(times: Floats) -> tuple[Floats, Floats]:
-    """Logarithms of ``times`` [units, steps, ns] plus the noise of each unit's times, and that noise [units, ns].
+    """Logarithms of ``times`` [units, steps, ns] plus the noise of each unit's times, and that noise [units].
 
     What the hosts add to a transfer (a rank or a thread that has to wait for a processor) does not grow with
     it: where the wire takes 0.2 ms, 3 ms of that are a factor of 15, and a fault of 20 ms would not stand out
