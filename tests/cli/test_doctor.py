@@ -144,7 +144,7 @@ def test_parts_are_named_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> N
         first = os.read(process.stdout.fileno(), 4096)
         whole = first + process.stdout.read()
     assert b"looking" in first and b"torch backends" not in first and b"OK:" not in first
-    assert b": machine torch backends choice patches cards\n\n" in whole
+    assert b": machine torch backends choice channels patches cards\n\n" in whole
 
 
 def test_environment_holds_known_variables_only(monkeypatch: pytest.MonkeyPatch) -> None:
