@@ -22,8 +22,8 @@ from mt_megatron.comm.nixl import transport as nixl_transport
 from mt_megatron.comm.nixl.transport import NixlTransport
 from mt_megatron.comm.rdma.transport import RingSize
 from mt_megatron.comm.transport import Edge
-from tests.comm.message_traffic import FolderBootstrap, SharedBootstrap, exchange
 from tests.comm.pairs import Child
+from tests.comm.rdma.message_traffic import FolderBootstrap, SharedBootstrap, exchange
 from tests.launch import run_ranks
 
 MISSING = nixl_transport.unavailable_here()

@@ -29,7 +29,7 @@ from mt_megatron.comm.rdma import ports
 from mt_megatron.comm.rdma.completions import RdmaError
 from mt_megatron.comm.rdma.transport import RdmaTransport, RingSize
 from mt_megatron.comm.transport import Edge
-from tests.comm.message_traffic import FolderBootstrap, exchange
+from tests.comm.rdma.message_traffic import FolderBootstrap, exchange
 
 FORTH, BACK = Edge(0, 1, 0), Edge(1, 0, 0)
 LIMIT_SECONDS = 2.0

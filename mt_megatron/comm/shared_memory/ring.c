@@ -1,6 +1,6 @@
 /* Ring between two processes: the native form of the protocol in protocol.py.
  *
- * Each atomic access is one STEP of the table there, with its memory order; tests/comm/test_ring_model.py
+ * Each atomic access is one STEP of the table there, with its memory order; tests/comm/ring/test_ring_model.py
  * reads this file and compares. Counters in shared memory have 32 bits and wrap; those of an end have 64.
  * A message's chunks lie in consecutive slots; one that fits the ring is contiguous, for which the slots
  * before the ring's end are passed over where needed (both ends compute the same from its size).

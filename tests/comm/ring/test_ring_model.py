@@ -10,7 +10,7 @@ import pytest
 
 from mt_megatron.comm.shared_memory import native, plain
 from mt_megatron.comm.shared_memory.protocol import NATIVE, PLAIN, Do, Order, Step
-from tests.comm.ring_model import Run, Table, explore
+from tests.comm.ring.ring_model import Run, Table, explore
 
 RUNS = (
     Run(1, (1, 1)),

@@ -16,9 +16,9 @@ from mt_megatron.comm.rdma import ports, transport
 from mt_megatron.comm.rdma.ports import Unusable, find_port, usable
 from mt_megatron.comm.rdma.transport import RdmaTransport
 from mt_megatron.errors import ConfigError
-from tests.comm.message_traffic import SharedBootstrap
+from tests.comm.rdma.message_traffic import SharedBootstrap
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UNUSED = "0000:0000:0000:0000:0000:0000:0000:0000"
 LOCAL = "fe80:0000:0000:0000:7c1d:4bff:fe4a:5a01"
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a4d:0001"

@@ -32,8 +32,8 @@ from mt_megatron.comm.rdma.ring import MOST_SLOTS, ReceiveRing, SendRing
 from mt_megatron.comm.rdma.transport import RdmaTransport, RingSize
 from mt_megatron.comm.transport import Edge, Label
 from mt_megatron.errors import ConfigError, MtMegatronError
-from tests.comm.fake_verbs import FakeDevice, FakeNetwork, FakeQueuePair
-from tests.comm.message_traffic import SharedBootstrap, exchange
+from tests.comm.rdma.fake_verbs import FakeDevice, FakeNetwork, FakeQueuePair
+from tests.comm.rdma.message_traffic import SharedBootstrap, exchange
 
 FORTH, BACK = Edge(0, 1, 0), Edge(1, 0, 0)
 SMALL = RingSize(slots=4, slot_bytes=1024)
