@@ -248,7 +248,7 @@ class Link:
         """Wake whoever waits at an edge, if the link has ended; the transport's thread alone calls this."""
         if (self.failure is not None or self.closed_by_peer) and not self.was_told:
             self.was_told = True
-            for edge in [*self.outgoing.values(), *self.incoming.values()]:
+            for edge in self._edges():
                 with edge.changed:
                     edge.changed.notify_all()
 
@@ -265,11 +265,14 @@ class Link:
             )
         return None
 
+    def _edges(self) -> list[Outgoing | Incoming]:
+        return [*self.outgoing.values(), *self.incoming.values()]
+
     def close(self) -> None:
         """Destroy the queue pair, then give back the memory."""
         with self.polling:
             self.is_connected = False
             self.pair.close()
-            for edge in [*self.outgoing.values(), *self.incoming.values()]:
+            for edge in self._edges():
                 edge.close()
             self.mailbox.close()
