@@ -81,7 +81,7 @@ class _HostSource:
         self.nbytes = self._bytes.nbytes
 
     def header(self, sequence: int) -> bytes:
-        crc = zlib.crc32(memoryview(self._bytes)) if self._crc else None
+        crc = zlib.crc32(self._bytes.data) if self._crc else None
         return Header(sequence, self._tensor.dtype, tuple(self._tensor.shape), self._label, crc).encode()
 
     def read(self, offset: int, slot: Slot, nbytes: int) -> None:
