@@ -93,9 +93,17 @@ class SoakReport:
 
 
 def sources() -> str:
-    """A digest of the package's modules."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "mt_megatron").rglob("*.py")):
+    """A digest of the package, its tests and the versions that they run on."""
+    versions = [platform.python_version(), {name: _version(name) for name in _PACKAGES}]
+    digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode())
+    kinds = ("py", "c", "json", "yaml")
+    found = (
+        path
+        for folder in ("mt_megatron", "tests")
+        for kind in kinds
+        for path in (ROOT / folder).rglob(f"*.{kind}")
+    )
+    for path in sorted(found):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -165,7 +165,11 @@ def measures(x: Tensor, quantised: Quantised) -> Tensor:
     ratios = 10 * torch.log10(signal / noise.clamp_min(1e-38))
     snr = _median(ratios, signal > 0, otherwise=BEST).clamp(-BEST, BEST)
     scales = quantised.inverse.flatten()
-    scales = scales[:: max(1, scales.numel() // SCALES)]
+    step = max(1, scales.numel() // SCALES)
+    # Else the same columns of each row, the first features alone, would be looked at.
+    while math.gcd(step, quantised.inverse.shape[-1] if quantised.inverse.dim() else 1) > 1:
+        step += 1
+    scales = scales[::step]
     scale = -torch.log2(_median(scales, scales > 0, otherwise=1.0))
     found = [underflow, saturation, 1 - finite.float().mean(), snr, scale]
     return torch.stack([each.float() for each in found])

@@ -111,7 +111,14 @@ class NixlDevice:
     def _ask(self) -> None:
         pause = _SHORTEST_PAUSE
         while not self._stops:
-            pause = _SHORTEST_PAUSE if self.news() else min(2 * pause, _LONGEST_PAUSE)
+            try:
+                found = self.news()
+            except Exception:  # noqa: BLE001 - whatever it is, nobody asks from now on: all links have failed
+                with self.lock:
+                    for pair in self.pairs.values():
+                        pair.fail()
+                return
+            pause = _SHORTEST_PAUSE if found else min(2 * pause, _LONGEST_PAUSE)
             time.sleep(pause)
 
 
@@ -251,6 +258,10 @@ class NixlQueuePair:
             os.eventfd_read(self.event_fd)
         except BlockingIOError:
             return
+
+    def fail(self) -> None:
+        """Report a failure of the agent; with the lock."""
+        self._complete(Completion(0, completions.FAILED, False, 0, 0))
 
     def close(self) -> None:
         with self._device.lock:

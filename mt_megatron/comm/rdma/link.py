@@ -208,6 +208,8 @@ class Link:
                 self._handle_write_end(completion.request)
         except TransportError as error:
             self.fail(error)
+        except Exception as error:  # noqa: BLE001 - of one edge, in the thread of another: all must hear of it
+            self.fail(TransportError(f"the link to rank {self.place.rank} failed: {error!r}"))
 
     def _handle_arrival(self, completion: Completion) -> None:
         self.pair.post_receives(1)

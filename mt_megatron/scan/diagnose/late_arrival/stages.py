@@ -70,10 +70,11 @@ def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
 
 
 def above_past(series: Floats, *, least: float, tests: int, floor: float = 0.012) -> list[Raised]:
-    """Stretches of ``series`` above the lowest level that a fifth of the steps have, or less.
+    """Stretches of ``series`` above its own past: above the lowest level that a fifth of the steps have, or less.
 
-    These steps need not follow each other: a busy minute in between parts a healthy past into stretches of
-    which none may be long enough by itself.
+    These steps need not follow each other, because a busy minute in between parts a healthy past. Parted, they
+    are taken for the past only where at least half as many steps are healthy as are raised; otherwise short
+    fast bursts would make everything else slow.
     """
     cut = stretches(series, floor=floor)
     fewest = max(4.0, _BASELINE_SHARE * int(np.isfinite(series).sum()))
@@ -81,10 +82,17 @@ def above_past(series: Floats, *, least: float, tests: int, floor: float = 0.012
         return []
     ordered = sorted(cut, key=lambda each: each.level)
     steps = np.cumsum([each.stop - each.start for each in ordered])
-    if steps[-1] < fewest:
-        return []
-    baseline = ordered[int(np.argmax(steps >= fewest))].level
-    return raised_levels(series - baseline, least=least, tolerated=0.02, floor=floor, tests=10 * tests)
+    lasting = [each.level for each in cut if each.stop - each.start >= fewest]
+    unbroken = min(lasting, default=np.inf)
+    parted = ordered[int(np.argmax(steps >= fewest))].level if steps[-1] >= fewest else np.inf
+    for baseline in sorted({parted, unbroken}):
+        if not np.isfinite(baseline):
+            continue
+        found = raised_levels(series - baseline, least=least, tolerated=0.02, floor=floor, tests=10 * tests)
+        raised = sum(each.stop - each.start for each in found)
+        if baseline == unbroken or 2 * (int(np.isfinite(series).sum()) - raised) >= raised:
+            return found
+    return []
 
 
 def _rises_itself(level: Floats, raised: Raised) -> bool:

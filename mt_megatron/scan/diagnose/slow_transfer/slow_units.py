@@ -66,7 +66,8 @@ def _of_class(
         compared = np.where(cost > 0, cost, np.nan) / each
         # Beside the past one operation is compared: how many can be judged differs from step to step.
         single = np.where(alone > 0, alone, np.nan) / each
-    risen = [_raised(series, True, tests) for series in _stabilised(compared)[0]]
+    together, held = _stabilised(compared)
+    risen = [_raised(series, True, tests) for series in together]
     by_itself, started = _stabilised(single)
     found: list[SlowUnit] = []
     for row, unit in enumerate(units):
@@ -84,7 +85,7 @@ def _of_class(
         everywhere = False
         if not stretches and not by_past:
             # Like its peers, or nearly: but was it quicker before, and were all of them?
-            stretches = risen[row]
+            stretches, host = risen[row], float(held[row])
             everywhere = 2 * sum(map(bool, risen)) > len(units)
         for raised in stretches:
             inside = slice(raised.start, raised.stop)
@@ -106,7 +107,7 @@ def _of_class(
                     lost_ns=lost,
                     extra_ns=extra,
                     # Where all became slow the others do not say what is healthy.
-                    healthy_ns=main * exp(-raised.level) if everywhere else main,
+                    healthy_ns=usual / number if everywhere else main,
                     by_past=by_past or stretches is risen[row],
                     everywhere=everywhere,
                 )
