@@ -138,11 +138,11 @@ def unpatch() -> None:
     """
     global _applied, _backend, _request
     with _changing:
+        kept = _applied.revert() if _applied is not None else []
         if "mt_megatron.seams.transport" in sys.modules:
             from mt_megatron.seams import transport
 
             transport.close()
-        kept = _applied.revert() if _applied is not None else []
         _applied = _backend = _request = None
         if "mt_megatron.patches.device.process_groups" in sys.modules:
             from mt_megatron.patches.device.process_groups import end_groups

@@ -7,6 +7,8 @@ its operations alone.
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge, Label, Receiving, Sending, Transport
 from mt_megatron.errors import ConfigError, MtMegatronError
 
@@ -22,6 +25,9 @@ _FORWARD, _BACKWARD = Label(direction=FORWARD), Label(direction=BACKWARD)
 MOST_UNSENT = 8
 """Messages that may wait to be sent, with their memory, before the next waits for the oldest: as many as a
 ring has slots."""
+
+CLOSING_SECONDS = 10.0
+"""Longest wait, when channels are closed, for peers to take what was sent."""
 
 _SHAPE_DIMS = 3
 """Sizes of the tensors of ``_communicate_shapes``: sequence, micro-batch, hidden."""
@@ -147,7 +153,18 @@ class StageExchange:
         self.transport.abandon()
 
     def close(self) -> None:
+        if not self._failed:
+            self._drain()
         self.transport.close()
+
+    def _drain(self) -> None:
+        """Wait for what calls outside a step have sent: Megatron-Core's own are through when they return."""
+        deadline = time.monotonic() + CLOSING_SECONDS
+        try:
+            while self._unsent:
+                self._unsent.popleft().wait(max(deadline - time.monotonic(), 0.0))
+        except TransportError as error:
+            warnings.warn(f"a transfer was not over when its channel was closed: {error}", stacklevel=2)
 
     def taken(self, later: _Later) -> None:
         """``later`` has its message."""

@@ -145,6 +145,23 @@ def a_send_ends_though_nobody_waits(helper: str) -> None:
     assert run_pair(role, role, helper=helper) == [6.0, 6.0]
 
 
+def slots_passed_over_count(helper: str) -> None:
+    """A message as large as the ring, from its second slot on, needs the slots before it too: the receive
+    that is posted takes it though nobody waits there."""
+    whole = RING // FLOAT.itemsize
+
+    def role(transport: Transport) -> float:
+        there, back = (THERE, BACK) if transport._own == 0 else (BACK, THERE)
+        first = transport.post_recv(back, (1,), FLOAT)
+        transport.post_send(there, torch.ones(1)).wait(10.0)
+        first.wait(10.0)
+        receive = transport.post_recv(back, (whole,), FLOAT)
+        transport.post_send(there, torch.full((whole,), 2.0)).wait(10.0)
+        return receive.wait(10.0)[-1].item()
+
+    assert run_pair(role, role, helper=helper) == [2.0, 2.0]
+
+
 def leases_are_in_place(helper: str) -> None:
     """The tensor lies in the ring, its credit comes back when the lease ends, in whatever order."""
 
@@ -299,6 +316,7 @@ def wrong_messages_are_refused(helper: str) -> dict[str, str]:
 
     def second(transport: Transport) -> dict[str, str]:
         ready = Edge(0, 1, 6)
+        raises(MtMegatronError, lambda: transport.post_recv(ready, None, FLOAT, out=torch.ones(1)))
         transport.post_recv(ready, (1,), FLOAT).wait()
         for name, offset in (("crc", SMALL.payload_offset), ("header", 4096 + 16)):
             mapping = transport._incoming[lanes[name]]._mapping

@@ -13,6 +13,7 @@ NAMES = (
     "eight_messages_are_in_flight",
     "edges_do_not_wait_for_each_other",
     "a_send_ends_though_nobody_waits",
+    "slots_passed_over_count",
     "leases_are_in_place",
     "leases_of_what_does_not_fit",
     "every_dtype_and_shape",

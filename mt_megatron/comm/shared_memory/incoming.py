@@ -177,15 +177,21 @@ class Incoming:
                 f"found out= of shape {tuple(out.shape)}, {out.dtype}, contiguous: {out.is_contiguous()}; "
                 f"expected a contiguous tensor of shape {shape} and {dtype}"
             )
+        if out is not None and (shape is None or (self.on_host and out.device.type != "cpu")):
+            raise MtMegatronError(
+                f"found out= on {out.device} with shape {shape}; expected the shape of the message, and "
+                "memory where the channel receives. Leave out= away, or give both"
+            )
         expected = Expected(self, shape, dtype, label, out)
         if shape is None:
             expected.slots = self._size.slots + 1  # It may be larger than the ring.
         else:
             shape = tuple(shape)
             nbytes = math.prod(shape) * dtype.itemsize
-            expected.slots = self._size.chunks(nbytes)
+            # With the slots that may be passed over at the ring's end, to be contiguous: at most chunks - 1.
+            expected.slots = 2 * self._size.chunks(nbytes) - 1
             if nbytes <= COPIED_BYTES and self.on_host and len(shape) <= MOST_DIMS:
-                expected.host = torch.empty(shape, dtype=dtype) if out is None else out
+                expected.host = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
                 expected.kind = description(dtype, shape, label)
         with self._posting:
             self._posted.append(expected)
@@ -324,7 +330,9 @@ class Incoming:
             return False
         if front.host is None:
             if self.on_host:
-                host = torch.empty(header.shape, dtype=header.dtype) if front.out is None else front.out
+                host = front.out
+                if host is None:
+                    host = torch.empty(header.shape, dtype=header.dtype, device="cpu")
             else:
                 host = self._staging.host_memory(header.shape, header.dtype)
             front.host = host

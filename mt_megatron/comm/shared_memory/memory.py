@@ -72,7 +72,10 @@ def _available() -> int:
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        found = min(found, limit - used)
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Pages of files count as used, and are given up before anything is refused.
+        files = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))
+        found = min(found, limit - used + files)
     return found
 
 

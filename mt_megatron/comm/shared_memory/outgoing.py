@@ -136,8 +136,9 @@ class Outgoing:
         self._queue.append(queued)
         if self._thread is None:
             name = f"p2p-send-{self.edge.target}-{self.edge.lane}"
-            self._thread = threading.Thread(target=self._send, name=name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._send, name=name, daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify_all()
         return queued
 

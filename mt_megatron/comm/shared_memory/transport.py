@@ -243,7 +243,7 @@ def _ends(helper: str) -> tuple[Any, Any]:
 def _require(size: RingSize) -> None:
     if size.slots < 2 or size.slot_bytes < PAGE or size.slot_bytes % PAGE:
         raise ConfigError(
-            f"found {size}; expected at least 2 slots of a multiple of {PAGE} bytes; 8 slots of 1 MiB are "
+            f"found {size}; expected at least 2 slots of a multiple of {PAGE} bytes; 8 slots of 512 KiB are "
             "the default"
         )
 

@@ -33,11 +33,15 @@ def _communicate_shapes(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _get_forward_backward_func(original: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    upstream, exchange = original(), transport.installed()
-    return upstream if exchange is None else partial(_one_step, exchange, upstream)
+    upstream = original()
+    return upstream if transport.installed() is None else partial(_one_step, upstream)
 
 
-def _one_step(exchange: transport.Exchange, upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _one_step(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Of now: groups may have been made again since the function was asked for.
+    exchange = transport.installed()
+    if exchange is None:
+        return upstream(*args, **kwargs)
     try:
         reports = upstream(*args, **kwargs)
         exchange.finish()

@@ -20,6 +20,7 @@ from mt_megatron.comm.transport import (
     BACKWARD,
     FORWARD,
     Edge,
+    Label,
     Receiving,
     Sending,
     Transport,
@@ -242,7 +243,8 @@ class StepRun:
     def _receive(self, action: Action) -> None:
         if action in self._receiving:
             return
-        edge = self._edge(matching_send(action))
+        send = matching_send(action)
+        edge = self._edge(send)
         shape = self._shape
         if action.kind is Kind.RECV_B and shape is None:
             # That of the output that the gradient belongs to. Too early where there is none: the backward
@@ -251,7 +253,9 @@ class StepRun:
             if shape is None:
                 return
         with self._events.receive(action, self._size(shape), "start"):
-            self._receiving[action] = self._transport.post_recv(edge, shape, self._config.pipeline_dtype)
+            self._receiving[action] = self._transport.post_recv(
+                edge, shape, self._config.pipeline_dtype, label=_label(send)
+            )
 
     def _send(self, action: Action) -> None:
         tensor = self._outgoing.pop(action)
@@ -260,7 +264,7 @@ class StepRun:
         if self._times is not None:
             self._times.sent(action)
         with self._events.send(action, tensor.nbytes):
-            sending = self._transport.post_send(edge, tensor, with_shape=with_shape)
+            sending = self._transport.post_send(edge, tensor, with_shape=with_shape, label=_label(action))
         self._last_sent[edge] = action, sending
         if action.kind is Kind.SEND_F and not self._call.forward_only:
             self._sending[action] = sending
@@ -401,3 +405,8 @@ class _ParameterSync:
         if self._waiting:
             chunk = self._waiting.pop(0)
             self._functions[chunk](self._model[chunk].parameters())
+
+
+def _label(send: Action) -> Label:
+    """Which message this is: ranks that run different orders notice it where messages have headers."""
+    return Label(send.microbatch, send.stage, FORWARD if send.kind is Kind.SEND_F else BACKWARD)

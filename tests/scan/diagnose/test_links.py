@@ -13,6 +13,7 @@ from mt_megatron.scan.analysis.step_table import StepTable
 from mt_megatron.scan.analysis.units import Unit
 from mt_megatron.scan.diagnose.hops.ring_patterns import WAYS, Way, fit_pairs, fit_ring, ring_exits, rounds
 from mt_megatron.scan.diagnose.hops.slow_rings import slow_rings
+from mt_megatron.scan.diagnose.late_arrival.stages import above_past
 from mt_megatron.scan.diagnose.slow_transfer.links import slow_links
 from mt_megatron.scan.diagnose.slow_transfer.slow_units import slow_units
 from mt_megatron.scan.findings.finding import Finding
@@ -328,3 +329,15 @@ def test_a_busy_time_in_the_past_hides_no_slow_link(order: int) -> None:
     # Nothing but the busy times: no link is slow.
     healthy = np.concatenate((past, draw.permutation(past), draw.permutation(past)))
     assert slow_units([edge(healthy)], np.arange(1, len(healthy) + 1), 660.0 * MS) == []
+
+
+def test_fast_bursts_do_not_make_the_rest_slow() -> None:
+    draw = np.random.default_rng(3)
+    healthy = draw.normal(0.0, 0.05, 100)
+    assert above_past(healthy, least=0.3, tests=100) == []
+    for start in (10, 35, 60, 85):
+        healthy[start : start + 6] -= np.log(1.6)
+    assert above_past(healthy, least=0.3, tests=100) == []
+    slowed = healthy.copy()
+    slowed[70:] += np.log(3.0)
+    assert [each.start for each in above_past(slowed, least=0.5, tests=100)][:1] == [70]

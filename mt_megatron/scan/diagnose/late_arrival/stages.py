@@ -70,11 +70,11 @@ def slow_stages(table: StepTable, blamed: Sequence[Finding]) -> list[Finding]:
 
 
 def above_past(series: Floats, *, least: float, tests: int, floor: float = 0.012) -> list[Raised]:
-    """Stretches of ``series`` above its own past: above the lowest level that a fifth of the steps have, or less.
+    """Stretches of ``series`` above its past: above the lowest level that a fifth of the steps have, or less.
 
-    These steps need not follow each other, because a busy minute in between parts a healthy past. Parted, they
-    are taken for the past only where at least half as many steps are healthy as are raised; otherwise short
-    fast bursts would make everything else slow.
+    These steps need not follow each other, because a busy minute in between parts a healthy past. Parted,
+    they are taken for the past only where at least half as many steps are healthy as are raised; otherwise
+    short fast bursts would make everything else slow.
     """
     cut = stretches(series, floor=floor)
     fewest = max(4.0, _BASELINE_SHARE * int(np.isfinite(series).sum()))
