@@ -275,3 +275,18 @@ def schedule_over_chunks(case: Case, rng: Random) -> Promise:
     case["num_layers"], case["pipeline_model_parallel_size"], case.world = 4, 2, 2
     case["pipeline_schedule"] = rng.choice(["interleaved", "zbv", "dualpipev", "hybrid"])
     return promise("pipeline_schedule", f"is {case['pipeline_schedule']}")
+
+
+@rule
+def transport_over_one_rank(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["p2p_transport"] = rng.choice(["shm", "rdma", "nixl"])
+    return promise("p2p_transport", f"is {case['p2p_transport']} with pipeline_model_parallel_size 1")
+
+
+@rule
+def transport_beside_ring_exchange(case: Case, rng: Random) -> Promise:
+    alone(case)
+    case["num_layers"], case["pipeline_model_parallel_size"], case.world = 4, 2, 2
+    case["use_ring_exchange_p2p"], case["p2p_transport"] = True, rng.choice(["shm", "rdma"])
+    return promise("p2p_transport", "use_ring_exchange_p2p")

@@ -49,7 +49,10 @@ CHECKS: dict[ModuleType, Check] = {
         *module.node_problems(config, 12, 3),
     ],
     validate_rampup: lambda module, config, world: module.rampup_problems(config, world),
-    validate_schedule: lambda module, config, world: module.schedule_problems(config, 4),
+    validate_schedule: lambda module, config, world: [
+        *module.schedule_problems(config, 4),
+        *module.transport_problems(config),
+    ],
     validate_scan: lambda module, config, world: module.scan_problems(config),
     validate_supported: lambda module, config, world: [
         *module.size_problems(config),
