@@ -35,7 +35,7 @@ def imported_places(owner: str, name: str, value: Any) -> Iterator[Attribute]:
     package = owner.partition(".")[0]
     candidates = [
         (module, bound)
-        for key, module in list(sys.modules.items())
+        for key, module in sys.modules.copy().items()
         if isinstance(module, ModuleType) and key != owner and _concerns(key, package, value)
         for bound in [_bound(module, value)]
         if bound
@@ -250,7 +250,9 @@ def _attributes(descriptor: Any) -> dict[str, Any]:
 def loaded_modules(prefix: str | None = None) -> Iterator[ModuleType]:
     """Imported modules, those of one package when ``prefix`` is given."""
     below = f"{prefix}."
-    for name, module in list(sys.modules.items()):
+    # A copy in one piece: the pairs of ``list(items())`` are made one by one, and a collection in between lets
+    # another thread import.
+    for name, module in sys.modules.copy().items():
         if (prefix is None or name.startswith(below) or name == prefix) and isinstance(module, ModuleType):
             yield module
 

@@ -55,7 +55,7 @@ def load(names: tuple[str, ...] = CONSUMERS) -> None:
 
 
 def modules(*packages: str) -> Iterator[types.ModuleType]:
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.partition(".")[0] in packages and isinstance(module, types.ModuleType):
             yield module
 
