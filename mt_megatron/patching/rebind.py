@@ -250,7 +250,7 @@ def _attributes(descriptor: Any) -> dict[str, Any]:
 def loaded_modules(prefix: str | None = None) -> Iterator[ModuleType]:
     """Imported modules, those of one package when ``prefix`` is given."""
     below = f"{prefix}."
-    # A copy in one piece: the pairs of ``list(items())`` are made one by one, and a collection in between lets
+    # A copy in one piece: ``list(items())`` makes pair after pair; garbage collection in between lets
     # another thread import.
     for name, module in sys.modules.copy().items():
         if (prefix is None or name.startswith(below) or name == prefix) and isinstance(module, ModuleType):
