@@ -316,7 +316,6 @@ def wrong_messages_are_refused(helper: str) -> dict[str, str]:
 
     def second(transport: Transport) -> dict[str, str]:
         ready = Edge(0, 1, 6)
-        raises(MtMegatronError, lambda: transport.post_recv(ready, None, FLOAT, out=torch.ones(1)))
         transport.post_recv(ready, (1,), FLOAT).wait()
         for name, offset in (("crc", SMALL.payload_offset), ("header", 4096 + 16)):
             mapping = transport._incoming[lanes[name]]._mapping

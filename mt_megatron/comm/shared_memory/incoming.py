@@ -177,11 +177,14 @@ class Incoming:
                 f"found out= of shape {tuple(out.shape)}, {out.dtype}, contiguous: {out.is_contiguous()}; "
                 f"expected a contiguous tensor of shape {shape} and {dtype}"
             )
-        if out is not None and (shape is None or (self.on_host and out.device.type != "cpu")):
+        if out is not None and self.on_host and out.device.type != "cpu":
             raise MtMegatronError(
-                f"found out= on {out.device} with shape {shape}; expected the shape of the message, and "
-                "memory where the channel receives. Leave out= away, or give both"
+                f"found out= on {out.device}; expected memory of the host, where this channel receives. "
+                "Leave out= away"
             )
+        if out is not None:
+            # Nothing larger may be copied there; headers say every message's shape.
+            shape = tuple(out.shape)
         expected = Expected(self, shape, dtype, label, out)
         if shape is None:
             expected.slots = self._size.slots + 1  # It may be larger than the ring.
