@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -15,6 +16,14 @@ from typing import Any
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Smallest, median and largest of some paired ratios or times."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and a 95 % interval of it from order statistics, which assumes nothing of the distribution."""
+    found, count = sorted(values), len(values)
+    reach = 0.98 * math.sqrt(count)
+    low, high = max(0, int(count / 2 - reach)), min(count - 1, int(count / 2 + reach))
+    return statistics.median(found), found[low], found[high]
 
 
 def machine() -> dict[str, Any]:

@@ -41,7 +41,7 @@ THERE, BACK = Edge(0, 1, 0), Edge(1, 0, 0)
 
 
 class Rank:
-    """One of the two processes; ``channels``: by what they are used for."""
+    """Process, of two; ``channels``: by what they are used for."""
 
     def __init__(self, rank: int, args: argparse.Namespace) -> None:
         self.rank, self.args = rank, args
@@ -49,7 +49,7 @@ class Rank:
         self.source = torch.arange(count, dtype=torch.float32)
         self.target = torch.zeros(count)
         self.small = torch.zeros(1, dtype=torch.int64)
-        # One copy of the whole message: larger than the caches, it goes past them.
+        # Message larger than the caches in one copy, which goes past them.
         in_place = RingSize(args.mib * 2**20, 2)
         held = args.window_kib * 1024 // 2
         sizes = {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import os
 import statistics
 import sys
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from fp8_step import Side, flags_of
-from recording import machine, record, table
+from recording import machine, median_interval, record, table
 
 import mt_megatron
 from mt_megatron.config.parse import load_config
@@ -41,14 +40,6 @@ SIDES = {"off": 0, "off again": 0, "measured": 1}
 """Name -> telemetry interval of the step."""
 
 INTERVALS = (10, 50, 100)
-
-
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median, and a 95 % interval of it that assumes nothing about the distribution (order statistics)."""
-    found, count = sorted(ratios), len(ratios)
-    reach = 0.98 * math.sqrt(count)
-    low, high = max(0, int(count / 2 - reach)), min(count - 1, int(count / 2 + reach))
-    return statistics.median(found), found[low], found[high]
 
 
 def main() -> None:
@@ -102,7 +93,7 @@ def main() -> None:
             for clock, index in (("CPU", 0), ("wall", 1)):
                 for name in ("off again", "measured"):
                     ratios = [a[index] / b[index] for a, b in zip(times[name], times["off"], strict=True)]
-                    row[f"{name}, {clock}"] = [round(each, 4) for each in interval(ratios)]
+                    row[f"{name}, {clock}"] = [round(each, 4) for each in median_interval(ratios)]
                 row[f"seconds, {clock}"] = round(statistics.median(each[index] for each in times["off"]), 3)
             found.append(row)
             print(row, flush=True)

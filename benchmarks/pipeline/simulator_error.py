@@ -202,7 +202,7 @@ def cut_anew(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs
         output = max(0.0, float(seconds[-1]) - layer * before[-1])
         return [layer * count + output * (stage == len(after) - 1) for stage, count in enumerate(after)]
 
-    # What is not linear in the layers is the exchange; links without a measurement have the usual one.
+    # The exchange alone is not linear in the layers; links without a measurement have the usual one.
     links = list(costs.links.values())
     usual = Link(
         latency=float(np.mean([each.latency for each in links])),

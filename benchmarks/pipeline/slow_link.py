@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from namespaces import Link, linked, namespaces, netem_problem  # noqa: E402
-from recording import machine, record, spread, table  # noqa: E402
+from recording import machine, median_interval, record, spread, table  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 DELAY = 0.020
@@ -148,7 +147,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     for arm, seconds in blocks.items():
         ratios = [one / other for one, other in zip(blocks[best], seconds, strict=True)]
         middle = spread(ratios)
-        low, high = interval(ratios)
+        _, low, high = median_interval(ratios)
         lines.append(
             [
                 f"{found['delay'] * 1e3:g} ms",
@@ -165,13 +164,6 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 def better(found: dict[str, Any]) -> str:
     """The quicker of upstream's schedules."""
     return min(("1f1b", "interleaved"), key=lambda arm: statistics.median(found["blocks"][arm]))
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median of ``ratios``, by resampling."""
-    drawn = random.Random(1)
-    medians = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[1949]
 
 
 HEADER = (
