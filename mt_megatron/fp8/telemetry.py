@@ -162,7 +162,8 @@ def measures(x: Tensor, quantised: Quantised) -> Tensor:
     error = torch.nan_to_num(decoded, nan=0.0) - clean
     signal = clean[:, :usable].square().reshape(-1, width).sum(1)
     noise = error[:, :usable].square().reshape(-1, width).sum(1)
-    ratios = 10 * torch.log10(signal / noise.clamp_min(1e-38))
+    # Squares that overflow say nothing good of the cast.
+    ratios = torch.nan_to_num(10 * torch.log10(signal / noise.clamp_min(1e-38)), nan=-BEST)
     snr = _median(ratios, signal > 0, otherwise=BEST).clamp(-BEST, BEST)
     scales = quantised.inverse.flatten()
     step = max(1, scales.numel() // SCALES)
@@ -176,8 +177,8 @@ def measures(x: Tensor, quantised: Quantised) -> Tensor:
 
 
 def _median(values: Tensor, valid: Tensor, *, otherwise: float) -> Tensor:
-    """The lower median of the ``valid`` elements of ``values`` [n], a scalar; ``otherwise`` where there is
-    none. A selection by mask would wait for the device."""
+    """Lower median of the ``valid`` elements of ``values`` [n], a scalar; ``otherwise`` where there is none.
+    A selection by mask, and ``torch.nanmedian``, would wait for the device."""
     ordered = torch.where(valid, values, torch.inf).sort().values
     count = valid.sum()
     middle = ordered.index_select(0, ((count - 1) // 2).clamp_min(0).view(1))[0]
