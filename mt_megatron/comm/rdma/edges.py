@@ -35,7 +35,10 @@ class Source(Protocol):
     """Of the payload."""
 
     waits: bool
-    """Whether ``header`` and ``read`` may wait for a device: they are then called by a thread that may."""
+    """Whether ``await_device`` has to be called first, by a thread that may wait."""
+
+    def await_device(self) -> None:
+        """Return when the device has computed the message; ``waits`` is False then."""
 
     def header(self, sequence: int) -> bytes:
         """``HEADER_BYTES`` for the message of this number."""
@@ -137,8 +140,8 @@ class Outgoing:
     def __init__(
         self, link: Link, lane: int, memory: Memory, offer: dict[str, Any], defer: Callable[[Outgoing], None]
     ) -> None:
-        """``offer``: the receiver's ``Memory.offer``. ``defer``: has ``advance`` called by a thread that may
-        wait for a device."""
+        """``offer``: the receiver's ``Memory.offer``. ``defer``: has ``await_device`` called by a thread that
+        may wait for a device."""
         self.lane = lane
         self.link = link
         self.ring = SendRing(memory.slots)
@@ -159,21 +162,21 @@ class Outgoing:
             departure = Departure(self._sequence, source)
             self._sequence += 1
             self._queue.append(departure)
-            self._advance_or_defer()
+            self._advance()
             return departure
 
     def credit(self, low_bits: int) -> None:
         """The receiver has copied out fragments."""
         with self.changed:
             self.ring.credit(low_bits)
-            self._advance_or_defer()
+            self._advance()
             self.changed.notify_all()
 
     def acknowledge(self, slot: int) -> None:
         """A write from ``slot`` is complete."""
         with self.changed:
             self.ring.acknowledge(slot)
-            self._advance_or_defer()
+            self._advance()
             self.changed.notify_all()
 
     def is_over(self) -> bool:
@@ -191,20 +194,25 @@ class Outgoing:
             self._queue.clear()
             self.changed.notify_all()
 
-    def advance(self) -> None:
-        """Stage and write what the ring has room for."""
+    def await_device(self) -> None:
+        """Wait for the device of the first message, without the lock, then go on as far as there is room."""
         with self.changed:
-            while self._queue and self.ring.free() and self.link.end() is None:
-                self._stage(self._queue[0])
+            source = self._queue[0].source if self._queue else None
+        if source is not None and source.waits:
+            source.await_device()
+        with self.changed:
+            self._advance()
 
     def close(self) -> None:
         self._memory.close()
 
-    def _advance_or_defer(self) -> None:
-        if self._queue and self._queue[0].source.waits:
-            self._defer(self)
-        else:
-            self.advance()
+    def _advance(self) -> None:
+        """Stage and write what the ring has room for and no device has to be waited for."""
+        while self._queue and self.ring.free() and self.link.end() is None:
+            if self._queue[0].source.waits:
+                self._defer(self)
+                return
+            self._stage(self._queue[0])
 
     def _stage(self, departure: Departure) -> None:
         memory = self._memory

@@ -59,7 +59,7 @@ class Engine:
                 os.eventfd_write(self._wakeup, 1)
 
     def defer(self, edge: Outgoing) -> None:
-        """Call ``edge.advance`` in the thread that may wait for a device."""
+        """Call ``edge.await_device`` in the thread that may wait for a device."""
         with self._starting:
             if self._stager is None:
                 self._stager = threading.Thread(
@@ -118,7 +118,7 @@ class Engine:
     def _stage(self) -> None:
         while (edge := self._deferred.get()) is not None:
             try:
-                edge.advance()
+                edge.await_device()
             except Exception as error:  # noqa: BLE001 - whatever it is, waiting threads must hear of it
                 edge.link.fail(
                     TransportError(f"a message to rank {edge.link.peer} could not be staged: {error!r}")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.message import Header
 from mt_megatron.comm.rdma.edges import Slot
 from mt_megatron.comm.rdma.ports import Unusable
@@ -108,11 +109,22 @@ class DirectMemory:
             # The registration keeps what it needs.
             os.close(descriptor.value)
 
-    def mark(self) -> Any:
-        """Event behind what is queued on the current stream."""
+    def stream(self) -> Any:
+        """The caller's current stream."""
+        return torch.cuda.current_stream(self.device)
+
+    def mark(self, stream: Any = None) -> Any:
+        """Event behind what is queued on ``stream`` (None: the current one)."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self.stream() if stream is None else stream)
         return event
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> tuple[Tensor, Any]:
+        """Memory of ``stream``, and the event behind which it may be written: what had it before may still be
+        in use by work queued there."""
+        with torch.cuda.stream(stream):
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return tensor, self.mark(stream)
 
     def copy(self, target: Tensor, source: Tensor, after: Any) -> None:
         """Copy bytes behind the event ``after``; complete on return."""
@@ -124,7 +136,12 @@ class DirectMemory:
     def flush(self) -> None:
         """Make the adapter's writes visible to work of the device that is queued from now on."""
         with torch.cuda.device(self.device):
-            self._library.cuFlushGPUDirectRDMAWrites(_FLUSH_TARGET_CURRENT_CONTEXT, _FLUSH_TO_OWNER)
+            code = self._library.cuFlushGPUDirectRDMAWrites(_FLUSH_TARGET_CURRENT_CONTEXT, _FLUSH_TO_OWNER)
+        if code:
+            raise TransportError(
+                f"what the adapter wrote cannot be made visible to {self.device} (CUDA error {code}); unset "
+                f"{VARIABLE}"
+            )
 
 
 class DirectRegion:
@@ -151,15 +168,18 @@ class DirectRegion:
 class DirectSource:
     """See ``edges.Source``."""
 
-    waits = True
-
     def __init__(self, tensor: Tensor, label: Label, memory: DirectMemory) -> None:
+        self.waits = True
         self._tensor = in_rows(tensor)
         self._bytes = self._tensor.reshape(-1).view(torch.uint8)
         self.nbytes = self._bytes.numel()
         self._label = label
         self._memory = memory
         self._ready = memory.mark()
+
+    def await_device(self) -> None:
+        self._ready.synchronize()
+        self.waits = False
 
     def header(self, sequence: int) -> bytes:
         return Header(sequence, self._tensor.dtype, tuple(self._tensor.shape), self._label).encode()

@@ -83,6 +83,9 @@ class _HostSource:
         self._bytes = _as_array(tensor)
         self.nbytes = self._bytes.nbytes
 
+    def await_device(self) -> None:
+        """Nothing: it is the host's."""
+
     def header(self, sequence: int) -> bytes:
         crc = zlib.crc32(self._bytes.data) if self._crc else None
         return Header(sequence, self._tensor.dtype, tuple(self._tensor.shape), self._label, crc).encode()
@@ -94,25 +97,25 @@ class _HostSource:
 class _DeviceSource:
     """See ``edges.Source``: a copy to pinned host memory that is under way."""
 
-    waits = True
-
     def __init__(self, tensor: Tensor, label: Label, crc: bool, staged: Staged) -> None:
+        self.waits = True
         self.nbytes = tensor.nbytes
         self._staged = staged
         self._label = label
         self._crc = crc
         self._host: _HostSource | None = None
 
+    def await_device(self) -> None:
+        self._host = _HostSource(self._staged.wait(), self._label, self._crc)
+        self.waits = False
+
     def header(self, sequence: int) -> bytes:
-        return self._on_host().header(sequence)
+        assert self._host is not None
+        return self._host.header(sequence)
 
     def read(self, offset: int, slot: Slot, nbytes: int) -> None:
-        self._on_host().read(offset, slot, nbytes)
-
-    def _on_host(self) -> _HostSource:
-        if self._host is None:
-            self._host = _HostSource(self._staged.wait(), self._label, self._crc)
-        return self._host
+        assert self._host is not None
+        self._host.read(offset, slot, nbytes)
 
 
 class Sent:
@@ -198,7 +201,9 @@ class Expected:
         self._out = out
         self._staging = staging
         self._direct = direct
-        self._ready = None if direct is None else direct.mark()
+        # ``out`` may be written behind the work that is queued by now.
+        self._stream = None if direct is None else direct.stream()
+        self._ready = None if direct is None or out is None else direct.mark(self._stream)
         self._timeout = timeout
         self._host: Tensor | None = None
         self._untaken = untaken
@@ -238,13 +243,10 @@ class Expected:
         header.require(self.edge, sequence=sequence, shape=self._shape, dtype=self._dtype, label=self._wanted)
         self._found = header.label
         if self._direct is not None:
-            device = self._direct.device
-            self._host = (
-                self._out
-                if self._out is not None
-                else torch.empty(header.shape, dtype=header.dtype, device=device)
-            )
-            return DirectSink(self._host, self._direct, self._ready)
+            self._host, ready = self._out, self._ready
+            if self._host is None:
+                self._host, ready = self._direct.empty(header.shape, header.dtype, self._stream)
+            return DirectSink(self._host, self._direct, ready)
         if self._staging.device.type != "cpu":
             self._host = self._staging.host_memory(header.shape, header.dtype)
         elif self._out is not None:

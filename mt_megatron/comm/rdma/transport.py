@@ -133,36 +133,46 @@ class RdmaTransport:
                         f"found {edge}; expected two ranks and a lane of 0 to {_LANES - 1:,}; a rank keeps "
                         "its own tensors without a channel"
                     )
-            deadline = time.monotonic() + self._timeout
-            peers = sorted({_other(edge, self._own) for edge in new} - self._links.keys())
-            told: set[int] = set()
             try:
-                for peer in peers:
-                    self._links[peer] = Link(self._device, peer, self._depth(), self._engine.wake)
-                for edge in new:
-                    if edge.target == self._own:
-                        self._make_ring(edge)
-                for peer in peers:
-                    place = json.loads(own_place(self._own).encode())
-                    self._publish(
-                        f"hello/{self._own}/{peer}",
-                        {"version": _VERSION, "place": place, **self._links[peer].hello},
-                    )
-                    told.add(peer)
-            except Unusable as error:
-                for peer in set(peers) - told:
-                    self._publish(f"hello/{self._own}/{peer}", {"unusable": str(error)})
-                raise self._unavailable(error) from error
+                self._connect_all(new)
+            except BaseException:
+                # Half of the links are made: no message must be posted to one that is not connected.
+                self._end("failed to connect all its edges")
+                raise
+
+    def _connect_all(self, new: Sequence[Edge]) -> None:
+        deadline = time.monotonic() + self._timeout
+        peers = sorted({_other(edge, self._own) for edge in new} - self._links.keys())
+        told: set[int] = set()
+        try:
             for peer in peers:
-                self._connect(peer, deadline)
+                self._links[peer] = Link(self._device, peer, self._depth(), self._engine.wake)
             for edge in new:
-                if edge.source == self._own:
-                    self._take_ring(edge, deadline)
-            # A write that comes before the peer's queue is ready costs retries, then the link.
+                if edge.target == self._own:
+                    self._make_ring(edge)
             for peer in peers:
-                self._publish(f"ready/{self._own}/{peer}", {})
-            for peer in peers:
-                self._fetch(f"ready/{peer}/{self._own}", deadline)
+                place = json.loads(own_place(self._own).encode())
+                self._publish(
+                    f"hello/{self._own}/{peer}",
+                    {"version": _VERSION, "place": place, **self._links[peer].hello},
+                )
+                told.add(peer)
+        except (Unusable, ConfigError) as error:
+            for peer in set(peers) - told:
+                self._publish(f"hello/{self._own}/{peer}", {"unusable": str(error)})
+            if isinstance(error, ConfigError):
+                raise
+            raise self._unavailable(error) from error
+        for peer in peers:
+            self._connect(peer, deadline)
+        for edge in new:
+            if edge.source == self._own:
+                self._take_ring(edge, deadline)
+        # A write that comes before the peer's queue is ready costs retries, then the link.
+        for peer in peers:
+            self._publish(f"ready/{self._own}/{peer}", {})
+        for peer in peers:
+            self._fetch(f"ready/{peer}/{self._own}", deadline)
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
