@@ -38,10 +38,10 @@ $B mount -t proc p /proc; $B mount -t sysfs s /sys; $B mount -t devtmpfs d /dev
 nine=trans=virtio,version=9p2000.L,ro,msize=512000,cache=loose
 $B mount -t 9p -o $nine host /host && $B mount -t 9p -o $nine kit /kit || echo GUEST cannot mount
 $B mount -t tmpfs t /up && $B mkdir /up/upper /up/work
-$B mount -t overlay o -o lowerdir=/kit:/host,upperdir=/up/upper,workdir=/up/work /root
-$B mount -t proc p /root/proc; $B mount -t sysfs s /root/sys; $B mount --bind /dev /root/dev
+$B mount -t overlay o -o lowerdir=/kit:/host,upperdir=/up/upper,workdir=/up/work /new
+$B mount -t proc p /new/proc; $B mount -t sysfs s /new/sys; $B mount --bind /dev /new/dev
 $B mkdir -p /dev/shm; $B mount -t tmpfs t /dev/shm
-$B chroot /root /bin/bash /guest-command.sh
+$B chroot /new /bin/bash /guest-command.sh
 echo GUEST command ended with $?
 $B poweroff -f
 """
@@ -92,7 +92,7 @@ def _initramfs(packages: Path, version: str) -> bytes:
     folder = packages / "lib" / "modules" / version
     modules = [folder / each for each in _in_order(folder)]
     archive = _Archive()
-    for name in ("bin", "dev", "proc", "sys", "host", "kit", "up", "root", "modules"):
+    for name in ("bin", "dev", "proc", "sys", "host", "kit", "up", "new", "modules"):
         archive.add(name, stat.S_IFDIR | 0o755)
     archive.add("dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
     busybox = next((path for path in (packages / "bin/busybox", Path("/bin/busybox")) if path.exists()), None)
