@@ -37,7 +37,7 @@ class Bootstrap(Protocol):
         """Make ``value`` readable for all ranks."""
 
     def fetch(self, key: str, timeout: float) -> bytes:
-        """What was or will be published under ``key``. Raises TransferTimeout after ``timeout`` seconds."""
+        """Bytes that were or will be published under ``key``. Raises TransferTimeout after ``timeout`` s."""
 
 
 class StoreBootstrap:
@@ -106,6 +106,9 @@ class Place:
 
     user: int
 
+    processes: str = ""
+    """PID namespace: ``pid`` names the process within it. Empty where that is not known."""
+
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
@@ -123,6 +126,7 @@ def own_place(rank: int) -> Place:
         boot=_first_line("/proc/sys/kernel/random/boot_id"),
         network=_link("/proc/self/ns/net"),
         user=os.getuid(),
+        processes=_link("/proc/self/ns/pid"),
     )
 
 

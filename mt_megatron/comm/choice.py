@@ -1,4 +1,4 @@
-"""Which transport carries which edge: ``--p2p-transport auto|shm|rdma|nixl|collective``.
+"""Choice of the transport that carries each edge: ``--p2p-transport auto|shm|rdma|nixl|collective``.
 
 All ranks exchange what each can use, and each computes the same ``Plan`` from it; so a transport that cannot
 be used is refused on all of them, before training begins.
@@ -53,14 +53,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank says of itself."""
+    """Facts that one rank says of itself."""
 
     place: Place
     pipelines: tuple[tuple[int, ...], ...]
     """Global ranks of each pipeline that it is part of, in the pipeline's order."""
 
     loops: bool
-    """Whether the last stage sends to the first: there are several chunks per rank."""
+    """True where the last stage sends to the first: there are several chunks per rank."""
 
     device: str
     """Type of the device that its tensors are on."""
@@ -79,7 +79,7 @@ class Rank:
 
 
 class Plan:
-    """Which transport carries what, computed from what all ranks said."""
+    """Transports of all edges, computed from what all ranks said."""
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         """Raises ConfigError, the same on all ranks, for a transport that was asked for by name and cannot be
@@ -112,7 +112,7 @@ class Plan:
         return self._decided(edge.source, edge.target)[0]
 
     def is_upstreams(self, rank: int) -> bool:
-        """Whether collectives carry everything in all pipelines that ``rank`` may exchange something with."""
+        """True where collectives carry everything in all pipelines that ``rank`` may exchange with."""
         own = self._ranks[rank].pipelines
         overlap = any(len(each.pipelines) > 1 for each in self._ranks)
         return all(
@@ -122,7 +122,7 @@ class Plan:
         )
 
     def line(self) -> str:
-        """What was decided, for people."""
+        """Line for people that says what was decided."""
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         pairs = dict.fromkeys(chain.from_iterable(map(self._pairs, self.pipelines)))
         for pair in pairs:
@@ -187,17 +187,17 @@ def _refused(name: str, why: str) -> ConfigError:
 
 
 def choose(text: str | None, *, say: Say | None = None) -> None:
-    """Let transfers of process groups that are made from now on go by ``text``; None and ``collective``:
-    by Megatron-Core's own way.
+    """Let transfers of process groups that are made from now on go by ``text``; ``collective``: by
+    Megatron-Core's own way, once all ranks agreed on that; None: by that way, without asking the others.
 
     ``say`` gets the line that tells what was decided, on rank 0; None: it is written to stderr. Raises
     ConfigError for an unknown name. Making process groups then raises ConfigError, on all ranks, where the
     choice cannot be used.
     """
-    if text is None or seam.check(text) == COLLECTIVE:
+    if text is None:
         seam.choose(None)
     else:
-        seam.choose(partial(_open, text, _to_stderr if say is None else say))
+        seam.choose(partial(_open, seam.check(text), _to_stderr if say is None else say))
 
 
 def _to_stderr(line: str) -> None:
@@ -209,7 +209,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
     from megatron.core import parallel_state
 
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        if text == AUTO:
+        if text in (AUTO, COLLECTIVE):
             return None
         raise ConfigError(
             f"found --p2p-transport {text} without a pipeline; expected a pipeline parallel size above 1, "
@@ -221,6 +221,8 @@ def _open(text: str, say: Say) -> StageExchange | None:
     device, own = current_backend().device(), dist.get_rank()
     ranks: list[Rank] = _gathered(_this_rank(text, groups, device))
     plan = Plan(ranks)
+    if plan.wish == COLLECTIVE:
+        return None
     failures: dict[int, Failure] = {}
     # Each round that fails leaves at least one transport out.
     for attempt in range(len(kinds.KINDS)):
@@ -249,7 +251,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
 
 
 class _Channels:
-    """Those of this rank, while they are made."""
+    """Channels of this rank, while they are made."""
 
     def __init__(self, plan: Plan, group: Any, device: torch.device, name: str) -> None:
         seconds = _seconds(group, device)
@@ -271,7 +273,7 @@ class _Channels:
         return failure
 
     def _tried(self, do: Callable[[set[Edge]], None]) -> Failure | None:
-        """What failed of ``do``, and why."""
+        """Failure of ``do``, and why; None: none."""
         try:
             do(self.exchange.edges())
         except TransportUnavailable as error:

@@ -121,7 +121,7 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
             rank = dist.get_rank()
             job = Job(backend=backend, layout=layout, rank=rank, at=layout.coordinates(rank))
             seed_everything(config.train.seed, job)
-            with _scheduled(choice, layout), _sent_over(parallel.p2p_transport):
+            with _scheduled(choice, layout), _sent_over(parallel.p2p_transport, layout.pp):
                 yield job
         finally:
             rank_layout.destroy()
@@ -148,9 +148,9 @@ def _scheduled(choice: ScheduleChoice | None, layout: RankLayout) -> Iterator[No
 
 
 @contextmanager
-def _sent_over(transport: str) -> Iterator[None]:
-    """Transfers between stages within it go by ``p2p_transport``."""
-    if transport == seam.COLLECTIVE:
+def _sent_over(transport: str, stages: int) -> Iterator[None]:
+    """Transfers between stages within it go by ``p2p_transport``, on which all ranks agree first."""
+    if transport == seam.COLLECTIVE and stages == 1:
         yield
         return
     from mt_megatron.comm.choice import choose

@@ -465,6 +465,47 @@ def a_rank_without_memory_is_refused_by_both(helper: str) -> list[str]:
     return [each for found in run_pair(role, role, helper=helper) for each in found]
 
 
+def a_rank_that_never_connects_is_named(helper: str) -> dict[str, float]:
+    """Killed, or given up, before it connects: who waits for it learns of it within 2 s."""
+    import os
+    import signal
+    import tempfile
+    import time
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from mt_megatron.comm.bootstrap import StoreBootstrap
+    from mt_megatron.comm.errors import PeerLost
+    from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport
+    from tests.comm.pairs import Child, connected
+
+    found = {}
+    for end, said in (("killed", "its process ended before it connected"), ("abandon", "it gave up")):
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+
+            def leave(end: str = end, store: str = store) -> None:
+                bootstrap = StoreBootstrap(dist.FileStore(store, 2), 0, "pair")
+                transport = SharedMemoryTransport(bootstrap, helper=helper)
+                time.sleep(0.3)  # The other rank waits by now.
+                if end == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                transport.abandon()
+                time.sleep(2.5)  # Its end is not what is noticed.
+
+            def wait(store: str = store, said: str = said) -> float:
+                began = time.monotonic()
+                error = raises(PeerLost, lambda: connected(store, 1, [THERE, BACK], helper=helper))
+                assert "rank 0 (process" in error and said in error, error
+                return time.monotonic() - began
+
+            leaving, waiting = Child(leave), Child(wait)
+            found[end] = waiting.result()
+            leaving.reap()
+    return found
+
+
 def strangers_are_ignored(helper: str) -> list[str]:
     """Connections that say nothing, something else or another name, before the peer's own; and an address at
     which nobody listens any more."""

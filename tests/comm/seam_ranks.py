@@ -313,16 +313,19 @@ def one_fails(pp: int) -> dict[str, Any]:
     return found
 
 
-def different_wishes(pp: int) -> str:
-    """What ranks that were asked for different transports get."""
+def different_wishes(pp: int) -> list[str]:
+    """Errors of ranks that were asked for different transports."""
     from mt_megatron.errors import ConfigError
 
-    small_models.start(pp)
-    try:
-        with sent_over("shm" if torch.distributed.get_rank() == 0 else "auto"):
-            return ""
-    except ConfigError as error:
-        return str(error)
+    found = []
+    for wish in ("shm", "collective"):
+        small_models.start(pp)
+        try:
+            with sent_over(wish if torch.distributed.get_rank() == 0 else "auto"):
+                found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
 def two_hosts(pp: int) -> dict[str, Any]:

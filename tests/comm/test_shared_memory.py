@@ -14,6 +14,7 @@ NAMES = (
     "edges_do_not_wait_for_each_other",
     "a_send_ends_though_nobody_waits",
     "slots_passed_over_count",
+    "a_rank_that_never_connects_is_named",
     "leases_are_in_place",
     "leases_of_what_does_not_fit",
     "every_dtype_and_shape",
@@ -28,6 +29,7 @@ NAMES = (
     "strangers_are_ignored",
 )
 SAYS: dict[str, Any] = {
+    "a_rank_that_never_connects_is_named": lambda found: max(found.values()) < 2,
     "every_dtype_and_shape": lambda found: found > 100,
     "waits_have_limits": lambda found: (
         "message 0 from rank 1 (process" in found["receive"]

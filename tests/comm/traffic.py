@@ -38,27 +38,15 @@ def two_jobs(seed: int, messages: int, producers: int, helper: str) -> dict[str,
     edges = [Edge(rank, 1 - rank, lane) for lane in range(LANES)]
     transport.prepare([*edges, *(Edge(each.target, each.source, each.lane) for each in edges)])
     began = time.monotonic()
-    traffic = _Traffic(transport, seed + job, rank, messages)
-    threads = [
-        threading.Thread(target=traffic.guarded, args=(traffic.produce, each)) for each in range(producers)
-    ]
-    threads += [
-        threading.Thread(target=traffic.guarded, args=(traffic.consume, each)) for each in range(LANES)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if traffic.errors:
-        raise traffic.errors[0]
-    transport.finish()
+    traffic = Traffic(transport, seed + job, rank, messages)
+    traffic.run(producers)
     dist.barrier()
     seconds = time.monotonic() - began
     transport.close()
     return {**traffic.counts, "bytes": traffic.bytes, "seconds": seconds, "pid": os.getpid()}
 
 
-class _Traffic:
+class Traffic:
     def __init__(self, transport: SharedMemoryTransport, seed: int, rank: int, messages: int) -> None:
         self.transport, self.seed, self.rank, self.messages = transport, seed, rank, messages
         self.errors: list[Exception] = []
@@ -67,6 +55,19 @@ class _Traffic:
         self._next = [0] * LANES
         self._locks = [threading.Lock() for _ in range(LANES)]
         self._counting = threading.Lock()
+
+    def run(self, producers: int) -> None:
+        """Send and take everything, by so many threads and one for each lane; raises the first error."""
+        works = [(self.produce, each) for each in range(producers)]
+        works += [(self.consume, each) for each in range(LANES)]
+        threads = [threading.Thread(target=self.guarded, args=work) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+        self.transport.finish()
 
     def guarded(self, function: Any, argument: int) -> None:
         try:

@@ -161,7 +161,7 @@ class NixlQueuePair:
         self.address: dict[str, Any] = {
             "link": f"NIXL {_BACKEND}",
             "metadata": base64.b64encode(metadata).decode(),
-            "process": [place.boot, _pid_namespace(), place.pid],
+            "process": [place.boot, place.processes, place.pid],
         }
         self._peer = ""
         self._process: select.poll | None = None
@@ -176,7 +176,7 @@ class NixlQueuePair:
         with self._device.lock:
             self._peer = _text(self._device.agent.add_remote_agent(base64.b64decode(remote["metadata"])))
             self._device.pairs[self._peer] = self
-            if remote["process"][:2] == self.address["process"][:2]:
+            if remote["process"][1] and remote["process"][:2] == self.address["process"][:2]:
                 # UCX does not notice the end of a process with which it shares memory; the kernel does.
                 self._pidfd = os.pidfd_open(int(remote["process"][2]))
                 self._process = select.poll()
@@ -296,10 +296,3 @@ class NixlQueuePair:
 
 def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return uuid.uuid4().hex

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 from mt_megatron.comm.bootstrap import Bootstrap, Place, own_place
@@ -33,6 +33,11 @@ _HELLO_SECONDS = 5.0
 
 _CHECK_SECONDS = 0.05
 """Between two looks at a peer, where somebody asks all the time."""
+
+_WAIT_SECONDS = 0.5
+"""Between two looks whether a rank that has not connected yet has given up."""
+
+_ENDED = "its process ended before it connected"
 
 _FAREWELLS = {
     "close": "it closed its channels while this rank still used them",
@@ -145,6 +150,7 @@ class Peers:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listener.bind(name)
         self._listener.listen(4096)
+        self._listener.setblocking(False)
         bootstrap.publish(f"place/{self.own.rank}", self.own.encode())
         bootstrap.publish(f"socket/{self.own.rank}", name[1:].encode())
 
@@ -178,14 +184,11 @@ class Peers:
     def _accept(self, expected: set[int], places: dict[int, Place], deadline: float) -> None:
         own_name = self._listener.getsockname()[1:].decode()
         while expected - self._connected.keys():
-            self._listener.settimeout(max(0.001, _left(deadline)))
             try:
                 connection, _ = self._listener.accept()
-            except TimeoutError as error:
-                raise TransferTimeout(
-                    f"rank(s) {sorted(expected - self._connected.keys())} did not connect to rank "
-                    f"{self.own.rank} in time; see what their processes say"
-                ) from error
+            except BlockingIOError:
+                self._await_connection(expected - self._connected.keys(), places, deadline)
+                continue
             connection.settimeout(_HELLO_SECONDS)
             hello: Any = None
             with contextlib.suppress(OSError, ValueError, TransportUnavailable):
@@ -200,12 +203,61 @@ class Peers:
             place = places.get(rank) or self._place(rank, deadline)
             self._connected[rank] = Peer(place, connection)
 
+    def _await_connection(self, missing: Set[int], places: dict[int, Place], deadline: float) -> None:
+        """Return when somebody connects, or after a while. Raises PeerLost where one of ``missing`` will not,
+        and TransferTimeout."""
+        if _left(deadline) <= 0:
+            raise TransferTimeout(
+                f"rank(s) {sorted(missing)} did not connect to rank {self.own.rank} in time; see what their "
+                "processes say"
+            )
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        watched: dict[int, Place] = {}
+        try:
+            for rank in sorted(missing):
+                place = places[rank]
+                if self._gave_up(rank):
+                    raise PeerLost(rank, place.host, place.pid, _FAREWELLS["abandon"])
+                process = self._process(place)
+                if process is not None:
+                    watched[process] = place
+                    poll.register(process, select.POLLIN)
+            ready = [found for found, _ in poll.poll(1000 * min(_left(deadline), _WAIT_SECONDS))]
+        finally:
+            for process in watched:
+                os.close(process)
+        if self._listener.fileno() not in ready:
+            for place in (watched[process] for process in ready):
+                raise PeerLost(place.rank, place.host, place.pid, _ENDED)
+
+    def _gave_up(self, rank: int) -> bool:
+        try:
+            return bool(self._bootstrap.fetch(f"gave_up/{rank}", 0.0))
+        except TransferTimeout:
+            return False
+
+    def _process(self, place: Place) -> int | None:
+        """A pidfd; None where there is none, or the number is of another PID namespace. Raises PeerLost."""
+        if not place.processes or place.processes != self.own.processes:
+            return None
+        try:
+            return os.pidfd_open(place.pid)
+        except ProcessLookupError as error:
+            raise PeerLost(place.rank, place.host, place.pid, _ENDED) from error
+        except (OSError, AttributeError):
+            return None
+
     def __getitem__(self, rank: int) -> Peer:
         return self._connected[rank]
 
     def close(self, farewell: str) -> None:
         """Close all connections; ``farewell``: a key of ``_FAREWELLS``."""
         self._listener.close()
+        if farewell == "abandon":
+            # For ranks that wait for this one to connect. The store may be gone with the rank that serves it.
+            with contextlib.suppress(Exception):
+                self._bootstrap.publish(f"gave_up/{self.own.rank}", b"true")
         for peer in self._connected.values():
             peer.leave(farewell)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.comm.errors import TransferTimeout
 from mt_megatron.comm.transport import Edge, Transport
-from tests.comm.traffic import LANES, _Traffic
+from tests.comm.traffic import LANES, Traffic
 
 
 def exchange(transport: Transport, rank: int, *, messages: int, producers: int, seed: int) -> dict[str, Any]:
@@ -20,17 +19,8 @@ def exchange(transport: Transport, rank: int, *, messages: int, producers: int, 
     edges = [Edge(*ends, lane) for ends in ((rank, 1 - rank), (1 - rank, rank)) for lane in range(LANES)]
     transport.prepare(edges)
     began = time.monotonic()
-    traffic = _Traffic(transport, seed, rank, messages)  # type: ignore[arg-type]
-    works = [(traffic.produce, each) for each in range(producers)]
-    works += [(traffic.consume, lane) for lane in range(LANES)]
-    threads = [threading.Thread(target=traffic.guarded, args=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if traffic.errors:
-        raise traffic.errors[0]
-    transport.finish()
+    traffic = Traffic(transport, seed, rank, messages)  # type: ignore[arg-type]
+    traffic.run(producers)
     if traffic.counts["wrong"] or traffic.counts["received"] != messages:
         raise AssertionError(f"{traffic.counts} of {messages}")
     return {**traffic.counts, "bytes": traffic.bytes, "seconds": time.monotonic() - began}
