@@ -9,6 +9,7 @@ launching     what ``run`` and ``launch`` start
 training      a run from its configuration to its figures
 convert       checkpoints from one form to another
 scan          MegaScan: tracing and diagnosis
+scope         MegaScope: recording, live page and perturbation lab
 planning      what a configuration builds and costs
 models        model families and their names on the Hugging Face Hub
 data          text to micro-batches

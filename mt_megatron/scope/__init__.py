@@ -1,0 +1,4 @@
+"""MegaScope: what happens inside a training, recorded and shown while it runs.
+
+format  wire frames, partial statistics and how they combine
+"""

@@ -1,0 +1,5 @@
+"""What ranks, sidecars and readers agree on; imports neither torch nor Megatron.
+
+frames      length-prefixed msgpack messages with arrays, over a stream socket
+statistics  partial sums of each statistic, how ranks' parts combine, the value made of them
+"""
