@@ -122,7 +122,9 @@ def _overloaded(part: Part) -> float:
 
 def _by_position(part: Part) -> NDArray[np.float64]:
     sums, counts = part[:POSITIONS], part[POSITIONS:]
-    return np.divide(sums, counts, out=np.full(POSITIONS, np.nan), where=counts > 0)
+    means = np.full(POSITIONS, np.nan)
+    np.divide(sums, counts, out=means, where=counts > 0)
+    return means
 
 
 def _outlier_ratio(part: Part) -> float:
