@@ -2,7 +2,9 @@
 
 A wait copies the message out chunk by chunk as it comes, or gives it in place. If more is expected than the
 ring holds, a thread of the edge's own helps, but only while the sender has no credit: so a sender's wait ends
-although nobody waits here, as with every library whose receives are posted ahead.
+although nobody waits here, as with every library whose receives are posted ahead. The thread gives back the
+slots that were passed over; it copies a message that fits the ring only for the credit of one behind it, so a
+message that is expected alone is in place when its lease is asked for.
 """
 
 from __future__ import annotations
@@ -420,10 +422,32 @@ class Incoming:
                 time.sleep(_HELP_SECONDS)
                 continue
             try:
-                if self._posted:
+                # Whoever had the consumer may have taken what needed help.
+                if self._needs_help() and not self._spares(self._posted[0]):
                     self._advance(self._posted[0], _HELP_SECONDS, False)
             except Exception as error:  # noqa: BLE001 - raised where somebody waits or posts.
                 self._error = self._error or error
                 return
             finally:
                 self._consuming.release()
+
+    def _spares(self, front: Expected) -> bool:
+        """Count the slots of ``front`` by its header instead of by the most that it may need, and give back
+        those that it passed over; True where that was less, so that help may be over without a copy."""
+        if front.host is not None:
+            return False
+        if front.header is None:
+            encoded = self._consumer.peek(_HELP_SECONDS)
+            if encoded is None:
+                return True
+            self._checked(front, encoded)
+        assert front.header is not None
+        nbytes = front.header.nbytes
+        chunks = self._size.chunks(nbytes)
+        if chunks > self._size.slots or chunks == front.slots:
+            return False
+        self._consumer.arrived(nbytes, 0)
+        with self._posting:
+            self._slots -= front.slots - chunks
+            front.slots = chunks
+        return True
