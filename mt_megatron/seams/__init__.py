@@ -8,5 +8,6 @@ collectives    events of collectives and transfers: group, sequence number, byte
 transport      transfers between stages: upstream's own way, or over a transport of ours
 schedule       one call that runs the micro-batches of a step
 family         a model family: the functions by which the trainer knows it
+taps           modules watched or changed: values, gradients, logits, attention, routers
 loss_gradient  gradient of each token's loss, announced before the loss is computed
 """

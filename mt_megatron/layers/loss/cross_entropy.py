@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from mt_megatron.layers import linear
 from mt_megatron.layers.loss import cross_entropy_blocks
-from mt_megatron.layers.loss.cross_entropy_blocks import Blocks, leave_out, padding_from
+from mt_megatron.layers.loss.cross_entropy_blocks import Blocks, asked_of, leave_out, padding_from
 from mt_megatron.seams.gemm import WeightRef, gemm
+from mt_megatron.seams.taps.loss import Asked, Kept
 
 
 def linear_cross_entropy(
@@ -81,14 +82,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden = linear._cast(hidden, ctx.dtype).contiguous()
             total = linear._gather(hidden)[0] if sequence_parallel else hidden
             blocks = _blocks(total, weight, labels, vocab_size, ctx.dtype)
+            asked = blocks.asked(labels)
             if announced is None:
-                losses, lse = blocks.losses()
+                losses, lse = blocks.losses(asked=asked)
                 ctx.save_for_backward(hidden, labels, lse)
             else:
                 needs_hidden, needs_weight = ctx.needs_input_grad[:2]
                 gradient = torch.empty_like(total) if needs_hidden or blocks.group is not None else None
                 losses, lse = blocks.losses(
-                    announced.reshape(-1), gradient, linear._main_grad(weight) if needs_weight else None
+                    announced.reshape(-1),
+                    gradient,
+                    linear._main_grad(weight) if needs_weight else None,
+                    asked=asked,
                 )
                 reduced = _reduced(gradient, hidden, sequence_parallel, blocks.group)
                 ctx.save_for_backward(hidden, labels, lse, reduced)
@@ -202,29 +207,40 @@ class Panels:
         group: Any,
     ) -> None:
         self.hidden, self.weight, self.group = hidden, weight, group
+        self._first, self._vocab_size = first, vocab_size
         self._inside = (labels >= first) & (labels < first + weight.shape[0])
         self._column = torch.where(self._inside, labels - first, 0)
         self._size = weight.shape[0]
         self._padding = padding_from(vocab_size, first, self._size)
+
+    def asked(self, labels: Tensor) -> Asked | None:
+        """Who wants to see logits of these ``labels`` [s, b]."""
+        return asked_of(labels, self._first, self._size, self._padding, self._vocab_size, self.group)
 
     def losses(
         self,
         grad: Tensor | None = None,
         grad_hidden: Tensor | None = None,
         grad_weight: Tensor | None = None,
+        *,
+        asked: Asked | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-sum-exp of every token, float32 [t]; with ``grad`` [t] the gradients too, into
-        ``grad_hidden`` [t, h] and added to ``grad_weight`` [v, h]; either may be None."""
+        ``grad_hidden`` [t, h] and added to ``grad_weight`` [v, h]; either may be None. ``asked``: who wants
+        to see logits."""
         losses = self.hidden.new_empty(self.hidden.shape[0])
         lse = torch.empty_like(losses)
         for rows, powers in self._blocks():
             into = None if grad is None else _rows(grad_hidden, rows)
-            reference, total, predicted = self._exponentials(rows, powers, into)
+            kept = None if asked is None else asked.within(rows.start, rows.stop)
+            reference, total, predicted = self._exponentials(rows, powers, into, kept)
             highest, denominator = reference, total
             if self.group is not None:
                 highest, denominator, predicted = self._combined(reference, total, predicted)
             lse[rows] = highest + denominator.log()
             losses[rows] = lse[rows] - predicted
+            if kept is not None:
+                kept.give(lse[rows], losses[rows])
             if grad is not None:
                 share = grad[rows] * (reference - highest).exp_() / denominator
                 self._finish(rows, powers, share, grad[rows], into, grad_weight)
@@ -242,7 +258,7 @@ class Panels:
             self._finish(rows, powers, grad[rows], grad[rows], into, grad_weight)
 
     def _exponentials(
-        self, rows: slice, powers: Tensor, into: Tensor | None
+        self, rows: slice, powers: Tensor, into: Tensor | None, kept: Kept | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Fill ``powers`` [v, t] with exp(logit - reference), and ``into`` [t, h] with its product with the
         weights; the references, sums and label's logits [t]."""
@@ -252,6 +268,8 @@ class Panels:
         reference = total
         for ids in self._panels(powers.shape[1]):
             logits = self._logits(rows, ids)
+            if kept is not None:
+                kept.take_words(logits, ids, self._size)
             at = column - ids.start
             here = inside & (at >= 0) & (at < logits.shape[0])
             label = logits.gather(0, at.clamp_(0, logits.shape[0] - 1)[None])[0]

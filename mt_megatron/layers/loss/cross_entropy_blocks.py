@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mt_megatron.layers import linear
 from mt_megatron.seams.gemm import Operand, WeightRef, gemm, prepared
+from mt_megatron.seams.taps import loss as loss_taps
+from mt_megatron.seams.taps.loss import Asked
 
 _BUDGET = {"cpu": 96 << 20}
 """Bytes for one block, by device type. On a CPU less than 5 % of the fp32 logits of 4,096 tokens at 128,256
@@ -44,6 +46,7 @@ class Blocks:
         reference: WeightRef,
     ) -> None:
         self.hidden, self.weight = hidden, weight
+        self._first, self._vocab_size = first, vocab_size
         self.group, self._reference = group, reference
         self._recipe = reference.recipe
         self._input: Tensor | Operand = hidden
@@ -55,16 +58,22 @@ class Blocks:
         self._narrow = hidden.dtype is not torch.float32
         self._rows, self._wide_rows = self._row_counts()
 
+    def asked(self, labels: Tensor) -> Asked | None:
+        """Who wants to see logits of these ``labels`` [s, b]."""
+        return asked_of(labels, self._first, self._size, self._padding, self._vocab_size, self.group)
+
     def losses(
         self,
         grad: Tensor | None = None,
         grad_hidden: Tensor | None = None,
         grad_weight: Tensor | None = None,
+        *,
+        asked: Asked | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-sum-exp of every row, float32 [t].
 
         With ``grad`` [t] the gradients are computed as well: into ``grad_hidden`` [t, h], and added to
-        ``grad_weight`` [v, h]; either may be None.
+        ``grad_weight`` [v, h]; either may be None. ``asked``: who wants to see logits.
         """
         tokens = self.hidden.shape[0]
         lse = torch.empty(tokens, dtype=torch.float32, device=self.hidden.device)
@@ -72,6 +81,9 @@ class Blocks:
         logits, wide = self._buffers()
         for rows in self._split(tokens, self._rows):
             block = self._logits(rows, logits)
+            kept = None if asked is None else asked.within(rows.start, rows.stop)
+            if kept is not None:
+                kept.take(block)
             if self.group is None:
                 for part in self._split(rows.stop - rows.start, self._wide_rows):
                     at = _shifted(part, rows.start)
@@ -82,6 +94,8 @@ class Blocks:
                         self._to_gradient(values, block[part], at, grad[at])
             else:
                 self._shared_losses(rows, block, wide, lse, predicted, grad)
+            if kept is not None:
+                kept.give(lse[rows], lse[rows] - predicted[rows])
             if grad is not None:
                 self._products(rows, block, grad_hidden, grad_weight)
         return lse - predicted, lse
@@ -204,6 +218,15 @@ class Blocks:
     def _split(length: int, step: int) -> Iterator[slice]:
         for start in range(0, length, step):
             yield slice(start, min(length, start + step))
+
+
+def asked_of(
+    labels: Tensor, first: int, size: int, padding: int, vocab_size: int | None, group: Any
+) -> Asked | None:
+    """Who wants to see logits of ``labels`` [s, b]. This rank has ``size`` words from id ``first`` on, those
+    from column ``padding`` on no words."""
+    whole = vocab_size if vocab_size is not None else size * (1 if group is None else group.size())
+    return loss_taps.asked(labels, first=first, words=padding, whole=whole)
 
 
 def padding_from(vocab_size: int | None, first: int, size: int) -> int:

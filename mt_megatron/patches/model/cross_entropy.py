@@ -12,6 +12,7 @@ from typing import Any
 from mt_megatron.backends.base import Backend
 from mt_megatron.patching.spec import Patch
 from mt_megatron.seams.loss_gradient import announced
+from mt_megatron.seams.taps import modules as taps
 
 _log = logging.getLogger("mt_megatron")
 
@@ -62,6 +63,8 @@ def _obstacle(model: Any) -> str:
         return f"the output layer is a {type(layer).__name__}"
     if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "the output layer has hooks, which want to see them"
+    if taps.wants_output(layer):
+        return "a tap on the output layer asks for them"
     if layer.gather_output:
         return "they are gathered (parallel_output=False)"
     if layer.bias is not None:
@@ -84,11 +87,8 @@ def _withholding(layer: Any) -> Iterator[None]:
         )
         return head, None
 
-    layer.forward = forward
-    try:
+    with taps.replaced(layer, "forward", forward):
         yield
-    finally:
-        del layer.forward
 
 
 @contextmanager

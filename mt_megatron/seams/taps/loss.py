@@ -1,0 +1,215 @@
+"""Logits out of the blocks of the fused cross-entropy, which never holds those of a whole micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mt_megatron.seams.taps import progress
+from mt_megatron.seams.taps.modules import Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBlock:
+    """The asked tokens of one block of the loss, n of them, with this rank's part of the vocabulary.
+
+    Tensor parallel ranks hold other words of the same tokens. ``lse`` is over the whole vocabulary, summed by
+    the loss itself, so that what is made of it here adds up over the ranks without communication.
+    """
+
+    microbatch: int
+    chunk: int
+    """As of ``Call``."""
+
+    depth: int
+    """0 for the model's own loss, k for that of prediction depth k; -1 where no schedule runs."""
+
+    positions: Tensor
+    """int64 [n], on the host: place in the sequence; under context parallelism among this rank's tokens."""
+
+    samples: Tensor
+    """int64 [n], on the host: number of the sequence within the micro-batch."""
+
+    labels: Tensor
+    """int64 [n]: ids of the whole vocabulary."""
+
+    logits: Tensor
+    """[n, words] in the output layer's dtype, of the ids from ``first`` on; without padding of the
+    vocabulary. A copy, the callback's own."""
+
+    first: int
+    vocab_size: int
+    """Words of the whole vocabulary, padding included where the loss does not know it as such."""
+
+    lse: Tensor
+    """float32 [n]: log of the sum of the exponentials of a token's logits, over the whole vocabulary."""
+
+    losses: Tensor
+    """float32 [n], nats; equal on all tensor parallel ranks."""
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """Ids int64 [n, k] and log-probabilities float32 [n, k] of this rank's likeliest words, likeliest
+        first; fewer than k where it has fewer. The k best of all ranks' are those of the vocabulary."""
+        values, columns = self.logits.topk(min(k, self.logits.size(1)), dim=-1)
+        return columns + self.first, values.float() - self.lse[:, None]
+
+    def entropy_part(self) -> Tensor:
+        """float32 [n], nats: this rank's summand of the entropy of each token's distribution."""
+        logprobs = self.logits.float() - self.lse[:, None]
+        # A probability of zero has no share, also where its logarithm is minus infinity.
+        parts: Tensor = torch.special.entr(logprobs.exp())
+        return parts.sum(dim=-1)
+
+
+def loss_blocks(
+    fn: Callable[[LossBlock], None],
+    *,
+    positions: Collection[int] | None = None,
+    samples: Collection[int] | None = None,
+    errors: Literal["close", "raise"] = "close",
+    told: Callable[[str], None] | None = None,
+) -> Watch:
+    """Call ``fn`` with the asked tokens of every block of the blocked loss, once the block's losses are known
+    and in the order of the blocks, until the returned tap is closed.
+
+    ``positions`` and ``samples`` are host numbers (a ``range`` is best), None for all: a block without asked
+    tokens costs nothing, one with them a copy of their logits. The blocked loss computes as without it.
+    Recomputed losses are left out.
+    """
+    made = _LossWatch("the loss", told, errors)
+    made.fn, made.positions, made.samples = fn, positions, samples
+    _add(made)
+    made.on_close(progress.follow())
+    made.on_close(lambda: _remove(made))
+    return made
+
+
+class _LossWatch(Watch):
+    fn: Callable[[LossBlock], None]
+    positions: Collection[int] | None
+    samples: Collection[int] | None
+
+    def asked(self, length: int, batch: int) -> list[int]:
+        """Rows of [length, batch] flattened, rising."""
+        positions = range(length) if self.positions is None else sorted(set(self.positions))
+        samples = range(batch) if self.samples is None else sorted(set(self.samples))
+        return [
+            position * batch + sample
+            for position in positions
+            if 0 <= position < length
+            for sample in samples
+            if 0 <= sample < batch
+        ]
+
+
+# Replaced, never changed in place.
+_watches: tuple[_LossWatch, ...] = ()
+_changing = Lock()
+
+
+def _add(watch: _LossWatch) -> None:
+    global _watches
+    with _changing:
+        _watches = (*_watches, watch)
+
+
+def _remove(watch: _LossWatch) -> None:
+    global _watches
+    with _changing:
+        _watches = tuple(each for each in _watches if each is not watch)
+
+
+# What the loss calls.
+
+
+class Asked:
+    """Who asks for what of one loss of one micro-batch. The loss hands over each block twice: its logits,
+    before they become a softmax, and its sums."""
+
+    def __init__(
+        self, watches: Sequence[_LossWatch], labels: Tensor, first: int, words: int, whole: int
+    ) -> None:
+        length, batch = labels.shape
+        self._batch = batch
+        self._labels = labels.reshape(-1)
+        self._first, self._words, self._whole = first, words, whole
+        self._depth = progress.ordinal(Asked, False)
+        self._rows = [(each, each.asked(length, batch)) for each in watches]
+        self._next = [0] * len(watches)
+
+    def within(self, start: int, stop: int) -> Kept | None:
+        """A keeper of the asked rows from ``start`` to ``stop``; None without any. Blocks come in order."""
+        found: list[tuple[_LossWatch, list[int]]] = []
+        for index, (watch, rows) in enumerate(self._rows):
+            begin = end = self._next[index]
+            while end < len(rows) and rows[end] < stop:
+                end += 1
+            self._next[index] = end
+            if end > begin and not watch.closed:
+                found.append((watch, rows[begin:end]))
+        return Kept(self, found, start) if found else None
+
+    def give(self, watch: _LossWatch, rows: list[int], logits: Tensor, lse: Tensor, losses: Tensor) -> None:
+        at = torch.tensor(rows)
+        watch.tell(
+            watch.fn,
+            LossBlock(
+                microbatch=progress.current_microbatch(),
+                chunk=progress.current_chunk(),
+                depth=self._depth,
+                positions=at // self._batch,
+                samples=at % self._batch,
+                labels=self._labels[at.to(self._labels.device)],
+                logits=logits[:, : self._words],
+                first=self._first,
+                vocab_size=self._whole,
+                lse=lse,
+                losses=losses,
+            ),
+        )
+
+
+class Kept:
+    """The asked rows of one block."""
+
+    def __init__(self, asked: Asked, found: list[tuple[_LossWatch, list[int]]], start: int) -> None:
+        self._asked = asked
+        self._found = found
+        self._start = start
+        self._local = [torch.tensor(rows) - start for _, rows in found]
+        self._logits: list[Tensor] = []
+
+    def take(self, logits: Tensor) -> None:
+        """Copy the asked rows of the block's ``logits`` [rows, words]."""
+        self._logits = [logits[local.to(logits.device)] for local in self._local]
+
+    def take_words(self, logits: Tensor, words: slice, of: int) -> None:
+        """The same for some ``words`` of the block, with tokens as columns: ``logits`` [words, rows]; ``of``
+        is how many words there are in all."""
+        if not self._logits:
+            self._logits = [logits.new_empty(len(rows), of) for _, rows in self._found]
+        for kept, local in zip(self._logits, self._local, strict=True):
+            kept[:, words] = logits[:, local.to(logits.device)].t()
+
+    def give(self, lse: Tensor, losses: Tensor) -> None:
+        """Hand over what was taken, with ``lse`` and ``losses`` [rows] of the block."""
+        for (watch, rows), local, logits in zip(self._found, self._local, self._logits, strict=True):
+            at = local.to(lse.device)
+            self._asked.give(watch, rows, logits, lse[at], losses[at])
+        self._logits = []
+
+
+def asked(labels: Tensor, *, first: int, words: int, whole: int) -> Asked | None:
+    """Who asks for logits of the loss of ``labels`` [s, b]; None where nobody does, or it is recomputed.
+
+    This rank has ``words`` words that are no padding, from id ``first`` on, of ``whole``.
+    """
+    watches = _watches
+    if not watches or progress.is_recomputing():
+        return None
+    return Asked(watches, labels, first, words, whole)

@@ -1,0 +1,76 @@
+"""Module paths as in the whole model, whatever pipeline stage or chunk holds the module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from mt_megatron.errors import ConfigError
+
+_LAYER = re.compile(r"^((?:.*\.)?(?:decoder|encoder)\.layers)\.(\d+)(?=\.|$)")
+_NUMBER = re.compile(r"^(?:.*\.)?layers\.(\d+)(?=\.|$)")
+
+
+def whole_path(chunks: nn.Module | Sequence[nn.Module], module: nn.Module) -> str:
+    """Path of ``module`` in the whole model, such as ``decoder.layers.7.self_attention``; empty for a model
+    itself.
+
+    ``chunks`` are this rank's model chunks, wrapped (data parallelism, half precision) or not. Layers of a
+    decoder or encoder are numbered from 0 over all pipeline stages and virtual chunks, by the
+    ``layer_number`` that they carry. Raises ``ConfigError`` for a module of none of the chunks.
+    """
+    for path, each in named_modules(chunks):
+        if each is module:
+            return path
+    raise ConfigError(
+        f"found a {type(module).__name__} that is in none of the {len(_listed(chunks))} model chunk(s); "
+        "expected a module of this rank's chunks"
+    )
+
+
+def named_modules(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """``(whole path, module)`` of every module of ``chunks``, each module once, outer before inner.
+
+    Wrappers are left out. Layers' paths differ among chunks; what every chunk has for itself (the model, path
+    empty; ``decoder``; ``rotary_pos_emb``) has the same path in each.
+    """
+    for chunk in _listed(chunks):
+        bare = unwrapped(chunk)
+        for local, module in bare.named_modules():
+            yield numbered(bare, local), module
+
+
+def layer_of(path: str) -> int | None:
+    """The layer's number in ``path`` as ``whole_path`` gives it, from 0; of a prediction depth
+    (``mtp.layers.0``) the depth's. None outside of layers."""
+    found = _NUMBER.match(path)
+    return int(found.group(1)) if found else None
+
+
+def numbered(model: nn.Module, local: str) -> str:
+    """``local``, the path of a module or parameter of the unwrapped ``model``, with its layer's number in
+    the whole model."""
+    found = _LAYER.match(local)
+    if found is None:
+        return local
+    number = getattr(model.get_submodule(found.group()), "layer_number", None)
+    if number is None:
+        return local
+    return f"{found.group(1)}.{int(number) - 1}{local[found.end() :]}"
+
+
+def unwrapped(chunk: nn.Module) -> nn.Module:
+    """The model inside of what wraps it as ``module``."""
+    while True:
+        inner = chunk._modules.get("module")
+        if inner is None or len(chunk._modules) != 1:
+            return chunk
+        chunk = inner
+
+
+def _listed(chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return (
+        [chunks] if isinstance(chunks, nn.Module) and not isinstance(chunks, nn.ModuleList) else list(chunks)
+    )
