@@ -1,4 +1,4 @@
-"""Hooks that take every module's output and the gradient that arrives at it, micro-batch by micro-batch."""
+"""Taps that take every module's output and the gradient that arrives at it, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_megatron.seams import taps
+from mt_megatron.seams.taps import whole_name
+
 from .pieces import Piece
 from .place import Frame, Kind, Place, kind_of, place, sequence_first
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 # Containers whose output is that of their last module; attention's and experts' inner tensors have shapes
 # that belong to an implementation.
 _LEFT_OUT = re.compile(r"^(decoder|decoder\.layers)$|\.core_attention\.|\.experts\b")
@@ -33,12 +35,10 @@ class Recorder:
         self._frame = frame
         self._scale = gradient_scale
         self._gated = gated
-        self._current: int | None = None
-        self._recomputed: Counter[str] = Counter()
-        self._handles: list[Any] = []
+        self._watches: list[taps.Watch] = []
 
     def attach(self, chunk: torch.nn.Module, stage: int) -> None:
-        """Hook every module of a model chunk, which is the ``stage``-th of the whole pipeline."""
+        """Watch every module of a model chunk, which is the ``stage``-th of the whole pipeline."""
         position = Counter[str]()
         for local, module in chunk.named_modules():
             name = whole_name(chunk, local)
@@ -49,50 +49,40 @@ class Recorder:
                     continue
                 name = "loss"
             kind = kind_of(name, module, gated=self._gated)
-            hook = self._hook(name, kind, stage, position)
-            self._handles.append(module.register_forward_hook(hook))
+            self._watches.append(self._watched(module, name, kind, stage, position))
 
     def detach(self) -> None:
-        """Remove the hooks on modules; those on tensors go with the tensors."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Let the modules go."""
+        for each in self._watches:
+            each.close()
+        self._watches.clear()
 
-    def run(self, microbatch: int, forward: Callable[[], Any]) -> Any:
-        """``forward()``, whose modules run for ``microbatch``. What runs outside is recomputation."""
-        self._current = microbatch
-        try:
-            return forward()
-        finally:
-            self._current = None
-
-    def _hook(self, name: str, kind: Kind, stage: int, position: Counter[str]) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    def _watched(
+        self, module: torch.nn.Module, name: str, kind: Kind, stage: int, position: Counter[str]
+    ) -> taps.Watch:
+        def output(call: taps.Call, output: Any) -> None:
             tensor = _first_tensor(output)
             if tensor is None:
                 return
-            microbatch = self._current
-            if microbatch is None:
-                # A schedule runs the backward passes of a chunk in the order of its micro-batches.
-                microbatch = self._recomputed[name]
-                self._recomputed[name] += 1
-            where = place(kind, sequence_first(kind, tensor), self._frame(microbatch))
+            tensor = sequence_first(kind, tensor)
+            where = place(kind, tensor, self._frame(call.microbatch))
             if where is None:
                 self.not_placed[name] = None
                 return
             if name not in position:
                 position[name] = len(position)
-            order = (stage, position[name])
-            if self._current is not None:
-                self._take("forward", name, order, where, sequence_first(kind, tensor))
-            if tensor.requires_grad:
-                tensor.register_hook(
-                    lambda gradient: self._take(
-                        "backward", name, order, where, sequence_first(kind, gradient), self._scale
-                    )
-                )
+            self._take("forward", name, (stage, position[name]), where, tensor)
 
-        return hook
+        def gradient(call: taps.Call, gradient: Tensor, index: int) -> None:
+            if index or name not in position:
+                return
+            gradient = sequence_first(kind, gradient)
+            where = place(kind, gradient, self._frame(call.microbatch))
+            if where is not None:
+                self._take("backward", name, (stage, position[name]), where, gradient, self._scale)
+
+        # A difference may begin in the logits, and an error here is the comparison's.
+        return taps.watch(module, after=output, output_gradient=gradient, whole_output=True, errors="raise")
 
     def _take(
         self, phase: str, name: str, order: tuple[int, int], where: Place, tensor: Tensor, scale: float = 1.0
@@ -103,16 +93,6 @@ class Recorder:
         if scale != 1.0:
             value.mul_(scale)
         self.pieces.append(Piece(phase=phase, name=name, order=order, shape=shape, index=index, tensor=value))
-
-
-def whole_name(chunk: torch.nn.Module, name: str) -> str:
-    """``name`` of a module or parameter of ``chunk`` with its layer numbered over the whole model."""
-    found = _LAYER.match(name)
-    if found is None:
-        return name
-    layers: Any = chunk.get_submodule("decoder.layers")
-    number = int(layers[int(found.group(1))].layer_number) - 1
-    return f"decoder.layers.{number}{name[found.end() :]}"
 
 
 def _first_tensor(output: Any) -> Tensor | None:

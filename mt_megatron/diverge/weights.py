@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_megatron.seams.taps import whole_name
 from mt_megatron.training.model import Trainable
 
 from .pieces import Piece
-from .record import whole_name
 
 Value = Callable[[Any], tuple[Tensor, Tensor | None]]
 """From a parameter to what is wanted of it, and which elements of that are this rank's to tell."""

@@ -110,14 +110,8 @@ def _step(
     recorder = Recorder(frame=frames.of, gradient_scale=scale, gated=core.gated_linear_unit)
     chunks = range(len(trainable.chunks))
     stages = [stage_order.virtual_stage(job.at.pp, chunk, job.layout.pp) for chunk in chunks]
-    started: dict[int, int] = {}
     for chunk, stage in zip(trainable.bare_chunks(), stages, strict=True):
         recorder.attach(chunk, stage)
-
-    def recorded_step(batches: Iterator[Any], model: torch.nn.Module) -> Any:
-        microbatch = started.get(id(model), 0)
-        started[id(model)] = microbatch + 1
-        return recorder.run(microbatch, lambda: forward_step(batches, model))
 
     batches = [_batches(dataset, shape, job) for _ in trainable.chunks]
     with synchronised_parameters(trainable):
@@ -127,7 +121,7 @@ def _step(
         # Megatron's check stops the ranks that see a NaN and leaves the others waiting for them; here the
         # comparison is what finds it.
         wrapped.ddp_config.check_for_nan_in_grad = False
-    reports = forward_backward(trainable, recorded_step, batches, shape)
+    reports = forward_backward(trainable, forward_step, batches, shape)
     total, tokens = job.sum_over_ranks(summed(reports, job))
     pieces += parameter_pieces(trainable, "parameter gradient", stages, reduced_gradient(trainable))
     rate = learning_rate(trainable.optimizer)

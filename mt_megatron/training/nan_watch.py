@@ -1,4 +1,4 @@
-"""Which module first made a number that is none: the step again, with hooks on every module.
+"""Which module first made a number that is none: the step again, with a tap on every module.
 
 Nothing of this runs while all is well. When the ranks have agreed that a step is not finite, all of
 them repeat its forward and backward passes on the same micro-batches and from the same random states,
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mt_megatron.parallel import stage_order
+from mt_megatron.seams import taps
 from mt_megatron.seams.schedule import ForwardStep
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
@@ -82,7 +83,7 @@ def first_finding(
 
 
 class _Search:
-    """Hooks on all modules of this rank, and what they saw that is not finite."""
+    """Taps on all modules of this rank, and what they saw that is not finite."""
 
     def __init__(self, trainable: Trainable, job: Job, stages: int) -> None:
         self._found: list[Finding] = []
@@ -108,10 +109,19 @@ class _Search:
             for index, chunk in enumerate(self._chunks):
                 for path, module in chunk.named_modules():
                     where = _name(path, chunk)
-                    before = self._before(index, where, is_chunk=module is chunk)
-                    after = self._after(index, where)
-                    hooked.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                    hooked.callback(module.register_forward_hook(after).remove)
+                    hooked.enter_context(
+                        taps.watch(
+                            module,
+                            before=self._before(index, where, is_chunk=module is chunk),
+                            after=self._after(index, where),
+                            # Tensors are known again by identity, gradients of recomputed calls count, and
+                            # a fault may be in the logits.
+                            live=True,
+                            recomputed=True,
+                            whole_output=True,
+                            errors="raise",
+                        )
+                    )
                 for path, parameter in chunk.named_parameters():
                     if parameter.requires_grad:
                         hook = self._on_parameter(index, parameter, _name(path, chunk))
@@ -146,30 +156,29 @@ class _Search:
     def _before(self, index: int, where: str, *, is_chunk: bool) -> Callable[..., None]:
         where = f"the gradient that {where} passes back to its input"
 
-        def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        def before(call: taps.Call, args: Any, kwargs: Any) -> None:
             if is_chunk:
                 self._forward_at[index] += 1
             for tensor in _tensors((args, kwargs)):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_gradient(index, self._number(tensor), where, enters=True))
 
-        return hook
+        return before
 
     def _after(self, index: int, where: str) -> Callable[..., None]:
         arriving = f"the gradient that arrives at the output of {where}"
 
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            # Recomputation repeats forward passes within the backward pass, which was looked at before.
-            recomputing = torch._C._current_graph_task_id() != -1
+        def after(call: taps.Call, output: Any) -> None:
             for tensor in _tensors(output):
                 self._looks += 1
-                if not recomputing and not _finite(tensor):
+                # Recomputation repeats forward passes within the backward pass, which was looked at before.
+                if not call.recomputing and not _finite(tensor):
                     stage = self._stage(index)
                     self._add(_FORWARD, self._forward_at[index], stage, f"the output of {where}", tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_gradient(index, self._number(tensor), arriving))
 
-        return hook
+        return after
 
     def _on_parameter(self, index: int, parameter: Tensor, name: str) -> Callable[[Tensor], None]:
         look = self._on_gradient(index, None, f"the gradient of {name}")
@@ -185,8 +194,7 @@ class _Search:
         self, index: int, tensor: int | None, where: str, *, enters: bool = False
     ) -> Callable[[Tensor], None]:
         """``tensor`` is None for a parameter's gradient, which is of the micro-batch under way."""
-        recomputing = torch._C._current_graph_task_id() != -1
-        begun = None if tensor is None or recomputing else self._forward_at[index]
+        begun = None if tensor is None or taps.is_recomputing() else self._forward_at[index]
 
         def hook(gradient: Tensor) -> None:
             self._looks += 1

@@ -1,34 +1,26 @@
 """Level ``full``: a layer's parts begin and end too, forward around the modules', backward by autograd's.
 
 Backward begins for a module where the gradient of its output is complete and ends where that of its input
-is: both are moments before a node of the graph runs, and there is one list per node of what begins or ends
-with it, in forward order, gone through in reverse. Nothing is inserted into the graph, no tensor changes, and
-nothing is left when the modules are let go between two steps.
+is, as the taps tell it. Nothing is left when the modules are let go between two steps.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
-from functools import update_wrapper
 from threading import get_ident
 from typing import Any
 
-from torch import Tensor, is_grad_enabled, nn
+from torch import nn
 
 from mt_megatron.seams import events
+from mt_megatron.seams.taps import Watch, watch
 
 logger = logging.getLogger("mt_megatron")
 
 DEPTH = 2
 """How far below a layer modules are watched: its attention, MLP and norms, and what those are made of."""
-
-_KEY = "mt_megatron.scan"
-
-_Point = tuple[bool, str, int]
-"""Whether the backward of a module begins there (else it ends), the module's path, the layer's number."""
 
 
 def watched(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -76,17 +68,11 @@ def _is_layer(path: str, module: nn.Module) -> bool:
 
 
 class ModuleHooks:
-    """Watches the chunks' modules, on and off; both between two steps in the training thread.
-
-    ``module.forward`` is replaced on the module itself: torch takes ten times as long to call its own hooks.
-    """
+    """Watches the chunks' modules, on and off; both between two steps in the training thread."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = tuple(chunks)
-        self._watched: list[tuple[nn.Module, Callable[..., Any], bool]] = []
-        """Module, what stands for its ``forward``, whether that of the module itself was replaced."""
-
-        self._live = [False]
+        self._watches: list[Watch] = []
         self._open = _Open()
         self._stop_hearing: Any = None
         self.failed: str | None = None
@@ -94,117 +80,55 @@ class ModuleHooks:
     @property
     def on(self) -> bool:
         """Whether anything is watched."""
-        return bool(self._watched)
+        return bool(self._watches)
 
     def attach(self) -> None:
         """Watch what ``watched`` names; nothing when it is watched already."""
-        if self._watched or self.failed is not None:
+        if self._watches or self.failed is not None:
             return
         self._stop_hearing = events.subscribe(self._hear, {"backward"})
-        self._live = [True]
         for chunk in self._chunks:
             for path, module, number in watched(chunk):
-                own = "forward" in vars(module)
-                # A layer's way forward has an event of its own.
-                forward = self._around(module.forward, path, number, spans=not _is_layer(path, module))
-                module.forward = forward
-                self._watched.append((module, forward, own))
+                if not _is_layer(path, module):
+                    # A layer's way forward has an event of its own.
+                    self._watches.append(watch(module, around=_forward(path, number), errors="raise"))
+                backward = _backward(self._open, path, number)
+                # Spans of the way forward go on where those of backward fail.
+                self._watches.append(watch(module, backward=backward, errors="raise", told=self._fail))
 
     def detach(self) -> None:
-        """Put every ``forward`` back."""
-        self._live[0] = False
-        for module, forward, own in reversed(self._watched):
-            # Who replaced it after us calls ours, which does nothing more from now on.
-            if vars(module).get("forward") is forward:
-                del module.forward
-                if own:
-                    module.forward = forward.__wrapped__
-        self._watched = []
+        """Leave every module as it was."""
+        for each in reversed(self._watches):
+            each.close()
+        self._watches = []
         if self._stop_hearing is not None:
             self._stop_hearing()
             self._stop_hearing = None
         self._open = _Open()
 
-    def _around(
-        self, inner: Callable[..., Any], path: str, number: int, *, spans: bool
-    ) -> Callable[..., Any]:
-        attrs = {"module": path, "direction": "forward", "number": number}
-        live = self._live
-        ends, begins = (False, path, number), (True, path, number)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not live[0]:
-                return inner(*args, **kwargs)
-            # Both ends of its backward must be seen, or it has none here.
-            whole = is_grad_enabled() and self._mark(ends, args, kwargs)
-            if spans:
-                # A copy: each event has a dict of its own.
-                with events.described("module", {**attrs}):
-                    output = inner(*args, **kwargs)
-            else:
-                output = inner(*args, **kwargs)
-            if whole:
-                self._mark(begins, output if isinstance(output, (tuple, list)) else (output,))
-            return output
-
-        return _Forward(forward, inner)
-
-    def _mark(self, point: _Point, values: Iterable[Any], named: Mapping[str, Any] | None = None) -> bool:
-        """Note ``point`` at the node that made the first of the ``values``; whether there is one."""
-        try:
-            node = _node(values)
-            if node is None and named:
-                node = _node(named.values())
-            if node is None:
-                return False
-            self._at(node).append(point)
-        except Exception as error:  # noqa: BLE001 - what is raised here, the step would raise
-            self._fail(error)
-            return False
-        return True
-
-    def _at(self, node: Any) -> list[_Point]:
-        """What begins or ends before ``node`` runs backward."""
-        points: list[_Point] | None = node.metadata.get(_KEY)
-        if points is None:
-            kept: list[_Point] = []
-            points = node.metadata[_KEY] = kept
-            open_ = self._open
-
-            def arrived(gradients: Any) -> None:
-                for begins, path, number in reversed(kept):
-                    if begins:
-                        open_.begin(path, number)
-                    else:
-                        open_.end(path)
-
-            node.register_prehook(arrived)
-        return points
-
     def _hear(self, phase: events.Phase, name: events.EventName, attrs: Mapping[str, Any]) -> None:
         if phase == "end":
             self._open.clear()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: str) -> None:
         if self.failed is None:
-            self.failed = f"{type(error).__name__}: {error}"
+            self.failed = error
             logger.warning("level full goes on without backward spans of modules: %s", self.failed)
 
 
-class _Forward:
-    """Stands for a module's ``forward``, which is ``__wrapped__``."""
+def _forward(path: str, number: int) -> Callable[[], AbstractContextManager[None]]:
+    """The span of a call of the module at ``path``; each event has a dict of its own."""
+    return lambda: events.described("module", {"module": path, "direction": "forward", "number": number})
 
-    def __init__(self, call: Callable[..., Any], inner: Callable[..., Any]) -> None:
-        # Takes over the attributes of what it wraps, which may be of this class: ours come last.
-        update_wrapper(self, inner)
-        self._call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+def _backward(open_: _Open, path: str, number: int) -> Callable[[bool], None]:
+    def arrived(begins: bool) -> None:
+        if begins:
+            open_.begin(path, number)
+        else:
+            open_.end(path)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copied module computes with its own weights, and is not watched.
-        return deepcopy(self.__wrapped__, memo)  # type: ignore[attr-defined]
+    return arrived
 
 
 class _Open:
@@ -240,13 +164,3 @@ class _Open:
             _, span, _ = self._open.pop()
             if self._thread == get_ident():
                 span.__exit__(None, None, None)
-
-
-def _node(values: Iterable[Any]) -> Any:
-    """The graph's node that made the first of ``values`` that has one."""
-    for value in values:
-        if isinstance(value, Tensor):
-            node = value.grad_fn
-            if node is not None:
-                return node
-    return None

@@ -24,7 +24,7 @@ router     logits, scores and choices of an expert router
 from .attention import AttentionInputs, attention_inputs
 from .loss import LossBlock, loss_blocks
 from .modules import Call, Watch, change, watch
-from .names import layer_of, named_modules, whole_path
+from .names import layer_of, named_modules, whole_name, whole_path
 from .progress import current_chunk, current_microbatch, is_recomputing
 from .router import RouterScores, router_scores
 
@@ -44,5 +44,6 @@ __all__ = [
     "named_modules",
     "router_scores",
     "watch",
+    "whole_name",
     "whole_path",
 ]

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from threading import RLock
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -79,18 +79,25 @@ class Watch:
         self._closing.append(action)
 
     def tell(self, callback: Callable[..., Any], *args: Any) -> Any:
-        """``callback(*args)`` without gradients; what it raises closes the tap, is told once, and None is
-        returned."""
+        """``callback(*args)``; what it raises closes the tap, is told once, and None is returned."""
         if self.closed:
             return None
         try:
-            with torch.no_grad():
-                return callback(*args)
+            return callback(*args)
         except Exception as error:
             if self._raises:
                 raise
             self.fail(error)
             return None
+
+    def leave(self, manager: AbstractContextManager[Any], *how: Any) -> None:
+        """The same for the exit of ``manager``, also where the tap was closed within."""
+        try:
+            manager.__exit__(*how)
+        except Exception as error:
+            if self._raises:
+                raise
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Close because of ``error`` and say so once."""
@@ -123,6 +130,7 @@ def watch(
     backward: Callable[[bool], None] | None = None,
     method: str = "forward",
     recomputed: bool = False,
+    live: bool = False,
     whole_output: bool = False,
     errors: Literal["close", "raise"] = "close",
     told: Callable[[str], None] | None = None,
@@ -148,13 +156,15 @@ def watch(
 
     The output layer of a blocked loss returns no logits: ``after`` and ``output_gradient`` are not called
     then (``loss_blocks`` gives them). ``whole_output`` asks for them: it switches the blocked loss off.
-    ``method`` is another method of the module than ``forward``, to be watched in its place.
+    ``method`` is another method of the module than ``forward``, to be watched in its place. ``live`` hands
+    the run's own tensors to ``before`` and ``after``, for a watch that knows a tensor by identity or
+    hooks it.
     """
     made = _ModuleWatch(_named(module), told, errors)
     made.before, made.after = before, after
     made.output_gradient, made.input_gradient = output_gradient, input_gradient
     made.around, made.backward = around, backward
-    made.recomputed, made.whole_output = recomputed, whole_output
+    made.recomputed, made.live, made.whole_output = recomputed, live, whole_output
     _attach(module, method, made)
     return made
 
@@ -198,19 +208,8 @@ class _ModuleWatch(Watch):
     changed_output: Callable[[Call, Any], Any] | None = None
     changed_gradient: Callable[[Call, Tensor, int], Tensor | None] | None = None
     recomputed = False
+    live = False
     whole_output = False
-
-    def change(self, callback: Callable[..., Any], *args: Any) -> Any:
-        """As ``tell``, with gradients as the run has them."""
-        if self.closed:
-            return None
-        try:
-            return callback(*args)
-        except Exception as error:
-            if self._raises:
-                raise
-            self.fail(error)
-            return None
 
 
 _changing = RLock()
@@ -329,23 +328,15 @@ class _Plan:
 
         self.befores = with_("before")
         self.afters = with_("after")
-        self.arounds = with_("around")
+        self.arounds = with_("around")[::-1]
         self.backwards = with_("backward")
         self.input_changes = with_("changed_input")
         self.output_changes = with_("changed_output")
         self.input_gradients = with_("input_gradient")
         # Those that change a gradient come first: the others see what it was changed to.
         self.gradients = (*with_("changed_gradient"), *with_("output_gradient"))
-        self.counts = any(
-            (
-                self.befores,
-                self.afters,
-                self.input_changes,
-                self.output_changes,
-                self.input_gradients,
-                self.gradients,
-            )
-        )
+        inputs = (*self.befores, *self.input_changes, *self.input_gradients)
+        self.counts = bool(inputs or self.afters or self.output_changes or self.gradients)
 
 
 def _run(
@@ -356,93 +347,102 @@ def _run(
     kwargs: dict[str, Any],
     hidden: bool = False,
 ) -> Any:
+    """``inner`` on the arguments, seen by the taps of ``plan``; its output is not, where it is ``hidden``."""
+    if not plan.counts:
+        return _timed(plan, inner, args, kwargs, hidden)
     recomputing = progress.is_recomputing()
-    call = _call(tap, recomputing) if plan.counts else None
-    for each in plan.input_changes:
-        replaced_ = each.change(each.changed_input, call, args, kwargs)
-        if replaced_ is not None:
-            args, kwargs = replaced_
-    with_gradients = torch.is_grad_enabled()
-    if plan.befores:
-        seen: Any = None
-        for each in plan.befores:
-            if each.recomputed or not recomputing:
-                seen = detached((args, kwargs)) if seen is None else seen
-                each.tell(each.before, call, *seen)
-    if with_gradients and plan.input_gradients:
-        for index, tensor in enumerate(tensors((args, kwargs))):
-            if tensor.requires_grad:
-                for each in plan.input_gradients:
-                    _hook(each, each.input_gradient, call, tensor, index)
-    inputs = (*args, *kwargs.values())
-    marked = [each for each in plan.backwards if with_gradients and _mark(each, False, inputs)]
-    output = _within(plan.arounds, inner, args, kwargs) if plan.arounds else inner(*args, **kwargs)
-    if hidden:
-        return output
-    for each in plan.output_changes:
-        other = each.change(each.changed_output, call, output)
-        output = output if other is None else other
-    for each in marked:
-        _mark(each, True, output if isinstance(output, tuple | list) else (output,))
-    if with_gradients and plan.gradients:
-        for index, tensor in enumerate(tensors(output)):
-            if tensor.requires_grad:
-                for each in plan.gradients:
-                    if each.changed_gradient is not None:
-                        _hook_change(each, call, tensor, index)
-                    if each.output_gradient is not None:
-                        _hook(each, each.output_gradient, call, tensor, index)
-    if plan.afters:
-        seen = None
-        for each in plan.afters:
-            if each.recomputed or not recomputing:
-                seen = (detached(output),) if seen is None else seen
-                each.tell(each.after, call, *seen)
-    return output
-
-
-def _call(tap: Tapped, recomputing: bool) -> Call:
-    return Call(
+    call = Call(
         tap.module,
         progress.current_microbatch(),
         progress.current_chunk(),
         progress.ordinal(tap, recomputing),
         recomputing,
     )
+    for each in plan.input_changes:
+        other = each.tell(each.changed_input, call, args, kwargs)
+        if other is not None:
+            args, kwargs = other
+    with_gradients = torch.is_grad_enabled()
+    if plan.befores:
+        _tell_all(plan.befores, "before", call, (args, kwargs))
+    if with_gradients and plan.input_gradients:
+        _hook_all(plan.input_gradients, "input_gradient", call, (args, kwargs))
+    output = _timed(plan, inner, args, kwargs, hidden)
+    if hidden:
+        return output
+    for each in plan.output_changes:
+        other = each.tell(each.changed_output, call, output)
+        output = output if other is None else other
+    if with_gradients and plan.gradients:
+        _hook_all(plan.gradients, "output_gradient", call, output)
+    if plan.afters:
+        _tell_all(plan.afters, "after", call, (output,))
+    return output
 
 
-def _hook(watch: Watch, callback: Gradient, call: Call | None, tensor: Tensor, index: int) -> None:
-    def arrived(gradient: Tensor) -> None:
+def _tell_all(watches: tuple[_ModuleWatch, ...], name: str, call: Call, values: tuple[Any, ...]) -> None:
+    seen = None
+    with torch.no_grad():
+        for each in watches:
+            if call.recomputing and not each.recomputed:
+                continue
+            if each.live:
+                each.tell(getattr(each, name), call, *values)
+                continue
+            if seen is None:
+                seen = detached(values)
+            each.tell(getattr(each, name), call, *seen)
+
+
+def _hook_all(watches: tuple[_ModuleWatch, ...], name: str, call: Call, values: Any) -> None:
+    for index, tensor in enumerate(tensors(values)):
+        if not tensor.requires_grad:
+            continue
+        for each in watches:
+            if name == "output_gradient" and each.changed_gradient is not None:
+                tensor.register_hook(partial(_changed, each, call, index))
+            elif not each.closed:
+                tensor.register_hook(partial(_arrived, each, getattr(each, name), call, index))
+
+
+def _arrived(watch: Watch, callback: Gradient, call: Call, index: int, gradient: Tensor) -> None:
+    with torch.no_grad():
         watch.tell(callback, call, gradient.detach(), index)
 
-    tensor.register_hook(arrived)
+
+def _changed(watch: _ModuleWatch, call: Call, index: int, gradient: Tensor) -> Tensor | None:
+    other: Tensor | None = watch.tell(watch.changed_gradient, call, gradient, index)  # type: ignore[arg-type]
+    return other
 
 
-def _hook_change(watch: _ModuleWatch, call: Call | None, tensor: Tensor, index: int) -> None:
-    def arrived(gradient: Tensor) -> Tensor | None:
-        other: Tensor | None = watch.change(watch.changed_gradient, call, gradient, index)  # type: ignore[arg-type]
-        return other
-
-    tensor.register_hook(arrived)
-
-
-def _within(
-    watches: tuple[Any, ...], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _timed(
+    plan: _Plan, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hidden: bool
 ) -> Any:
-    """``inner`` inside of what the ``around`` of ``watches`` give, the first of them innermost."""
-    entered: list[tuple[Watch, AbstractContextManager[Any]]] = []
-    for each in reversed(watches):
-        manager = each.tell(_entered, each.around)
-        if manager is not None:
-            entered.append((each, manager))
-    try:
+    """``inner`` within what the taps' ``around`` give, the first opened innermost; backward's moments."""
+    marked: list[_ModuleWatch] = []
+    if plan.backwards and torch.is_grad_enabled():
+        # Both ends of its backward must be seen, or it has none here.
+        values = (*args, *kwargs.values()) if kwargs else args
+        marked = [each for each in plan.backwards if _mark(each, False, values)]
+    if not plan.arounds:
         output = inner(*args, **kwargs)
-    except BaseException as error:
+    else:
+        entered = []
+        for each in plan.arounds:
+            manager = each.tell(_entered, each.around)
+            if manager is not None:
+                entered.append((each, manager))
+        try:
+            output = inner(*args, **kwargs)
+        except BaseException as error:
+            for each, manager in reversed(entered):
+                each.leave(manager, type(error), error, error.__traceback__)
+            raise
         for each, manager in reversed(entered):
-            _left(each, manager, type(error), error, error.__traceback__)
-        raise
-    for each, manager in reversed(entered):
-        _left(each, manager, None, None, None)
+            each.leave(manager, None, None, None)
+    if not hidden:
+        for each in marked:
+            _mark(each, True, output if isinstance(output, tuple | list) else (output,))
     return output
 
 
@@ -450,15 +450,6 @@ def _entered(around: Callable[[], AbstractContextManager[Any]]) -> AbstractConte
     manager = around()
     manager.__enter__()
     return manager
-
-
-def _left(watch: Watch, manager: AbstractContextManager[Any], *how: Any) -> None:
-    try:
-        manager.__exit__(*how)
-    except Exception as error:
-        if watch._raises:
-            raise
-        watch.fail(error)
 
 
 # Moments of backward, without a tensor: before a node of the graph runs. There is one list for each node of

@@ -39,7 +39,7 @@ def named_modules(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str
     for chunk in _listed(chunks):
         bare = unwrapped(chunk)
         for local, module in bare.named_modules():
-            yield numbered(bare, local), module
+            yield whole_name(bare, local), module
 
 
 def layer_of(path: str) -> int | None:
@@ -49,7 +49,7 @@ def layer_of(path: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def numbered(model: nn.Module, local: str) -> str:
+def whole_name(model: nn.Module, local: str) -> str:
     """``local``, the path of a module or parameter of the unwrapped ``model``, with its layer's number in
     the whole model."""
     found = _LAYER.match(local)
