@@ -55,5 +55,9 @@ class ScanError(MtMegatronError):
     """A trace is missing, damaged, or not what was asked for."""
 
 
+class ScopeError(MtMegatronError):
+    """A recording of MegaScope is missing, damaged, or not what was asked for."""
+
+
 DIVERGENCE_ADVICE = "Look at this iteration's data, lower --lr, or train in fp32 to see where it starts"
 """What a message about numbers that are not finite proposes."""

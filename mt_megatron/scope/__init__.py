@@ -1,4 +1,5 @@
 """MegaScope: what happens inside a training, recorded and shown while it runs.
 
-format  wire frames, partial statistics and how they combine
+format     wire frames, partial statistics and how they combine
+recording  SQLite file of each node, written and read
 """

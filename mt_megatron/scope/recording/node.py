@@ -1,0 +1,139 @@
+"""One node's file, open to read: queries from any thread; sessions of all nodes as one row."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.errors import ScopeError
+
+from .data import Session
+from .schema import connect_reader
+
+
+class NodeFile:
+    """A read-only connection. Raises ``ScopeError`` where the file is damaged, also later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._connection = connect_reader(path)
+        self._lock = threading.Lock()
+        about = dict(self.rows("SELECT key, value FROM about"))
+        self.node = int(about.get("node", 0))
+        self.host = str(about.get("host", ""))
+        self._sessions: dict[tuple[str, int], int] = {}
+        self._paths: dict[str, int] = {}
+        self._entries: dict[tuple[str, str], int] = {}
+
+    def rows(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of a query."""
+        try:
+            with self._lock:
+                return self._connection.execute(statement, values).fetchall()
+        except sqlite3.ProgrammingError as error:
+            raise ScopeError(f"the recording {self.path} is closed ({error}); open it again") from error
+        except sqlite3.DatabaseError as error:
+            raise ScopeError(
+                f"{self.path} cannot be read ({error}); copy it again with its -wal file beside it"
+            ) from error
+
+    def session(self, session: Session) -> int | None:
+        """This file's number of ``session``; None where it has none."""
+        key = (session.name, session.attempt)
+        if key not in self._sessions:
+            found = self.rows("SELECT id FROM session WHERE name=? AND attempt=?", key)
+            if not found:
+                return None
+            self._sessions[key] = int(found[0][0])
+        return self._sessions[key]
+
+    def entry(self, path: str, statistic: str) -> int | None:
+        """This file's number of a statistic of a module; None where it has none."""
+        key = (path, statistic)
+        if key not in self._entries:
+            found = self.rows(
+                "SELECT entry.id FROM entry JOIN path ON path.id = entry.path WHERE text=? AND statistic=?",
+                key,
+            )
+            if not found:
+                return None
+            self._entries[key] = int(found[0][0])
+        return self._entries[key]
+
+    def path_id(self, path: str) -> int | None:
+        """This file's number of a path; None where it has none."""
+        if path not in self._paths:
+            found = self.rows("SELECT id FROM path WHERE text=?", (path,))
+            if not found:
+                return None
+            self._paths[path] = int(found[0][0])
+        return self._paths[path]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._connection.close()
+
+
+@dataclass(kw_only=True)
+class _Merged:
+    started_ns: int
+    world_size: int
+    first_step: int | None
+    ranks: set[int]
+
+
+def merged_sessions(nodes: Sequence[NodeFile]) -> tuple[Session, ...]:
+    """Sessions of all ``nodes``, oldest first: when a session started says the first node that has it.
+
+    A session that recorded steps replaces those of earlier ones from its first step on: the run went on from
+    there. What was replaced stays readable under its session's number.
+    """
+    merged: dict[tuple[str, int], _Merged] = {}
+    for node in nodes:
+        ranks: dict[int, set[int]] = {}
+        for session, rank in node.rows("SELECT session, rank FROM rank"):
+            ranks.setdefault(session, set()).add(rank)
+        columns = "id, name, attempt, started_ns, world_size, first_step"
+        for number, name, attempt, started, world, first in node.rows(f"SELECT {columns} FROM session"):
+            one = merged.setdefault(
+                (name, attempt),
+                _Merged(started_ns=started, world_size=world, first_step=None, ranks=set()),
+            )
+            one.ranks |= ranks.get(number, set())
+            if first is not None:
+                one.first_step = first if one.first_step is None else min(first, one.first_step)
+    ordered = sorted(merged.items(), key=lambda item: (item[1].started_ns, item[0]))
+    found: list[Session] = []
+    cut: int | None = None
+    for index in range(len(ordered) - 1, -1, -1):
+        (name, attempt), one = ordered[index]
+        found.append(
+            Session(
+                number=index,
+                name=name,
+                attempt=attempt,
+                started_ns=one.started_ns,
+                world_size=one.world_size,
+                first_step=one.first_step,
+                last_current=None if cut is None else cut - 1,
+                ranks=tuple(sorted(one.ranks)),
+            )
+        )
+        if one.first_step is not None:
+            cut = one.first_step if cut is None else min(cut, one.first_step)
+    return tuple(reversed(found))
+
+
+def loaded(text: str | None) -> dict[str, Any]:
+    """A JSON map of a file, {} for anything else."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,519 @@
+"""Recording of one node: frames of its ranks into the node's SQLite file, in one transaction a tick."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mt_megatron.scope.format.frames import FrameError
+from mt_megatron.scope.format.statistics import combined
+
+from .checks import Frame, checked
+from .combining import DERIVED_OF, Combined, Parts, fits, number
+from .retention import Retention
+from .schema import SHORT, connect_writer, is_full
+from .tensors import chunks, matrix_tiles
+
+TICK_SECONDS = 0.25
+"""Between two transactions."""
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    """What this process knows of a rank's session."""
+
+    session: int
+    name: str
+    hello: dict[str, Any]
+    schemas: dict[int, list[tuple[int, str, int]]] = field(default_factory=dict)
+    """Entry (0: ignored), statistic and length of the values that a schema lists."""
+
+    last_step: int = -1
+    last_stats: dict[int, int] = field(default_factory=dict)
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """A statistic that left its band, or a first NaN, or a dead expert."""
+
+    step: int
+    kind: str
+    path: str
+    statistic: str
+    value: float
+    low: float
+    high: float
+    text: str
+    time_ns: int = 0
+
+
+class Writer:
+    """Writes one file. Not thread-safe: one thread calls everything but the constructor.
+
+    A disk without room or a file that fails ends the recording with one line to ``say``; further frames are
+    dropped and counted then, and nothing raises.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        node: int,
+        host: str,
+        retain_bytes: int,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Raises ``ScopeError`` for a file that is not ours, ``sqlite3.Error`` and ``OSError`` where it
+        cannot be written."""
+        self._path = path
+        self._say = say
+        self._connection = connect_writer(path)
+        self._retention = Retention(self._connection, path, retain_bytes, say)
+        self._ranks: dict[int, _Rank] = {}
+        self._paths: dict[str, int] = {}
+        self._entries: dict[tuple[int, str], int] = {}
+        self._path_of: dict[int, int] = {}
+        self._expected: dict[tuple[int, int], int] = {}
+        self._lengths: dict[tuple[int, int], int] = {}
+        self._parts = Parts()
+        self._marked: set[tuple[int, int, str]] = set()
+        self._told: set[str] = set()
+        self.stopped: str | None = None
+        """Why nothing is written any more."""
+
+        self.frames = 0
+        """Written since the start."""
+
+        self.lost = 0
+        """Frames after the recording stopped, or that could not be kept."""
+
+        self._execute = self._connection.execute
+        self._execute("BEGIN IMMEDIATE")
+        self._execute(
+            "INSERT OR REPLACE INTO about VALUES ('node', ?), ('host', ?), ('opened_ns', ?)",
+            (node, host, time.time_ns()),
+        )
+        self._execute("COMMIT")
+
+    def tick(self, frames: list[tuple[int, Frame]], *, final: bool = False) -> None:
+        """Write ``frames`` (rank, frame) and the parts that are whole, in one transaction. Frames that are
+        wrong are told once for each cause and left out."""
+        if self.stopped is not None:
+            self.lost += len(frames)
+            return
+        try:
+            self._execute("BEGIN IMMEDIATE")
+            for rank, frame in frames:
+                self._take(rank, frame)
+            self._write_parts(final=final)
+            self._execute("COMMIT")
+            self.frames += len(frames)
+            self._retention.apply()
+        except (sqlite3.Error, OSError) as error:
+            self._stop(error, len(frames))
+
+    def alert(self, alert: Alert, session: tuple[str, int]) -> None:
+        """Keep an alert of the ``session`` (name, attempt); written at once."""
+        found = self._execute("SELECT id FROM session WHERE name=? AND attempt=?", session).fetchone()
+        self._outside(
+            "INSERT INTO alert(session, step, t, kind, path, statistic, value, low, high, text) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                found[0] if found else None,
+                *(alert.step, alert.time_ns or time.time_ns(), alert.kind, alert.path, alert.statistic),
+                *(alert.value, alert.low, alert.high, alert.text),
+            ),
+        )
+
+    def requested(self, texts: list[str]) -> None:
+        """Keep that the ranks were asked for ``texts``."""
+        self._outside("INSERT OR REPLACE INTO request VALUES (?, ?)", (time.time_ns(), json.dumps(texts)))
+
+    def dropped(self, source: str, rank: int, frames: int, size: int) -> None:
+        """Keep that ``source`` (``sidecar`` or ``page``) dropped ``frames`` of ``size`` bytes of ``rank`` so
+        far."""
+        known = self._ranks.get(rank) or next(iter(self._ranks.values()), None)
+        if known is not None:
+            self._outside(
+                "INSERT OR REPLACE INTO dropped VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (known.session, source, rank, max(known.last_step, 0), time.time_ns(), frames, size),
+            )
+
+    def close(self) -> None:
+        """Write what is held and close the file, without a write-ahead log beside it."""
+        self.tick([], final=True)
+        self._connection.close()
+
+    # One frame.
+
+    def _take(self, rank: int, frame: Frame) -> None:
+        try:
+            found = checked(frame)
+            self._written(rank, found)
+        except FrameError as error:
+            self.lost += 1
+            self._tell_once(f"a frame of rank {rank} is left out: {error}")
+
+    def _written(self, rank: int, frame: dict[str, Any]) -> None:
+        kind = frame["k"]
+        if kind == "hello":
+            self._hello(rank, frame)
+            return
+        known = self._ranks.get(rank)
+        if known is None:
+            raise FrameError(f"found a {kind} frame before the rank's hello")
+        if kind == "step":
+            self._step(rank, known, frame)
+        elif kind == "schema":
+            self._schema(rank, known, frame)
+        elif kind == "stats":
+            self._stats(rank, known, frame)
+        elif kind == "tensor":
+            self._tensor(rank, known, frame)
+        elif kind == "tokens":
+            self._tokens(rank, known, frame)
+        elif kind == "dropped":
+            self._execute(
+                "INSERT OR REPLACE INTO dropped VALUES (?, 'rank', ?, ?, ?, ?, ?)",
+                (
+                    known.session,
+                    rank,
+                    max(known.last_step, 0),
+                    time.time_ns(),
+                    frame["frames"],
+                    frame["bytes"],
+                ),
+            )
+        elif kind == "bye":
+            self._execute(
+                "UPDATE rank SET bye_ns=? WHERE session=? AND rank=?", (time.time_ns(), known.session, rank)
+            )
+
+    def _hello(self, rank: int, frame: dict[str, Any]) -> None:
+        if frame["rank"] != rank:
+            raise FrameError(f"found rank {frame['rank']} in a connection of rank {rank}")
+        known = self._ranks.get(rank)
+        again = known is not None and known.name == frame["session"]
+        last = self._execute("SELECT max(attempt) FROM session WHERE name=?", (frame["session"],)).fetchone()
+        attempt = known.attempt if known is not None and again else last[0] or 0
+        known = _Rank(session=0, name=frame["session"], hello=frame, attempt=attempt)
+        self._ranks[rank] = known
+        self._enter(rank, known)
+
+    def _enter(self, rank: int, known: _Rank) -> None:
+        """Rows of the rank's session and attempt."""
+        frame = known.hello
+        self._execute(
+            "INSERT OR IGNORE INTO session(name, attempt, started_ns, world_size, layout, model) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                *(known.name, known.attempt, time.time_ns(), frame["world_size"]),
+                *(json.dumps(frame["layout"]), json.dumps(frame["model"])),
+            ),
+        )
+        row = self._execute(
+            "SELECT id FROM session WHERE name=? AND attempt=?", (known.name, known.attempt)
+        ).fetchone()
+        known.session = row[0]
+        self._execute(
+            "INSERT OR REPLACE INTO rank VALUES (?, ?, ?, ?, ?, ?, NULL)",
+            (known.session, rank, json.dumps(frame["at"]), frame["host"], frame["pid"], time.time_ns()),
+        )
+        self._execute("DELETE FROM module WHERE session=? AND rank=?", (known.session, rank))
+        self._connection.executemany(
+            "INSERT INTO module VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                (known.session, rank, position, self._path_id(path), name, parameters)
+                for position, (path, name, parameters) in enumerate(frame["modules"])
+            ),
+        )
+        for entries in known.schemas.values():
+            self._declare(rank, known, entries)
+
+    def _rewound(self, rank: int, known: _Rank) -> None:
+        """A step came again within the session: what follows is another attempt at it."""
+        known.attempt += 1
+        known.last_step = -1
+        known.last_stats.clear()
+        self._enter(rank, known)
+
+    def _begun(self, known: _Rank, step: int) -> None:
+        self._execute(
+            "UPDATE session SET first_step=? WHERE id=? AND (first_step IS NULL OR first_step>?)",
+            (step, known.session, step),
+        )
+
+    def _step(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
+        step = frame["i"]
+        if step <= known.last_step:
+            self._rewound(rank, known)
+        if known.last_step < 0:
+            self._begun(known, step)
+        known.last_step = step
+        seconds, memory = frame["seconds"], frame["memory_bytes"]
+        self._execute(
+            "INSERT INTO step VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1) "
+            "ON CONFLICT(session, step) DO UPDATE SET t=min(t, excluded.t), "
+            "seconds=max(ifnull(seconds, excluded.seconds), ifnull(excluded.seconds, seconds)), "
+            "loss=ifnull(loss, excluded.loss), grad_norm=ifnull(grad_norm, excluded.grad_norm), "
+            "lr=ifnull(lr, excluded.lr), tokens=ifnull(tokens, excluded.tokens), "
+            "tokens_per_second=ifnull(tokens_per_second, excluded.tokens_per_second), "
+            "memory_bytes=max(ifnull(memory_bytes, excluded.memory_bytes), "
+            "ifnull(excluded.memory_bytes, memory_bytes)), "
+            "skipped=max(skipped, excluded.skipped), ranks=ranks+1",
+            (
+                *(known.session, step, frame["t"], seconds, frame["loss"], frame["grad_norm"], frame["lr"]),
+                *(frame["tokens"], frame["tokens_per_second"], memory, int(frame["skipped"])),
+            ),
+        )
+        self._execute(
+            "INSERT OR REPLACE INTO rank_step VALUES (?, ?, ?, ?, ?, ?)",
+            (known.session, step, rank, frame["t"], seconds, memory),
+        )
+        self._perturbed(known, frame)
+
+    def _perturbed(self, known: _Rank, frame: Mapping[str, Any]) -> None:
+        text = frame["perturbed"]
+        if text is not None and (known.session, frame["i"], text) not in self._marked:
+            self._marked.add((known.session, frame["i"], text))
+            self._execute(
+                "INSERT OR IGNORE INTO perturbed VALUES (?, ?, ?)", (known.session, frame["i"], text)
+            )
+
+    # Statistics.
+
+    def _schema(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
+        entries = []
+        for path, statistic, length in frame["entries"]:
+            if not fits(statistic, length):
+                self._tell_once(
+                    f"rank {rank} sends {statistic!r} of {length} elements, which this version "
+                    "does not know: it is left out"
+                )
+                entries.append((0, statistic, length))
+            else:
+                entries.append((self._entry_id(self._path_id(path), statistic), statistic, length))
+        known.schemas[frame["id"]] = entries
+        self._declare(rank, known, entries)
+
+    def _declare(self, rank: int, known: _Rank, entries: list[tuple[int, str, int]]) -> None:
+        for index, (entry, statistic, length) in enumerate(entries):
+            if not entry:
+                continue
+            key = (known.session, entry)
+            if self._lengths.setdefault(key, length) != length:
+                self._tell_once(
+                    f"rank {rank} sends {statistic!r} of {length} elements, other ranks "
+                    f"{self._lengths[key]}: its part is left out"
+                )
+                entries[index] = (0, statistic, length)
+                continue
+            new = self._execute(
+                "INSERT OR IGNORE INTO declared VALUES (?, ?, ?, ?)", (known.session, entry, rank, length)
+            ).rowcount
+            if key not in self._expected:
+                row = self._execute("SELECT count(*) FROM declared WHERE session=? AND entry=?", key)
+                self._expected[key] = row.fetchone()[0]
+            elif new > 0:
+                self._expected[key] += 1
+
+    def _stats(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
+        entries = known.schemas.get(frame["id"])
+        values, step = frame["values"], frame["i"]
+        if entries is None:
+            raise FrameError(f"found statistics of the schema {frame['id']}, which the rank has not sent")
+        length = sum(entry[2] for entry in entries)
+        if len(values) != length:
+            raise FrameError(f"found {len(values)} values of a schema of {length}")
+        if step <= known.last_stats.get(frame["id"], -1):
+            self._rewound(rank, known)
+        if not known.last_stats:
+            self._begun(known, step)
+        known.last_stats[frame["id"]] = step
+        now, at = time.monotonic(), 0
+        for entry, statistic, length in entries:
+            if entry:
+                self._parts.add(known.session, step, entry, statistic, values[at : at + length], now)
+            at += length
+        self._execute("INSERT OR IGNORE INTO sampled VALUES (?, ?, ?)", (known.session, step, time.time_ns()))
+        self._perturbed(known, frame)
+
+    def _write_parts(self, *, final: bool) -> None:
+        for each in self._parts.ready(self._expected, time.monotonic(), final=final):
+            self._write_value(each)
+
+    def _write_value(self, new: Combined) -> None:
+        key = (new.entry, new.session, new.step)
+        part, parts = new.part, new.parts
+        row = self._execute(
+            "SELECT parts, part FROM value WHERE entry=? AND session=? AND step=?", key
+        ).fetchone()
+        if row is not None:
+            kept = row[1]
+            if kept is None:
+                found = self._execute(
+                    "SELECT part FROM vector WHERE entry=? AND session=? AND step=?", key
+                ).fetchone()
+                kept = None if found is None else found[0]
+            if kept is None:
+                return  # thinned since: a late part can no longer be added
+            part, parts = combined(new.statistic, [np.frombuffer(kept, "<f8"), part]), parts + row[0]
+        raw = np.ascontiguousarray(part, "<f8").tobytes()
+        short = len(part) <= SHORT
+        self._execute(
+            "INSERT OR REPLACE INTO value VALUES (?, ?, ?, ?, ?, ?)",
+            (*key, parts, number(new.statistic, part), raw if short else None),
+        )
+        if not short:
+            self._execute("INSERT OR REPLACE INTO vector VALUES (?, ?, ?, ?)", (*key, raw))
+        for derived in DERIVED_OF.get(new.statistic, ()):
+            entry = self._derived_entry(new, derived)
+            self._execute(
+                "INSERT OR REPLACE INTO value VALUES (?, ?, ?, ?, ?, NULL)",
+                (entry, new.session, new.step, parts, number(derived, part)),
+            )
+
+    def _derived_entry(self, source: Combined, statistic: str) -> int:
+        path = self._path_of[source.entry]
+        known = (path, statistic) in self._entries
+        entry = self._entry_id(path, statistic)
+        if not known or (source.session, entry) not in self._expected:
+            self._execute(
+                "INSERT OR IGNORE INTO declared SELECT session, ?, rank, 1 FROM declared "
+                "WHERE session=? AND entry=?",
+                (entry, source.session, source.entry),
+            )
+            self._expected[source.session, entry] = self._expected[source.session, source.entry]
+        return entry
+
+    # Tensors and tokens.
+
+    def _tensor(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
+        if self._retention.full_of_tensors:
+            self.lost += 1
+            return
+        data, indices = frame["data"], json.dumps(frame["index"], separators=(",", ":"))
+        key = (
+            known.session,
+            frame["i"],
+            self._path_id(frame["path"]),
+            frame["what"],
+            frame["microbatch"],
+            indices,
+        )
+        self._execute(
+            "INSERT OR IGNORE INTO tensor(session, step, path, what, microbatch, indices, shape, perturbed, "
+            "bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            (*key, json.dumps(frame["shape"]), frame["perturbed"]),
+        )
+        tensor, shape = self._execute(
+            "SELECT id, shape FROM tensor WHERE session=? AND step=? AND path=? AND what=? AND microbatch=? "
+            "AND indices=?",
+            key,
+        ).fetchone()
+        if shape != json.dumps(frame["shape"]):
+            raise FrameError(
+                f"found a shard of {frame['what']} of {frame['path']} within {list(frame['shape'])}, others "
+                f"within {shape}"
+            )
+        scale, low, high = frame["scale"], frame["low"], 1
+        if scale is not None and data.size:
+            scale, low, high = matrix_tiles(scale, low, data.shape)
+        offset = json.dumps(frame["offset"])
+        old = self._execute("SELECT id FROM shard WHERE tensor=? AND offset=?", (tensor, offset)).fetchone()
+        if old is not None:
+            self._execute("DELETE FROM chunk WHERE shard=?", old)
+            self._execute("DELETE FROM shard WHERE id=?", old)
+        shard = self._execute(
+            "INSERT INTO shard(tensor, rank, offset, shape, encoding, tile_rows, error) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (tensor, rank, offset, json.dumps(data.shape), frame["encoding"], high, frame["error"]),
+        ).lastrowid
+        size = 0
+        for each in chunks(
+            frame["encoding"], data, scale, low, whole=frame["shape"], offset=frame["offset"], high=high
+        ):
+            size += len(each.data) + len(each.scale or b"") + len(each.low or b"")
+            self._execute(
+                "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (shard, each.level, each.first, each.rows, each.columns, each.data, each.scale, each.low),
+            )
+        self._execute("UPDATE tensor SET bytes=bytes+? WHERE id=?", (size, tensor))
+        self._perturbed(known, frame)
+
+    def _tokens(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
+        if self._retention.full_of_tensors:
+            self.lost += 1
+            return
+        top = frame["top_ids"]
+
+        def raw(array: Any, dtype: str) -> bytes | None:
+            return None if array is None else np.ascontiguousarray(array, dtype).tobytes()
+
+        self._execute(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(known.session, frame["i"], self._path_id(frame["path"]), rank, frame["microbatch"]),
+                *(frame["sample"], frame["position"], frame["parts"], len(frame["ids"])),
+                *(0 if top is None else top.shape[1], raw(frame["ids"], "<i8")),
+                *(raw(frame["loss"], "<f4"), raw(frame["entropy"], "<f4"), raw(frame["lse"], "<f4")),
+                *(raw(top, "<i8"), raw(frame["top_logprobs"], "<f4")),
+            ),
+        )
+
+    # Names.
+
+    def _path_id(self, text: str) -> int:
+        found = self._paths.get(text)
+        if found is None:
+            self._execute("INSERT OR IGNORE INTO path(text) VALUES (?)", (text,))
+            found = self._paths[text] = self._execute("SELECT id FROM path WHERE text=?", (text,)).fetchone()[
+                0
+            ]
+        return found
+
+    def _entry_id(self, path: int, statistic: str) -> int:
+        found = self._entries.get((path, statistic))
+        if found is None:
+            key = (path, statistic)
+            self._execute("INSERT OR IGNORE INTO entry(path, statistic) VALUES (?, ?)", key)
+            row = self._execute("SELECT id FROM entry WHERE path=? AND statistic=?", key).fetchone()
+            found = self._entries[key] = row[0]
+            self._path_of[found] = path
+        return found
+
+    # Troubles.
+
+    def _outside(self, statement: str, values: tuple[Any, ...]) -> None:
+        """A statement of its own transaction."""
+        if self.stopped is None:
+            try:
+                self._execute(statement, values)
+            except sqlite3.Error as error:
+                self._stop(error, 0)
+
+    def _stop(self, error: Exception, lost: int) -> None:
+        self.lost += lost
+        self.stopped = "the disk is full" if is_full(error) else str(error)
+        try:
+            if self._connection.in_transaction:
+                self._execute("ROLLBACK")
+        except sqlite3.Error:
+            pass
+        self._say(
+            f"scope: {self._path} is written no further ({self.stopped}); training goes on, what was "
+            "recorded stays"
+        )
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told and len(self._told) < 100:
+            self._told.add(text)
+            self._say(f"scope: {text}")
