@@ -59,6 +59,9 @@ class RunShape:
     """Of attention maps [tokens, tokens], one for each of ``attention_heads``; 0: none."""
 
     attention_heads: int = 2
+    attention_layers: int = 1
+    """First layers that have maps."""
+
     session: str = "first"
     seed: int = 1
     perturbed: tuple[int, int] | None = None
@@ -311,10 +314,10 @@ def attention_map(shape: RunShape, step: int, head: int) -> NDArray[np.float32]:
     size = shape.attention_tokens
     row = np.arange(size, dtype=np.float32)[:, None]
     column = np.arange(size, dtype=np.float32)[None, :]
-    away = row - column
+    away = np.maximum(row - column, 0)
     values = np.exp(-away / (16.0 + 64.0 * head)) + 0.3 * np.exp(-np.abs(away - size / 4) / 8)
     values[:, 0] += 1.0
-    values *= away >= 0
+    values *= row >= column
     values *= 1 + 0.2 * np.sin(row / 37 + step)
     return (values / values.sum(axis=1, keepdims=True)).astype(np.float32)
 
@@ -367,7 +370,7 @@ def tensor_frames(shape: RunShape, rank: int, step: int) -> Iterator[tuple[Frame
             },
             whole,
         )
-        if shape.attention_tokens:
+        if shape.attention_tokens and layer < shape.attention_layers:
             for head in range(at["tp"], shape.attention_heads, shape.tp):
                 yield from _attention_frames(shape, step, layer, head, common)
 

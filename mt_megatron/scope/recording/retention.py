@@ -26,7 +26,7 @@ _MOST_ROUNDS = 200
 
 
 _TENSOR_SHARE = 0.5
-"""Of the bound: above it even the newest tensors go before vectors and scalars are thinned."""
+"""Of the bound: above it single tensors of the newest steps go before vectors and scalars are thinned."""
 
 _GONE = "(session, step) IN (SELECT session, step FROM temp.gone)"
 
@@ -122,9 +122,7 @@ class Retention:
             self.full_of_tensors = False
             return
         self._thin(_TENSORS, _TENSORS.keep)
-        kept = self._connection.execute("SELECT sum(bytes) FROM tensor").fetchone()[0] or 0
-        if kept > _TENSOR_SHARE * self._most:
-            self._thin(_TENSORS, 0)
+        self._remove_single_tensors()
         for kind in _OTHERS:
             self._thin(kind, kind.keep)
         self._connection.execute("PRAGMA incremental_vacuum").fetchall()
@@ -145,6 +143,40 @@ class Retention:
                 return
             self._remove(kind, gone)
 
+    def _remove_single_tensors(self) -> None:
+        """Of steps that alone are too large, the tensors that came first."""
+        execute = self._connection.execute
+        kept = execute("SELECT sum(bytes) FROM tensor").fetchone()[0] or 0
+        excess = min(kept - _TENSOR_SHARE * self._most, self.used_bytes() - TARGET * self._most)
+        gone: list[tuple[int, int, int]] = []
+        while excess > 0:
+            row = execute(
+                "SELECT id, step, bytes FROM tensor WHERE id>? ORDER BY id LIMIT 1",
+                (gone[-1][0] if gone else 0,),
+            ).fetchone()
+            if row is None:
+                break
+            gone.append(row)
+            excess -= row[2]
+        if not gone:
+            return
+        numbers = [(each[0],) for each in gone]
+        execute("BEGIN IMMEDIATE")
+        self._connection.executemany(
+            "DELETE FROM chunk WHERE shard IN (SELECT id FROM shard WHERE tensor=?)", numbers
+        )
+        self._connection.executemany("DELETE FROM shard WHERE tensor=?", numbers)
+        self._connection.executemany("DELETE FROM tensor WHERE id=?", numbers)
+        steps = [each[1] for each in gone]
+        self._note("tensors", len(set(steps)), steps)
+        execute("COMMIT")
+
+    def _note(self, kind: str, count: int, steps: Sequence[int]) -> None:
+        self._connection.execute(
+            "INSERT OR REPLACE INTO thinned VALUES (?, ?, ?, ?, ?)",
+            (time.time_ns(), kind, count, min(steps), max(steps)),
+        )
+
     def _remove(self, kind: _Kind, steps: Sequence[tuple[int, int]]) -> None:
         execute = self._connection.execute
         execute(
@@ -155,11 +187,7 @@ class Retention:
         self._connection.executemany("INSERT INTO temp.gone VALUES (?, ?)", steps)
         for statement in kind.remove:
             execute(statement)
-        numbers = [step for _, step in steps]
-        execute(
-            "INSERT OR REPLACE INTO thinned VALUES (?, ?, ?, ?, ?)",
-            (time.time_ns(), kind.name, len(steps), min(numbers), max(numbers)),
-        )
+        self._note(kind.name, len(steps), [step for _, step in steps])
         execute("COMMIT")
 
 
