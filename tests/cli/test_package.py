@@ -27,7 +27,7 @@ DISTRIBUTION = {"yaml": "pyyaml", "megatron": "megatron-core"}
 
 GUARDED = {
     *("zarr", "tensorstore", "torch_musa", "pymtml", "apex", "transformer_engine"),
-    *("sentencepiece", "zstandard", "pyarrow", "tensorboard", "wandb", "pyverbs"),
+    *("sentencepiece", "zstandard", "pyarrow", "tensorboard", "wandb", "trackio", "pyverbs"),
 }
 """Imports of software that is optional: only where it is installed."""
 

@@ -127,6 +127,9 @@ class Steps:
     memory_bytes: Floats
     """Of the rank with most."""
 
+    ranks: Integers
+    """Ranks that reported the step."""
+
     skipped: NDArray[np.bool_]
     perturbed: NDArray[np.bool_]
 

@@ -220,6 +220,6 @@ def keeps_shared_memory(folder: Path) -> bool:
     return kind in _LOCAL
 
 
-def cleared_host() -> str:
+def this_host() -> str:
     """Name of this machine."""
     return os.uname().nodename

@@ -196,7 +196,8 @@ class Recording:
         merged: dict[tuple[int, int], list[float | None]] = {}
         for node, own, each, low, high in self._ranges(first, last, session):
             for step, *row in node.rows(
-                f"SELECT step, t, {columns}, skipped FROM step WHERE session=? AND step BETWEEN ? AND ?",
+                f"SELECT step, t, {columns}, skipped, ranks FROM step WHERE session=? "
+                "AND step BETWEEN ? AND ?",
                 (own, low, high),
             ):
                 key = (step, each.number)
@@ -219,6 +220,7 @@ class Recording:
             tokens=column(5),
             tokens_per_second=column(6),
             memory_bytes=column(7),
+            ranks=np.asarray([row[9] for row in table], np.int64),
             skipped=np.asarray([bool(row[8]) for row in table], np.bool_),
             perturbed=are_marked(keys, marks),
         )
@@ -482,9 +484,10 @@ def _chosen(sessions: tuple[Session, ...], session: int) -> Session:
 
 
 def _one_step(one: list[float | None], other: list[float | None]) -> list[float | None]:
-    """Rows t, seconds, loss, grad_norm, lr, tokens, tokens/s, memory, skipped of two nodes as one."""
+    """Rows t, seconds, loss, grad_norm, lr, tokens, tokens/s, memory, skipped, ranks of two nodes as one."""
     found = [a if a is not None else b for a, b in zip(one, other, strict=True)]
     for index, choose in ((0, min), (1, max), (7, max), (8, max)):
         present = [each[index] for each in (one, other) if each[index] is not None]
         found[index] = choose(present) if present else None  # type: ignore[type-var]
+    found[9] = (one[9] or 0) + (other[9] or 0)
     return found

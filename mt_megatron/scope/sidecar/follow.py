@@ -1,0 +1,273 @@
+"""Reads the merged recording of all nodes while it grows: events for the page, alerts, sinks.
+
+Runs in a thread of node 0's sidecar. Steps are taken in order, each once: when all ranks have reported it,
+or ``PATIENCE_SECONDS`` after the last news of it, with what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mt_megatron.scan.format.permissions import open_private
+from mt_megatron.scope.recording.data import Session, Steps, Value
+from mt_megatron.scope.recording.files import ScopeFiles
+from mt_megatron.scope.recording.reader import Recording, open_recording
+from mt_megatron.scope.recording.writer import Alert, Writer
+
+from .alerts import AlertModel, as_map
+from .keeper import Keeper
+from .sinks.base import Sink
+
+PERIOD_SECONDS = 0.25
+LARGEST_SHARE = 0.1
+"""Of one processor: where a look takes long, the next one waits longer."""
+
+PATIENCE_SECONDS = 5.0
+"""A step that lacks ranks is taken after this time: a rank or its node has no recording."""
+
+MOST_STEPS = 256
+"""Taken in one look."""
+
+_COLUMNS = ("seconds", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "memory_bytes")
+
+
+class Follower:
+    """One run's followers: ``look`` once in a while, or ``start`` a thread that does."""
+
+    def __init__(
+        self,
+        files: ScopeFiles,
+        *,
+        keeper: Keeper | None = None,
+        publish: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        sinks: Sequence[Sink] = (),
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._files = files
+        self._keeper = keeper
+        self._publish = publish
+        self._sinks = list(sinks)
+        self._say = say
+        self._recording: Recording | None = None
+        self._model = AlertModel()
+        self._session = -1
+        self._step = self._sample = -1
+        self._waiting: dict[str, tuple[int, float]] = {}
+        self._tensors: dict[str, int] = {}
+        self._token_steps: set[int] = set()
+        self._drops: dict[tuple[str, int], int] = {}
+        self._told: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scope-follower", daemon=True)
+
+    def start(self) -> None:
+        """Follow in a thread until ``close``."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the sinks after a last look."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        self._guarded(lambda: self.look(final=True))
+        for sink in self._sinks:
+            self._guarded(sink.close)
+        if self._recording is not None:
+            self._recording.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            began = time.process_time()
+            self._guarded(self.look)
+            used = time.process_time() - began
+            self._over.wait(max(PERIOD_SECONDS, used / LARGEST_SHARE))
+
+    def _guarded(self, what: Callable[[], None]) -> None:
+        """Whatever goes wrong here is told once and costs the recording nothing."""
+        try:
+            what()
+        except Exception as error:  # noqa: BLE001 - a sink is a foreign package, the disk may fail
+            text = f"scope: {type(error).__name__}: {error}"
+            if text not in self._told and len(self._told) < 20:
+                self._told.add(text)
+                self._say(text)
+
+    def look(self, *, final: bool = False) -> None:
+        """Take what is new. Raises ``ScopeError`` where the recording cannot be read."""
+        if self._recording is None:
+            if not self._files.nodes():
+                return
+            self._recording = open_recording(self._files.root)
+        sessions = self._recording.sessions()
+        if not sessions:
+            return
+        session = sessions[-1]
+        if session.number != self._session:
+            self._session, self._step, self._sample = session.number, -1, -1
+            self._tensors.clear()
+            self._token_steps.clear()
+            self._model.restart()
+            self._model.modules(())
+        self._take_steps(self._recording, session, final=final)
+        self._take_samples(self._recording, session, final=final)
+        self._take_tensors(self._recording, session)
+        self._take_drops(self._recording)
+
+    # Steps and statistics.
+
+    def _take_steps(self, recording: Recording, session: Session, *, final: bool) -> None:
+        steps = recording.steps(first=self._step + 1, session=session.number)
+        for index in range(min(len(steps.step), 2**62 if final else MOST_STEPS)):
+            whole = int(steps.ranks[index]) >= session.world_size
+            # A later step is there: whoever lacks in this one waits for nothing.
+            if not (whole or final or self._waited("step", int(steps.step[index]))):
+                return
+            self._step = int(steps.step[index])
+            event = step_event(steps, index)
+            self._publish(event)
+            alerts = self._model.step(
+                self._step,
+                loss=float(steps.loss[index]),
+                grad_norm=float(steps.grad_norm[index]),
+                skipped=bool(steps.skipped[index]),
+                known=whole and not session.missing_ranks,
+            )
+            self._tell(alerts, session)
+            numbers = {name: event[name] for name in _COLUMNS if event[name] is not None}
+            self._sink(self._step, {f"run/{name}": value for name, value in numbers.items()})
+
+    def _take_samples(self, recording: Recording, session: Session, *, final: bool) -> None:
+        for step in recording.sampled(first=self._sample + 1, session=session.number):
+            values = recording.values(step, session=session.number, vectors=True)
+            lacking = any(each.parts < each.of for each in values) or not values
+            if not final and lacking and not self._waited("sample", step):
+                return
+            self._sample = step
+            if not values:
+                continue
+            self._publish(
+                {
+                    "k": "stats",
+                    "step": step,
+                    "session": session.number,
+                    "values": [
+                        [each.path, each.statistic, _plain(each.value), each.partial] for each in values
+                    ],
+                }
+            )
+            self._model.modules(each.path for each in recording.modules(session.number))
+            skipped = bool(recording.steps(step, step, session.number).skipped.any())
+            # Values that lack parts are no news of the training.
+            whole = [each for each in values if each.parts == each.of]
+            self._tell(self._model.statistics(step, whole, skipped=skipped), session)
+            self._sink(step, sink_names(values))
+
+    def _waited(self, what: str, step: int) -> bool:
+        """Whether ``step`` was seen first so long ago that nothing more is waited for."""
+        now = time.monotonic()
+        before = self._waiting.get(what)
+        if before is None or before[0] != step:
+            self._waiting[what] = (step, now)
+            return False
+        return now - before[1] >= PATIENCE_SECONDS
+
+    # The rest.
+
+    def _take_tensors(self, recording: Recording, session: Session) -> None:
+        for node in recording.nodes():
+            own = node.session(session)
+            last = self._tensors.get(str(node.path), 0)
+            rows = node.rows(
+                "SELECT tensor.id, step, text, what, microbatch, indices, shape FROM tensor "
+                "JOIN path ON path.id = tensor.path WHERE session=? AND tensor.id>? "
+                "ORDER BY tensor.id LIMIT 1000",
+                (own, last),
+            )
+            for number, step, path, what, microbatch, indices, shape in rows:
+                self._tensors[str(node.path)] = number
+                self._publish(
+                    {
+                        "k": "tensor",
+                        "step": step,
+                        "session": session.number,
+                        "path": path,
+                        "what": what,
+                        "microbatch": microbatch,
+                        "index": json.loads(indices),
+                        "shape": json.loads(shape),
+                    }
+                )
+        for step in recording.token_steps(session.number):
+            if step not in self._token_steps:
+                self._token_steps.add(step)
+                self._publish({"k": "tokens", "step": step, "session": session.number})
+
+    def _take_drops(self, recording: Recording) -> None:
+        for each in recording.dropped():
+            key = (each.source, each.rank)
+            if each.session == self._session and self._drops.get(key) != each.frames:
+                self._drops[key] = each.frames
+                self._publish(
+                    {
+                        "k": "dropped",
+                        "source": each.source,
+                        "rank": each.rank,
+                        "frames": each.frames,
+                        "bytes": each.bytes,
+                    }
+                )
+
+    def _tell(self, alerts: Sequence[Alert], session: Session) -> None:
+        for each in alerts:
+            alert = replace(each, time_ns=time.time_ns())
+            if self._keeper is not None:
+                self._keeper.call(partial(_kept, alert, (session.name, session.attempt)))
+            found = as_map(alert, session.number)
+            self._publish({"k": "alert", **found})
+            handle = open_private(self._files.alerts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                os.write(handle, (json.dumps(found) + "\n").encode())
+            finally:
+                os.close(handle)
+
+    def _sink(self, step: int, numbers: Mapping[str, float]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                sink.record(step, numbers)
+            except Exception as error:  # noqa: BLE001 - a foreign package: its troubles end it alone
+                self._sinks.remove(sink)
+                self._say(f"scope: nothing more goes to {sink.title} ({type(error).__name__}: {error})")
+
+
+def _kept(alert: Alert, session: tuple[str, int], writer: Writer) -> None:
+    writer.alert(alert, session)
+
+
+def step_event(steps: Steps, index: int) -> dict[str, Any]:
+    """The event ``step`` of one row of ``steps``."""
+    return {
+        "k": "step",
+        "step": int(steps.step[index]),
+        "session": int(steps.session[index]),
+        "time_ns": int(steps.time_ns[index]),
+        "skipped": bool(steps.skipped[index]),
+        "perturbed": bool(steps.perturbed[index]),
+        **{name: _plain(float(getattr(steps, name)[index])) for name in _COLUMNS},
+    }
+
+
+def sink_names(values: Sequence[Value]) -> dict[str, float]:
+    """Numbers by names as sinks group them: the statistic, then the module."""
+    return {f"{each.statistic}/{each.path or 'model'}": each.value for each in values}
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

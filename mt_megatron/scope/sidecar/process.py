@@ -1,0 +1,123 @@
+"""Starts and ends the sidecar of a node, from its local rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS_TO_END = 10.0
+"""For what waits to be written after the ranks' bye; then the process is killed."""
+
+_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """The live page."""
+
+    port: int
+    """On loopback; 0: a free one."""
+
+    token_file: Path | None = None
+
+
+class SidecarProcess:
+    """The process. That it cannot start, or has ended too early, is said once; training goes on."""
+
+    def __init__(
+        self,
+        run: Path,
+        node: int,
+        *,
+        say: Callable[[str], None],
+        ranks: int = 0,
+        retain_mib: int = 512,
+        serve: Serving | None = None,
+        sinks: Sequence[str] = (),
+        socket: Path | None = None,
+    ) -> None:
+        """``say`` gets its lines, from a thread. ``socket``: where ranks connect, in a folder that does not
+        exist or is private; by default in a new private folder under TMPDIR."""
+        self._say = say
+        self._folder: Path | None = None
+        if socket is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="mtscope-"))
+            socket = self._folder / "s"
+        self.socket = socket
+        """Path of the Unix socket; ranks can connect once it exists."""
+
+        self._command = [
+            *(sys.executable, "-m", "mt_megatron.scope.sidecar", "--run", str(run), "--socket", str(socket)),
+            *("--node", str(node), "--parent", str(os.getpid()), "--ranks", str(ranks)),
+            *("--retain-mib", str(retain_mib), *(f"--sink={sink}" for sink in sinks)),
+        ]
+        if serve is not None:
+            self._command += ["--serve", "--port", str(serve.port)]
+            self._command += [] if serve.token_file is None else ["--token-file", str(serve.token_file)]
+        self._closing = False
+        self._relay: threading.Thread | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns at once."""
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        environment["OMP_NUM_THREADS"] = "1"
+        try:
+            # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._say(f"scope: no sidecar, so nothing is recorded ({error}); training goes on")
+            return
+        self._relay = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._relay.start()
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Whether the socket is there within ``seconds``."""
+        until = time.monotonic() + seconds
+        while not self.socket.exists():
+            if self.process is None or self.process.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """End it, with what it still has to write, within ``SECONDS_TO_END``."""
+        self._closing = True
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if self._relay is not None:
+            self._relay.join(1.0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        with process.stderr as lines, contextlib.suppress(ValueError):
+            for line in lines:
+                self._say(line.decode(errors="replace").rstrip())
+        code = process.wait()
+        if not self._closing and code:
+            self._say(
+                f"scope: the sidecar ended with code {code}: nothing more is recorded; training goes on"
+            )

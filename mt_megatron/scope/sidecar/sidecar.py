@@ -1,0 +1,199 @@
+"""The sidecar of one node: socket, recording, page, requests, and when all of it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mt_megatron.errors import MtMegatronError, ScopeError
+from mt_megatron.scan.format.run_files import make_private_folder
+from mt_megatron.scope.recording.files import ScopeFiles, read_requests, scope_files, this_host
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Writer
+
+from .follow import Follower
+from .hub import Hub, ServeOptions
+from .keeper import Keeper
+from .ranks import Ranks
+from .sinks.base import made
+
+POLL_SECONDS = 1.0
+"""Between two looks at the requests."""
+
+PARENT_SECONDS = 0.5
+"""Between two looks whether the parent runs and ranks have ended."""
+
+DRAIN_SECONDS = 2.0
+"""At the end, for what ranks have sent and nobody has read."""
+
+AFTER_BYE_SECONDS = 1.0
+"""Another rank may come so long after all that came have ended."""
+
+_MISSING = "scope: no live page ({}); it needs: pip install 'mt_megatron[scope]'. Recording goes on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says."""
+
+    run: Path
+    socket: Path
+    node: int
+    parent: int | None
+    retain_mib: int = 512
+    ranks: int = 0
+    """Of this node; 0: not known."""
+
+    serve: bool = False
+    port: int = 0
+    token_file: Path | None = None
+    sinks: tuple[str, ...] = ()
+
+
+async def run_sidecar(options: Options, say: Callable[[str], None], stop: asyncio.Event) -> None:
+    """Serve the node's ranks until ``stop``, the parent's end or the ranks'.
+
+    Raises ``ScopeError`` where the socket or the recording cannot be made; whatever happens later is told to
+    ``say`` in a line.
+    """
+    files = scope_files(options.run)
+    writer = _writer(files, options, say)
+    keeper = Keeper(writer)
+    hub = Hub(files, live=True)
+    ranks = Ranks(keeper, hub, say)
+    requests = _Requests(files, ranks, keeper, hub, say)
+    hub.attach(send=ranks.command, states=ranks.states, requests_changed=requests.look)
+    try:
+        await ranks.listen(options.socket)
+    except ScopeError:
+        keeper.close()
+        raise
+    keeper.start()
+    follower: Follower | None = None
+    if options.node == 0:
+        sinks = await asyncio.to_thread(made, options.sinks, options.run, say)
+        follower = Follower(files, keeper=keeper, publish=hub.publish_soon, sinks=sinks, say=say)
+        follower.start()
+    tasks = [asyncio.create_task(requests.poll())]
+    if options.serve:
+        serve_options = ServeOptions(
+            run=options.run, port=options.port, token_file=options.token_file, say=say
+        )
+        tasks.append(asyncio.create_task(served(hub, serve_options)))
+    try:
+        await _until_the_end(options, ranks, stop)
+    finally:
+        await ranks.close(DRAIN_SECONDS)
+        # Frames that wait are written before the follower takes its last look.
+        await asyncio.to_thread(keeper.flush)
+        if follower is not None:
+            await asyncio.to_thread(follower.close)
+        hub.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(keeper.close)
+
+
+def _writer(files: ScopeFiles, options: Options, say: Callable[[str], None]) -> Writer:
+    host = this_host()
+    path = files.node(host, options.node)
+    try:
+        make_private_folder(files.root)
+        return Writer(path, node=options.node, host=host, retain_bytes=options.retain_mib << 20, say=say)
+    except (OSError, sqlite3.Error) as error:
+        raise ScopeError(
+            f"{path} cannot be written ({error}); training goes on without a recording. Make room or set "
+            "--scope-dir to another folder"
+        ) from error
+
+
+async def _until_the_end(options: Options, ranks: Ranks, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        if options.parent is not None and not is_alive(options.parent):
+            return
+        quiet = time.monotonic() - ranks.changed_at >= AFTER_BYE_SECONDS
+        if quiet and ranks.all_ended(options.ranks):
+            return
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), PARENT_SECONDS)
+
+
+async def served(hub: Hub, options: ServeOptions) -> None:
+    """Serve the page; what keeps it from being served is told in a line."""
+    try:
+        serve: Callable[..., Coroutine[Any, Any, None]] = import_module("mt_megatron.scope.web").serve
+    except (ImportError, AttributeError) as error:
+        options.say(_MISSING.format(error))
+        return
+    try:
+        await serve(hub, lambda: open_recording(hub.files.root), options)
+    except asyncio.CancelledError:
+        raise
+    except ImportError as error:
+        options.say(_MISSING.format(error))
+    except MtMegatronError as error:
+        options.say(f"scope: no live page: {error}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a web server may raise anything
+        options.say(f"scope: the live page has ended ({type(error).__name__}: {error}); recording goes on")
+
+
+class _Requests:
+    """``requests.json`` to this node's ranks, whenever it changes."""
+
+    def __init__(
+        self, files: ScopeFiles, ranks: Ranks, keeper: Keeper, hub: Hub, say: Callable[[str], None]
+    ) -> None:
+        self._files = files
+        self._ranks = ranks
+        self._keeper = keeper
+        self._hub = hub
+        self._say = say
+        self._seen: tuple[int, int, int] | None = None
+        self._texts: list[str] = []
+
+    async def poll(self) -> None:
+        """Look each second."""
+        while True:
+            self.look()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def look(self) -> None:
+        """Read the file if it changed. A damaged one is told and changes nothing."""
+        try:
+            found = self._files.requests.stat()
+        except OSError:
+            return
+        mark = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if mark == self._seen:
+            return
+        self._seen = mark
+        try:
+            texts = read_requests(self._files)
+        except (ScopeError, OSError) as error:
+            self._say(f"scope: the requests stay as they are: {error}")
+            return
+        if texts != self._texts:
+            self._texts = texts
+            self._ranks.watch(texts)
+            self._keeper.call(lambda writer: writer.requested(texts))
+            self._hub.publish({"k": "requests", "texts": texts})
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody waited for does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
