@@ -23,6 +23,7 @@ REQUIRED = {
     "pydantic": ">=2.7",
     "tokenizers": ">=0.20",
     "rich": ">=13.7",
+    "msgpack": ">=1.0.8",
 }
 """Distributions that this package needs and the versions it declares; kept equal to pyproject.toml."""
 
