@@ -1,16 +1,16 @@
 """Alerts: a statistic that leaves its band, the first value that is not finite, experts without tokens.
 
 The band follows each series: logarithms of the last ``WINDOW`` samples, a robust line through them (medians
-of both halves), the median absolute residual as spread. A sample further than ``WIDTH`` spreads and ``FLOOR``
-from the line's continuation is outside. Samples outside do not move the band; after ``ACCEPT`` of them in a
-row the series has a new level and the window starts again.
+of both halves), a spread from the median and the 90th percentile of the absolute residuals. A sample
+further than ``FLOOR`` and ``WIDTH`` spreads from the line's continuation is outside. Samples outside do not
+move the band; after ``ACCEPT`` of them in a row the series has a new level and the window starts again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,11 @@ CALM = 3
 
 DEAD_SAMPLES = 3
 """Samples in a row without a token before an expert counts as dead."""
+
+FAR = 0.9
+FAR_DEVIATIONS = 1.645
+"""Residual that 90 % do not exceed, in standard deviations of a normal distribution: heavy tails widen the
+band where they say more than the median."""
 
 SPREAD_OF_MAD = 1.4826
 """A normal distribution's standard deviation in units of its median absolute deviation."""
@@ -91,7 +96,7 @@ class Band:
         the series was inside for ``CALM`` samples. Values that are not finite are left to others."""
         if not math.isfinite(value) or value < 0:
             return None
-        middle = math.exp(float(np.median(self._window))) if self._window else value
+        middle = math.exp(_median(sorted(self._window))) if self._window else value
         if not max(value, middle) > 0:
             return None
         sample = math.log(max(value, _NEAR_ZERO * middle))
@@ -125,17 +130,22 @@ class Band:
 
     def _line(self) -> tuple[float, float]:
         """Where the next sample is expected, and half the band's width."""
-        window = np.fromiter(self._window, np.float64, len(self._window))
+        window = list(self._window)
         half = len(window) // 2
-        early, late = float(np.median(window[:half])), float(np.median(window[-half:]))
+        early, late = _median(sorted(window[:half])), _median(sorted(window[-half:]))
         slope = (late - early) / (len(window) - half)
-        place = np.arange(len(window)) - (half - 1) / 2
-        residuals = window - (early + slope * place)
-        offset = float(np.median(residuals))
-        spread = SPREAD_OF_MAD * float(np.median(np.abs(residuals - offset)))
-        center = early + offset + slope * (len(window) - (half - 1) / 2)
-        # The continuation is as uncertain as the slope, which few samples fix badly.
-        return center, FLOOR + WIDTH * spread
+        # Medians of halves lie in their middles.
+        start = early - slope * (half - 1) / 2
+        residuals = sorted(sample - start - slope * index for index, sample in enumerate(window))
+        offset = _median(residuals)
+        away = sorted(abs(residual - offset) for residual in residuals)
+        spread = max(SPREAD_OF_MAD * _median(away), away[int(FAR * (len(away) - 1))] / FAR_DEVIATIONS)
+        return start + offset + slope * len(window), FLOOR + WIDTH * spread
+
+
+def _median(ordered: Sequence[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 class AlertModel:
