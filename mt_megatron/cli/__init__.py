@@ -13,6 +13,7 @@ pretrain    train a model
 launch      start training on this machine or through a scheduler
 run         run a script that uses Megatron-Core on another device
 scan/       traces of runs
+scope/      recordings of runs
 fp8         recipes, and which layers of a run compute in them
 diverge     first module that differs between two runs
 convert     weights from and to Hugging Face

@@ -17,6 +17,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "look": {
         "scan": "traces of runs: what every rank did, on one clock, and who held the others up",
+        "scope": "recordings of runs: what happened inside the model, live and afterwards",
         "diverge": "find the first module that differs between two backends, layouts or dtypes",
         "fp8": "recipes, and which layers of a run compute in them",
     },
@@ -41,6 +42,7 @@ NEXT: dict[str, str] = {
     "launch": "the same command resumes; mt-megatron scan status RUN while it trains",
     "run": "mt-megatron patches list shows what was changed for the script",
     "scan": "mt-megatron scan status RUN while a run trains, scan report RUN afterwards",
+    "scope": "mt-megatron scope status RUN while a run trains, scope open RUN for the page, scope report RUN",
     "diverge": "read OUTPUT/report.md; the first module that differs is where to look",
     "fp8": "mt-megatron pretrain --fp8-recipe NAME --fp8-telemetry-interval 100",
     "convert": "AutoModelForCausalLM.from_pretrained(FOLDER), or mt-megatron pretrain --load DIR",
@@ -51,7 +53,12 @@ NEXT: dict[str, str] = {
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 """Subcommands, in the order of ``--help``."""
 
-_IN_FOLDERS = {"doctor": "doctor.command", "scan": "scan.command", "pipeline": "pipeline.command"}
+_IN_FOLDERS = {
+    "doctor": "doctor.command",
+    "scan": "scan.command",
+    "scope": "scope.command",
+    "pipeline": "pipeline.command",
+}
 
 
 def module_of(command: str) -> str:

@@ -3,4 +3,5 @@
 format     wire frames, partial statistics and how they combine
 recording  SQLite file of each node, written and read
 sidecar    process beside a node's ranks that writes it
+report     page, comparison and state of a recording
 """

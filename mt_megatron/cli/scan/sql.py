@@ -43,16 +43,20 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.scan.export.sql import query
 
     answer = query(args.run, sys.stdin.read() if args.statement == "-" else args.statement)
-    if args.format == "json":
-        rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-        print(json.dumps(rows, default=str))
-    elif args.format == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(answer.columns)
-        writer.writerows(answer.rows)
-    else:
-        print(table(answer.columns, answer.rows))
+    show(answer.columns, answer.rows, args.format)
     return 0
+
+
+def show(columns: tuple[str, ...], rows: list[tuple[Any, ...]], form: str) -> None:
+    """Print rows in the form ``table``, ``csv`` or ``json``."""
+    if form == "json":
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], default=str))
+    elif form == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+    else:
+        print(table(columns, rows))
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -13,4 +13,5 @@ data               records that the reader gives
 statistic_reading  statistics of all nodes as one
 tensor_reading     tensors and token sequences
 reader             open_recording: all nodes as one
+sql                views over all nodes
 """

@@ -156,11 +156,11 @@ class AlertModel:
         self._empty: dict[str, NDArray[np.int64]] = {}
         self._dead: dict[str, frozenset[int]] = {}
         self._order: dict[str, int] = {}
-        self._not_finite = False
+        self._not_finite: set[bool] = set()
 
     def restart(self) -> None:
         """Another session begins: its first value that is not finite is told again; bands are kept."""
-        self._not_finite = False
+        self._not_finite.clear()
 
     def modules(self, order: Iterable[str]) -> None:
         """Paths in execution order: of several modules the first is named."""
@@ -207,11 +207,14 @@ class AlertModel:
         return self._bands.setdefault((path, name), Band())
 
     def _first_not_finite(self, step: int, broken: list[tuple[str, str, float]]) -> list[Alert]:
-        if not broken or self._not_finite:
+        """Told once, and once more where a module can be named and only the run's loss was before."""
+        if not broken or True in self._not_finite:
             return []
-        self._not_finite = True
         last = len(self._order)
-        path, name, value = min(broken, key=lambda each: self._order.get(each[0], last))
+        path, name, value = min(broken, key=lambda each: (not each[0], self._order.get(each[0], last)))
+        if bool(path) in self._not_finite:
+            return []
+        self._not_finite.add(bool(path))
         where = path or "the run"
         more = f"; {len(broken) - 1} more" if len(broken) > 1 else ""
         return [
