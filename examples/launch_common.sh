@@ -206,7 +206,8 @@ Run again, it resumes. Variables:
                    compute which; on a CPU they are emulated
   PIPELINE_SCHEDULE   order of a step's passes where the model has a pipeline: auto, which adapts while
                    training and logs its decisions in RUN_DIR (mt-megatron pipeline explain RUN_DIR), 1f1b or
-                   interleaved for Megatron-Core's own, another name or a FILE.csv (Megatron-Core's own)
+                   interleaved for Megatron-Core's own, another name or a FILE.csv (auto_if_pipeline: auto
+                   where there is a pipeline)
   P2P_TRANSPORT    what carries activations and gradients between pipeline stages: auto, which takes shared
                    memory or RDMA where they work, shm, rdma, nixl, or collective for Megatron-Core's own way
                    (auto; without a pipeline it means nothing)
@@ -273,8 +274,8 @@ launch() {
     if ! given --save -- "${extra[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
     if ! given --data-cache-path -- "${extra[@]}"; then command+=(--data-cache-path "$RUN_DIR/index-cache"); fi
     if ! given --metrics-path -- "${extra[@]}"; then command+=(--metrics-path "$RUN_DIR/metrics.jsonl"); fi
-    if [[ -n ${PIPELINE_SCHEDULE:-} ]] && ! given --pipeline-schedule -- "${extra[@]}"; then
-        command+=(--pipeline-schedule "$PIPELINE_SCHEDULE")
+    if ! given --pipeline-schedule -- "${extra[@]}"; then
+        command+=(--pipeline-schedule "${PIPELINE_SCHEDULE:-auto_if_pipeline}")
     fi
     if ! given --p2p-transport -- "${extra[@]}"; then command+=(--p2p-transport "${P2P_TRANSPORT:-auto}"); fi
     command+=("${extra[@]}")

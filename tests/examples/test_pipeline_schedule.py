@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.pipeline.policy.decision_log import FILE, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,3 +77,18 @@ def test_auto_trains_as_1f1b_does(folder: str, tmp_path: Path) -> None:
     kinds = [each["record"] for each in records(tmp_path / "auto" / FILE)]
     assert kinds.count("decision") >= 1
     assert not (tmp_path / "1f1b" / FILE).exists()
+
+
+def test_auto_is_the_default_where_there_is_a_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    run = launched("llama3", tmp_path / "run", None, dry=True).splitlines()[-1]
+    words = run[run.index("--pipeline-model-parallel-size") :].split()
+    assert "--pipeline-schedule auto_if_pipeline" in run
+    for stages, name in (("2", "auto"), ("1", None)):
+        flags = ["--pipeline-schedule", "auto_if_pipeline", *words, "--pipeline-model-parallel-size", stages]
+        choice = load_config(["--model", "llama3_tiny", *flags]).schedule_choice
+        assert (None if choice is None else choice.name) == name
+    own = launched("llama3", tmp_path / "run", "1f1b", dry=True)
+    assert "--pipeline-schedule 1f1b" in own and "auto_if_pipeline" not in own
+    given = launched("llama3", tmp_path / "run", None, "--pipeline-schedule", "zb_h1", dry=True)
+    assert given.count("--pipeline-schedule") == 1 and "--pipeline-schedule zb_h1" in given
