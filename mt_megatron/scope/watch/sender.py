@@ -1,0 +1,243 @@
+"""Frames to the node's sidecar, in a thread of its own: bounded, dropped and counted, never waited for.
+
+The training thread hands over parcels: what is to become frames once the device has copied it. The thread
+waits for the copies, encodes, and writes to a non-blocking Unix socket. A sidecar that is dead, frozen or
+slow costs a full queue: further parcels are dropped and counted, and the counts are sent when there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_megatron.scope.format.frames import Decoder, FrameError, encode
+
+MOST_QUEUED = 24 * 2**20
+"""Bytes that wait for the sidecar, at most; with what is being encoded a rank stays below 64 MiB."""
+
+CONNECT_SECONDS = 120.0
+"""How long a sidecar may take to listen: interpreters start slowly from shared file systems."""
+
+CLOSE_SECONDS = 2.0
+"""How long the end of a run waits for what is queued."""
+
+_RETRY_SECONDS = 0.2
+_PIECE = 256 * 1024
+
+Frame = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """Frames to be made."""
+
+    frames: Callable[[], Iterable[Frame]]
+    """Makes them, in the sender's thread; waits for the device's copies."""
+
+    size: int
+    """Bytes that they keep in memory meanwhile, about."""
+
+    must: bool = False
+    """Whether it is kept even where the queue is full: few and small, and others mean nothing without it."""
+
+
+class Sender:
+    """One rank's connection. ``put`` is for the training thread and never waits."""
+
+    def __init__(
+        self,
+        path: str,
+        hello: Callable[[], Frame],
+        *,
+        heard: Callable[[Frame], None],
+        say: Callable[[str], None],
+        most_bytes: int = MOST_QUEUED,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> None:
+        """``path`` is the sidecar's socket, ``hello`` the first frame, ``heard`` gets the sidecar's frames (in
+        the sender's thread), ``say`` one line when the recording ends before the run."""
+        self._path = path
+        self._hello = hello
+        self._heard = heard
+        self._say = say
+        self._most = most_bytes
+        self._connect_seconds = connect_seconds
+        self._queue: deque[Parcel] = deque()
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._ending = threading.Event()
+        self._dropped_frames = self._dropped_bytes = self._told_drops = 0
+        self.ended: str | None = None
+        """Why nothing is sent any more; None while it is."""
+
+        self._thread = threading.Thread(target=self._run, name="scope-sender", daemon=True)
+
+    def start(self) -> None:
+        """Connect and send from now on."""
+        self._thread.start()
+
+    def put(self, parcel: Parcel) -> bool:
+        """Queue ``parcel``; False where it was dropped and counted."""
+        with self._lock:
+            full = self._queued + parcel.size > self._most and not parcel.must
+            if self.ended is not None or full:
+                self._dropped_frames += 1
+                self._dropped_bytes += parcel.size
+                return False
+            self._queue.append(parcel)
+            self._queued += parcel.size
+        self._wake()
+        return True
+
+    @property
+    def dropped(self) -> tuple[int, int]:
+        """Parcels and bytes dropped so far."""
+        with self._lock:
+            return self._dropped_frames, self._dropped_bytes
+
+    def close(self) -> None:
+        """Send what is queued, for ``CLOSE_SECONDS`` at most, and end."""
+        self._ending.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS + 1.0)
+        if not self._thread.is_alive():
+            for end in (self._wake_read, self._wake_write):
+                with contextlib.suppress(OSError):
+                    os.close(end)
+
+    def _wake(self) -> None:
+        # A full pipe wakes as well.
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        link: socket.socket | None = None
+        try:
+            link = self._connected()
+            if link is not None:
+                self._serve(link)
+        except (OSError, FrameError) as error:
+            self._end(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - a thread's error would only be printed
+            self._end(f"an error of its own, {type(error).__name__}: {error}")
+        finally:
+            if link is not None:
+                link.close()
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self.ended is not None:
+                return
+            self.ended = reason
+            left, self._queued = len(self._queue), 0
+            self._dropped_frames += left
+            self._queue.clear()
+        if not self._ending.is_set():
+            self._say(reason)
+
+    def _connected(self) -> socket.socket | None:
+        deadline = time.monotonic() + self._connect_seconds
+        while True:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                link.connect(self._path)
+                link.setblocking(False)
+                return link
+            except OSError as error:
+                link.close()
+                if self._ending.is_set():
+                    self.ended = "the run ended before the sidecar listened"
+                    return None
+                if time.monotonic() > deadline:
+                    self._end(f"no sidecar listened within {self._connect_seconds:g} s ({error})")
+                    return None
+            self._ending.wait(_RETRY_SECONDS)
+
+    def _serve(self, link: socket.socket) -> None:
+        decoder = Decoder()
+        pending = _Pending(encode(self._hello()))
+        deadline: float | None = None
+        while True:
+            if not pending:
+                pending = self._next()
+            if self._ending.is_set():
+                deadline = deadline or time.monotonic() + CLOSE_SECONDS
+                if not pending or time.monotonic() > deadline:
+                    self.ended = "the run ended"
+                    return
+            # Without anything to send it sleeps until it is woken or told something.
+            readable, writable, _ = select.select(
+                [link, self._wake_read], [link] if pending else [], [], 0.2 if self._ending.is_set() else 5.0
+            )
+            if self._wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 65536)
+            if link in readable:
+                self._receive(link, decoder)
+            if link in writable:
+                with contextlib.suppress(BlockingIOError, InterruptedError):
+                    pending.sent(link.send(pending.piece()))
+
+    def _receive(self, link: socket.socket, decoder: Decoder) -> None:
+        try:
+            piece = link.recv(65536)
+        except (BlockingIOError, InterruptedError):
+            return
+        if not piece:
+            raise ConnectionError("the sidecar closed the connection")
+        for frame in decoder.feed(piece):
+            try:
+                self._heard(frame)
+            except Exception as error:  # noqa: BLE001 - one message is no reason to end the recording
+                self._say(f"a message of the sidecar was not understood: {type(error).__name__}: {error}")
+
+    def _next(self) -> _Pending:
+        """The bytes of the next parcel; empty without one."""
+        with self._lock:
+            parcel = self._queue.popleft() if self._queue else None
+            drops = (self._dropped_frames, self._dropped_bytes)
+        frames: list[Frame] = []
+        if drops[0] > self._told_drops:
+            self._told_drops = drops[0]
+            frames.append({"k": "dropped", "frames": drops[0], "bytes": drops[1]})
+        if parcel is None:
+            return _Pending(b"".join(encode(frame) for frame in frames))
+        size = parcel.size
+        try:
+            data = b"".join(encode(frame) for frame in (*frames, *parcel.frames()))
+        except FrameError as error:
+            self._say(f"a frame is left out: {error}")
+            data = b""
+        finally:
+            del parcel
+            with self._lock:
+                self._queued = max(0, self._queued - size)
+        return _Pending(data)
+
+
+class _Pending:
+    """Bytes that are being sent."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def __bool__(self) -> bool:
+        return len(self._data) > 0
+
+    def piece(self) -> memoryview:
+        return self._data[:_PIECE]
+
+    def sent(self, count: int) -> None:
+        self._data = self._data[count:]

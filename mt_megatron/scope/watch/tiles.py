@@ -1,0 +1,62 @@
+"""Matrices in 8-bit tiles, made on the device, with the largest error stated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE = 64
+"""Columns of a tile, which is one row high; the last of a row may have fewer."""
+
+EXACT = 4096
+"""Elements up to which a tensor is sent as float32."""
+
+_CODES = 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """``low + scale * code`` per tile: along the columns, n tiles for c columns have ceil(c / n) each."""
+
+    codes: Tensor
+    """uint8 [rows, columns]."""
+
+    scale: Tensor
+    """float32 [rows, tiles]."""
+
+    low: Tensor
+    """float32 [rows, tiles]."""
+
+    error: Tensor
+    """float32 []: largest absolute difference; infinite where an element is not finite."""
+
+
+def tiles_of(values: Tensor) -> Tiles:
+    """``values`` [rows, columns] of any floating dtype in tiles. Nothing waits for the device.
+
+    Within a tile codes are evenly spaced from the smallest to the largest element, so the error is at most
+    half of a step of the widest tile.
+    """
+    wide = values.float()
+    rows, columns = wide.shape
+    count = max(1, -(-columns // TILE))
+    size = max(1, -(-columns // count))
+    padded = wide
+    if count * size != columns:
+        # What fills up the last tile repeats an element of it, so that it changes neither end.
+        padded = torch.cat((wide, wide[:, -1:].expand(rows, count * size - columns)), dim=1)
+    tiles = padded.reshape(rows, count, size)
+    finite = tiles.nan_to_num(nan=0.0)
+    low, high = finite.amin(dim=-1), finite.amax(dim=-1)
+    # Halves before the difference, which would overflow for the widest ranges.
+    scale = (high / _CODES - low / _CODES).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = ((finite - low[..., None]) / scale[..., None]).nan_to_num(posinf=_CODES).round_().clamp_(0, _CODES)
+    error = (tiles - (low[..., None] + scale[..., None] * codes)).abs().amax()
+    return Tiles(
+        codes=codes.to(torch.uint8).reshape(rows, count * size)[:, :columns],
+        scale=scale,
+        low=low,
+        error=error.nan_to_num(nan=float("inf"), posinf=float("inf")),
+    )
