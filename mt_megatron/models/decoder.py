@@ -27,6 +27,7 @@ from mt_megatron.planning.flops import training_flops
 from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams.loss_gradient import announced_loss_gradient
 from mt_megatron.seams.schedule import LossFunction, microbatches_of_this_step
+from mt_megatron.seams.taps.loss import tokens_lost
 
 
 def masked_loss(
@@ -35,6 +36,7 @@ def masked_loss(
     """What ``LlamaFamily.loss`` promises of ``losses`` float32 [b, s]: a mean or a sum, and a report."""
     from megatron.core.utils import get_model_config
 
+    tokens_lost(losses, loss_mask)
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum()

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.context_parallel import chunks, positions
 from mt_megatron.seams import collectives, events
+from mt_megatron.seams.taps.attention import keys_arrived
 
 logger = logging.getLogger("mt_megatron")
 
@@ -120,6 +121,7 @@ class _Attention(torch.autograd.Function):
             q, own = _heads_first(query), torch.stack((key, value))
             merged, kept = Merged(q, value.size(-1)), []
             for source, shard in EXCHANGES[how.exchange].shards(own, group):
+                keys_arrived(source, shard[0])
                 rows, keys, scores = _block(how, group, source, q, forbidden)
                 k, v = (_heads_first(each)[:, :, keys] for each in shard)
                 output, lse, again = block_forward(q[:, :, rows], k, v, scores)

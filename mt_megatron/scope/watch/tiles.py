@@ -52,7 +52,9 @@ def tiles_of(values: Tensor) -> Tiles:
     low, high = finite.amin(dim=-1), finite.amax(dim=-1)
     # Halves before the difference, which would overflow for the widest ranges.
     scale = (high / _CODES - low / _CODES).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = ((finite - low[..., None]) / scale[..., None]).nan_to_num(posinf=_CODES).round_().clamp_(0, _CODES)
+    codes = (
+        ((finite - low[..., None]) / scale[..., None]).nan_to_num(posinf=_CODES).round_().clamp_(0, _CODES)
+    )
     error = (tiles - (low[..., None] + scale[..., None] * codes)).abs().amax()
     return Tiles(
         codes=codes.to(torch.uint8).reshape(rows, count * size)[:, :columns],

@@ -21,8 +21,8 @@ attention  queries, keys and values as core attention gets them
 router     logits, scores and choices of an expert router
 """
 
-from .attention import AttentionInputs, attention_inputs
-from .loss import LossBlock, loss_blocks
+from .attention import AttentionInputs, attention_inputs, key_shards
+from .loss import LossBlock, loss_blocks, token_losses
 from .modules import Call, Watch, change, watch
 from .names import layer_of, named_modules, whole_name, whole_path
 from .progress import current_chunk, current_microbatch, is_recomputing
@@ -39,10 +39,12 @@ __all__ = [
     "current_chunk",
     "current_microbatch",
     "is_recomputing",
+    "key_shards",
     "layer_of",
     "loss_blocks",
     "named_modules",
     "router_scores",
+    "token_losses",
     "watch",
     "whole_name",
     "whole_path",

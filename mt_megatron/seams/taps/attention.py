@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.seams.taps.modules import Call, Watch, watch
+from mt_megatron.seams.taps.progress import is_recomputing
 
 MaskKind = Literal["causal", "padding", "padding_causal", "no_mask", "arbitrary"]
 """Names of Megatron's ``AttnMaskType``."""
@@ -55,7 +57,7 @@ class AttentionInputs:
     context_rank: int
     context_size: int
     """This rank holds chunks ``context_rank`` and ``2 * context_size - 1 - context_rank`` of the sequence cut
-    into ``2 * context_size``; keys of the other ranks are not here."""
+    into ``2 * context_size``; keys of the other ranks are not here (``key_shards``)."""
 
 
 def attention_inputs(
@@ -77,6 +79,54 @@ def attention_inputs(
         fn(_inputs(core, call, args, kwargs))
 
     return watch(core, before=before, errors=errors, told=told)
+
+
+def key_shards(
+    module: nn.Module,
+    fn: Callable[[int, Tensor], None],
+    *,
+    errors: Literal["close", "raise"] = "close",
+    told: Callable[[str], None] | None = None,
+) -> Watch:
+    """Call ``fn(source, keys)`` for the keys of every context-parallel rank, the own ones first, as they pass
+    through this rank's attention of ``module`` anyway; not for recomputed calls.
+
+    ``source`` is the rank within its context-parallel group, ``keys`` [n, b, groups, d] in the dtype and with
+    the head size that the kernels get (padded with zeros to that of the values). They are overwritten later.
+    Comes after ``fn`` of ``attention_inputs`` of the same call; not at all without context parallelism.
+    """
+    core = core_attention(module)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        global _listener
+        if is_recomputing():
+            yield
+            return
+        outer = _listener
+
+        def listen(source: int, keys: Tensor) -> None:
+            if outer is not None:
+                outer(source, keys)
+            made.tell(fn, source, keys.detach())
+
+        _listener = listen
+        try:
+            yield
+        finally:
+            _listener = outer
+
+    made = watch(core, around=around, errors=errors, told=told)
+    return made
+
+
+_listener: Callable[[int, Tensor], None] | None = None
+
+
+def keys_arrived(source: int, keys: Tensor) -> None:
+    """For attention over context-parallel ranks: these are the keys of rank ``source``."""
+    if _listener is not None:
+        _listener(source, keys)
 
 
 def core_attention(module: nn.Module) -> nn.Module:

@@ -89,6 +89,44 @@ def loss_blocks(
     return made
 
 
+def token_losses(
+    fn: Callable[[Tensor, Tensor], None],
+    *,
+    errors: Literal["close", "raise"] = "close",
+    told: Callable[[str], None] | None = None,
+) -> Watch:
+    """Call ``fn(losses, mask)`` with the model's own loss of every token of a micro-batch, float32 [b, s] in
+    nats, and how much each counts, float32 [b, s]; under context parallelism of this rank's tokens. Equal on
+    all tensor parallel ranks."""
+    global _token_watches
+    made = _TokenWatch("the loss of tokens", told, errors)
+    made.fn = fn
+    with _changing:
+        _token_watches = (*_token_watches, made)
+    made.on_close(progress.follow())
+    made.on_close(lambda: _remove_tokens(made))
+    return made
+
+
+class _TokenWatch(Watch):
+    fn: Callable[[Tensor, Tensor], None]
+
+
+_token_watches: tuple[_TokenWatch, ...] = ()
+
+
+def _remove_tokens(watch: _TokenWatch) -> None:
+    global _token_watches
+    with _changing:
+        _token_watches = tuple(each for each in _token_watches if each is not watch)
+
+
+def tokens_lost(losses: Tensor, mask: Tensor) -> None:
+    """For a model family: these are the ``losses`` of a micro-batch, and ``mask`` of the same shape."""
+    for each in _token_watches:
+        each.tell(each.fn, losses.detach(), mask)
+
+
 class _LossWatch(Watch):
     fn: Callable[[LossBlock], None]
     positions: Collection[int] | None

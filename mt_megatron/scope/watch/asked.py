@@ -1,0 +1,412 @@
+"""What requests ask for, watched with taps that are open for the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scope.watch.attention_rows import Rows, watch_rows
+from mt_megatron.scope.watch.defaults import first_tensor
+from mt_megatron.scope.watch.head import Head
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.requests import Request
+from mt_megatron.scope.watch.shares import Place, Spread, is_layer, spread_of
+from mt_megatron.scope.watch.sums import histogram, moments
+from mt_megatron.scope.watch.tensors import Tensors
+from mt_megatron.seams import taps
+from mt_megatron.seams.taps import AttentionInputs, Call, RouterScores, Watch
+
+MOST_ROWS = 256
+"""Tokens of a tensor that is asked for without ``tokens``; also cells of a side of an attention map."""
+
+FEW_MAPS = 32
+"""Attention maps of one request up to which they have ``MOST_ROWS`` cells a side, not ``SMALL_MAP``."""
+
+SMALL_MAP = 64
+
+MOST_LOGITS = 2**24
+"""Attention logits that are computed at a time, float32."""
+
+MOST_LOGITS_KEPT = 2**27
+"""The same that are kept until all keys have arrived, under context parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One module that a request asks about."""
+
+    path: str
+    module: nn.Module
+    spread: Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A request and its modules on this rank."""
+
+    request: Request
+    targets: Sequence[Target]
+    matched: int
+    """Modules of the whole model that its pattern matches."""
+
+
+class Asked:
+    """Opens the taps of requests."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        place: Place,
+        *,
+        heads: int,
+        loss_scale: Callable[[], Tensor | None],
+        told: Callable[[str], None],
+    ) -> None:
+        """``heads`` of one layer's attention on all ranks; gradients are divided by ``loss_scale()``, None
+        for none."""
+        self._named = list(taps.named_modules(chunks))
+        self._place = place
+        self._heads = heads
+        self._loss_scale = loss_scale
+        self._told = told
+        self._head = Head(chunks, place, told=told)
+
+    def plan(self, request: Request, paths: Sequence[str]) -> tuple[Plan, str | None]:
+        """The modules of ``request``, and a line where this rank's cannot be asked for this. ``paths``: of the
+        whole model."""
+        found: dict[str, Target] = {}
+        problem: str | None = None
+        for path, module in self._named:
+            if not path or not request.matches(path):
+                continue
+            try:
+                target = self._target(request, path, module)
+            except ConfigError as error:
+                problem = problem or f"{request.text!r}: {error}"
+                continue
+            found.setdefault(target.path, target)
+        matched = sum(request.matches(path) for path in paths)
+        plan = Plan(request=request, targets=list(found.values()), matched=matched)
+        return plan, None if found else problem
+
+    def _target(self, request: Request, path: str, module: nn.Module) -> Target:
+        kind = request.kind
+        if kind in ("qkv", "attention", "context"):
+            core = taps.attention.core_attention(module)
+            path = path.removesuffix(".core_attention")
+            path = path if path.endswith("attention") else f"{path}.self_attention"
+            return Target(path=path, module=core, spread="columns" if self._place.layout.tp > 1 else "same")
+        if kind == "router":
+            router = taps.router.router_of(module)
+            path = next(name for name, each in self._named if each is router)
+            return Target(path=path, module=router, spread=self._place.tokens_spread)
+        if kind == "residual" and not is_layer(path, module):
+            raise ConfigError(f"found {path}, which is no layer; expected one such as decoder.layers.0")
+        if kind == "mlp":
+            inner = getattr(module, "mlp", module)
+            path = path if inner is module else f"{path}.mlp"
+            if path.rpartition(".")[2] != "mlp":
+                raise ConfigError(f"found {path}; expected a layer or its mlp")
+            module = inner
+        if kind == "logits":
+            self._head.check(path, module)
+            return Target(path=path, module=module, spread="columns")
+        spread = spread_of(module, path, self._place)
+        if spread == "partial":
+            raise ConfigError(
+                f"found {path}, of whose output each tensor parallel rank has summands; expected its mlp, where "
+                "they are added up"
+            )
+        return Target(path=path, module=module, spread=spread)
+
+    def open(self, plans: Sequence[Plan], tensors: Tensors, parts: Parts) -> list[Watch]:
+        """Taps that add to ``tensors`` and ``parts`` until they are closed."""
+        opened: list[Watch] = []
+        for plan in plans:
+            for target in plan.targets:
+                opened += self._open(plan, target, tensors, parts)
+        return opened
+
+    def _open(self, plan: Plan, target: Target, tensors: Tensors, parts: Parts) -> list[Watch]:
+        request, kind, told = plan.request, plan.request.kind, self._told
+        take = _Take(request, target, tensors, self._place)
+        module = target.module
+        if kind in ("activation", "residual"):
+            after = partial(take.output, kind)
+            return [taps.watch(module, after=after, told=told)]
+        if kind == "gradient":
+            return [taps.watch(module, output_gradient=partial(take.gradient, self._loss_scale), told=told)]
+        if kind == "mlp":
+            opened = [taps.watch(module, after=partial(take.output, "mlp"), told=told)]
+            second = getattr(module, "linear_fc2", None)
+            if isinstance(second, nn.Module):
+                opened.append(taps.watch(second, before=take.hidden, told=told))
+            return opened
+        if kind == "qkv":
+            return [taps.attention_inputs(module, take.qkv, told=told)]
+        if kind == "context":
+            return [taps.watch(module, after=take.context, told=told)]
+        if kind == "router":
+            return [taps.router_scores(module, take.router, told=told)]
+        if kind == "attention":
+            asked = len(request.heads) if request.heads is not None else self._heads
+            few = plan.matched * asked * len(request.samples) <= FEW_MAPS
+            maps = _Maps(take, cells=MOST_ROWS if few else SMALL_MAP, told=told)
+            return watch_rows(module, maps.wanted, maps.found, told=told)
+        if kind == "logits":
+            return self._head.open(request, target.path, target.module)
+        after = partial(_statistic, kind, parts, self._place, target)
+        return [taps.watch(module, after=after, told=told)]
+
+    @property
+    def head(self) -> Head:
+        """What was seen of logits."""
+        return self._head
+
+
+def _statistic(kind: str, parts: Parts, place: Place, target: Target, call: Call, output: Any) -> None:
+    values = place.own_rows(first_tensor(output), target.spread)
+    if values.numel() == 0:
+        return
+    if kind == "moments":
+        parts.moments(target.path, values.numel(), *moments(values))
+    else:
+        parts.add(target.path, "histogram", histogram(values))
+
+
+class _Take:
+    """Takes what one request asks of one module."""
+
+    def __init__(self, request: Request, target: Target, tensors: Tensors, place: Place) -> None:
+        self.request = request
+        self.target = target
+        self.tensors = tensors
+        self.place = place
+        layer = taps.layer_of(target.path)
+        self.layer = -1 if layer is None else layer
+        length = place.seq_length
+        if request.tokens is None:
+            self.first, self.step = 0, -(-length // MOST_ROWS)
+            self.rows = -(-length // self.step)
+        else:
+            self.first, self.step = request.tokens[0], 1
+            self.rows = max(0, min(request.tokens[1], length - 1) - request.tokens[0] + 1)
+
+    def output(self, what: str, call: Call, output: Any) -> None:
+        self._features(what, call.microbatch, first_tensor(output), self.target.spread)
+
+    def gradient(
+        self, loss_scale: Callable[[], Tensor | None], call: Call, gradient: Tensor, index: int
+    ) -> None:
+        if index:
+            return
+        scale = loss_scale()
+        values = gradient if scale is None else gradient / scale
+        self._features("gradient", call.microbatch, values, self.target.spread)
+
+    def hidden(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        spread: Spread = "columns" if self.place.layout.tp > 1 else "same"
+        self._features("mlp_hidden", call.microbatch, first_tensor((args, kwargs)), spread)
+
+    def context(self, call: Call, output: Any) -> None:
+        values = first_tensor(output)
+        heads = self.target.module.config.num_attention_heads // self.place.layout.tp  # type: ignore[union-attr]
+        by_head = values.unflatten(-1, (int(heads), -1))
+        self._by_head("context", call.microbatch, by_head, range(int(heads)), self.place.at.tp * int(heads))
+
+    def qkv(self, inputs: AttentionInputs) -> None:
+        heads, groups = inputs.query.size(-2), inputs.key.size(-2)
+        asked = self.heads(inputs.heads)
+        self._by_head("query", inputs.call.microbatch, inputs.query, asked, inputs.heads.start)
+        of_keys = sorted({each * groups // heads for each in asked})
+        first = inputs.heads.start * groups // heads
+        for what, values in (("key", inputs.key), ("value", inputs.value)):
+            self._by_head(what, inputs.call.microbatch, values, of_keys, first)
+
+    def router(self, scores: RouterScores) -> None:
+        microbatch = scores.call.microbatch
+        for what, values in (
+            ("router_logits", scores.logits),
+            ("router_probabilities", scores.probabilities()),
+            ("routing", scores.routing_map().float()),
+        ):
+            by_token = values.unflatten(0, (-1, self.place.micro_batch_size))
+            self._features(what, microbatch, by_token, self.place.tokens_spread)
+
+    def heads(self, held: range) -> list[int]:
+        """Those of this rank's heads that are asked for, from 0."""
+        if self.request.heads is None:
+            return list(range(len(held)))
+        return [each - held.start for each in self.request.heads if each in held]
+
+    def _by_head(
+        self, what: str, microbatch: int, values: Tensor, heads: Sequence[int], first: int
+    ) -> None:
+        """``values`` [tokens, b, heads, d]; ``first`` is the number of this rank's first head."""
+        asked = self.request.heads
+        for head in heads:
+            if what == "context" and asked is not None and first + head not in asked:
+                continue
+            self._features(what, microbatch, values.select(-2, head), "same", head=first + head, every=True)
+
+    def _features(
+        self,
+        what: str,
+        microbatch: int,
+        values: Tensor,
+        spread: Spread,
+        *,
+        head: int | None = None,
+        every: bool = False,
+    ) -> None:
+        """``values`` [tokens, b, ...]; ``every`` tensor parallel rank has others though ``spread`` is same."""
+        place = self.place
+        if spread == "same" and place.at.tp and not every:
+            return
+        if values.dim() < 3:
+            raise ConfigError(
+                f"found an output of shape {tuple(values.shape)} of {self.target.path}; expected [tokens, "
+                "sequences, features]"
+            )
+        columns = values[0, 0].numel()
+        whole, at = columns, 0
+        if spread == "columns":
+            whole, at = columns * place.layout.tp, columns * place.at.tp
+        index = {"layer": self.layer, "token_first": self.first, "token_step": self.step}
+        if head is not None:
+            index["head"] = head
+        for row, sample in place.asked(self.request.samples, microbatch):
+            for first, local in self.stretches(values.size(0), spread):
+                self.tensors.add(
+                    self.target.path,
+                    what,
+                    values[local, row].reshape(-1, columns),
+                    index={**index, "sample": sample},
+                    microbatch=microbatch,
+                    shape=(self.rows, whole),
+                    offset=(first, at),
+                )
+
+    def stretches(self, count: int, spread: Spread) -> Iterator[tuple[int, slice]]:
+        """Of ``count`` tokens of this rank: the number of the first asked one, and where the asked ones lie;
+        for each contiguous stretch of the sequence."""
+        for position, local, length in self.place.stretches(count, spread):
+            low = max(0, -(-(position - self.first) // self.step))
+            high = min(self.rows, -(-(position + length - self.first) // self.step))
+            if low < high:
+                start = local + self.first + low * self.step - position
+                yield low, slice(start, start + (high - low - 1) * self.step + 1, self.step)
+
+
+class _Maps:
+    """Attention probabilities of one module: exact rows, or a map of cells of the whole square."""
+
+    def __init__(self, take: _Take, *, cells: int, told: Callable[[str], None]) -> None:
+        self._take = take
+        self._cells = cells
+        self._told = told
+        self._open: dict[int, tuple[int, int, int, int]] = {}
+        """Of the rows object (by identity): sample, micro-batch, first row of the frame, cell height."""
+
+        length, size = take.place.seq_length, take.place.layout.cp
+        self._height = self._width = -(-length // cells)
+        if size > 1:
+            chunk = length // (2 * size)
+            # Cells of queries lie within the chunks that ranks hold.
+            self._height = next(each for each in range(self._height, chunk + 1) if chunk % each == 0 or each == chunk)
+
+    def wanted(self, inputs: AttentionInputs) -> list[Rows]:
+        take = self._take
+        self._open.clear()
+        samples = take.place.asked(take.request.samples, inputs.call.microbatch)
+        heads = take.heads(inputs.heads)
+        if not samples or not heads or inputs.query.dim() != 4:
+            return []
+        exact = take.request.tokens is not None
+        queries, device = inputs.query.size(0), inputs.query.device
+        length = take.place.seq_length
+        each = len(heads) * length
+        if inputs.context_size > 1 and self._asked(queries, exact) * each * len(samples) > MOST_LOGITS_KEPT:
+            raise ConfigError(
+                f"{take.request.text!r} asks for too many rows at a time under context parallelism; expected at "
+                f"most {MOST_LOGITS_KEPT:,} logits. Name fewer heads or tokens"
+            )
+        step = 1 if exact else self._height
+        rows_at_once = max(MOST_LOGITS // each // step, 1) * step
+        found: list[Rows] = []
+        for row, sample in samples:
+            for first, local, count in self._stretches(queries, exact):
+                for begin in range(0, count, rows_at_once):
+                    end = min(begin + rows_at_once, count)
+                    rows = Rows(
+                        places=torch.arange(local + begin, local + end, device=device),
+                        samples=slice(row, row + 1),
+                        heads=slice(min(heads), max(heads) + 1),
+                    )
+                    self._open[id(rows)] = (sample, inputs.call.microbatch, (first + begin) // step, step)
+                    found.append(rows)
+        return found
+
+    def _asked(self, queries: int, exact: bool) -> int:
+        return sum(count for _, _, count in self._stretches(queries, exact))
+
+    def _stretches(self, queries: int, exact: bool) -> Iterator[tuple[int, int, int]]:
+        """First row of the whole, where it lies here, and how many follow."""
+        take = self._take
+        for position, local, length in take.place.stretches(queries, "same"):
+            if not exact:
+                yield position, local, length
+                continue
+            low, high = max(position, take.first), min(position + length, take.first + take.rows)
+            if low < high:
+                yield low - take.first, local + low - position, high - low
+
+    def found(self, inputs: AttentionInputs, rows: Rows, logits: Tensor) -> None:
+        take = self._take
+        sample, microbatch, first, step = self._open[id(rows)]
+        exact = take.request.tokens is not None
+        weights = torch.softmax(logits[0], dim=-1).nan_to_num_(nan=0.0)
+        keys = weights.size(-1)
+        height = width = 1
+        if not exact:
+            height, width = self._height, self._width
+            weights = _pooled(weights, height, width)
+        whole = take.rows if exact else -(-take.place.seq_length // height)
+        low = rows.heads.start
+        for head in take.heads(inputs.heads):
+            take.tensors.add(
+                take.target.path,
+                "attention",
+                weights[head - low],
+                index={
+                    "layer": take.layer,
+                    "head": inputs.heads.start + head,
+                    "sample": sample,
+                    "query_first": take.first if exact else 0,
+                    "query_step": height,
+                    "key_step": width,
+                },
+                microbatch=microbatch,
+                shape=(whole, -(-keys // width)),
+                offset=(first, 0),
+            )
+
+
+def _pooled(weights: Tensor, height: int, width: int) -> Tensor:
+    """[heads, queries, keys] in cells: mean over queries, sum over keys."""
+    heads, queries, keys = weights.shape
+    columns = -(-keys // width)
+    if columns * width != keys:
+        weights = nn.functional.pad(weights, (0, columns * width - keys))
+    summed = weights.view(heads, queries, columns, width).sum(dim=-1)
+    whole = queries // height * height
+    cells = summed[:, :whole].reshape(heads, -1, height, columns).mean(dim=2)
+    if whole == queries:
+        return cells
+    return torch.cat((cells, summed[:, whole:].mean(dim=1, keepdim=True)), dim=1)

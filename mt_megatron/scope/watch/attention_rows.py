@@ -1,0 +1,164 @@
+"""Rows of attention computed again from captured queries and keys: a few queries against all keys.
+
+Works whatever kernel the model attends with. Under context parallelism the other ranks' keys are those that
+pass through this rank's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mt_megatron.parallel.context_parallel import positions
+from mt_megatron.seams import taps
+from mt_megatron.seams.taps import AttentionInputs, Watch
+
+Wanted = Callable[[AttentionInputs], "list[Rows]"]
+"""Which rows of a call are asked for."""
+
+Found = Callable[[AttentionInputs, "Rows", Tensor], None]
+"""Gets the logits [samples, heads, rows, keys] in float32: scaled, minus infinity where attending is
+forbidden, keys in the order of the whole sequence (of the packed one, for packed documents)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What of one call is asked for."""
+
+    places: Tensor
+    """int64 [rows], on the device: rows of this rank's queries."""
+
+    samples: slice = field(default_factory=lambda: slice(None))
+    """Sequences of the micro-batch."""
+
+    heads: slice = field(default_factory=lambda: slice(None))
+    """Of this rank's query heads."""
+
+
+def watch_rows(module: nn.Module, wanted: Wanted, found: Found, *, told: Callable[[str], None]) -> list[Watch]:
+    """Call ``found`` for the ``wanted`` rows of every call of the core attention of ``module``."""
+    if int(getattr(_config(module), "context_parallel_size", 1)) == 1:
+
+        def whole(inputs: AttentionInputs) -> None:
+            for rows in wanted(inputs):
+                key = inputs.key if inputs.key.dim() == 4 else inputs.key.unsqueeze(1)
+                there = torch.arange(key.size(0), device=key.device)
+                found(inputs, rows, masked(inputs, rows, products(inputs, rows, key), there))
+
+        return [taps.attention_inputs(module, whole, told=told)]
+    open_: list[_OverContext] = []
+
+    def begin(inputs: AttentionInputs) -> None:
+        open_[:] = [_OverContext(inputs, wanted(inputs))]
+
+    def shard(source: int, keys: Tensor) -> None:
+        if open_ and open_[0].add(source, keys):
+            open_.pop().give(found)
+
+    return [taps.attention_inputs(module, begin, told=told), taps.key_shards(module, shard, told=told)]
+
+
+class _OverContext:
+    """One call whose keys arrive rank by rank."""
+
+    def __init__(self, inputs: AttentionInputs, wanted: list[Rows]) -> None:
+        self._inputs = inputs
+        self._wanted = wanted
+        self._logits: list[list[Tensor]] = [[] for _ in wanted]
+        self._places: list[Tensor] = []
+
+    def add(self, source: int, keys: Tensor) -> bool:
+        """Whether these were the last keys."""
+        size = self._inputs.context_size
+        self._places.append(positions(source, size, keys.size(0), keys.device))
+        for rows, logits in zip(self._wanted, self._logits, strict=True):
+            logits.append(products(self._inputs, rows, keys))
+        return len(self._places) == size
+
+    def give(self, found: Found) -> None:
+        places = torch.cat(self._places)
+        order = places.argsort()
+        for rows, logits in zip(self._wanted, self._logits, strict=True):
+            joined = torch.cat(logits, dim=-1)[..., order]
+            found(self._inputs, rows, masked(self._inputs, rows, joined, places[order]))
+
+
+def products(inputs: AttentionInputs, rows: Rows, key: Tensor) -> Tensor:
+    """Scaled products of queries and ``key`` [n, b, groups, d], float32 [samples, heads, rows, n]."""
+    query = inputs.query if inputs.query.dim() == 4 else inputs.query.unsqueeze(1)
+    heads, groups = query.size(2), key.size(2)
+    first, last, _ = rows.heads.indices(heads)
+    asked = query[rows.places.to(query.device)][:, rows.samples, first:last].float()
+    share = heads // groups
+    # Keys of the asked heads' groups alone, in the kernels' order: consecutive heads share a group.
+    low, high = first // share, -(-last // share)
+    keys = key[:, rows.samples, low:high, : asked.size(-1)].float()
+    if share > 1:
+        keys = keys.repeat_interleave(share, dim=2)[:, :, first - low * share : last - low * share]
+    return torch.einsum("rbhd,kbhd->bhrk", asked * inputs.scale, keys)
+
+
+def masked(inputs: AttentionInputs, rows: Rows, logits: Tensor, key_places: Tensor) -> Tensor:
+    """``logits`` with minus infinity where attending is forbidden; ``key_places`` int64 [keys], rising."""
+    queries = inputs.query.size(0)
+    device = logits.device
+    local = rows.places.to(device)
+    own = torch.arange(queries, device=device)
+    if inputs.context_size > 1:
+        own = positions(inputs.context_rank, inputs.context_size, queries, device)
+    elif key_places.numel() > queries:
+        # With a cache of keys the last query is aligned with the last key.
+        own = own + (key_places.numel() - queries)
+    places = own[local]
+    distance = key_places - places[:, None]
+    forbidden = torch.zeros_like(distance, dtype=torch.bool)
+    if inputs.mask_kind in ("causal", "padding_causal"):
+        forbidden |= distance > 0
+    if inputs.window is not None:
+        left, right = inputs.window
+        if left >= 0:
+            forbidden |= distance < -left
+        if right >= 0:
+            forbidden |= distance > right
+    found = logits.masked_fill(forbidden, -torch.inf)
+    batch = inputs.query.size(1) if inputs.query.dim() == 4 else 1
+    if inputs.cu_seqlens is not None:
+        found = found.masked_fill(_other_documents(inputs, rows, places, key_places, batch), -torch.inf)
+    if inputs.mask is not None:
+        mask = inputs.mask
+        mask = mask[(None,) * (4 - mask.dim())].expand(batch, -1, -1, -1)[rows.samples]
+        if mask.size(1) > 1:
+            mask = mask[:, rows.heads]
+        if mask.size(2) > 1:
+            mask = mask[:, :, local]
+        found = found.masked_fill(mask, -torch.inf)
+    return found
+
+
+def _other_documents(
+    inputs: AttentionInputs, rows: Rows, places: Tensor, key_places: Tensor, batch: int
+) -> Tensor:
+    """bool [samples, 1, rows, keys]: whether a key is of another document than the query."""
+    assert inputs.cu_seqlens is not None
+    borders = inputs.cu_seqlens.to(places.device).long()
+    length = key_places.numel()
+    firsts = torch.arange(batch, device=places.device)[rows.samples, None] * length
+    # Borders are in the micro-batch read row by row.
+    queries = torch.searchsorted(borders, firsts + places, right=True)
+    keys = torch.searchsorted(borders, firsts + key_places, right=True)
+    return (queries[:, None, :, None] != keys[:, None, None, :])
+
+
+def row_statistics(logits: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Largest logit [], sum of the rows' entropies [] in nats, and the number of rows, of ``logits`` [...,
+    keys]. A row that may attend to nothing has entropy 0."""
+    largest = logits.amax()
+    probabilities = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)
+    return largest, torch.special.entr(probabilities).sum(), logits.numel() // logits.size(-1)
+
+
+def _config(module: nn.Module) -> object:
+    return taps.attention.core_attention(module).config

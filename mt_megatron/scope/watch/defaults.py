@@ -1,0 +1,182 @@
+"""The statistics that every sampled step records, watched with taps that are open for that step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scope.watch.attention_rows import Rows, row_statistics, watch_rows
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.shares import Place, is_layer
+from mt_megatron.scope.watch.sums import (
+    channel_maxima,
+    entropy_sum,
+    loss_by_position,
+    not_finite,
+    square_sum,
+)
+from mt_megatron.seams import taps
+from mt_megatron.seams.taps import AttentionInputs, Call, RouterScores, Watch
+
+ATTENTION_ROWS = 16
+"""Queries of each sequence whose attention is computed again, evenly spread; the last is one of them."""
+
+MOST_LOGITS = 2**26
+"""Attention logits of one call of one layer on all its ranks; with more there are fewer rows."""
+
+_AROUND_LAYERS = ("embedding", "decoder.final_layernorm")
+_WITHIN_LAYER = ("self_attention", "mlp")
+
+
+class Defaults:
+    """What of this rank's modules is watched in sampled steps."""
+
+    def __init__(
+        self, chunks: Sequence[Any], place: Place, *, heads: int, told: Callable[[str], None]
+    ) -> None:
+        """``heads`` of one layer's attention, on all ranks; ``told`` gets a line where a tap failed."""
+        self._place = place
+        self._told = told
+        self._layers: list[tuple[str, nn.Module]] = []
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._attention: list[tuple[str, nn.Module]] = []
+        self._routers: list[tuple[str, nn.Module]] = []
+        self._last_stage = False
+        for path, module in taps.named_modules(chunks):
+            if is_layer(path, module):
+                self._layers.append((path, module))
+                self._inside(path, module)
+            elif path in _AROUND_LAYERS:
+                self._modules.append((path, module))
+            self._last_stage |= path == "output_layer"
+        batch = max(place.micro_batch_size, 1)
+        rows = MOST_LOGITS // max(batch * heads * place.seq_length, 1)
+        self._rows = min(max(rows, 1), ATTENTION_ROWS, place.seq_length)
+
+    def _inside(self, path: str, layer: nn.Module) -> None:
+        for name in _WITHIN_LAYER:
+            inner = getattr(layer, name, None)
+            if isinstance(inner, nn.Module) and not isinstance(inner, nn.Identity):
+                self._modules.append((f"{path}.{name}", inner))
+        try:
+            taps.attention.core_attention(layer)
+            self._attention.append((f"{path}.self_attention", layer))
+        except ConfigError:
+            pass
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        if isinstance(router, nn.Module):
+            self._routers.append((f"{path}.mlp.router", router))
+
+    def open(self, parts: Parts) -> list[Watch]:
+        """Taps that add to ``parts`` until they are closed."""
+        told, opened = self._told, list[Watch]()
+        for path, layer in self._layers:
+            look = _Layer(path, parts, self._place)
+            opened.append(taps.watch(layer, before=look.before, after=look.after, told=told))
+        for path, module in self._modules:
+            after = partial(_activation, parts, self._place, path)
+            opened.append(taps.watch(module, after=after, told=told))
+        for path, layer in self._attention:
+            found = partial(_attention, parts, path)
+            opened += watch_rows(layer, self._rows_of, found, told=told)
+        for path, router in self._routers:
+            opened.append(taps.router_scores(router, partial(_router, parts, self._place, path), told=told))
+        if self._last_stage:
+            opened.append(taps.token_losses(partial(_losses, parts, self._place), told=told))
+        return opened
+
+    def _rows_of(self, inputs: AttentionInputs) -> list[Rows]:
+        count = self._rows
+        device = inputs.query.device
+        wanted = (torch.arange(1, count + 1, device=device) * self._place.seq_length) // count - 1
+        if inputs.context_size == 1:
+            return [Rows(places=wanted)]
+        own = self._place.positions(inputs.query.size(0), device)
+        # Chunks of a rank lie apart, in the order of positions.
+        at = torch.searchsorted(own, wanted).clamp_(max=own.numel() - 1)
+        return [Rows(places=at[own[at] == wanted])]
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first tensor of what a module returned."""
+    return next(iter(taps.modules.tensors(output)))
+
+
+class _Layer:
+    """One layer's own statistics: of its output, and of its output against its input."""
+
+    def __init__(self, path: str, parts: Parts, place: Place) -> None:
+        self._path = path
+        self._parts = parts
+        self._place = place
+        self._input: Tensor | None = None
+
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        # Here, not after the layer: a pipeline may have freed it by then.
+        self._input = square_sum(self._place.own_rows(hidden, self._place.tokens_spread))
+
+    def after(self, call: Call, output: Any) -> None:
+        values = self._place.own_rows(first_tensor(output), self._place.tokens_spread)
+        before, self._input = self._input, None
+        if values.numel() == 0 or before is None:
+            return
+        path, parts = self._path, self._parts
+        squares, maxima = square_sum(values), channel_maxima(values)
+        parts.add(path, "activation_rms", [squares, float(values.numel())])
+        parts.largest(path, "activation_max", _largest(maxima, squares))
+        parts.add(path, "not_finite", not_finite(values, squares))
+        parts.add(path, "residual_growth", [squares, before])
+        parts.outliers(path, maxima, squares, values.numel())
+
+
+def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) -> None:
+    values = place.own_rows(first_tensor(output), place.tokens_spread)
+    if values.numel() == 0:
+        return
+    squares = square_sum(values)
+    parts.add(path, "activation_rms", [squares, float(values.numel())])
+    low, high = torch.aminmax(values)
+    parts.largest(path, "activation_max", torch.maximum(high, -low))
+    parts.add(path, "not_finite", not_finite(values, squares))
+
+
+def _largest(maxima: Tensor, squares: Tensor) -> Tensor:
+    """The largest of channel maxima; NaN where an element was, which the sum of squares shows."""
+    largest = maxima.amax()
+    return torch.where(torch.isnan(squares), squares.to(largest.dtype), largest)
+
+
+def _attention(parts: Parts, path: str, inputs: AttentionInputs, rows: Rows, logits: Tensor) -> None:
+    if logits.numel() == 0:
+        return
+    largest, entropies, count = row_statistics(logits)
+    parts.largest(path, "attention_logit_max", largest)
+    parts.add(path, "attention_entropy", [entropies, float(count)])
+
+
+def _router(parts: Parts, place: Place, path: str, scores: RouterScores) -> None:
+    probabilities = place.own_rows(scores.probabilities(), place.tokens_spread)
+    parts.add(path, "router_entropy", [entropy_sum(probabilities), float(probabilities.size(0))])
+    if place.tokens_spread == "same" and place.layout.tp > 1:
+        routed = place.own_rows(scores.routing_map(), "same").sum(dim=0)
+    else:
+        routed = scores.tokens_per_expert()
+    parts.add(path, "expert_load", routed)
+
+
+def _losses(parts: Parts, place: Place, losses: Tensor, mask: Tensor) -> None:
+    # All tensor-parallel ranks have them: rows are shared out as elsewhere.
+    positions = place.positions(losses.size(1), losses.device)
+    own, weights = (place.own_rows(each.t(), "same") for each in (losses, mask))
+    positions = place.own_rows(positions, "same")
+    parts.add(
+        "output_layer",
+        "loss_per_position",
+        loss_by_position(own.t(), weights.t(), positions, place.seq_length),
+    )

@@ -1,0 +1,318 @@
+"""Norms of gradients, weights and updates by layer, from what this rank's optimizer holds.
+
+Every element is counted by one rank. With the distributed optimizer that is the rank that updates it; else
+the ranks with the same parameter (data-, context- and, where it is not split, tensor-parallel) answer for a
+stretch each, which divides the work. A weight that two pipeline stages share counts on the first.
+
+An update is not found by keeping the weights of before. Adam's state says what it subtracted, so weights of
+before are computed from those after it: no memory is needed but that of one piece. What other optimizers
+did is seen by a copy, up to ``MOST_COPIED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_megatron.backends.dtypes import wide_float
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.shares import Place
+from mt_megatron.scope.watch.sums import square_sum
+from mt_megatron.seams.taps.names import numbered, unwrapped
+
+MOST_COPIED = 64 * 2**20
+"""Bytes of weights that are copied before an update of an optimizer whose state does not tell it."""
+
+_PIECE = 2**22
+"""Elements worked on at a time: what temporaries are as large as."""
+
+WHOLE = ""
+"""Path of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A stretch of one parameter that this rank answers for."""
+
+    name: str
+    """The parameter's, in the whole model."""
+
+    held: Any
+    """What the inner optimizer updates: the parameter, its float32 copy, or this rank's part of one."""
+
+    start: int
+    stop: int
+    """Of ``held``, flattened."""
+
+    offset: int
+    """Where ``held`` begins within the parameter that this rank has, flattened."""
+
+    rows: int
+    row_size: int
+    """Of that parameter as a matrix."""
+
+    inner: Any
+    """The torch optimizer."""
+
+    group: dict[str, Any]
+    """Its parameter group."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The stretch of the weights."""
+        flat: Tensor = self.held.detach().view(-1)
+        return flat[self.start : self.stop]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The stretch of the gradient, reduced and unscaled; between ``prepare_grads`` and the clipping."""
+        found = self.held.grad
+        return None if found is None else found.detach().view(-1)[self.start : self.stop]
+
+
+def unit_of(name: str) -> str:
+    """The path that a parameter's norms are summed under: its layer, or the outermost module outside of
+    layers."""
+    parts = name.split(".")
+    if "layers" in parts[:-1]:
+        return ".".join(parts[: parts.index("layers") + 2])
+    return ".".join(parts[:2]) if parts[0] in ("decoder", "mtp") else parts[0]
+
+
+def shares_of(chunks: Sequence[Any], optimizer: Any, place: Place) -> list[Share]:
+    """This rank's stretches of all parameters that are trained."""
+    names: dict[Tensor, str] = {}
+    for chunk in chunks:
+        bare = unwrapped(chunk)
+        for local, parameter in bare.named_parameters():
+            names.setdefault(parameter, numbered(bare, local))
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        groups = {held: group for group in part.optimizer.param_groups for held in group["params"]}
+        for parameter, held in _pairs(part):
+            if getattr(parameter, "shared", False) or parameter not in names or held not in groups:
+                continue
+            stretch = _stretch(part, parameter, held, place)
+            if stretch is None:
+                continue
+            start, stop, offset = stretch
+            rows = parameter.size(0) if parameter.dim() > 1 else 1
+            found.append(
+                Share(
+                    name=names[parameter],
+                    held=held,
+                    start=start,
+                    stop=stop,
+                    offset=offset,
+                    rows=rows,
+                    row_size=parameter.numel() // max(rows, 1),
+                    inner=part.optimizer,
+                    group=groups[held],
+                )
+            )
+    return found
+
+
+def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Each model parameter and what the inner optimizer updates for it."""
+    if hasattr(part, "shard_fp32_from_float16_groups"):
+        pairs = (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        )
+    elif hasattr(part, "fp32_from_float16_groups"):
+        pairs = (
+            (part.float16_groups, part.fp32_from_float16_groups),
+            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+        )
+    else:
+        each = [group["params"] for group in part.optimizer.param_groups]
+        pairs = ((each, each),)
+    for models, helds in pairs:
+        for model_group, held_group in zip(models, helds, strict=True):
+            yield from zip(model_group, held_group, strict=True)
+
+
+def _stretch(part: Any, parameter: Any, held: Any, place: Place) -> tuple[int, int, int] | None:
+    """``start``, ``stop`` and ``offset`` of a ``Share``; None where others count all of it."""
+    layout, at = place.layout, place.at
+    split = bool(getattr(parameter, "tensor_model_parallel", False)) or layout.tp == 1
+    if hasattr(part, "shard_fp32_from_float16_groups"):
+        if not split and at.tp:
+            return None
+        return 0, held.numel(), int(part._get_model_param_range_map(parameter)["param"].start)
+    if getattr(parameter, "allreduce", True):
+        copies, index = layout.dp * layout.cp, at.dp * layout.cp + at.cp
+    else:
+        # Experts are spread over the data-parallel ranks.
+        copies, index = layout.edp * layout.cp, at.edp * layout.cp + at.cp
+    if not split:
+        copies, index = copies * layout.tp, index * layout.tp + at.tp
+    count = held.numel()
+    start, stop = count * index // copies, count * (index + 1) // copies
+    return None if start == stop else (start, stop, 0)
+
+
+class Norms:
+    """The statistics of one rank's shares, step by step."""
+
+    def __init__(
+        self, shares: Sequence[Share], place: Place, *, vocab_size: int | None, say: Callable[[str], None]
+    ) -> None:
+        """``vocab_size`` is that of the tokenizer: further rows of the embedding pad it and are left out of
+        ``embedding_norm``."""
+        self._shares = list(shares)
+        self._place = place
+        self._vocab_size = vocab_size
+        units = list(dict.fromkeys(unit_of(share.name) for share in self._shares))
+        self._units = [WHOLE, *units]
+        self._unit = [units.index(unit_of(share.name)) for share in self._shares]
+        self._copies: dict[int, Tensor] = {}
+        unknown = [index for index, share in enumerate(self._shares) if _rule(share) is None]
+        self._copied = unknown
+        size = sum(4 * (self._shares[index].stop - self._shares[index].start) for index in unknown)
+        if size > MOST_COPIED:
+            kind = type(self._shares[unknown[0]].inner).__name__
+            say(
+                f"update_ratio is not recorded: the state of {kind} does not say what an update was, and the "
+                f"{size:,} bytes of this rank's weights are too many to copy (at most {MOST_COPIED:,})"
+            )
+            self._copied = []
+
+    def gradients(self, parts: Parts) -> None:
+        """Add ``gradient_norm``."""
+        self._add(parts, "gradient_norm", [[share.gradient] for share in self._shares])
+
+    def before_update(self) -> None:
+        """Copy what the optimizer's state will not tell."""
+        self._copies = {index: self._shares[index].weight.clone() for index in self._copied}
+
+    def after_update(self, parts: Parts, *, skipped: bool) -> None:
+        """Add ``weight_norm``, ``update_ratio`` and ``embedding_norm``; where the update was ``skipped`` it
+        was zero."""
+        weights = [_squares(share.weight) for share in self._shares]
+        self._sum(parts, "weight_norm", [[each] for each in weights])
+        for share in self._shares:
+            if share.name == "embedding.word_embeddings.weight":
+                self._embedding(parts, share)
+        updates: list[Sequence[Tensor] | None] = []
+        for index, share in enumerate(self._shares):
+            if skipped:
+                updates.append((torch.zeros_like(weights[index]), weights[index]))
+            elif index in self._copies:
+                before = self._copies[index]
+                updates.append((_squares(share.weight - before), _squares(before)))
+            else:
+                updates.append(update_of(share))
+        self._copies = {}
+        if all(each is None for each in updates):
+            return
+        self._sum(parts, "update_ratio", updates)
+
+    def _embedding(self, parts: Parts, share: Share) -> None:
+        limit = share.rows
+        if self._vocab_size is not None:
+            limit = min(max(self._vocab_size - self._place.at.tp * share.rows, 0), share.rows)
+        first = share.offset + share.start
+        last = min(share.offset + share.stop, limit * share.row_size)
+        if last > first:
+            squares = square_sum(share.weight[: last - first])
+            parts.add("embedding.word_embeddings", "embedding_norm", [squares, (last - first) / share.row_size])
+
+    def _add(self, parts: Parts, statistic: str, tensors: Sequence[Sequence[Tensor | None]]) -> None:
+        self._sum(
+            parts,
+            statistic,
+            [None if each[0] is None else [_squares(each[0])] for each in tensors],
+        )
+
+    def _sum(self, parts: Parts, statistic: str, squares: Sequence[Sequence[Tensor] | None]) -> None:
+        """Add up by unit, in one go."""
+        there = [(unit, each) for unit, each in zip(self._unit, squares, strict=True) if each is not None]
+        if not there:
+            return
+        rows = torch.stack([torch.stack(list(each)) for _, each in there])
+        wide = wide_float(rows.device)
+        index = torch.tensor([unit for unit, _ in there], device=rows.device)
+        sums = torch.zeros(len(self._units) - 1, rows.size(1), dtype=wide, device=rows.device)
+        sums.index_add_(0, index, rows.to(wide))
+        sums = torch.cat((sums.sum(dim=0, keepdim=True), sums))
+        seen = {unit for unit, _ in there}
+        for number, unit in enumerate(self._units):
+            if number == 0 or number - 1 in seen:
+                parts.add(unit, statistic, sums[number])
+
+
+def _squares(values: Tensor) -> Tensor:
+    return square_sum(values)
+
+
+# What an optimizer did, told by its state after the update.
+
+
+def update_of(share: Share) -> tuple[Tensor, Tensor] | None:
+    """Sums of squares of the last update and of the weights before it; None where the optimizer's state does
+    not tell it."""
+    rule = _rule(share)
+    state = share.inner.state.get(share.held)
+    if rule is None or not state:
+        return None
+    update = before = None
+    weight = share.weight
+    for first in range(0, weight.numel(), _PIECE):
+        piece = slice(share.start + first, min(share.start + first + _PIECE, share.stop))
+        after = share.held.detach().view(-1)[piece].float()
+        subtracted, decay = rule(share, state, piece)
+        # after = (1 - decay) * before - subtracted
+        old = (after + subtracted) / (1.0 - decay)
+        step = subtracted.add_(old, alpha=decay) if decay else subtracted
+        squares = square_sum(step), square_sum(old)
+        update = squares[0] if update is None else update + squares[0]
+        before = squares[1] if before is None else before + squares[1]
+    assert update is not None and before is not None
+    return update, before
+
+
+_Rule = Callable[[Share, Any, slice], tuple[Tensor, float]]
+
+
+def _rule(share: Share) -> _Rule | None:
+    """What subtracts what from the weights, with what part of them; None where that is not known."""
+    group, name = share.group, type(share.inner).__name__
+    if any(group.get(option) for option in ("amsgrad", "maximize", "nesterov")):
+        return None
+    if name == "AdamW" or (name == "FusedAdam" and group.get("adam_w_mode", _adam_w_mode(share.inner))):
+        return _adamw
+    if name == "SGD" and group.get("momentum") and not group.get("dampening"):
+        return _momentum
+    return None
+
+
+def _adam_w_mode(inner: Any) -> bool:
+    # Apex and Transformer Engine keep it on the optimizer, as 1 for decoupled weight decay.
+    return bool(getattr(inner, "adam_w_mode", True))
+
+
+def _adamw(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, with the learning rate on the decay as in torch."""
+    group = share.group
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    step: Any = state.get("step", group.get("step"))
+    if isinstance(step, Tensor):
+        # On a device a look at the number would wait for it.
+        step = float(step) if step.device.type == "cpu" else step.to(wide_float(step.device))
+    correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
+    first = state["exp_avg"].view(-1)[piece].float()
+    second = state["exp_avg_sq"].view(-1)[piece].float()
+    root = (second / correction2).sqrt_().add_(group["eps"])
+    return (first / root).mul_(lr / correction1), lr * float(group["weight_decay"])
+
+
+def _momentum(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
+    buffer: Tensor = state["momentum_buffer"].view(-1)[piece].float()
+    # Weight decay is in the gradient, and so in the buffer.
+    return buffer * float(share.group["lr"]), 0.0

@@ -1,0 +1,118 @@
+"""Which part of each tensor this rank answers for, so that the ranks' parts add up to the whole once.
+
+Data- and context-parallel ranks hold different tokens, pipeline stages different modules. Tensor-parallel
+ranks hold different tokens (sequence parallelism), columns or heads, or the same: then each answers for
+another stretch of the rows, which also divides the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mt_megatron.parallel.context_parallel import chunks, positions
+from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
+from mt_megatron.seams import taps
+
+Spread = Literal["same", "tokens", "columns", "partial"]
+"""How tensor-parallel ranks hold a module's output: all of it each, some tokens, some columns (heads), or
+summands of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This rank among those that hold parts of a tensor."""
+
+    layout: RankLayout
+    at: Coordinates
+    sequence_parallel: bool
+    micro_batch_size: int
+    seq_length: int
+    """Of the whole sequence."""
+
+    @property
+    def tokens_spread(self) -> Spread:
+        """How tensor-parallel ranks hold the residual stream."""
+        if self.layout.tp == 1:
+            return "same"
+        return "tokens" if self.sequence_parallel else "same"
+
+    def own_rows(self, values: Tensor, spread: Spread) -> Tensor:
+        """The part of ``values`` [rows, ...] to count; empty where another rank counts them."""
+        if self.layout.tp == 1 or spread != "same":
+            return values
+        return self._stretch(values)
+
+    def _stretch(self, values: Tensor) -> Tensor:
+        size, rows = self.layout.tp, values.size(0)
+        return values[rows * self.at.tp // size : rows * (self.at.tp + 1) // size]
+
+    def positions(self, count: int, device: torch.device, *, spread: Spread = "same") -> Tensor:
+        """int64 [count]: where the ``count`` tokens that this rank holds stand in the whole sequence."""
+        held = count * self.layout.tp if spread == "tokens" else count
+        if self.layout.cp > 1:
+            found = positions(self.at.cp, self.layout.cp, held, device)
+        else:
+            found = torch.arange(held, device=device)
+        return found[self.at.tp * count : (self.at.tp + 1) * count] if spread == "tokens" else found
+
+    def stretches(self, count: int, spread: Spread) -> list[tuple[int, int, int]]:
+        """``positions(count)`` as contiguous stretches: first position, where it lies here, length."""
+        held = count * self.layout.tp if spread == "tokens" else count
+        pieces = [(0, 0, held)]
+        if self.layout.cp > 1:
+            half = held // 2
+            pieces = [(chunk * half, n * half, half) for n, chunk in enumerate(chunks(self.at.cp, self.layout.cp))]
+        if spread != "tokens":
+            return pieces
+        low, high = self.at.tp * count, (self.at.tp + 1) * count
+        found = []
+        for position, local, length in pieces:
+            begin, end = max(local, low), min(local + length, high)
+            if begin < end:
+                found.append((position + begin - local, begin - low, end - begin))
+        return found
+
+    def sample(self, microbatch: int, row: int) -> int:
+        """Number within the global batch of sequence ``row`` of a micro-batch, in the order of the data."""
+        per_round = self.micro_batch_size * self.layout.dp
+        return microbatch * per_round + self.at.dp * self.micro_batch_size + row
+
+    def asked(self, samples: Sequence[int], microbatch: int) -> list[tuple[int, int]]:
+        """``(row, sample)`` of those of ``samples`` that are in this rank's micro-batch."""
+        first = self.sample(microbatch, 0)
+        return [(each - first, each) for each in samples if 0 <= each - first < self.micro_batch_size]
+
+
+def spread_of(module: nn.Module, path: str, place: Place) -> Spread:
+    """How tensor-parallel ranks hold the output of ``module``."""
+    if place.layout.tp == 1:
+        return "same"
+    last = path.rpartition(".")[2]
+    name = type(module).__name__
+    if name.endswith("ColumnParallelLinear") or hasattr(module, "gather_output"):
+        return "same" if getattr(module, "gather_output", False) else "columns"
+    if last in ("core_attention", "q_layernorm", "k_layernorm"):
+        return "columns"
+    if ".experts" in path and last != "shared_experts":
+        # Each rank has summands; they are added up after the experts.
+        return "partial"
+    if last == "output_layer":
+        return "columns"
+    return place.tokens_spread
+
+
+def is_layer(path: str, module: nn.Module) -> bool:
+    """Whether ``module`` is a transformer layer."""
+    return hasattr(module, "layer_number") and hasattr(module, "self_attention") and bool(path)
+
+
+def layers_of(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every transformer layer of this rank."""
+    for path, module in taps.named_modules(chunks):
+        if is_layer(path, module):
+            yield path, module

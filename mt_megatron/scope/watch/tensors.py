@@ -1,0 +1,124 @@
+"""Tensors of one step: encoded on the device, copied in the background, framed in the sender's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mt_megatron.scope.watch.tiles import EXACT, tiles_of
+
+MOST_FRAME = 4 * 2**20
+"""Bytes of one frame's tensor; larger ones are cut by rows. An encoder holds a few copies of a frame."""
+
+MOST_STEP = 32 * 2**20
+"""Bytes of the tensors of one rank and step; what is beyond is dropped and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """One encoded matrix on the device."""
+
+    path: str
+    what: str
+    microbatch: int
+    index: Mapping[str, int]
+    shape: tuple[int, int]
+    """Of the whole."""
+
+    offset: tuple[int, int]
+    """Of this rank's part within it."""
+
+    data: Tensor
+    scale: Tensor | None
+    low: Tensor | None
+    error: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that is to be copied."""
+        return [each for each in (self.data, self.scale, self.low, self.error) if each is not None]
+
+
+class Tensors:
+    """The tensors of one step on one rank."""
+
+    def __init__(self, most_bytes: int = MOST_STEP) -> None:
+        self.held: list[Held] = []
+        self.size = 0
+        self.dropped = 0
+        """Bytes left out."""
+
+        self._most = most_bytes
+
+    def add(
+        self,
+        path: str,
+        what: str,
+        values: Tensor,
+        *,
+        index: Mapping[str, int],
+        microbatch: int,
+        shape: tuple[int, int],
+        offset: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Encode ``values`` [rows, columns], a part of a whole of ``shape`` that begins at ``offset``."""
+        rows, columns = values.shape
+        if rows == 0 or columns == 0:
+            return
+        exact = values.numel() <= EXACT
+        each = columns * 4 if exact else columns + 8 * -(-columns // 64)
+        if self.size + rows * each > self._most:
+            self.dropped += rows * each
+            return
+        self.size += rows * each
+        step = max(1, MOST_FRAME // each)
+        for first in range(0, rows, step):
+            piece = values[first : first + step]
+            at = (offset[0] + first, offset[1])
+            common = {"path": path, "what": what, "microbatch": microbatch, "index": index, "shape": shape}
+            if exact:
+                self.held.append(
+                    Held(**common, offset=at, data=piece.float().clone(), scale=None, low=None, error=None)  # type: ignore[arg-type]
+                )
+                continue
+            tiles = tiles_of(piece)
+            self.held.append(
+                Held(
+                    **common,  # type: ignore[arg-type]
+                    offset=at,
+                    data=tiles.codes.contiguous(),
+                    scale=tiles.scale,
+                    low=tiles.low,
+                    error=tiles.error,
+                )
+            )
+
+
+def frames_of(
+    held: Sequence[Held], copies: Callable[[], Sequence[np.ndarray[Any, Any]]], common: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """``tensor`` frames of ``held``, whose tensors ``copies`` gives in order, on the host."""
+    arrays = iter(copies())
+    for each in held:
+        data = next(arrays)
+        scale = None if each.scale is None else next(arrays)
+        low = None if each.low is None else next(arrays)
+        error = 0.0 if each.error is None else float(next(arrays))
+        yield {
+            "k": "tensor",
+            **common,
+            "path": each.path,
+            "what": each.what,
+            "microbatch": each.microbatch,
+            "index": dict(each.index),
+            "shape": list(each.shape),
+            "offset": list(each.offset),
+            "encoding": "f32" if scale is None else "q8",
+            "data": data,
+            "scale": scale,
+            "low": low,
+            "error": error,
+        }
