@@ -434,6 +434,34 @@ class ScanConfig:
     with code 79, and list its host for ``mt-megatron launch --exclude-hosts``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScopeConfig:
+    """What is looked at inside a training (``mt_megatron.scope``). ``--scope off`` leaves nothing of it."""
+
+    scope: Literal["off", "record", "live"] = "live"
+    """record: statistics of layers, and what is asked for, are recorded beside the metrics, in ``scope``. live:
+    a page on loopback shows them while they come."""
+
+    scope_interval: int = 20
+    """Steps from one recording of the statistics to the next."""
+
+    scope_watch: tuple[str, ...] = ()
+    """Further tensors and statistics, as ``KIND@MODULE`` such as
+    ``attention@decoder.layers.0:heads=0,2:tokens=0-255:every=100``."""
+
+    scope_port: int = 0
+    """Port of the live page, on loopback of rank 0's machine; 0: any free one."""
+
+    scope_lab: str | None = None
+    """YAML file of perturbations that are armed at the start. None: none."""
+
+    scope_retain_mib: int = 512
+    """Size of a node's recording in MiB; beyond it the oldest tensors go first."""
+
+    scope_dir: str | None = None
+    """Folder of the run under which the recording is written, in ``scope``. None: that of the metrics."""
+
+
 def layout_chunks(layout: Any, stages: int) -> int | None:
     """Chunks per stage that ``pipeline_model_parallel_layout`` describes; None for one, and where it
     does not come out even, which ``validate`` reports."""
@@ -477,6 +505,9 @@ class TrainingConfig:
 
     scan: ScanConfig = field(default_factory=ScanConfig)
     """Traces and alerts."""
+
+    scope: ScopeConfig = field(default_factory=ScopeConfig)
+    """What is looked at inside the model."""
 
     notes: tuple[str, ...] = ()
     """One line for everything that was accepted but means something else here; log them once."""

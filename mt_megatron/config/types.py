@@ -23,6 +23,7 @@ from mt_megatron.config.schema import (
     ModelConfig,
     ParallelConfig,
     ScanConfig,
+    ScopeConfig,
     TrainConfig,
 )
 from mt_megatron.config.upstream_fields import (
@@ -109,6 +110,7 @@ SECTIONS: Mapping[str, type | None] = {
     "logging": LoggingConfig,
     "launch": LaunchConfig,
     "scan": ScanConfig,
+    "scope": ScopeConfig,
 }
 """Section -> our dataclass, in printing order. None: the section holds Megatron-Core's fields alone."""
 

@@ -45,6 +45,7 @@ from mt_megatron.training.logging.throughput import Window
 from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.preflight import check_before_start, check_folder
 from mt_megatron.training.scan_session import tracing_of
+from mt_megatron.training.scope_session import scope_of
 from mt_megatron.training.signals import stop_requests
 from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
 from mt_megatron.training.steps import Steps, touching
@@ -149,11 +150,22 @@ class _Run:
             say=self.display.say,
         )
 
+        self.scope = scope_of(
+            config,
+            job,
+            self.trainable,
+            metrics=self.output.metrics_path,
+            seq_length=self.shape.seq_length,
+            say=self.display.say,
+        )
+        self.steps.observer = self.scope
+
     @property
     def progress(self) -> Progress:
         return self.steps.progress
 
     def close(self) -> None:
+        self.scope.close()
         self.tracing.close()
         self.store.close()
         self.output.close()
@@ -171,16 +183,20 @@ class _Run:
         window = self.output.window()
         result: StepResult | None = None
         self.tracing.start()
-        while not self._finished():
+        self.scope.start()
+
+        def wishes() -> Wishes:
             leave = self.tracing.wants_to_leave
-            stop = stop_requested.is_set() or self._out_of_time() or leave
-            wishes = Wishes(
-                stop=stop,
+            return Wishes(
+                stop=stop_requested.is_set() or self._out_of_time() or leave,
                 save_written=self.store.has_written(),
                 measure=self.tracing.wants_measurement,
                 leave=leave,
                 save=self.store.wants_to_save(),
+                attend=self.scope.wants_attention,
             )
+
+        while not self._finished():
             result = self.steps.take(wishes)
             self._saved(self.store.advance(result.wishes, sound=not result.skipped))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
@@ -195,6 +211,8 @@ class _Run:
             with window.paused():
                 if result.wishes.measure:
                     self.tracing.measure()
+                if result.wishes.attend:
+                    self.scope.attend()
                 if self.store.is_due(self.progress, result.wishes):
                     self._saved(self.store.save(self.progress))
                 if self._due(self.config.train.eval_interval) and not self._finished():

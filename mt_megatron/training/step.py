@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +63,13 @@ class Wishes:
     save: bool = False
     """Save a checkpoint after this step."""
 
+    attend: bool = False
+    """All ranks do what this run was commanded to, after this step."""
 
-NO_WISHES = Wishes()
+
+def no_wishes() -> Wishes:
+    """Of a rank that wants nothing."""
+    return Wishes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,9 @@ class AgreedWishes:
 
     save: bool = False
     """Any rank wants to save a checkpoint."""
+
+    attend: bool = False
+    """Any rank was commanded something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +127,29 @@ class StepResult:
     """Multi-token prediction: each depth's cross-entropy per token that it counts, in nats."""
 
 
+class StepObserver(Protocol):
+    """What is told of a step on its way."""
+
+    def gradients_ready(self) -> None:
+        """Gradients are reduced and unscaled, not yet clipped; not after an fp16 overflow."""
+
+    def updated(self, *, skipped: bool) -> None:
+        """The update was made, or ``skipped`` on all ranks."""
+
+
+class NoObserver:
+    """Hears it and does nothing."""
+
+    def gradients_ready(self) -> None:
+        pass
+
+    def updated(self, *, skipped: bool) -> None:
+        pass
+
+
+NO_OBSERVER = NoObserver()
+
+
 def make_forward_step(family: ModelFamily, device: torch.device) -> ForwardStep:
     """A forward step that holds nothing but ``family`` and ``device``."""
 
@@ -148,12 +179,13 @@ def train_step(
     job: Job,
     *,
     iteration: int,
-    wishes: Wishes = NO_WISHES,
+    wishes: Callable[[], Wishes] = no_wishes,
     watch: DivergenceWatch | None = None,
+    observer: StepObserver = NO_OBSERVER,
 ) -> StepResult:
     """Forward, backward, reduction, clipping and update for one global batch; collective.
 
-    ``wishes`` are this rank's; they travel with the loss, in the one all-reduce it needs. The weights
+    ``wishes`` is asked for this rank's just before they travel with the loss, in the one all-reduce it needs. The weights
     change only when every rank agrees that the step is sound: ``StepResult.diverged`` says what
     ``watch`` found otherwise. Raises ``DataError`` when no token counts.
     """
@@ -164,11 +196,13 @@ def train_step(
     lr = learning_rate(optimizer)
     with events.span("optimizer", optimizer=type(optimizer).__name__):
         overflowed = prepare(optimizer)
+        if not overflowed:
+            observer.gradients_ready()
         norm = None
         if not overflowed and (watch.check_gradients or wants_norm(optimizer)):
             norm = gradient_norm(optimizer)
         sums = [*summed(reports, job), *depth_sums(trainable, job)]
-        agreed = _agree(sums, job, iteration, wishes, overflowed, watch.norm_is_bad(norm))
+        agreed = _agree(sums, job, iteration, wishes(), overflowed, watch.norm_is_bad(norm))
         if agreed.overflowed:
             diverged = watch.overflowed(scale_is_stuck=loss_scale_is_stuck(optimizer))
         else:
@@ -178,6 +212,7 @@ def train_step(
             trainable.update_is_half_done = True
             clip_and_apply(optimizer, norm)
             update_expert_bias(trainable.chunks)
+        observer.updated(skipped=skipped)
     if not skipped:
         trainable.scheduler.step(samples)
         watch.mean.add(agreed.loss)
@@ -251,6 +286,7 @@ def _agree(
         wishes.measure,
         wishes.leave,
         wishes.save,
+        wishes.attend,
     )
     loss, tokens, *rest = job.sum_over_ranks([*sums, *map(float, said)])
     depths, counts = rest[: len(sums) - 2], rest[len(sums) - 2 :]
@@ -259,7 +295,7 @@ def _agree(
             f"iteration {iteration}: no token of the global batch counts towards the loss; check loss masks "
             "(--eod-mask-loss) and the data"
         )
-    stop, written, overflows, bad_norms, measure, leave, save = (round(count) for count in counts)
+    stop, written, overflows, bad_norms, measure, leave, save, attend = (round(count) for count in counts)
     return _Agreed(
         loss=loss / tokens,
         tokens=round(tokens),
@@ -271,6 +307,7 @@ def _agree(
             measure=measure > 0,
             leave=leave > 0,
             save=save > 0,
+            attend=attend > 0,
         ),
         depth_losses=depth_means(depths),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,8 +22,36 @@ from mt_megatron.training.health.recovery import Recovery
 from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog
 from mt_megatron.training.model import Trainable
 from mt_megatron.training.nan_watch import RandomStates, first_finding
-from mt_megatron.training.step import Batches, Shape, StepResult, Wishes, train_step
+from mt_megatron.training.step import (
+    Batches,
+    NoObserver,
+    Shape,
+    StepObserver,
+    StepResult,
+    Wishes,
+    train_step,
+)
 from mt_megatron.training.update import loss_scales
+
+
+class RunObserver(StepObserver, Protocol):
+    """What is told of steps."""
+
+    def begin_step(self, iteration: int) -> None:
+        """``iteration`` begins."""
+
+    def end_step(self, iteration: int, result: StepResult | None) -> None:
+        """``iteration`` is over; without a result where it raised an error."""
+
+
+class NotObserved(NoObserver):
+    """Hears of it and does nothing."""
+
+    def begin_step(self, iteration: int) -> None:
+        pass
+
+    def end_step(self, iteration: int, result: StepResult | None) -> None:
+        pass
 
 
 class Steps:
@@ -43,6 +71,7 @@ class Steps:
         recovery: Recovery,
         roll_back: Callable[[], Progress],
         watchdog: Watchdog | NoWatchdog,
+        observer: RunObserver | None = None,
     ) -> None:
         """``shape`` is a step's after the ramp that ``sizes`` describes; ``roll_back`` loads the last good
         checkpoint and returns its progress."""
@@ -57,6 +86,7 @@ class Steps:
         self._recovery = recovery
         self._roll_back = roll_back
         self._watchdog = watchdog
+        self.observer: RunObserver = observer or NotObserved()
         self._watch = DivergenceWatch(
             check_gradients=config.ddp.check_for_nan_in_grad,
             grad_norm_limit=config.train.grad_norm_threshold,
@@ -70,8 +100,9 @@ class Steps:
         self._undo: Callable[[], None] | None = None
         self._batches = self._batches_after(progress, num_workers=config.data.num_workers)
 
-    def take(self, wishes: Wishes) -> StepResult:
-        """One step, and what follows when it diverged. Moves ``progress`` on.
+    def take(self, wishes: Callable[[], Wishes]) -> StepResult:
+        """One step, and what follows when it diverged. Moves ``progress`` on. ``wishes`` is asked when the
+        gradients are there.
 
         Raises ``DivergenceError`` on every rank when the run has to stop.
         """
@@ -83,17 +114,23 @@ class Steps:
         # Kernels are compiled and data loaders started in the first step of a process.
         limit = self._watchdog.unlimited if self._is_first else self._watchdog.progress
         limit(f"step {iteration}")
-        with events.span("step", iteration=iteration):
-            result = train_step(
-                self._trainable,
-                self._forward_step,
-                self._batches,
-                shape,
-                self._job,
-                iteration=iteration,
-                wishes=wishes,
-                watch=self._watch,
-            )
+        result: StepResult | None = None
+        self.observer.begin_step(iteration)
+        try:
+            with events.span("step", iteration=iteration):
+                result = train_step(
+                    self._trainable,
+                    self._forward_step,
+                    self._batches,
+                    shape,
+                    self._job,
+                    iteration=iteration,
+                    wishes=wishes,
+                    watch=self._watch,
+                    observer=self.observer,
+                )
+        finally:
+            self.observer.end_step(iteration, result)
         self._watchdog.unlimited(f"after step {iteration}")
         self._is_first = False
         self._advance(result)

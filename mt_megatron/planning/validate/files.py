@@ -279,6 +279,7 @@ def _outputs(config: TrainingConfig) -> list[str]:
         ("tensorboard_dir", logging.tensorboard_dir),
         ("wandb_save_dir", logging.wandb_save_dir),
         ("scan_dir", config.scan.scan_dir),
+        ("scope_dir", config.scope.scope_dir),
     ):
         if folder == "":
             found.append(f"{name} is empty; expected a directory. Set --{name.replace('_', '-')}.")

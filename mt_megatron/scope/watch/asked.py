@@ -245,9 +245,7 @@ class _Take:
             return list(range(len(held)))
         return [each - held.start for each in self.request.heads if each in held]
 
-    def _by_head(
-        self, what: str, microbatch: int, values: Tensor, heads: Sequence[int], first: int
-    ) -> None:
+    def _by_head(self, what: str, microbatch: int, values: Tensor, heads: Sequence[int], first: int) -> None:
         """``values`` [tokens, b, heads, d]; ``first`` is the number of this rank's first head."""
         asked = self.request.heads
         for head in heads:
@@ -319,7 +317,9 @@ class _Maps:
         if size > 1:
             chunk = length // (2 * size)
             # Cells of queries lie within the chunks that ranks hold.
-            self._height = next(each for each in range(self._height, chunk + 1) if chunk % each == 0 or each == chunk)
+            self._height = next(
+                each for each in range(self._height, chunk + 1) if chunk % each == 0 or each == chunk
+            )
 
     def wanted(self, inputs: AttentionInputs) -> list[Rows]:
         take = self._take

@@ -38,7 +38,9 @@ class Rows:
     """Of this rank's query heads."""
 
 
-def watch_rows(module: nn.Module, wanted: Wanted, found: Found, *, told: Callable[[str], None]) -> list[Watch]:
+def watch_rows(
+    module: nn.Module, wanted: Wanted, found: Found, *, told: Callable[[str], None]
+) -> list[Watch]:
     """Call ``found`` for the ``wanted`` rows of every call of the core attention of ``module``."""
     if int(getattr(_config(module), "context_parallel_size", 1)) == 1:
 
@@ -149,7 +151,7 @@ def _other_documents(
     # Borders are in the micro-batch read row by row.
     queries = torch.searchsorted(borders, firsts + places, right=True)
     keys = torch.searchsorted(borders, firsts + key_places, right=True)
-    return (queries[:, None, :, None] != keys[:, None, None, :])
+    return queries[:, None, :, None] != keys[:, None, None, :]
 
 
 def row_statistics(logits: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -221,7 +221,9 @@ class Norms:
         last = min(share.offset + share.stop, limit * share.row_size)
         if last > first:
             squares = square_sum(share.weight[: last - first])
-            parts.add("embedding.word_embeddings", "embedding_norm", [squares, (last - first) / share.row_size])
+            parts.add(
+                "embedding.word_embeddings", "embedding_norm", [squares, (last - first) / share.row_size]
+            )
 
     def _add(self, parts: Parts, statistic: str, tensors: Sequence[Sequence[Tensor | None]]) -> None:
         self._sum(

@@ -66,7 +66,9 @@ class Place:
         pieces = [(0, 0, held)]
         if self.layout.cp > 1:
             half = held // 2
-            pieces = [(chunk * half, n * half, half) for n, chunk in enumerate(chunks(self.at.cp, self.layout.cp))]
+            pieces = [
+                (chunk * half, n * half, half) for n, chunk in enumerate(chunks(self.at.cp, self.layout.cp))
+            ]
         if spread != "tokens":
             return pieces
         low, high = self.at.tp * count, (self.at.tp + 1) * count

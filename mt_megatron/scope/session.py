@@ -1,0 +1,690 @@
+"""Watches a training from its first step to its last: statistics, requests, the sidecar, commands.
+
+Nothing is installed between sampled steps. What fails is said in one line and ends what failed; training
+goes on. Only ``start`` and ``attend`` communicate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.scan.clock.machine import boot_id
+from mt_megatron.scope.format.frames import VERSION
+from mt_megatron.scope.watch.asked import Asked, Plan
+from mt_megatron.scope.watch.defaults import Defaults
+from mt_megatron.scope.watch.host_copies import Copier
+from mt_megatron.scope.watch.parameters import Norms, shares_of
+from mt_megatron.scope.watch.parts import Layout, Parts
+from mt_megatron.scope.watch.requests import Request, parse, parse_all, unknown
+from mt_megatron.scope.watch.sender import Parcel, Sender
+from mt_megatron.scope.watch.shares import Place
+from mt_megatron.scope.watch.tensors import Tensors, frames_of
+from mt_megatron.seams import taps
+from mt_megatron.seams.taps import Watch
+
+logger = logging.getLogger("mt_megatron")
+
+PAGE_MODULES = ("starlette", "uvicorn", "websockets")
+"""What the live page needs: the extra ``scope``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How much is recorded, and where it goes."""
+
+    live: bool = True
+    """Whether the sidecar of rank 0's node serves the page."""
+
+    interval: int = 20
+    """Steps from one recording of the statistics to the next."""
+
+    watch: tuple[str, ...] = ()
+    """Requests from the start on."""
+
+    port: int = 0
+    retain_mib: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the session cannot see of the run."""
+
+    micro_batch_size: int
+    seq_length: int
+    vocab_size: int | None = None
+    """Of the tokenizer; None: every row of the embedding counts."""
+
+    model: Mapping[str, Any]
+    """Name, sizes and precision, for readers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What a step came to."""
+
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    skipped: bool
+
+
+class Perturbing(Protocol):
+    """Perturbations (``scope.lab``)."""
+
+    @property
+    def perturbed(self) -> str | None:
+        """What the weights or values of this step were perturbed by; None: nothing."""
+
+
+class Controlling(Protocol):
+    """Commands (``scope.control``). All calls but ``put`` are the training thread's."""
+
+    @property
+    def lab(self) -> Perturbing:
+        """What perturbs the run."""
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether all ranks should call ``attend`` after this step; any rank's word counts."""
+
+    def start(self) -> None:
+        """Hear commands from now on."""
+
+    def put(self, command: Mapping[str, Any]) -> None:
+        """Take a ``command`` frame; any thread."""
+
+    def begin_step(self, step: int) -> None:
+        """Before the step."""
+
+    def end_step(self, step: int) -> None:
+        """After the step."""
+
+    def attend(self) -> None:
+        """Do what was commanded; collective, between two steps."""
+
+    def close(self) -> None:
+        """End it; no collective."""
+
+
+class Sidecar(Protocol):
+    """The process beside a node's first rank."""
+
+    @property
+    def socket(self) -> Path:
+        """Where ranks connect."""
+
+    def start(self) -> None:
+        """Start it; returns at once."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoLab:
+    """Perturbs nothing."""
+
+    perturbed: str | None = None
+
+
+class NoControl:
+    """Hears nothing and does nothing."""
+
+    lab = NoLab()
+    wants_attention = False
+
+    def start(self) -> None:
+        pass
+
+    def put(self, command: Mapping[str, Any]) -> None:
+        pass
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def end_step(self, step: int) -> None:
+        pass
+
+    def attend(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+MakeSidecar = Callable[..., Sidecar]
+"""``(run, node, *, ranks, retain_mib, port, say)``; ``port`` None where no page is served."""
+
+
+class Session:
+    """One rank's watching. All methods belong to the training thread."""
+
+    def __init__(
+        self,
+        run: Path | str,
+        *,
+        rank: int,
+        layout: RankLayout,
+        backend: Backend,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        options: Options,
+        facts: Facts,
+        say: Callable[[str], None] = logger.warning,
+        sidecar: MakeSidecar | None = None,
+    ) -> None:
+        """Nothing happens before ``start``. ``run`` is the folder of the run, ``chunks`` this rank's model
+        chunks, ``optimizer`` a ``MegatronOptimizer``; ``say`` gets a line where something is worth one.
+        ``sidecar`` None: the one of ``scope.sidecar``."""
+        self.run = Path(run)
+        self.control: Controlling = NoControl()
+        """Set it before ``start``."""
+
+        self._rank = rank
+        self._layout = layout
+        self._backend = backend
+        self._chunks = tuple(chunks)
+        self._optimizer = optimizer
+        self._options = options
+        self._facts = facts
+        self._say = say
+        self._make_sidecar = sidecar or _sidecar_process
+        self._sidecar: Sidecar | None = None
+        self._sender: Sender | None = None
+        self._device = backend.device()
+        self._copier = Copier(backend)
+        self._on = False
+        self._paths: list[str] = []
+        """Modules of the whole model."""
+
+        self._hello: dict[str, Any] = {}
+        self._schemas: dict[Layout, int] = {}
+        self._requests: list[Request] = []
+        self._texts: tuple[str, ...] | None = None
+        """Requests that were heard and are not yet taken."""
+
+        self._said: set[str] = set()
+        self._defaults: Defaults | None = None
+        self._asked: Asked | None = None
+        self._norms: Norms | None = None
+        self._plans: list[Plan] = []
+        self._step: _Step | None = None
+        self._mark: str | None = None
+        self._began = 0.0
+
+    # Begin and end.
+
+    def start(self) -> None:
+        """Begin. Collective; at the same point of the program on every rank."""
+        problem: str | None = None
+        everyone = _gather(self._about())
+        try:
+            self._begin(everyone)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+        sockets = _gather((problem, None if self._sidecar is None else str(self._sidecar.socket)))
+        problems = [each for each, _ in sockets if each is not None]
+        if problems:
+            self.close()
+            self._tell(f"nothing is recorded, training goes on: {problems[0]}")
+            return
+        leader = self._leader(everyone)
+        path = sockets[leader][1]
+        if path is not None:
+            self._sender = Sender(path, lambda: self._hello, heard=self._heard, say=self._recording_ended)
+            self._sender.start()
+        self._on = True
+        self._take_requests(self._options.watch)
+        self.control.start()
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "host": socket.gethostname(),
+            "boot": boot_id(),
+            "session": f"{time.time_ns():x}",
+            "paths": [path for path, _ in taps.named_modules(self._chunks) if path],
+        }
+
+    def _leader(self, everyone: Sequence[Mapping[str, Any]]) -> int:
+        """The first rank of this one's node."""
+        own = everyone[self._rank]
+        return next(
+            rank
+            for rank, each in enumerate(everyone)
+            if (each["boot"], each["host"]) == (own["boot"], own["host"])
+        )
+
+    def _begin(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        nodes = list(dict.fromkeys((each["boot"], each["host"]) for each in everyone))
+        own = (everyone[self._rank]["boot"], everyone[self._rank]["host"])
+        self._paths = list(dict.fromkeys(path for each in everyone for path in each["paths"]))
+        layout, at, facts = self._layout, self._layout.coordinates(self._rank), self._facts
+        core = _core(self._chunks)
+        place = Place(
+            layout=layout,
+            at=at,
+            sequence_parallel=bool(getattr(core, "sequence_parallel", False)),
+            micro_batch_size=facts.micro_batch_size,
+            seq_length=facts.seq_length,
+        )
+        heads = int(getattr(core, "num_attention_heads", 1))
+        self._defaults = Defaults(self._chunks, place, heads=heads, told=self._failed)
+        self._asked = Asked(self._chunks, place, heads=heads, loss_scale=self._loss_scale, told=self._failed)
+        shares = shares_of(self._chunks, self._optimizer, place)
+        self._norms = Norms(shares, place, vocab_size=facts.vocab_size, say=self._tell)
+        self._hello = {
+            "k": "hello",
+            "v": VERSION,
+            "rank": self._rank,
+            "world_size": layout.world_size,
+            "at": {name: getattr(at, name) for name in ("tp", "pp", "dp", "cp", "ep")},
+            "layout": {
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "dp": layout.dp,
+                "cp": layout.cp,
+                "ep": layout.ep,
+                "vpp": layout.vpp or 1,
+            },
+            "host": own[1],
+            "pid": os.getpid(),
+            "session": everyone[0]["session"],
+            "model": dict(facts.model),
+            "modules": _modules(self._chunks),
+        }
+        if self._leader(everyone) == self._rank:
+            self._start_sidecar(
+                nodes.index(own), sum((each["boot"], each["host"]) == own for each in everyone)
+            )
+
+    def _start_sidecar(self, node: int, ranks: int) -> None:
+        port: int | None = None
+        if self._options.live and self._rank == 0:
+            missing = [name for name in PAGE_MODULES if importlib.util.find_spec(name) is None]
+            if missing:
+                self._tell(
+                    f"recorded in {self.run / 'scope'}; no live page without {', '.join(missing)}: pip install "
+                    "'mt_megatron[scope]'"
+                )
+            else:
+                port = self._options.port
+        sidecar = self._make_sidecar(
+            self.run,
+            node,
+            ranks=ranks,
+            retain_mib=self._options.retain_mib,
+            port=port,
+            say=self._say if self._rank == 0 else logger.warning,
+        )
+        self._sidecar = sidecar
+        sidecar.start()
+
+    def close(self) -> None:
+        """End everything. No collective; further calls do nothing."""
+        self._on = False
+        self._close_taps()
+        for close in (self.control.close, self._end_sender, self._end_sidecar):
+            try:
+                close()
+            except Exception as error:  # noqa: BLE001 - the others are to be closed as well
+                logger.warning("scope: %s: %s", type(error).__name__, error)
+
+    def _end_sender(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.put(Parcel(frames=lambda: [{"k": "bye"}], size=64, must=True))
+            sender.close()
+
+    def _end_sidecar(self) -> None:
+        sidecar, self._sidecar = self._sidecar, None
+        if sidecar is not None:
+            sidecar.close()
+
+    # One step.
+
+    def begin_step(self, iteration: int) -> None:
+        """``iteration`` begins; where it is sampled, taps are opened."""
+        self._began = time.perf_counter()
+        if not self._on:
+            return
+        self.control.begin_step(iteration)
+        texts, self._texts = self._texts, None
+        if texts is not None:
+            self._take_requests((*self._options.watch, *texts))
+        sampled = iteration % self._options.interval == 0 or self._mark is not None
+        plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
+        if not sampled and not plans:
+            return
+        step = _Step(iteration=iteration, sampled=sampled, parts=Parts(self._device), tensors=Tensors())
+        try:
+            if sampled and self._defaults is not None:
+                step.opened += self._defaults.open(step.parts)
+            if plans and self._asked is not None:
+                step.opened += self._asked.open(plans, step.tensors, step.parts)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            step.close()
+            self._off(error)
+            return
+        self._step = step
+
+    def gradients_ready(self) -> None:
+        """Gradients are reduced and unscaled, not yet clipped."""
+        step = self._step
+        if step is not None and step.sampled and self._norms is not None:
+            self._guarded(lambda norms, parts: norms.gradients(parts), step)
+            self._guarded(lambda norms, parts: norms.before_update(), step)
+
+    def updated(self, *, skipped: bool) -> None:
+        """The weights are those after the step, which left its update out where it ``skipped`` it."""
+        step = self._step
+        if step is not None and step.sampled and self._norms is not None:
+            self._guarded(lambda norms, parts: norms.after_update(parts, skipped=skipped), step)
+
+    def end_step(self, iteration: int, figures: StepFigures | None) -> None:
+        """``iteration`` is over; None: it raised an error. Closes the taps and hands over what was seen."""
+        step = self._step
+        self._close_taps()
+        if not self._on:
+            return
+        self.control.end_step(iteration)
+        if figures is None or self._sender is None:
+            return
+        seconds = time.perf_counter() - self._began
+        try:
+            self._send_step(iteration, figures, seconds)
+            if step is not None:
+                self._send_seen(step)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._off(error)
+
+    def _send_step(self, iteration: int, figures: StepFigures, seconds: float) -> None:
+        assert self._sender is not None
+        frame = {
+            "k": "step",
+            "i": iteration,
+            "t": time.time_ns(),
+            "seconds": seconds,
+            "loss": figures.loss,
+            "grad_norm": math.nan if figures.grad_norm is None else figures.grad_norm,
+            "lr": figures.lr,
+            "tokens": figures.tokens,
+            "tokens_per_second": figures.tokens / seconds,
+            "memory_bytes": self._backend.memory_allocated(),
+            "skipped": figures.skipped,
+            "perturbed": self._perturbed,
+        }
+        self._sender.put(Parcel(frames=lambda: [frame], size=512))
+
+    def _send_seen(self, step: _Step) -> None:
+        assert self._sender is not None and self._asked is not None
+        common = {"i": step.iteration, "perturbed": self._perturbed}
+        layout, vector, values = step.parts.taken()
+        if layout:
+            schema = self._schema(layout)
+            copies = self._copier.copy([vector])
+            self._sender.put(
+                Parcel(
+                    frames=lambda: [{"k": "stats", **common, "id": schema, "values": values(copies()[0])}],
+                    size=8 * vector.numel() + 256,
+                )
+            )
+        held = step.tensors.held
+        for first in range(0, len(held), 64):
+            some = held[first : first + 64]
+            arrays = self._copier.copy([tensor for each in some for tensor in each.tensors()])
+            size = sum(t.numel() * t.element_size() for each in some for t in each.tensors())
+            self._sender.put(
+                Parcel(
+                    frames=lambda some=some, arrays=arrays: frames_of(some, arrays, common),  # type: ignore[misc]
+                    size=size + 512 * len(some),
+                )
+            )
+        if step.tensors.dropped:
+            self._once(
+                f"tensors of {step.tensors.dropped:,} bytes of step {step.iteration} are left out: a rank sends at "
+                "most 32 MiB a step; ask for fewer modules, heads or tokens"
+            )
+        seen, self._asked.head.seen = self._asked.head.seen, []
+        for each in seen:
+            arrays = self._copier.copy(each.tensors)
+            size = sum(t.numel() * t.element_size() for t in each.tensors)
+
+            def tokens(each: Any = each, arrays: Any = arrays) -> list[dict[str, Any]]:
+                names = ("ids", "loss", "entropy", "top_ids", "top_logprobs", "lse")
+                return [
+                    {
+                        "k": "tokens",
+                        **common,
+                        "path": each.path,
+                        "microbatch": each.microbatch,
+                        "sample": each.sample,
+                        "position": each.position,
+                        "parts": self._layout.tp,
+                        **dict(zip(names, arrays(), strict=True)),
+                    }
+                ]
+
+            self._sender.put(Parcel(frames=tokens, size=size + 512))
+
+    def _schema(self, layout: Layout) -> int:
+        """The number of ``layout``, told to the sidecar first."""
+        assert self._sender is not None
+        known = self._schemas.get(layout)
+        if known is not None:
+            return known
+        number = self._schemas[layout] = len(self._schemas)
+        entries = [list(each) for each in layout]
+        self._sender.put(
+            Parcel(
+                frames=lambda: [{"k": "schema", "id": number, "entries": entries}],
+                size=64 * len(entries),
+                must=True,
+            )
+        )
+        return number
+
+    # Requests and commands.
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether all ranks should call ``attend`` after the step under way; asked just before its
+        reduction."""
+        return self._on and self.control.wants_attention
+
+    def attend(self) -> None:
+        """Do what was commanded; collective, between two steps, once all ranks have agreed to."""
+        self.control.attend()
+
+    def around_step(self, step: int, mark: str) -> _Marked:
+        """Within it a step is sampled, and everything recorded is marked as perturbed by ``mark``."""
+        return _Marked(self, mark)
+
+    def answer(self, result: Mapping[str, Any]) -> None:
+        """Send a ``result`` frame."""
+        if self._sender is not None:
+            frame = {**result, "k": "result"}
+            self._sender.put(Parcel(frames=lambda: [frame], size=4096, must=True))
+
+    def request(self, texts: Sequence[str]) -> None:
+        """Watch ``texts`` from the next step on, besides those of the start; any thread."""
+        self._texts = tuple(texts)
+
+    def handle_request(self, arguments: Mapping[str, Any]) -> list[str]:
+        """The command ``request {texts}``: watch them. Raises ``ConfigError`` for one that cannot be read."""
+        texts = [str(each) for each in arguments.get("texts", ())]
+        for text in texts:
+            parse(text)
+        self.request(texts)
+        return texts
+
+    @property
+    def _perturbed(self) -> str | None:
+        return self._mark or self.control.lab.perturbed
+
+    def _heard(self, frame: Mapping[str, Any]) -> None:
+        """In the sender's thread."""
+        kind = frame.get("k")
+        if kind == "watch":
+            texts = frame.get("requests")
+            if isinstance(texts, list) and all(isinstance(each, str) for each in texts):
+                self.request(texts)
+        elif kind == "command" and self._rank == 0:
+            self.control.put(frame)
+
+    def _take_requests(self, texts: Sequence[str]) -> None:
+        requests, refused = parse_all(texts)
+        for line in refused:
+            self._once(line)
+        if self._asked is None:
+            return
+        self._plans = []
+        self._requests = requests
+        for request in requests:
+            line = unknown(request, self._paths)
+            if line is not None:
+                self._once(line)
+                continue
+            plan, problem = self._asked.plan(request, self._paths)
+            if plan.targets:
+                self._plans.append(plan)
+            elif problem is not None:
+                self._once(problem, anywhere=True)
+
+    # What goes wrong.
+
+    def _loss_scale(self) -> Tensor | None:
+        for part in getattr(self._optimizer, "chained_optimizers", None) or [self._optimizer]:
+            if getattr(part, "grad_scaler", None) is not None:
+                scale: Tensor = part.grad_scaler.scale
+                return scale
+        return None
+
+    def _guarded(self, action: Callable[[Norms, Parts], None], step: _Step) -> None:
+        assert self._norms is not None
+        try:
+            with torch.no_grad():
+                action(self._norms, step.parts)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._norms = None
+            self._failed(f"norms are no longer recorded: {type(error).__name__}: {error}")
+
+    def _close_taps(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def _off(self, error: BaseException) -> None:
+        self._close_taps()
+        self._defaults = self._asked = self._norms = None
+        self._plans = []
+        self._failed(f"nothing more is recorded: {type(error).__name__}: {error}")
+
+    def _tell(self, text: str) -> None:
+        if self._rank == 0:
+            self._say(f"scope: {text}")
+
+    def _once(self, text: str, *, anywhere: bool = False) -> None:
+        """Say ``text`` once; ``anywhere``: also what rank 0 does not know."""
+        if text in self._said:
+            return
+        self._said.add(text)
+        at = self._layout.coordinates(self._rank)
+        if self._rank == 0:
+            self._say(f"scope: {text}")
+        elif anywhere and (at.tp, at.cp, at.dp) == (0, 0, 0):
+            logger.warning("scope: rank %d: %s", self._rank, text)
+
+    def _failed(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say = self._say if self._rank == 0 else logger.warning
+            say(f"scope: rank {self._rank}: {text}; training goes on")
+
+    def _recording_ended(self, reason: str) -> None:
+        # Of each node one rank says it.
+        if self._sidecar is not None:
+            say = self._say if self._rank == 0 else logger.warning
+            say(f"scope: the recording ended: {reason}; training goes on")
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """What is open in a sampled step."""
+
+    iteration: int
+    sampled: bool
+    parts: Parts
+    tensors: Tensors
+    opened: list[Watch] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Leave every module as it was."""
+        for watch in reversed(self.opened):
+            watch.close()
+        self.opened = []
+
+
+class _Marked:
+    def __init__(self, session: Session, mark: str) -> None:
+        self._session = session
+        self._text = mark
+
+    def __enter__(self) -> None:
+        self._session._mark = self._text
+
+    def __exit__(self, *error: object) -> None:
+        self._session._mark = None
+
+
+def _sidecar_process(
+    run: Path,
+    node: int,
+    *,
+    ranks: int,
+    retain_mib: int,
+    port: int | None,
+    say: Callable[[str], None],
+) -> Sidecar:
+    from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
+
+    serve = None if port is None else Serving(port=port)
+    return SidecarProcess(run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve)
+
+
+def _core(chunks: Sequence[Any]) -> Any:
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(chunks[0])
+
+
+def _modules(chunks: Sequence[Any]) -> list[list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for path, module in taps.named_modules(chunks):
+        count = sum(each.numel() for each in module.parameters())
+        found.setdefault(path, [path, type(module).__name__, count])
+    return list(found.values())
+
+
+def _gather(own: Any) -> list[Any]:
+    """``own`` of every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

@@ -1,0 +1,156 @@
+"""The trainer's part of MegaScope: where the recording of a run goes, and what a step does for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.training.distributed import Job
+from mt_megatron.training.model import Trainable
+from mt_megatron.training.step import StepResult
+
+if TYPE_CHECKING:
+    from mt_megatron.scope.session import Session
+
+
+class Scope:
+    """What ``--scope`` asks for; with ``off``, and where no folder is known, it does nothing at all."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = session
+        """None where nothing is watched."""
+
+    def start(self) -> None:
+        """Begin; collective."""
+        if self.session is not None:
+            self.session.start()
+
+    def begin_step(self, iteration: int) -> None:
+        """``iteration`` begins."""
+        if self.session is not None:
+            self.session.begin_step(iteration)
+
+    def gradients_ready(self) -> None:
+        """Gradients are reduced and unscaled, not yet clipped."""
+        if self.session is not None:
+            self.session.gradients_ready()
+
+    def updated(self, *, skipped: bool) -> None:
+        """The update was made, or left out."""
+        if self.session is not None:
+            self.session.updated(skipped=skipped)
+
+    def end_step(self, iteration: int, result: StepResult | None) -> None:
+        """``iteration`` is over; without a result where it raised an error."""
+        if self.session is None:
+            return
+        from mt_megatron.scope.session import StepFigures
+
+        self.session.end_step(
+            iteration,
+            None
+            if result is None
+            else StepFigures(
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens=result.tokens,
+                skipped=result.skipped,
+            ),
+        )
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether this rank was commanded something."""
+        return self.session is not None and self.session.wants_attention
+
+    def attend(self) -> None:
+        """Do what was commanded; collective, once all ranks have agreed to."""
+        if self.session is not None:
+            self.session.attend()
+
+    def close(self) -> None:
+        """End it; no collective."""
+        if self.session is not None:
+            self.session.close()
+
+
+def scope_folder(config: TrainingConfig, metrics: Path | None) -> Path | None:
+    """The folder under which the recording of this run goes: the given one, else where ``metrics`` lies."""
+    if config.scope.scope_dir is not None:
+        return Path(config.scope.scope_dir)
+    if metrics is None or (metrics.exists() and not metrics.is_file()):
+        # A pipe or a device has neighbours, but none of this run.
+        return None
+    return metrics.parent
+
+
+def _agreed(folder: Path | None, job: Job) -> Path | None:
+    """Rank 0's ``folder``; collective, since ``Session.start`` is."""
+    said = [folder]
+    if job.layout.world_size > 1:
+        dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def scope_of(
+    config: TrainingConfig,
+    job: Job,
+    trainable: Trainable,
+    *,
+    metrics: Path | None,
+    seq_length: int,
+    say: Callable[[str], None],
+) -> Scope:
+    """What ``config`` asks to be watched; nothing is started yet. Collective. ``metrics``: the run's JSONL
+    file."""
+    scope, model = config.scope, config.model
+    if scope.scope == "off":
+        return Scope()
+    folder = _agreed(scope_folder(config, metrics), job)
+    if folder is None:
+        say("nothing is recorded of the model's inside: give --save or --scope-dir (or --scope off)")
+        return Scope()
+    # Not earlier: a run that is not watched need not load any of it.
+    from mt_megatron.scope.session import Facts, Options, Session
+
+    return Scope(
+        Session(
+            folder,
+            rank=job.rank,
+            layout=job.layout,
+            backend=job.backend,
+            chunks=trainable.chunks,
+            optimizer=trainable.optimizer,
+            options=Options(
+                live=scope.scope == "live",
+                interval=scope.scope_interval,
+                watch=scope.scope_watch,
+                port=scope.scope_port,
+                retain_mib=scope.scope_retain_mib,
+            ),
+            facts=Facts(
+                micro_batch_size=config.train.micro_batch_size,
+                seq_length=seq_length,
+                vocab_size=model.vocab_size,
+                model={
+                    "name": model.preset or model.family,
+                    "num_layers": model.num_layers,
+                    "hidden_size": model.hidden_size,
+                    "num_attention_heads": model.num_attention_heads,
+                    "num_query_groups": model.num_query_groups,
+                    "num_experts": model.num_moe_experts,
+                    "vocab_size": model.vocab_size,
+                    "seq_length": seq_length,
+                    "micro_batch_size": config.train.micro_batch_size,
+                    "params_dtype": config.params_dtype,
+                    "interval": scope.scope_interval,
+                },
+            ),
+            say=say,
+        )
+    )
