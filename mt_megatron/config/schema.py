@@ -439,8 +439,8 @@ class ScopeConfig:
     """What is looked at inside a training (``mt_megatron.scope``). ``--scope off`` leaves nothing of it."""
 
     scope: Literal["off", "record", "live"] = "live"
-    """record: statistics of layers, and what is asked for, are recorded beside the metrics, in ``scope``. live:
-    a page on loopback shows them while they come."""
+    """record: statistics of layers, and what is asked for, are recorded beside the metrics, in ``scope``.
+    live: a page on loopback shows them while they come."""
 
     scope_interval: int = 20
     """Steps from one recording of the statistics to the next."""

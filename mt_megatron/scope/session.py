@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +24,24 @@ from mt_megatron.backends.base import Backend
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scope.format.frames import VERSION
+from mt_megatron.scope.interfaces import (
+    Controlling,
+    Facts,
+    MakeSidecar,
+    NoControl,
+    Options,
+    Sidecar,
+    StepFigures,
+)
 from mt_megatron.scope.watch.asked import Asked, Plan
 from mt_megatron.scope.watch.defaults import Defaults
-from mt_megatron.scope.watch.host_copies import Copier
+from mt_megatron.scope.watch.outbox import Outbox
 from mt_megatron.scope.watch.parameters import Norms, shares_of
-from mt_megatron.scope.watch.parts import Layout, Parts
-from mt_megatron.scope.watch.requests import Request, parse, parse_all, unknown
-from mt_megatron.scope.watch.sender import Parcel, Sender
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.requests import parse, parse_all, unknown
+from mt_megatron.scope.watch.sender import Sender
 from mt_megatron.scope.watch.shares import Place
-from mt_megatron.scope.watch.tensors import Tensors, frames_of
+from mt_megatron.scope.watch.tensors import MOST_STEP, Tensors
 from mt_megatron.seams import taps
 from mt_megatron.seams.taps import Watch
 
@@ -41,135 +49,6 @@ logger = logging.getLogger("mt_megatron")
 
 PAGE_MODULES = ("starlette", "uvicorn", "websockets")
 """What the live page needs: the extra ``scope``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How much is recorded, and where it goes."""
-
-    live: bool = True
-    """Whether the sidecar of rank 0's node serves the page."""
-
-    interval: int = 20
-    """Steps from one recording of the statistics to the next."""
-
-    watch: tuple[str, ...] = ()
-    """Requests from the start on."""
-
-    port: int = 0
-    retain_mib: int = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the session cannot see of the run."""
-
-    micro_batch_size: int
-    seq_length: int
-    vocab_size: int | None = None
-    """Of the tokenizer; None: every row of the embedding counts."""
-
-    model: Mapping[str, Any]
-    """Name, sizes and precision, for readers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepFigures:
-    """What a step came to."""
-
-    loss: float
-    grad_norm: float | None
-    lr: float
-    tokens: int
-    skipped: bool
-
-
-class Perturbing(Protocol):
-    """Perturbations (``scope.lab``)."""
-
-    @property
-    def perturbed(self) -> str | None:
-        """What the weights or values of this step were perturbed by; None: nothing."""
-
-
-class Controlling(Protocol):
-    """Commands (``scope.control``). All calls but ``put`` are the training thread's."""
-
-    @property
-    def lab(self) -> Perturbing:
-        """What perturbs the run."""
-
-    @property
-    def wants_attention(self) -> bool:
-        """Whether all ranks should call ``attend`` after this step; any rank's word counts."""
-
-    def start(self) -> None:
-        """Hear commands from now on."""
-
-    def put(self, command: Mapping[str, Any]) -> None:
-        """Take a ``command`` frame; any thread."""
-
-    def begin_step(self, step: int) -> None:
-        """Before the step."""
-
-    def end_step(self, step: int) -> None:
-        """After the step."""
-
-    def attend(self) -> None:
-        """Do what was commanded; collective, between two steps."""
-
-    def close(self) -> None:
-        """End it; no collective."""
-
-
-class Sidecar(Protocol):
-    """The process beside a node's first rank."""
-
-    @property
-    def socket(self) -> Path:
-        """Where ranks connect."""
-
-    def start(self) -> None:
-        """Start it; returns at once."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoLab:
-    """Perturbs nothing."""
-
-    perturbed: str | None = None
-
-
-class NoControl:
-    """Hears nothing and does nothing."""
-
-    lab = NoLab()
-    wants_attention = False
-
-    def start(self) -> None:
-        pass
-
-    def put(self, command: Mapping[str, Any]) -> None:
-        pass
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def end_step(self, step: int) -> None:
-        pass
-
-    def attend(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-MakeSidecar = Callable[..., Sidecar]
-"""``(run, node, *, ranks, retain_mib, port, say)``; ``port`` None where no page is served."""
 
 
 class Session:
@@ -206,16 +85,13 @@ class Session:
         self._say = say
         self._make_sidecar = sidecar or _sidecar_process
         self._sidecar: Sidecar | None = None
-        self._sender: Sender | None = None
+        self._outbox: Outbox | None = None
         self._device = backend.device()
-        self._copier = Copier(backend)
         self._on = False
         self._paths: list[str] = []
         """Modules of the whole model."""
 
         self._hello: dict[str, Any] = {}
-        self._schemas: dict[Layout, int] = {}
-        self._requests: list[Request] = []
         self._texts: tuple[str, ...] | None = None
         """Requests that were heard and are not yet taken."""
 
@@ -247,8 +123,9 @@ class Session:
         leader = self._leader(everyone)
         path = sockets[leader][1]
         if path is not None:
-            self._sender = Sender(path, lambda: self._hello, heard=self._heard, say=self._recording_ended)
-            self._sender.start()
+            sender = Sender(path, lambda: self._hello, heard=self._heard, say=self._recording_ended)
+            sender.start()
+            self._outbox = Outbox(sender, self._backend, tensor_parallel_size=self._layout.tp)
         self._on = True
         self._take_requests(self._options.watch)
         self.control.start()
@@ -309,9 +186,8 @@ class Session:
             "modules": _modules(self._chunks),
         }
         if self._leader(everyone) == self._rank:
-            self._start_sidecar(
-                nodes.index(own), sum((each["boot"], each["host"]) == own for each in everyone)
-            )
+            ranks = sum((each["boot"], each["host"]) == own for each in everyone)
+            self._start_sidecar(nodes.index(own), ranks)
 
     def _start_sidecar(self, node: int, ranks: int) -> None:
         port: int | None = None
@@ -319,8 +195,8 @@ class Session:
             missing = [name for name in PAGE_MODULES if importlib.util.find_spec(name) is None]
             if missing:
                 self._tell(
-                    f"recorded in {self.run / 'scope'}; no live page without {', '.join(missing)}: pip install "
-                    "'mt_megatron[scope]'"
+                    f"recorded in {self.run / 'scope'}; no live page without {', '.join(missing)}: "
+                    "pip install 'mt_megatron[scope]'"
                 )
             else:
                 port = self._options.port
@@ -339,17 +215,16 @@ class Session:
         """End everything. No collective; further calls do nothing."""
         self._on = False
         self._close_taps()
-        for close in (self.control.close, self._end_sender, self._end_sidecar):
+        for close in (self.control.close, self._end_outbox, self._end_sidecar):
             try:
                 close()
             except Exception as error:  # noqa: BLE001 - the others are to be closed as well
                 logger.warning("scope: %s: %s", type(error).__name__, error)
 
-    def _end_sender(self) -> None:
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.put(Parcel(frames=lambda: [{"k": "bye"}], size=64, must=True))
-            sender.close()
+    def _end_outbox(self) -> None:
+        outbox, self._outbox = self._outbox, None
+        if outbox is not None:
+            outbox.close()
 
     def _end_sidecar(self) -> None:
         sidecar, self._sidecar = self._sidecar, None
@@ -403,101 +278,26 @@ class Session:
         if not self._on:
             return
         self.control.end_step(iteration)
-        if figures is None or self._sender is None:
+        if figures is None or self._outbox is None:
             return
         seconds = time.perf_counter() - self._began
         try:
-            self._send_step(iteration, figures, seconds)
+            self._outbox.step(iteration, figures, seconds, self._perturbed)
             if step is not None:
-                self._send_seen(step)
+                self._send(self._outbox, step)
         except Exception as error:  # noqa: BLE001 - training goes on
             self._off(error)
 
-    def _send_step(self, iteration: int, figures: StepFigures, seconds: float) -> None:
-        assert self._sender is not None
-        frame = {
-            "k": "step",
-            "i": iteration,
-            "t": time.time_ns(),
-            "seconds": seconds,
-            "loss": figures.loss,
-            "grad_norm": math.nan if figures.grad_norm is None else figures.grad_norm,
-            "lr": figures.lr,
-            "tokens": figures.tokens,
-            "tokens_per_second": figures.tokens / seconds,
-            "memory_bytes": self._backend.memory_allocated(),
-            "skipped": figures.skipped,
-            "perturbed": self._perturbed,
-        }
-        self._sender.put(Parcel(frames=lambda: [frame], size=512))
-
-    def _send_seen(self, step: _Step) -> None:
-        assert self._sender is not None and self._asked is not None
-        common = {"i": step.iteration, "perturbed": self._perturbed}
-        layout, vector, values = step.parts.taken()
-        if layout:
-            schema = self._schema(layout)
-            copies = self._copier.copy([vector])
-            self._sender.put(
-                Parcel(
-                    frames=lambda: [{"k": "stats", **common, "id": schema, "values": values(copies()[0])}],
-                    size=8 * vector.numel() + 256,
-                )
-            )
-        held = step.tensors.held
-        for first in range(0, len(held), 64):
-            some = held[first : first + 64]
-            arrays = self._copier.copy([tensor for each in some for tensor in each.tensors()])
-            size = sum(t.numel() * t.element_size() for each in some for t in each.tensors())
-            self._sender.put(
-                Parcel(
-                    frames=lambda some=some, arrays=arrays: frames_of(some, arrays, common),  # type: ignore[misc]
-                    size=size + 512 * len(some),
-                )
-            )
+    def _send(self, outbox: Outbox, step: _Step) -> None:
+        assert self._asked is not None
+        outbox.stats(step.iteration, step.parts, self._perturbed)
+        outbox.tensors(step.iteration, step.tensors, self._perturbed)
+        outbox.tokens(step.iteration, self._asked.head.taken(), self._perturbed)
         if step.tensors.dropped:
             self._once(
-                f"tensors of {step.tensors.dropped:,} bytes of step {step.iteration} are left out: a rank sends at "
-                "most 32 MiB a step; ask for fewer modules, heads or tokens"
+                f"tensors of {step.tensors.dropped:,} bytes of step {step.iteration} are left out: a rank "
+                f"sends at most {MOST_STEP // 2**20} MiB a step; ask for fewer modules, heads or tokens"
             )
-        seen, self._asked.head.seen = self._asked.head.seen, []
-        for each in seen:
-            arrays = self._copier.copy(each.tensors)
-            size = sum(t.numel() * t.element_size() for t in each.tensors)
-
-            def tokens(each: Any = each, arrays: Any = arrays) -> list[dict[str, Any]]:
-                names = ("ids", "loss", "entropy", "top_ids", "top_logprobs", "lse")
-                return [
-                    {
-                        "k": "tokens",
-                        **common,
-                        "path": each.path,
-                        "microbatch": each.microbatch,
-                        "sample": each.sample,
-                        "position": each.position,
-                        "parts": self._layout.tp,
-                        **dict(zip(names, arrays(), strict=True)),
-                    }
-                ]
-
-            self._sender.put(Parcel(frames=tokens, size=size + 512))
-
-    def _schema(self, layout: Layout) -> int:
-        """The number of ``layout``, told to the sidecar first."""
-        assert self._sender is not None
-        known = self._schemas.get(layout)
-        if known is not None:
-            return known
-        number = self._schemas[layout] = len(self._schemas)
-        entries = [list(each) for each in layout]
-        self._sender.put(
-            Parcel(
-                frames=lambda: [{"k": "schema", "id": number, "entries": entries}],
-                size=64 * len(entries),
-                must=True,
-            )
-        )
-        return number
 
     # Requests and commands.
 
@@ -517,9 +317,8 @@ class Session:
 
     def answer(self, result: Mapping[str, Any]) -> None:
         """Send a ``result`` frame."""
-        if self._sender is not None:
-            frame = {**result, "k": "result"}
-            self._sender.put(Parcel(frames=lambda: [frame], size=4096, must=True))
+        if self._outbox is not None:
+            self._outbox.frame({**result, "k": "result"}, must=True)
 
     def request(self, texts: Sequence[str]) -> None:
         """Watch ``texts`` from the next step on, besides those of the start; any thread."""
@@ -554,11 +353,10 @@ class Session:
         if self._asked is None:
             return
         self._plans = []
-        self._requests = requests
         for request in requests:
-            line = unknown(request, self._paths)
-            if line is not None:
-                self._once(line)
+            nowhere = unknown(request, self._paths)
+            if nowhere is not None:
+                self._once(nowhere)
                 continue
             plan, problem = self._asked.plan(request, self._paths)
             if plan.targets:
@@ -664,7 +462,8 @@ def _sidecar_process(
     from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
 
     serve = None if port is None else Serving(port=port)
-    return SidecarProcess(run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve)
+    made: Sidecar = SidecarProcess(run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve)
+    return made
 
 
 def _core(chunks: Sequence[Any]) -> Any:

@@ -48,7 +48,7 @@ class Scope:
         """``iteration`` is over; without a result where it raised an error."""
         if self.session is None:
             return
-        from mt_megatron.scope.session import StepFigures
+        from mt_megatron.scope.interfaces import StepFigures
 
         self.session.end_step(
             iteration,
@@ -116,7 +116,8 @@ def scope_of(
         say("nothing is recorded of the model's inside: give --save or --scope-dir (or --scope off)")
         return Scope()
     # Not earlier: a run that is not watched need not load any of it.
-    from mt_megatron.scope.session import Facts, Options, Session
+    from mt_megatron.scope.interfaces import Facts, Options
+    from mt_megatron.scope.session import Session
 
     return Scope(
         Session(

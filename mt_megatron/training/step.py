@@ -185,9 +185,9 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, reduction, clipping and update for one global batch; collective.
 
-    ``wishes`` is asked for this rank's just before they travel with the loss, in the one all-reduce it needs. The weights
-    change only when every rank agrees that the step is sound: ``StepResult.diverged`` says what
-    ``watch`` found otherwise. Raises ``DataError`` when no token counts.
+    ``wishes`` is asked for this rank's just before they travel with the loss, in the one all-reduce it
+    needs. The weights change only when every rank agrees that the step is sound:
+    ``StepResult.diverged`` says what ``watch`` found otherwise. Raises ``DataError`` when no token counts.
     """
     watch = watch or DivergenceWatch()
     forget(trainable)

@@ -78,8 +78,8 @@ class Asked:
         self._head = Head(chunks, place, told=told)
 
     def plan(self, request: Request, paths: Sequence[str]) -> tuple[Plan, str | None]:
-        """The modules of ``request``, and a line where this rank's cannot be asked for this. ``paths``: of the
-        whole model."""
+        """The modules of ``request``, and a line where this rank's cannot be asked for this. ``paths``: of
+        the whole model."""
         found: dict[str, Target] = {}
         problem: str | None = None
         for path, module in self._named:
@@ -120,8 +120,8 @@ class Asked:
         spread = spread_of(module, path, self._place)
         if spread == "partial":
             raise ConfigError(
-                f"found {path}, of whose output each tensor parallel rank has summands; expected its mlp, where "
-                "they are added up"
+                f"found {path}, of whose output each tensor parallel rank has summands; expected its mlp, "
+                "where they are added up"
             )
         return Target(path=path, module=module, spread=spread)
 
@@ -216,9 +216,10 @@ class _Take:
 
     def context(self, call: Call, output: Any) -> None:
         values = first_tensor(output)
-        heads = self.target.module.config.num_attention_heads // self.place.layout.tp  # type: ignore[union-attr]
-        by_head = values.unflatten(-1, (int(heads), -1))
-        self._by_head("context", call.microbatch, by_head, range(int(heads)), self.place.at.tp * int(heads))
+        config: Any = self.target.module.config
+        heads = int(config.num_attention_heads) // self.place.layout.tp
+        by_head = values.unflatten(-1, (heads, -1))
+        self._by_head("context", call.microbatch, by_head, range(heads), self.place.at.tp * heads)
 
     def qkv(self, inputs: AttentionInputs) -> None:
         heads, groups = inputs.query.size(-2), inputs.key.size(-2)
@@ -263,7 +264,7 @@ class _Take:
         head: int | None = None,
         every: bool = False,
     ) -> None:
-        """``values`` [tokens, b, ...]; ``every`` tensor parallel rank has others though ``spread`` is same."""
+        """``values`` [tokens, b, ...]; ``every`` tensor parallel rank has others of its own."""
         place = self.place
         if spread == "same" and place.at.tp and not every:
             return
@@ -334,8 +335,8 @@ class _Maps:
         each = len(heads) * length
         if inputs.context_size > 1 and self._asked(queries, exact) * each * len(samples) > MOST_LOGITS_KEPT:
             raise ConfigError(
-                f"{take.request.text!r} asks for too many rows at a time under context parallelism; expected at "
-                f"most {MOST_LOGITS_KEPT:,} logits. Name fewer heads or tokens"
+                f"{take.request.text!r} asks for too many rows at a time under context parallelism; "
+                f"expected at most {MOST_LOGITS_KEPT:,} logits. Name fewer heads or tokens"
             )
         step = 1 if exact else self._height
         rows_at_once = max(MOST_LOGITS // each // step, 1) * step

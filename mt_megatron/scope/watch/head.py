@@ -61,6 +61,11 @@ class Head:
             if getattr(bare, "post_process", False) and hasattr(bare, "output_layer"):
                 self._model = bare
 
+    def taken(self) -> list[SeenTokens]:
+        """What was seen since the last call."""
+        seen, self.seen = self.seen, []
+        return seen
+
     def check(self, path: str, module: nn.Module) -> None:
         """Raises ``ConfigError`` where logits of ``module`` cannot be computed on this rank alone."""
         if path == "output_layer":
@@ -71,8 +76,8 @@ class Head:
             )
         if self._model is None:
             raise ConfigError(
-                f"found {path} on a pipeline stage without the output layer, and watching sends nothing between "
-                "stages; expected a layer of the last stage"
+                f"found {path} on a pipeline stage without the output layer, and watching sends nothing "
+                "between stages; expected a layer of the last stage"
             )
         if self._place.tokens_spread == "tokens":
             raise ConfigError(
@@ -134,7 +139,7 @@ class Head:
         labels: Tensor,
         first: int,
     ) -> None:
-        """Keep what ``logits`` [n, words], of the words from id ``first`` on, say of tokens ``labels`` [n]."""
+        """Keep what ``logits`` [n, words], of the words from id ``first`` on, say of ``labels`` [n]."""
         wide = logits.float()
         lse = torch.logsumexp(wide, dim=-1)
         logprobs = wide - lse[:, None]
@@ -179,7 +184,7 @@ class _Lens:
         self._labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
 
     def after(self, call: Call, output: Any) -> None:
-        head, place, labels = self._head, self._head._place, self._labels
+        place, labels = self._head._place, self._labels
         if labels is None:
             return
         hidden = first_tensor(output)

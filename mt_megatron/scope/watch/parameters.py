@@ -130,8 +130,8 @@ def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
             (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
         )
     else:
-        each = [group["params"] for group in part.optimizer.param_groups]
-        pairs = ((each, each),)
+        each: Any = [group["params"] for group in part.optimizer.param_groups]
+        pairs = ((each, each), ([], []))
     for models, helds in pairs:
         for model_group, held_group in zip(models, helds, strict=True):
             yield from zip(model_group, held_group, strict=True)
@@ -300,7 +300,7 @@ def _adam_w_mode(inner: Any) -> bool:
 
 
 def _adamw(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
-    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, with the learning rate on the decay as in torch."""
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2; as in torch the decay is times the rate."""
     group = share.group
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     step: Any = state.get("step", group.get("step"))

@@ -29,8 +29,10 @@ class Parts:
 
     def add(self, path: str, statistic: str, sums: Sequence[Tensor | float] | Tensor) -> None:
         """Add ``sums``: a vector, or tensors [] followed by numbers that the host knows."""
+        device: Tensor | None
+        known: list[float] = []
         if isinstance(sums, Tensor):
-            device, known = sums.reshape(-1), []
+            device = sums.reshape(-1)
         else:
             tensors = [each for each in sums if isinstance(each, Tensor)]
             known = [float(each) for each in sums[len(tensors) :]]

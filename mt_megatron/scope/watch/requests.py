@@ -1,9 +1,9 @@
 """Requests for tensors and further statistics, as text: ``KIND@PATTERN[:heads=0,2][:tokens=0-255] ...``.
 
-Options: ``heads=0,2-3`` (default all), ``tokens=0-255`` (one stretch of the sequence; default: the kind's own
-sample of the whole sequence), ``samples=0,5`` (sequences of the step's global batch, in the order of the data;
-default 0), ``every=10`` (steps; default the run's interval). In a pattern ``*`` stands for any text within
-one part of a module path and ``**`` for any text: ``decoder.layers.*.self_attention``.
+Options: ``heads=0,2-3`` (default all), ``tokens=0-255`` (one stretch of the sequence; default: the kind's
+own sample of the whole sequence), ``samples=0,5`` (sequences of the step's global batch, in the order of the
+data; default 0), ``every=10`` (steps; default the run's interval). In a pattern ``*`` stands for any text
+within one part of a module path and ``**`` for any text: ``decoder.layers.*.self_attention``.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def parse(text: str) -> Request:
         raise ConfigError(f"found the request {text!r}; expected KIND@MODULE with KIND of {', '.join(KINDS)}")
     if not _PATTERN.fullmatch(pattern):
         raise ConfigError(
-            f"found the module pattern {pattern!r} in {text!r}; expected letters, digits, '_', '.', and * or ** "
-            "for what varies, such as decoder.layers.*.mlp"
+            f"found the module pattern {pattern!r} in {text!r}; expected letters, digits, '_', '.', and * or "
+            "** for what varies, such as decoder.layers.*.mlp"
         )
     given: dict[str, str] = {}
     for option in options:

@@ -62,8 +62,8 @@ class Sender:
         most_bytes: int = MOST_QUEUED,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
-        """``path`` is the sidecar's socket, ``hello`` the first frame, ``heard`` gets the sidecar's frames (in
-        the sender's thread), ``say`` one line when the recording ends before the run."""
+        """``path`` is the sidecar's socket, ``hello`` the first frame, ``heard`` gets the sidecar's frames
+        (in the sender's thread), ``say`` one line when the recording ends before the run."""
         self._path = path
         self._hello = hello
         self._heard = heard
@@ -178,9 +178,9 @@ class Sender:
                     self.ended = "the run ended"
                     return
             # Without anything to send it sleeps until it is woken or told something.
-            readable, writable, _ = select.select(
-                [link, self._wake_read], [link] if pending else [], [], 0.2 if self._ending.is_set() else 5.0
-            )
+            watched: list[Any] = [link, self._wake_read]
+            patience = 0.2 if self._ending.is_set() else 5.0
+            readable, writable, _ = select.select(watched, [link] if pending else [], [], patience)
             if self._wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 65536)

@@ -1,0 +1,138 @@
+"""What was seen of a step, as parcels for the sender."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.scope.interfaces import StepFigures
+from mt_megatron.scope.watch.head import SeenTokens
+from mt_megatron.scope.watch.host_copies import Arrays, Copier
+from mt_megatron.scope.watch.parts import Layout, Parts
+from mt_megatron.scope.watch.sender import Frame, Parcel, Sender
+from mt_megatron.scope.watch.tensors import Held, Tensors, frames_of
+
+_TOGETHER = 64
+"""Tensors of one parcel."""
+
+_ABOUT = 512
+"""Bytes of a frame beside its arrays."""
+
+
+class Outbox:
+    """One rank's frames. Nothing waits, neither for the device nor for the sidecar."""
+
+    def __init__(self, sender: Sender, backend: Backend, *, tensor_parallel_size: int) -> None:
+        self._sender = sender
+        self._backend = backend
+        self._copier = Copier(backend)
+        self._parts = tensor_parallel_size
+        self._schemas: dict[Layout, int] = {}
+
+    def frame(self, frame: Frame, *, must: bool = False) -> None:
+        """Send ``frame``, which holds no tensor; ``must``: also where the queue is full."""
+        self._sender.put(Parcel(frames=lambda: [frame], size=_ABOUT, must=must))
+
+    def step(self, iteration: int, figures: StepFigures, seconds: float, perturbed: str | None) -> None:
+        """What the step came to."""
+        self.frame(
+            {
+                "k": "step",
+                "i": iteration,
+                "t": time.time_ns(),
+                "seconds": seconds,
+                "loss": figures.loss,
+                "grad_norm": math.nan if figures.grad_norm is None else figures.grad_norm,
+                "lr": figures.lr,
+                "tokens": figures.tokens,
+                "tokens_per_second": figures.tokens / seconds,
+                "memory_bytes": self._backend.memory_allocated(),
+                "skipped": figures.skipped,
+                "perturbed": perturbed,
+            }
+        )
+
+    def stats(self, iteration: int, parts: Parts, perturbed: str | None) -> None:
+        """The step's partial sums."""
+        layout, vector, values = parts.taken()
+        if not layout:
+            return
+        schema, copies = self._schema(layout), self._copier.copy([vector])
+
+        def frames() -> list[Frame]:
+            found = values(copies()[0])
+            return [{"k": "stats", "i": iteration, "perturbed": perturbed, "id": schema, "values": found}]
+
+        self._sender.put(Parcel(frames=frames, size=_size([vector]) + _ABOUT))
+
+    def tensors(self, iteration: int, tensors: Tensors, perturbed: str | None) -> None:
+        """The step's tensors."""
+        common = {"i": iteration, "perturbed": perturbed}
+        for first in range(0, len(tensors.held), _TOGETHER):
+            held = tensors.held[first : first + _TOGETHER]
+            copied = [tensor for each in held for tensor in each.tensors()]
+            size = _size(copied) + _ABOUT * len(held)
+            self._sender.put(Parcel(frames=_Tensors(held, self._copier.copy(copied), common), size=size))
+
+    def tokens(self, iteration: int, seen: Sequence[SeenTokens], perturbed: str | None) -> None:
+        """What the step's logits said of tokens."""
+        for each in seen:
+            frame = {
+                "k": "tokens",
+                "i": iteration,
+                "perturbed": perturbed,
+                "path": each.path,
+                "microbatch": each.microbatch,
+                "sample": each.sample,
+                "position": each.position,
+                "parts": self._parts,
+            }
+            arrays = self._copier.copy(each.tensors)
+            self._sender.put(Parcel(frames=_Tokens(frame, arrays), size=_size(each.tensors) + _ABOUT))
+
+    def close(self) -> None:
+        """Say goodbye and end the connection."""
+        self.frame({"k": "bye"}, must=True)
+        self._sender.close()
+
+    def _schema(self, layout: Layout) -> int:
+        """The number of ``layout``, which the sidecar is told first."""
+        known = self._schemas.get(layout)
+        if known is None:
+            known = self._schemas[layout] = len(self._schemas)
+            self.frame({"k": "schema", "id": known, "entries": [list(each) for each in layout]}, must=True)
+        return known
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+class _Tensors:
+    def __init__(self, held: Sequence[Held], arrays: Arrays, common: Mapping[str, Any]) -> None:
+        self._held, self._arrays, self._common = held, arrays, common
+
+    def __call__(self) -> Iterable[Frame]:
+        return frames_of(self._held, self._arrays, self._common)
+
+
+class _Tokens:
+    def __init__(self, frame: Mapping[str, Any], arrays: Arrays) -> None:
+        self._frame, self._arrays = frame, arrays
+
+    def __call__(self) -> Iterable[Frame]:
+        ids, loss, entropy, top_ids, top_logprobs, lse = self._arrays()
+        yield {
+            **self._frame,
+            "ids": ids,
+            "loss": loss,
+            "entropy": entropy,
+            "top_ids": top_ids,
+            "top_logprobs": top_logprobs,
+            "lse": lse,
+        }

@@ -1,0 +1,174 @@
+"""The ranks' side: short trainings that are watched, and what rank 0's reader was sent."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import mt_megatron
+from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
+from mt_megatron.checkpoint.load import Progress, load_weights
+from mt_megatron.checkpoint.save import save_checkpoint
+from mt_megatron.config.parse import load_config
+from mt_megatron.data.loader.batches import train_batches
+from mt_megatron.models.families import family_of
+from mt_megatron.scope.interfaces import Facts, Options, StepFigures
+from mt_megatron.scope.session import Session
+from mt_megatron.training.distributed import Job, joined
+from mt_megatron.training.model import Trainable, build
+from mt_megatron.training.step import Shape, make_forward_step, train_step
+from tests.parity.case import GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, Chain
+from tests.scope.watch.reader import Reader
+
+STEPS = 3
+
+
+def begin() -> None:
+    """Patch, and make one default group for all runs of this process."""
+    mt_megatron.patch("cpu")
+    gc.freeze()
+    backend = mt_megatron.backend()
+    prepare_environment(backend, nodes=1)
+    backend.set_device(local_device(backend))
+    dist.init_process_group(backend.collective)
+
+
+class Observed:
+    """What ``Steps`` does with a session."""
+
+    def __init__(self, session: Session) -> None:
+        self.gradients_ready = session.gradients_ready
+        self.updated = session.updated
+        self._session = session
+
+    def begin(self, iteration: int) -> None:
+        self._session.begin_step(iteration)
+
+    def end(self, iteration: int, result: Any) -> None:
+        figures = StepFigures(
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=result.tokens,
+            skipped=result.skipped,
+        )
+        self._session.end_step(iteration, figures)
+
+
+def train(
+    flags: str,
+    weights: Path,
+    *,
+    seed: int,
+    watch: tuple[str, ...] = (),
+    interval: int = 1,
+    steps: int = STEPS,
+) -> tuple[Reader | None, Any]:
+    """Train ``steps`` from the weights in ``weights`` (made by the first who comes); rank 0's reader, and the
+    results."""
+    config = load_config([*flags.split(), "--seed", str(seed), "--mock-data"])
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        trainable = build(config, job, family)
+        if not weights.exists() and job.layout.world_size == 1:
+            save_checkpoint(weights, trainable, Progress(), job, manifest={})
+        load_weights(weights / "iter_0000000", trainable)
+        with watched(config, job, trainable, watch=watch, interval=interval) as (observed, reader):
+            shape = Shape(
+                num_microbatches=config.num_microbatches(job.layout.world_size),
+                micro_batch_size=MICRO_BATCH,
+                seq_length=SEQUENCE,
+            )
+            forward_step = make_forward_step(family, job.backend.device())
+            batches = [_batches(job, seed, steps) for _ in trainable.chunks]
+            results = []
+            for iteration in range(1, steps + 1):
+                observed.begin(iteration)
+                result = train_step(
+                    trainable, forward_step, batches, shape, job, iteration=iteration, observer=observed
+                )
+                observed.end(iteration, result)
+                results.append(result)
+        dist.barrier()
+    return reader, results
+
+
+@contextmanager
+def watched(
+    config: Any, job: Job, trainable: Trainable, *, watch: tuple[str, ...] = (), interval: int = 1
+) -> Iterator[tuple[Observed, Reader | None]]:
+    """A session whose frames rank 0's reader takes."""
+    reader = Reader() if job.rank == 0 else None
+    lines: list[str] = []
+    session = Session(
+        "/nowhere",
+        rank=job.rank,
+        layout=job.layout,
+        backend=job.backend,
+        chunks=trainable.chunks,
+        optimizer=trainable.optimizer,
+        options=Options(live=False, interval=interval, watch=watch),
+        facts=Facts(
+            micro_batch_size=MICRO_BATCH,
+            seq_length=SEQUENCE,
+            vocab_size=config.model.vocab_size,
+            model={"name": "test"},
+        ),
+        say=lines.append if reader is None else reader.lines.append,
+        sidecar=None if reader is None else reader.make,
+    )
+    session.start()
+    try:
+        yield Observed(session), reader
+    finally:
+        session.close()
+        if reader is not None:
+            reader.wait(job.layout.world_size)
+
+
+def _batches(job: Job, seed: int, steps: int) -> Any:
+    return train_batches(
+        Chain(seed, steps * GLOBAL_BATCH),
+        consumed_samples=0,
+        micro_batch_size=MICRO_BATCH,
+        data_parallel_rank=job.at.dp,
+        data_parallel_size=job.layout.dp,
+    )
+
+
+def smoke(folder: str, flags: str, layouts: list[str], watch: list[str]) -> Any:
+    """For trying things out."""
+    from tests.scope.watch.reader import values_of
+
+    begin()
+    found = []
+    for each in layouts:
+        reader, results = train(f"{flags} {each}", Path(folder) / "weights", seed=3, watch=tuple(watch))
+        if reader is not None:
+            found.append(
+                {
+                    "values": {f"{i}|{p}|{n}": v for (i, p, n), v in values_of(reader.frames).items()},
+                    "kinds": {r: [f["k"] for f in frames] for r, frames in reader.frames.items()},
+                    "lines": reader.lines,
+                    "norms": [r.grad_norm for r in results],
+                    "tensors": [
+                        (
+                            r,
+                            f["path"],
+                            f["what"],
+                            f["index"],
+                            f["shape"],
+                            f["offset"],
+                            list(f["data"].shape),
+                            f["error"],
+                        )
+                        for r, f in reader.of("tensor")
+                    ][:50],
+                }
+            )
+    return found
