@@ -159,6 +159,7 @@ class Session:
             sequence_parallel=bool(getattr(core, "sequence_parallel", False)),
             micro_batch_size=facts.micro_batch_size,
             seq_length=facts.seq_length,
+            per_token_loss=bool(getattr(core, "calculate_per_token_loss", False)),
         )
         heads = int(getattr(core, "num_attention_heads", 1))
         self._defaults = Defaults(self._chunks, place, heads=heads, told=self._failed)

@@ -208,6 +208,9 @@ class _Take:
             return
         scale = loss_scale()
         values = gradient if scale is None else gradient / scale
+        if not self.place.per_token_loss:
+            # A rank's loss is the mean of its own tokens; that of the global batch is the mean of the ranks'.
+            values = values / (self.place.layout.dp * self.place.layout.cp)
         self._features("gradient", call.microbatch, values, self.target.spread)
 
     def hidden(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,6 +34,10 @@ class Place:
     seq_length: int
     """Of the whole sequence."""
 
+    per_token_loss: bool = False
+    """Whether what is minimised is the tokens' summed loss, divided at the end
+    (``calculate_per_token_loss``)."""
+
     @property
     def tokens_spread(self) -> Spread:
         """How tensor-parallel ranks hold the residual stream."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import mt_megatron
@@ -17,12 +18,14 @@ from mt_megatron.checkpoint.save import save_checkpoint
 from mt_megatron.config.parse import load_config
 from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.models.families import family_of
+from mt_megatron.scope.format.frames import Decoder, encode
 from mt_megatron.scope.interfaces import Facts, Options, StepFigures
 from mt_megatron.scope.session import Session
 from mt_megatron.training.distributed import Job, joined
 from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
 from tests.parity.case import GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, Chain
+from tests.scope.watch.layouts import by_name
 from tests.scope.watch.reader import Reader
 
 STEPS = 3
@@ -77,6 +80,9 @@ def train(
         trainable = build(config, job, family)
         if not weights.exists() and job.layout.world_size == 1:
             save_checkpoint(weights, trainable, Progress(), job, manifest={})
+            bare = trainable.bare_chunks()[0]
+            named = {name: each.detach().clone() for name, each in bare.named_parameters()}
+            torch.save(named, f"{weights}.pt")
         load_weights(weights / "iter_0000000", trainable)
         with watched(config, job, trainable, watch=watch, interval=interval) as (observed, reader):
             shape = Shape(
@@ -141,34 +147,50 @@ def _batches(job: Job, seed: int, steps: int) -> Any:
     )
 
 
-def smoke(folder: str, flags: str, layouts: list[str], watch: list[str]) -> Any:
-    """For trying things out."""
-    from tests.scope.watch.reader import values_of
+WATCH = (
+    "moments@decoder.layers.*",
+    "moments@decoder.layers.*.self_attention.linear_qkv",
+    "histogram@decoder.layers.*.mlp",
+    "activation@embedding:tokens=3-20:samples=1,6",
+    "residual@decoder.layers.*:samples=1,6",
+    "gradient@decoder.layers.*.mlp:samples=5:every=2",
+    "qkv@decoder.layers.*:heads=1,2:samples=3",
+    "context@decoder.layers.1:samples=3",
+    "attention@decoder.layers.*.self_attention:heads=0,3:samples=2",
+    "attention@decoder.layers.2:tokens=5-12:samples=7",
+    "mlp@decoder.layers.0:samples=0",
+    "router@decoder.layers.*:samples=0,7",
+    "logits@output_layer:tokens=4-30:samples=0,7",
+    "logits@decoder.layers.3:tokens=0-9:samples=4",
+)
+"""Requests of the runs that are compared with the oracle."""
 
+
+def run_layouts(names: list[str], folder: str, seed: int) -> None:
+    """Train every layout of ``names``; rank 0 writes what its reader was sent to ``NAME.frames``."""
     begin()
-    found = []
-    for each in layouts:
-        reader, results = train(f"{flags} {each}", Path(folder) / "weights", seed=3, watch=tuple(watch))
-        if reader is not None:
-            found.append(
-                {
-                    "values": {f"{i}|{p}|{n}": v for (i, p, n), v in values_of(reader.frames).items()},
-                    "kinds": {r: [f["k"] for f in frames] for r, frames in reader.frames.items()},
-                    "lines": reader.lines,
-                    "norms": [r.grad_norm for r in results],
-                    "tensors": [
-                        (
-                            r,
-                            f["path"],
-                            f["what"],
-                            f["index"],
-                            f["shape"],
-                            f["offset"],
-                            list(f["data"].shape),
-                            f["error"],
-                        )
-                        for r, f in reader.of("tensor")
-                    ][:50],
-                }
-            )
-    return found
+    for name in names:
+        layout = by_name(name)
+        weights = Path(folder) / layout.model
+        reader, results = train(layout.all_flags, weights, seed=seed, watch=WATCH)
+        if reader is None:
+            continue
+        with (Path(folder) / f"{name}.frames").open("wb") as file:
+            for rank, frames in reader.frames.items():
+                for frame in frames:
+                    file.write(encode({"k": "kept", "rank": rank, "frame": frame}))
+            lines, norms = reader.lines, [result.grad_norm for result in results]
+            losses = [result.loss for result in results]
+            file.write(encode({"k": "lines", "lines": lines, "norms": norms, "losses": losses}))
+
+
+def frames_of(path: Path) -> tuple[dict[int, list[dict[str, Any]]], dict[str, Any]]:
+    """The frames by rank, and what rank 0 said, of a file of ``run_layouts``."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    told: dict[str, Any] = {}
+    for frame in Decoder().feed(path.read_bytes()):
+        if frame["k"] == "lines":
+            told = frame
+        else:
+            found.setdefault(int(frame["rank"]), []).append(frame["frame"])
+    return found, told
