@@ -48,11 +48,12 @@ def load_rng(checkpoint: Path, job: Job) -> dict[str, Any]:
             f"the random states of rank {job.rank} cannot be read from {path}: {error}. Use another "
             "checkpoint"
         ) from error
-    _restore(state, job)
+    restore_rng(state, job)
     return dict(state)
 
 
-def _restore(state: dict[str, Any], job: Job) -> None:
+def restore_rng(state: dict[str, Any], job: Job) -> None:
+    """Make what ``capture_rng`` captured this rank's random states again."""
     from megatron.core import tensor_parallel
 
     version, internal, gauss = state["python"]

@@ -33,6 +33,9 @@ _HELD_AS = (
 """Name and attribute, in the order in which a group that has several names gets its first."""
 
 
+NAMES = tuple(name for name, _ in _HELD_AS)
+
+
 def megatron_groups() -> dict[str, Any]:
     """Name -> process group of every group that Megatron-Core has made and this rank is in; empty before."""
     state = sys.modules.get("megatron.core.parallel_state")

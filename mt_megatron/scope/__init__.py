@@ -7,4 +7,6 @@ session     one rank's watching, from the first step to the last
 recording   SQLite file of each node, written and read
 sidecar     process beside a node's ranks that writes it
 report      page, comparison and state of a recording
+control     pause, step, resume and generate at a step boundary
+lab         perturbations, and how they are undone
 """

@@ -22,6 +22,7 @@ from typing import Any
 from mt_megatron.seams import events
 
 from .faults import Fault
+from .links import LinkDelays, SlowLink
 from .load import Products, busy_process, stop_this_process, write_for
 
 logger = logging.getLogger("mt_megatron")
@@ -100,10 +101,13 @@ class _Heard:
             self._factor *= one.figures["factor"]
         self._jitter = sum(one.figures["ms"] for one in by_kind["jitter"]) / 1e3
         self._disk = sum(one.figures["ms"] for one in by_kind["slow_disk"]) / 1e3
-        self._links = [
-            (frozenset(one.ranks), next(each for each in one.ranks if each != rank), one.figures["ms"] / 1e3)
-            for one in by_kind["slow_link"]
-        ]
+        self._links = LinkDelays(
+            rank,
+            [
+                SlowLink(ranks=frozenset(one.ranks), seconds=one.figures["ms"] / 1e3)
+                for one in by_kind["slow_link"]
+            ],
+        )
         self._random = random.Random(rank)
         self._products: Products | None = None
         self._usual: dict[str, float] = {}
@@ -127,16 +131,13 @@ class _Heard:
             write_for(self._disk * (10 if name == "checkpoint" else 1), self._scratch)
 
     def _wait(self, phase: str, attrs: Mapping[str, Any]) -> None:
-        local = self._local
-        depth = getattr(local, "depth", 0) + (1 if phase == "begin" else -1)
-        local.depth = max(0, depth)
-        if phase == "begin" and depth == 1:
-            local.began = time.perf_counter()
-            for pair, peer, seconds in self._links:
-                if _crosses(attrs, pair, peer):
-                    time.sleep(seconds)
-        elif phase == "end" and depth == 0:
-            local.waited = getattr(local, "waited", 0.0) + time.perf_counter() - local.began
+        local, now = self._local, time.perf_counter()
+        if not self._links.hear(phase, attrs):
+            return
+        if phase == "begin":
+            local.began = now
+        else:
+            local.waited = getattr(local, "waited", 0.0) + now - getattr(local, "began", now)
 
     def _work(self, phase: str, name: str) -> None:
         if phase == "end":
@@ -168,15 +169,6 @@ class _Heard:
         # The lower of what is usual: one that was held up by others is not this rank's measure.
         before = self._usual.get(name, own)
         self._usual[name] = min(own, before) if own < before else before + _DRIFT * (own - before)
-
-
-def _crosses(attrs: Mapping[str, Any], pair: frozenset[int], peer: int) -> bool:
-    """Whether an operation goes over the link: a transfer with the other end, or the pair's own group."""
-    transfers = attrs.get("transfers")
-    if transfers is not None:
-        return any(other == peer for _, other, _, _ in transfers)
-    ranks = attrs.get("ranks")
-    return ranks is not None and frozenset(ranks) == pair
 
 
 class _Pauses:

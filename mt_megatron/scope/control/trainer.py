@@ -1,0 +1,101 @@
+"""What pause, generation and lab need of the program that trains; ``training.scope_trainer`` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from mt_megatron.backends.base import Backend
+from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What a step came to, the same on every rank."""
+
+    loss: float
+    """Nats per counted token; NaN where the step had none."""
+
+    grad_norm: float | None
+    skipped: bool
+    reason: str | None = None
+    """What is wrong with it; None when nothing is."""
+
+
+class Tokenizer(Protocol):
+    """What generation needs to take and give text; either may be missing in a tokenizer."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of ``text``."""
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Text of ``ids``."""
+
+
+class Trainer(Protocol):
+    """One rank of a training between two of its steps. Nothing of it is kept across them but itself."""
+
+    chunks: Sequence[Any]
+    """Model chunks in their ``DistributedDataParallel``."""
+
+    core: Any
+    """Their ``TransformerConfig``."""
+
+    optimizer: Any
+    scheduler: Any
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def at(self) -> Coordinates: ...
+
+    @property
+    def seq_length(self) -> int: ...
+
+    @property
+    def micro_batch_size(self) -> int: ...
+
+    @property
+    def iteration(self) -> int:
+        """Completed steps."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A ``Tokenizer``, or None."""
+
+    def bare_chunks(self) -> list[torch.nn.Module]:
+        """The chunks without wrappers."""
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks; collective."""
+
+    def rest(self, where: str) -> None:
+        """Tell the watchdog that the main thread is at ``where``, where it may stay."""
+
+    def wishes(self) -> tuple[bool, ...]:
+        """What this rank wants while the run is paused; the same number of entries on every rank."""
+
+    def heed(self, counts: Sequence[int]) -> bool:
+        """Do what ranks want: ``counts`` of them for each entry of ``wishes``; collective. True: the pause
+        must end, since the run ends."""
+
+    def remember(self) -> Callable[[], None]:
+        """Keep what this program counts: progress, data position, means, figures of the log. What is returned
+        brings it back, as often as it is called."""
+
+    def rehearse(self) -> StepFigures:
+        """Make the next step without counting it; collective. Whoever asks for it puts everything back."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What happens within is no training: it does not count in the reported speed."""

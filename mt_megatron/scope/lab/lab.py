@@ -1,0 +1,457 @@
+"""The lab of one rank: perturbations are previewed, armed, act in their steps, and are undone.
+
+Every method but ``perturbed`` and ``wants_attention`` is called on all ranks at the same point between two
+steps, with the same arguments, so all ranks come to the same decisions; what one of them alone finds wrong is
+gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mt_megatron.checkpoint.run_parts import synchronised_parameters
+from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.scope.control.trainer import Trainer
+from mt_megatron.scope.lab.audit import Audit
+from mt_megatron.scope.lab.changes import (
+    Acting,
+    ChangedGradients,
+    ChangedModules,
+    ChangedWeights,
+    require_changeable,
+)
+from mt_megatron.scope.lab.links import acting_on_links, require_ranks
+from mt_megatron.scope.lab.placement import Geometry
+from mt_megatron.scope.lab.preview import Share, items_of, preview_of
+from mt_megatron.scope.lab.snapshot import MIB, Snapshot, bytes_of, default_limit_mib
+from mt_megatron.scope.lab.specification import (
+    LabFile,
+    Perturbation,
+    Steps,
+    perturbation_from,
+    starting_at,
+)
+from mt_megatron.scope.lab.targets import (
+    ModuleTarget,
+    ParameterTarget,
+    module_targets,
+    nothing_found,
+    parameter_targets,
+    paths_of,
+)
+from mt_megatron.seams import collectives
+
+AroundStep = Callable[[int, str], AbstractContextManager[Any]]
+"""(step, mark) -> a context around a step that is made beside the run, whose frames carry the mark."""
+
+
+@dataclass
+class _Armed:
+    one: Perturbation
+    targets: Sequence[ParameterTarget | ModuleTarget]
+    acting: Acting | None = None
+    snapshot: Snapshot | None = None
+    began: int | None = None
+    """Completed steps when it first acted."""
+
+    over: bool = False
+    """Whether its steps are over, or it was disarmed."""
+
+
+@dataclass
+class _Rewind:
+    """Where an undo goes back to."""
+
+    snapshot: Snapshot
+    concerned: list[_Armed] = field(default_factory=list)
+
+
+class Lab:
+    """Made once for a run; does nothing, and holds no hook, while nothing is armed."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        folder: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        limit_mib: float | None = None,
+        around_step: AroundStep = lambda step, mark: nullcontext(),
+    ) -> None:
+        """``folder``: RUN/scope. ``limit_mib``: of the snapshots of a rank together; None: half of the
+        free memory, shared among the ranks of the machine."""
+        self.limit_mib = limit_mib
+        self._trainer = trainer
+        self._say = say if trainer.rank == 0 else lambda text: None
+        self._folder = folder
+        self._audit = Audit(folder if trainer.rank == 0 else None, say)
+        self._around_step = around_step
+        self._armed: list[_Armed] = []
+        self._step: int | None = None
+        self._kept_perturbed: list[str] = []
+        """Texts of what was made without a snapshot, or became the run's own: it cannot be undone."""
+
+    # What others ask.
+
+    @property
+    def perturbed(self) -> str | None:
+        """What the run is under, for frames; None when it is as it would be without the lab."""
+        texts = [*self._kept_perturbed, *(each.one.name for each in self._armed if each.began is not None)]
+        return "; ".join(dict.fromkeys(texts)) or None
+
+    @property
+    def withholds_checkpoints(self) -> bool:
+        """Whether no checkpoint is to be written: the weights are perturbed and can be undone."""
+        return self._earliest() is not None
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether something is to be undone after the step under way; the same on all ranks."""
+        return self._step is not None and any(
+            each.one.undo_at is not None and each.began is not None and self._step >= each.one.undo_at
+            for each in self._armed
+        )
+
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
+        """Commands by name."""
+        return {
+            "preview": lambda arguments: self.preview(_given(arguments)),
+            "arm": lambda arguments: self.arm(_given(arguments)),
+            "disarm": lambda arguments: self.disarm(str(arguments.get("id", ""))),
+            "undo": lambda arguments: self.undo(_identity(arguments)),
+            "pair": lambda arguments: self.pair(_given(arguments), arguments),
+        }
+
+    def status(self) -> dict[str, Any]:
+        """What is armed, and what it does now."""
+        return {
+            "perturbed": self.perturbed,
+            "armed": [
+                {
+                    "id": each.one.name,
+                    "text": each.one.text(),
+                    "state": "waiting" if each.began is None else "over" if each.over else "acting",
+                    "since_step": each.began,
+                    "can_undo": each.snapshot is not None,
+                    "snapshot_mib": 0.0 if each.snapshot is None else each.snapshot.bytes / MIB,
+                }
+                for each in self._armed
+            ],
+        }
+
+    # Commands.
+
+    def arm_file(self, given: LabFile) -> None:
+        """Arm what ``--scope-lab`` asks for, before the first step. Raises ``ConfigError`` on every rank."""
+        if given.snapshot_limit_mib is not None:
+            self.limit_mib = given.snapshot_limit_mib
+        for one in given.perturbations:
+            told = self.arm(one)
+            self._say(f"scope: {self._line(told)}")
+
+    def preview(self, one: Perturbation) -> dict[str, Any]:
+        """What ``one`` would change; nothing is changed. Raises ``ConfigError``."""
+        return self._prepared(starting_at(one, self._trainer.iteration + 1))[1]
+
+    def arm(self, one: Perturbation) -> dict[str, Any]:
+        """Let ``one`` act from its first step on; what ``preview`` says, and its ``id``. Raises
+        ``ConfigError``: a name that is taken, no target on any rank, a snapshot that does not fit."""
+        one = starting_at(one, self._trainer.iteration + 1)
+        if any(each.one.name == one.name for each in self._armed):
+            raise ConfigError(
+                f"found the name {one.name!r} taken; undo or disarm that one first, or give another name"
+            )
+        targets, told = self._prepared(one)
+        if one.snapshot and told["snapshot_mib_of_a_rank"] > told["limit_mib_of_a_rank"]:
+            raise ConfigError(
+                f"found a snapshot of {told['snapshot_mib_of_a_rank']:,.0f} MiB a rank; expected at most "
+                f"{told['limit_mib_of_a_rank']:,.0f} MiB. Raise snapshot_limit_mib, or arm it with snapshot: "
+                "false, which cannot be undone"
+            )
+        self._armed.append(_Armed(one=one, targets=targets))
+        self._audit.note(
+            "armed", self._trainer.iteration, id=one.name, text=one.text(), perturbation=one.to_dict()
+        )
+        return {**told, "id": one.name, "starts_at": one.steps.first}
+
+    def disarm(self, identity: str) -> dict[str, Any]:
+        """End the perturbation; what it did stays until it is undone. Raises ``ConfigError``."""
+        armed = self._named(identity)
+        self._close(armed)
+        if armed.began is None:
+            self._armed.remove(armed)
+        elif armed.snapshot is None:
+            self._armed.remove(armed)
+            self._kept_perturbed.append(armed.one.name)
+        self._audit.note("disarmed", self._trainer.iteration, id=identity)
+        return {"id": identity, "perturbed": self.perturbed}
+
+    def undo(self, identity: str | None = None) -> dict[str, Any]:
+        """Go back to before ``identity`` (None: anything) first acted, with everything that acted since;
+        the run goes on from that step as it would have without. Raises ``ConfigError`` where nothing can
+        be undone."""
+        if identity is not None and self._named(identity).began is None:
+            return {**self.disarm(identity), "step": self._trainer.iteration, "undone": [identity]}
+        rewind = self._rewind(identity)
+        before = self._trainer.iteration
+        self._go_back(rewind)
+        names = [each.one.name for each in rewind.concerned]
+        self._audit.note("undone", self._trainer.iteration, ids=names, after=before)
+        self._say(
+            f"scope: {', '.join(names)} undone after step {before}: the run goes on from step "
+            f"{self._trainer.iteration} as it would have without"
+        )
+        return {
+            "step": self._trainer.iteration,
+            "undone": names,
+            "after": before,
+            "perturbed": self.perturbed,
+        }
+
+    def pair(self, one: Perturbation, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the next step twice from the same state, without ``one`` and with it, and put the state
+        back; what differs. Raises ``ConfigError``."""
+        from mt_megatron.scope.lab.pair import Comparison
+
+        step = self._trainer.iteration + 1
+        one = starting_at(_for_one_step(one, step), step)
+        targets, told = self._prepared(one)
+        self._require_room(told)
+        self._audit.note("pair", step - 1, id=one.name, text=one.text())
+        comparison = Comparison(self._trainer, one, arguments)
+        snapshot = Snapshot(self._trainer)
+        try:
+            with self._around_step(step, f"pair {one.name}: baseline"), comparison.baseline():
+                without = self._trainer.rehearse()
+            snapshot.restore()
+            acting = self._acting(one, targets)
+            try:
+                with self._around_step(step, f"pair {one.name}: {one.text()}"), comparison.perturbed():
+                    self._begin_acting(one, acting, step)
+                    changed = self._trainer.rehearse()
+            finally:
+                if acting is not None:
+                    acting.close()
+        finally:
+            comparison.close()
+            snapshot.restore()
+        rows = comparison.rows(_gathered)
+        return {**told, "step": step, **comparison.result(without, changed, rows)}
+
+    # Steps.
+
+    def begin_step(self, step: int) -> None:
+        """``step`` begins: what starts with it is snapshotted and begins to act."""
+        self._step = step
+        if not self._armed:
+            return
+        snapshot: Snapshot | None = None
+        for each in self._armed:
+            if each.over or step not in each.one.steps:
+                continue
+            if each.began is None:
+                if each.one.snapshot:
+                    snapshot = snapshot or Snapshot(self._trainer)
+                each.snapshot = snapshot if each.one.snapshot else None
+                each.began = step - 1
+                each.acting = self._acting(each.one, each.targets)
+                self._audit.note("acts", step - 1, id=each.one.name, can_undo=each.snapshot is not None)
+                self._say(f"scope: {each.one.name} acts from step {step}: {each.one.text()}")
+            self._begin_acting(each.one, each.acting, step)
+
+    def end_step(self, step: int) -> None:
+        """``step`` is over: nothing acts until the next begins, in validation or generation."""
+        self._step = None
+        for each in self._armed:
+            if each.acting is not None:
+                each.acting.rest()
+            last = each.one.steps.last
+            if each.began is not None and not each.over and last is not None and step >= last:
+                self._close(each)
+                self._audit.note("over", step, id=each.one.name)
+
+    def attend(self) -> None:
+        """Undo what is to be undone by itself."""
+        due = [
+            each
+            for each in self._armed
+            if each.one.undo_at is not None
+            and each.began is not None
+            and self._trainer.iteration >= each.one.undo_at
+        ]
+        if due:
+            self.undo(min(due, key=lambda each: each.began or 0).one.name)
+
+    def undo_before_end(self) -> int | None:
+        """Go back to the last state that no perturbation has touched, where that can be undone; its step.
+        Local, for a run that ends or has met an error."""
+        if self._earliest() is None:
+            return None
+        return int(self.undo()["step"])
+
+    def close(self) -> None:
+        """Leave every callable as it was; nothing is undone."""
+        for each in self._armed:
+            self._close(each)
+        self._armed.clear()
+
+    # Inner parts.
+
+    def _prepared(self, one: Perturbation) -> tuple[Sequence[ParameterTarget | ModuleTarget], dict[str, Any]]:
+        """Targets of this rank and the whole preview; what one rank finds wrong is raised on all."""
+        problem: str | None = None
+        share: Share | None = None
+        targets: Sequence[ParameterTarget | ModuleTarget] = []
+        try:
+            targets = self._targets(one)
+            limit = self.limit_mib if self.limit_mib is not None else default_limit_mib()
+            share = Share(
+                rank=self._trainer.rank,
+                items=items_of(one, targets),
+                snapshot_bytes=bytes_of(self._trainer) + self._held(),
+                limit_bytes=limit * MIB,
+            )
+        except MtMegatronError as error:
+            problem = str(error)
+        said = _gathered((problem, share))
+        for wrong, _ in said:
+            if wrong is not None:
+                raise ConfigError(wrong)
+        told = preview_of(one, [each for _, each in said if each is not None])
+        if one.module and not told["targets"]:
+            every = sorted({path for each in _gathered(paths_of(one, self._bare())) for path in each})
+            raise nothing_found(one, every)
+        return targets, told
+
+    def _targets(self, one: Perturbation) -> Sequence[ParameterTarget | ModuleTarget]:
+        layout = self._trainer.layout
+        require_ranks(one, layout)
+        if not one.module or (one.ranks is not None and self._trainer.rank not in one.ranks):
+            return []
+        if one.on in ("weight", "weight_gradient"):
+            found = parameter_targets(one, self._bare())
+            for target in found:
+                target.selection(one)
+            return found
+        modules = module_targets(one, self._bare())
+        for module in modules:
+            require_changeable(one, module.path)
+        return modules
+
+    def _acting(self, one: Perturbation, targets: Sequence[Any]) -> Acting | None:
+        trainer = self._trainer
+        if one.on in ("communication", "host"):
+            return acting_on_links(one, trainer, self._folder, self._say)
+        if not targets:
+            return None
+        if one.on == "weight":
+            return ChangedWeights(one, targets, trainer.optimizer)
+        if one.on == "weight_gradient":
+            return ChangedGradients(one, targets, trainer.core)
+        return ChangedModules(one, targets, self._geometry(), trainer.rank, self._say)
+
+    def _begin_acting(self, one: Perturbation, acting: Acting | None, step: int) -> None:
+        if one.on == "weight":
+            # On every rank, those without a target too: gathers that are under way are completed together.
+            with synchronised_parameters(self._trainer):  # type: ignore[arg-type]
+                if acting is not None:
+                    acting.before_step(step)
+        elif acting is not None:
+            acting.before_step(step)
+
+    def _geometry(self) -> Geometry:
+        trainer = self._trainer
+        return Geometry(
+            layout=trainer.layout,
+            at=trainer.at,
+            seq_length=trainer.seq_length,
+            micro_batch_size=trainer.micro_batch_size,
+            sequence_parallel=bool(trainer.core.sequence_parallel),
+        )
+
+    def _bare(self) -> list[Any]:
+        return self._trainer.bare_chunks()
+
+    def _named(self, identity: str) -> _Armed:
+        for each in self._armed:
+            if each.one.name == identity:
+                return each
+        known = ", ".join(each.one.name for each in self._armed) or "none"
+        raise ConfigError(f"found the id {identity!r}; armed: {known}")
+
+    def _earliest(self) -> Snapshot | None:
+        kept = [each.snapshot for each in self._armed if each.snapshot is not None]
+        return min(kept, key=lambda each: each.step, default=None)
+
+    def _held(self) -> int:
+        kept = {id(each.snapshot): each.snapshot.bytes for each in self._armed if each.snapshot is not None}
+        return sum(kept.values())
+
+    def _require_room(self, told: Mapping[str, Any]) -> None:
+        if told["snapshot_mib_of_a_rank"] > (told["limit_mib_of_a_rank"] or 0.0):
+            raise ConfigError(
+                f"found a snapshot of {told['snapshot_mib_of_a_rank']:,.0f} MiB a rank; expected at most "
+                f"{told['limit_mib_of_a_rank']:,.0f} MiB. Raise snapshot_limit_mib"
+            )
+
+    def _rewind(self, identity: str | None) -> _Rewind:
+        snapshot = self._earliest() if identity is None else self._named(identity).snapshot
+        if snapshot is None:
+            raise ConfigError(
+                "found nothing that can be undone"
+                if identity is None
+                else f"{identity} was armed with snapshot: "
+                "false and cannot be undone; load a checkpoint from before it"
+            )
+        concerned = [each for each in self._armed if each.began is not None and each.began >= snapshot.step]
+        return _Rewind(snapshot=snapshot, concerned=concerned)
+
+    def _go_back(self, rewind: _Rewind) -> None:
+        for each in rewind.concerned:
+            self._close(each)
+        rewind.snapshot.restore()
+        self._armed = [each for each in self._armed if each not in rewind.concerned]
+
+    def _close(self, armed: _Armed) -> None:
+        armed.over = True
+        if armed.acting is not None:
+            armed.acting.close()
+            armed.acting = None
+
+    def _line(self, told: Mapping[str, Any]) -> str:
+        targets = told["targets"]
+        what = f"{len(targets)} target(s)" if targets else "the ranks named"
+        return (
+            f"{told['id']} is armed for step {told['starts_at']}: {told['text']}; {what}, snapshot "
+            f"{told['snapshot_mib_of_a_rank']:,.0f} MiB a rank"
+        )
+
+
+def _given(arguments: Mapping[str, Any]) -> Perturbation:
+    return perturbation_from(arguments.get("perturbation"))
+
+
+def _identity(arguments: Mapping[str, Any]) -> str | None:
+    identity = arguments.get("id")
+    return None if identity is None else str(identity)
+
+
+def _for_one_step(one: Perturbation, step: int) -> Perturbation:
+    return replace(one, steps=Steps(first=step, last=step), undo_at=None, snapshot=True)
+
+
+def _gathered(own: Any) -> list[Any]:
+    """``own`` of every rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    with collectives.announced("all_gather_object", "world", None):
+        dist.all_gather_object(found, own)
+    return found
