@@ -31,6 +31,7 @@ optimizer       ``optimizer``, the class
 checkpoint      ``iteration``; none of ``op`` while training stands still for one, else ``op``: ``write``
                 (within it or in a thread in the background; end: ``bytes``), ``collect``, ``finish``
                 (waiting for the files, this rank's and the others')
+pause           ``op``: ``commanded``; the run stands still between two steps because somebody told it to
 ==============  ==========================================================================================
 
 ``microbatch`` counts from 0 within a step, ``chunk`` within the stage; they hold for everything until
@@ -71,6 +72,7 @@ EventName = Literal[
     "optimizer",
     "data",
     "checkpoint",
+    "pause",
     "step",
 ]
 """What can begin and end. ``microbatch`` is one micro-batch's stay at this stage in one

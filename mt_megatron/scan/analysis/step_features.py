@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_megatron.scan.format.records import KIND, OPEN
+from mt_megatron.scan.format.records import COMMANDED, KIND, OPEN
 from mt_megatron.scan.format.segments import RankTrace
 
 from .intervals import Cover, Times
@@ -90,7 +90,12 @@ def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
         steps = steps[len(steps) - 1 - last]
         steps = steps[np.argsort(steps["begin"], kind="stable")]
     begin, end = steps["begin"].astype(np.int64), steps["end"].astype(np.int64)
+    commanded = _commanded(trace, spans)
     period_end = np.concatenate((np.maximum(begin[1:], end[:-1]), end[-1:]))
+    # A period is over where the run was told to stand still.
+    for pause in spans[commanded]["begin"].astype(np.int64):
+        holds = (begin <= pause) & (pause < period_end)
+        period_end[holds] = np.maximum(pause, end[holds])
     columns = {name: np.full(len(steps), np.nan) for name in COLUMNS}
     found = RankSteps(
         rank=rank,
@@ -142,9 +147,15 @@ def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
     of_batch = np.isin(kind, [KIND[name] for name in _OF_BATCH])
     columns["work"] = _work(spans, places, inside & of_batch, len(begin))
     columns["expert_work"] = _work(spans, places, inside & ~of_batch, len(begin))
-    _pauses(columns, trace, spans, begin, period_end)
+    _pauses(columns, trace, spans[~commanded], begin, period_end)
     _counters(columns, trace, begin, period_end)
     return found
+
+
+def _commanded(trace: RankTrace, spans: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which spans are pauses that somebody asked for."""
+    named = trace.strings.index(COMMANDED) if COMMANDED in trace.strings else -1
+    return np.asarray((spans["kind"] == KIND["pause"]) & (spans["name"] == named))
 
 
 def _times(spans: NDArray[np.void]) -> tuple[Times, Times]:

@@ -250,6 +250,8 @@ def find_standstill(
         # Between steps nothing is recorded: what is done there is not known. Who is stopped as a whole does
         # not write what it is in, either.
         inside = end.in_step or end.inside is not None or is_silent(end, now)
+        if end.inside == "pause" and not is_silent(end, now):
+            return None  # it was told to stand still
         if end.recording_off or not inside or now - end.last_event < alone_ns(end, now, after):
             return None
     if not recording:

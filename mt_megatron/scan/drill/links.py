@@ -82,6 +82,7 @@ def _crossing(attrs: Mapping[str, Any], link: SlowLink, peer: int) -> list[Any]:
     if ranks is None:
         return []
     members = frozenset(ranks)
-    if members == link.ranks or (link.group == attrs.get("group") and link.ranks <= members):
+    named = link.group is not None and link.group == attrs.get("group")
+    if members == link.ranks or (named and link.ranks <= members):
         return [(attrs.get("group"), ranks, attrs.get("seq"))]
     return []

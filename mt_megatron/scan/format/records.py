@@ -26,7 +26,10 @@ KINDS = (
     "kernel",
     "pause",
 )
-"""What a span is; a record holds the index. ``pause``: garbage collection, a process that stood still."""
+"""What a span is; a record holds the index. ``pause``: garbage collection, a process that stood still, and by
+the name ``COMMANDED`` a run that was told to stand still between two steps."""
+
+COMMANDED = "commanded"
 
 KIND = {name: index for index, name in enumerate(KINDS)}
 

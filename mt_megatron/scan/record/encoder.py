@@ -33,6 +33,7 @@ _NAMED_BY = {
     "checkpoint": "op",
     "microbatch": "direction",
     "layer": "number",
+    "pause": "op",
 }
 _FLAGS = {None: 0, False: 0, True: ASYNC, "start": ASYNC, "wait": WAIT}
 _MOST_OPEN = 256
@@ -40,7 +41,7 @@ _MOST_UNENDED = 4_096
 _MOST_THREADS = 255
 _MOST_KNOWN = 10_000
 # Of these, what goes on beside the step in other threads is no part of a micro-batch.
-_WITHOUT_MICROBATCH = frozenset({"step", "optimizer", "checkpoint"})
+_WITHOUT_MICROBATCH = frozenset({"step", "optimizer", "checkpoint", "pause"})
 
 _Begun = tuple[int, str, Mapping[str, Any], int, int, int]
 """Time, name, attributes, iteration, micro-batch, chunk."""

@@ -1,4 +1,6 @@
 """Commands to a running training: pause, step, resume, generate.
 
-trainer   what is needed of the program that trains
+commands  what a command is, the queue of rank 0, the folder to leave them in
+control   commands at a step boundary; the pause
+generate  tokens from the current weights, without a trace in training
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.errors import ConfigError, MtMegatronError
-from mt_megatron.scope.control.trainer import Trainer
+from mt_megatron.scope.trainer import Trainer
 from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.changes import (
     Acting,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.scope.control.trainer import StepFigures, Trainer
+from mt_megatron.scope.trainer import StepFigures, Trainer
 from mt_megatron.scope.lab.snapshot import MIB, default_limit_mib
 from mt_megatron.scope.lab.specification import Perturbation
 from mt_megatron.seams import taps
@@ -82,7 +82,7 @@ class Comparison:
                 known[4] = max(known[4], sums[4])
         return [
             (path, sums[0], sums[1], sums[2], sums[3], sums[4])
-            for path, sums in sorted(total.items(), key=lambda item: _order(item[0]))
+            for path, sums in sorted(total.items(), key=_first_is_first)
         ]
 
     def result(self, without: StepFigures, changed: StepFigures, rows: Sequence[Row]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Comparison:
             }
             for path, elements, differ, square, difference, largest in rows
         ]
-        first = next((each["path"] for each in modules if each["changed_share"] > 0), None)
+        first = next((path for path, _, differ, *_ in rows if differ > 0), None)
         return {
             "baseline": _figures(without),
             "perturbed": _figures(changed),
@@ -146,6 +146,10 @@ def _wanted(path: str, pattern: str | None, one: Perturbation) -> bool:
         return fnmatchcase(path, pattern)
     owner = one.module.rpartition(".")[0] if one.on in ("weight", "weight_gradient") else one.module
     return bool(_LAYER.search(path)) or (bool(owner) and fnmatchcase(path, owner))
+
+
+def _first_is_first(item: tuple[str, Any]) -> tuple[float, int, str]:
+    return _order(item[0])
 
 
 def _order(path: str) -> tuple[float, int, str]:

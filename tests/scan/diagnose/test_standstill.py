@@ -57,6 +57,8 @@ def test_all_before_the_same_file_system_are_named_together() -> None:
         {"processors": 0.9},  # it compiles, perhaps
         {"processors": float("nan")},  # who knows
         {"inside": "checkpoint"},
+        {"inside": "pause"},
+        {"inside": "pause", "last_event": NOW - 3600 * SECOND},  # it was told to stand still
         {"recording_off": True},
         {"recording_off": True, "last_seen": NOW - 9 * SECOND},
         {"inside": None, "in_step": False},  # what is done between steps is not recorded

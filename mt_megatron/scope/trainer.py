@@ -27,12 +27,16 @@ class StepFigures:
 
 
 class Tokenizer(Protocol):
-    """What generation needs to take and give text; either may be missing in a tokenizer."""
+    """What generation needs to take and give text."""
 
-    def tokenize(self, text: str) -> list[int]:
+    vocab_size: int
+    eod: int
+    """Id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
         """Token ids of ``text``."""
 
-    def detokenize(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``."""
 
 
