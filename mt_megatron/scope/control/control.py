@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.scope.control.commands import AT_ONCE, Command, Queue, Spool, command_from
-from mt_megatron.scope.trainer import Trainer
 from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.lab import Lab
+from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives, events
 
 logger = logging.getLogger("mt_megatron")

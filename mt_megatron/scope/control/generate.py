@@ -25,8 +25,8 @@ from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.state import states_of
 from mt_megatron.parallel.context_parallel import chunks, part_of_sequence, positions
-from mt_megatron.scope.trainer import Trainer
 from mt_megatron.scope.lab.random_numbers import key_of, uniform
+from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives, taps
 from mt_megatron.seams.schedule import run_schedule
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.errors import ConfigError, MtMegatronError
-from mt_megatron.scope.trainer import Trainer
 from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.changes import (
     Acting,
@@ -43,6 +42,7 @@ from mt_megatron.scope.lab.targets import (
     parameter_targets,
     paths_of,
 )
+from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives
 
 AroundStep = Callable[[int, str], AbstractContextManager[Any]]

@@ -14,10 +14,10 @@ from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.drill.faults import parse_fault
 from mt_megatron.scan.drill.inject import Injector
 from mt_megatron.scan.drill.links import LinkDelays, SlowLink
-from mt_megatron.scope.trainer import Trainer
 from mt_megatron.scope.lab.changes import Acting
 from mt_megatron.scope.lab.specification import Perturbation
 from mt_megatron.scope.lab.wires import Wire, open_wire
+from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import events
 
 

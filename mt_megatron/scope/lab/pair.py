@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.scope.trainer import StepFigures, Trainer
 from mt_megatron.scope.lab.snapshot import MIB, default_limit_mib
 from mt_megatron.scope.lab.specification import Perturbation
+from mt_megatron.scope.trainer import StepFigures, Trainer
 from mt_megatron.seams import taps
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")

@@ -20,8 +20,8 @@ from torch import Tensor
 from mt_megatron.checkpoint.rng import capture_rng, restore_rng
 from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.fp8.state import states_of
-from mt_megatron.scope.trainer import Trainer
 from mt_megatron.scope.lab.changes import parts_of
+from mt_megatron.scope.trainer import Trainer
 
 MIB = 2**20
 
