@@ -67,4 +67,5 @@ def restore_rng(state: dict[str, Any], job: Job) -> None:
         )
     torch.set_rng_state(state["torch"])
     job.backend.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    # A dict of its own: the tracker puts later states into the one that it is given.
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))

@@ -158,6 +158,40 @@ class Steps:
             self._undo = None
         return self.progress
 
+    def remember(self) -> Callable[[], None]:
+        """Keeps how far the run is: progress, running mean, judgement, position in the data. What is returned
+        goes back there, as often as it is called; weights and random states are not its business."""
+        progress, watch = self.progress, self._watch.remember()
+
+        def go_back() -> None:
+            if self.progress != progress:
+                self._batches = self._batches_after(progress, num_workers=self._config.data.num_workers)
+            self.progress = progress
+            self._undo = None
+            watch()
+
+        return go_back
+
+    def rehearse(self) -> StepResult:
+        """The next step, made from the same samples without moving on; collective. Weights, optimizer and
+        random states are changed as by a step: whoever asks for it puts them back."""
+        before, iteration = self.progress, self.progress.iteration + 1
+        rounds = self._sizes.at(before.consumed_samples) // self._shape.micro_batch_size
+        restore = self._watch.remember()
+        self._watchdog.unlimited(f"step {iteration}, made beside the run")
+        try:
+            return train_step(
+                self._trainable,
+                self._forward_step,
+                self._batches_after(before, num_workers=0),
+                replace(self._shape, num_microbatches=rounds // self._job.layout.dp),
+                self._job,
+                iteration=iteration,
+                watch=self._watch,
+            )
+        finally:
+            restore()
+
     def _undoing(self, before: Progress, states: RandomStates | None) -> Callable[[], None]:
         """Takes back what a step changes before its update."""
         scales = loss_scales(self._trainable.optimizer)

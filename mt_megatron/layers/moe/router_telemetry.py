@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,16 @@ class RouterLoad:
         """One pass: the mean over this rank's tokens, without the coefficient."""
         self._sums[3] += loss.detach()
         self._sums[4] += 1.0
+
+    def remember(self) -> Callable[[], None]:
+        """Keeps the sums so far; what is returned brings them back."""
+        counts, sums = self._counts.clone(), self._sums.clone()
+
+        def restore() -> None:
+            self._counts.copy_(counts)
+            self._sums.copy_(sums)
+
+        return restore
 
     def take(self) -> list[float]:
         """Everything so far, [num_experts + EXTRA], to be summed over ranks for ``LayerLoad.of``; begins

@@ -95,6 +95,17 @@ def pipeline_schedule() -> Schedule | Choose | None:
     return _source
 
 
+def remember_step() -> Callable[[], None]:
+    """Keeps the number of the next training step; what is returned brings it back, where a run goes back."""
+    step = _step
+
+    def restore() -> None:
+        global _step
+        _step = step
+
+    return restore
+
+
 def takes_over() -> bool:
     """True where steps come here: there is a pipeline, and a source or stages that upstream does not know.
     Raises ConfigError without a pipeline where a user asked for a schedule."""

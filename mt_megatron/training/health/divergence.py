@@ -6,6 +6,7 @@ Every judgement is made from values that all ranks have agreed on, so all ranks 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mt_megatron.errors import MtMegatronError
@@ -63,6 +64,16 @@ class DivergenceWatch:
         self._spike_factor = spike_factor
         self._hysteresis = hysteresis
         self._stuck_overflows = 0
+
+    def remember(self) -> Callable[[], None]:
+        """Keeps the mean and the count of overflows; what is returned brings them back."""
+        value, steps, overflows = self.mean.value, self.mean.steps, self._stuck_overflows
+
+        def restore() -> None:
+            self.mean = LossMean(value, steps)
+            self._stuck_overflows = overflows
+
+        return restore
 
     def overflowed(self, *, scale_is_stuck: bool) -> Judgement | None:
         """Judge a step whose fp16 gradients overflowed. That is the usual way to find the loss scale,

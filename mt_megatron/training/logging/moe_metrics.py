@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mt_megatron.layers.moe.expert_bias import routers_of
@@ -32,6 +32,16 @@ class ExpertLoads:
         if self._experts:
             for chunk in trainable.chunks:
                 self._loads += [(router.layer_number - 1, listen(router)) for router in routers_of(chunk)]
+
+    def remember(self) -> Callable[[], None]:
+        """Keeps the sums since the last ``collect``; what is returned brings them back."""
+        restoring = [load.remember() for _, load in self._loads]
+
+        def restore() -> None:
+            for each in restoring:
+                each()
+
+        return restore
 
     def collect(self) -> dict[str, Any]:
         """What ``record_of`` makes of the steps since the last call, the same on every rank; collective, one

@@ -89,6 +89,21 @@ class Window:
         if self._communication is not None:
             self._communicated += self._communication() - communicated
 
+    def remember(self) -> Callable[[], Window]:
+        """Keeps the steps so far and the time that they took; what is returned makes a window that goes on
+        from there."""
+        results, tokens, took = list(self.results), self.tokens_processed, self._now() - self._began
+        spent = 0.0 if self._communication is None else self._communication() - self._communicated
+
+        def made() -> Window:
+            window = Window(communication=self._communication, now=self._now)
+            window.results, window.tokens_processed = list(results), tokens
+            window._began -= took
+            window._communicated -= spent
+            return window
+
+        return made
+
     def loss(self) -> float:
         """Mean of the steps' losses; one that was not finite is not in it. NaN when none was."""
         losses = [result.loss for result in self.results if math.isfinite(result.loss)]
