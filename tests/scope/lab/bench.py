@@ -15,6 +15,7 @@ import torch.distributed as dist
 import mt_megatron
 from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.checkpoint.rng import capture_rng
+from mt_megatron.checkpoint.run_parts import synchronised_parameters
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.rampup import batch_sizes
 from mt_megatron.models.families import family_of
@@ -117,10 +118,11 @@ class Bench:
         return losses
 
     def digest(self) -> str:
-        """Of everything that training changes on this rank."""
+        """Of everything that training changes on this rank. Collective: parameters are gathered first."""
         found = hashlib.sha256()
-        for tensor in _tensors(self):
-            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        with synchronised_parameters(self.trainable):
+            for tensor in _tensors(self):
+                found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         states = capture_rng(self.job)
         found.update(repr([states["python"], states["numpy"][0], states["numpy"][2:]]).encode())
         for tensor in (states["numpy"][1], states["torch"], states["device"], *states["tracker"].values()):

@@ -31,38 +31,39 @@ PERTURBATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def undone(flags: str, model: str, names: list[str], seeds: int = 0, folder: str | None = None) -> list[Any]:
-    """For each trial: the digests after the same number of steps, of a run that was perturbed and undone
-    and of one that was not, and whether the perturbation had changed anything."""
+def undone(flags: str, model: str, names: list[str], seed: int = 0) -> list[dict[str, Any]]:
+    """One run that is perturbed and undone again and again, beside one that never is: for each trial
+    whether they are equal after the undo and after further steps, and whether the perturbation had changed
+    anything."""
     start()
+    rng = random.Random(f"{flags} {model} {seed}")
+    plan = [(name, rng.randint(1, 2), rng.randint(0, 1), rng.randrange(1000)) for name in names]
     with bench(flags, model=model) as clean:
-        clean.step()
         states = [clean.digest()]
-        for _ in range(7):
+        for _ in range(1 + sum(during + after for _, during, after, _ in plan)):
             clean.step()
             states.append(clean.digest())
     found = []
-    rng = random.Random(f"{flags} {model} {seeds}")
-    for name in names:
-        with bench(flags, model=model, folder=folder) as run:
-            before, during, after = rng.randint(0, 3), rng.randint(1, 3), rng.randint(1, 2)
-            for _ in range(1 + before):
-                run.step()
+    with bench(flags, model=model) as run:
+        run.step()
+        for name, during, after, drawn in plan:
+            before = run.trainer.iteration
             if name == "pair":
-                told = run.lab.handlers["pair"](entry(**PERTURBATIONS["noise"]))
+                told = run.lab.handlers["pair"](entry(**PERTURBATIONS["noise"], seed=drawn))
                 changed = told["baseline"]["loss"] != told["perturbed"]["loss"]
-                during = 0
             else:
-                run.lab.handlers["arm"](entry(**PERTURBATIONS[name], seed=rng.randrange(1000)))
+                run.lab.handlers["arm"](entry(**PERTURBATIONS[name], seed=drawn))
+                assert run.lab.perturbed is None, "armed, and nothing is changed yet"
                 for _ in range(during):
                     run.step()
+                assert run.lab.perturbed == "p" and run.lab.withholds_checkpoints
                 changed = run.digest() != states[before + during]
                 told = run.lab.handlers["undo"]({})
-                assert told["step"] == 1 + before, told
+                assert told["step"] == before, told
+            assert run.lab.perturbed is None and not run.lab.withholds_checkpoints
             back = run.digest() == states[before]
             for _ in range(after):
                 run.step()
             same = run.digest() == states[before + after]
             found.append({"name": name, "back": back, "same": same, "changed": changed})
-            assert run.lab.perturbed is None
     return found
