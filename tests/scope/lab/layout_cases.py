@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from mt_megatron.checkpoint.load import load_weights
+from mt_megatron.checkpoint.progress import Progress
+from mt_megatron.checkpoint.store import CheckpointStore
 from mt_megatron.scope.lab.placement import activation_places
 from mt_megatron.scope.lab.snapshot import Snapshot
 from mt_megatron.scope.lab.specification import perturbation_from
 from mt_megatron.scope.lab.targets import module_targets, parameter_targets
 from mt_megatron.seams import taps
-from tests.scope.lab import bench as benches
 from tests.scope.lab.bench import Bench, bench, start
-from tests.training import loop_cases
 
 NORMS = {"kind": "gaussian", "sigma": 0.5, "fraction": 0.1, "seed": 3, "name": "p"}
 
@@ -27,10 +27,13 @@ Wholes = dict[str, torch.Tensor]
 
 def saved(folder: str, model: str) -> str:
     """A checkpoint of random weights, written by data-parallel ranks; where it is."""
-    flags = f"{benches.FLAGS[model]} --train-iters 1 --eval-iters 0 --vocab-size 4352 --save {folder}/{model}"
-    found = loop_cases.run(f"{flags} --micro-batch-size 1 --global-batch-size 4", folder, model)
-    assert found.get("iteration") == 1, found
-    return f"{folder}/{model}/iter_0000001"
+    with bench(f"--vocab-size 4352 --save {folder}/{model}", model=model) as run:
+        manifest = {"config": run.config.to_show().to_dict()}
+        store = CheckpointStore(run.config.checkpoint, run.trainable, run.job, manifest, run.said.append)
+        reports = store.save(Progress(iteration=1), final=True)
+        store.close()
+        assert reports[0].folder is not None, reports
+        return str(reports[0].folder)
 
 
 @contextmanager

@@ -12,16 +12,17 @@ from tests.launch import run_ranks
 TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
 WEIGHTS = {"decoder.layers.1.*": "weight", "embedding.*": "weight"}
+# One module each: what follows a perturbed one has other values everywhere.
 ACTIVATIONS = {
     "embedding": "activation",
     "decoder.layers.1": "activation",
-    "*.linear_qkv": "activation",
-    "*.core_attention": "activation",
-    "*.linear_fc1": "activation",
-    "*.linear_fc2": "activation",
-    "*.pre_mlp_layernorm": "activation",
+    "decoder.layers.0.self_attention.linear_qkv": "activation",
+    "decoder.layers.1.self_attention.core_attention": "activation",
+    "decoder.layers.1.mlp.linear_fc1": "activation",
+    "decoder.layers.0.mlp.linear_fc2": "activation",
+    "decoder.layers.0.pre_mlp_layernorm": "activation",
     "decoder.layers.0": "gradient",
-    "decoder.layers.1.mlp.linear_fc1": "gradient",
+    "decoder.layers.0.mlp.linear_fc1": "gradient",
 }
 
 
@@ -58,7 +59,7 @@ def test_experts(tmp_path: Path) -> None:
         "decoder.layers.2.mlp.*": "weight",
         "decoder.layers.1.self_attention.*": "weight",
         "mtp.*": "weight",
-        "*.linear_q_up_proj": "activation",
+        "decoder.layers.1.self_attention.linear_q_up_proj": "activation",
         "decoder.layers.2.mlp": "activation",
     }
     layouts = {
