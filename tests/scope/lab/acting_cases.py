@@ -1,0 +1,286 @@
+"""The ranks' side: what perturbations do inside of training steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scope.lab.snapshot import Snapshot
+from mt_megatron.scope.lab.specification import perturbation_from
+from mt_megatron.seams import events, taps
+from tests.parity.case import SEQUENCE
+from tests.scope.lab import oracle
+from tests.scope.lab.bench import Bench, bench, entry, start
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "bit_flip", "bit": 9, "fraction": 0.01},
+    {"kind": "bit_flip", "bit": 14},
+    {"kind": "gaussian", "sigma": 0.25, "fraction": 0.1},
+    {"kind": "uniform", "low": -0.5, "high": 0.25, "relative": True, "fraction": 0.1},
+    {"kind": "mask", "fraction": 0.1},
+    {"kind": "scale", "factor": 1.7, "fraction": 0.1},
+    {"kind": "stuck", "value": 0.3, "fraction": 0.1},
+]
+MODULE = "decoder.layers.1.mlp.linear_fc2"
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _numpy(tensor: torch.Tensor) -> tuple[NDArray[Any], str]:
+    name = NAMES[tensor.dtype]
+    bits = tensor.detach().contiguous().view(getattr(torch, f"int{oracle.WIDTH[name]}")).numpy().copy()
+    return bits.view(ml_dtypes.bfloat16 if name == "bfloat16" else oracle.DTYPES[name]), name
+
+
+def _wrong(found: torch.Tensor, before: torch.Tensor, places: Any, given: dict[str, Any], key: int) -> int:
+    """Elements that are not what the oracle makes of ``before``; all of them where nothing was changed."""
+    values, name = _numpy(before)
+    expected = oracle.perturbed(values, name, places, given, key).view(oracle.BITS[name])
+    got = _numpy(found)[0].view(oracle.BITS[name])
+    if np.array_equal(expected, values.view(oracle.BITS[name])):
+        return int(expected.size)
+    return int((got != expected).sum())
+
+
+def _captured(run: Bench, on: str) -> dict[int, torch.Tensor]:
+    """Outputs of ``MODULE``, or their gradients, by micro-batch, in the next step."""
+    kept: dict[int, torch.Tensor] = {}
+    module = dict(taps.named_modules(run.trainable.bare_chunks()))[MODULE]
+
+    def output(call: taps.Call, value: Any) -> None:
+        kept[call.microbatch] = value[0].clone()
+
+    def gradient(call: taps.Call, value: torch.Tensor, index: int) -> None:
+        kept[call.microbatch] = value.clone()
+
+    tap = taps.watch(
+        module,
+        after=output if on == "activation" else None,
+        output_gradient=gradient if on == "gradient" else None,
+    )
+    with tap:
+        run.steps.rehearse()
+    return kept
+
+
+def equal_to_oracle(flags: str, kinds: list[dict[str, Any]]) -> list[Any]:
+    """Kind, place and number of wrong elements, of each kind on each place."""
+    start()
+    found = []
+    with bench(f"--clip-grad 0 {flags}") as run:
+        run.step()
+        step, snapshot = 2, Snapshot(run.trainer)
+        weight = dict(run.trainable.bare_chunks()[0].named_parameters())[f"{MODULE}.weight"]
+        plain = {on: _restored(run, snapshot, on) for on in ("activation", "gradient")}
+        reduced = _reduced(run, snapshot, weight)
+        for given in kinds:
+            for on in ("weight", "weight_gradient", "activation", "gradient"):
+                target = f"{MODULE}.weight" if on.startswith("weight") else MODULE
+                run.lab.arm(perturbation_from({**given, "name": "p", "on": on, "module": target, "seed": 11}))
+                words = (11, "p", target, step)
+                run.lab.begin_step(step)
+                snapshot_weight = snapshot_of(weight) if on == "weight" else None
+                if on == "weight":
+                    assert snapshot_weight is not None
+                    before = _weight_before(snapshot, run, weight)
+                    wrong = _wrong(
+                        snapshot_weight, before, np.arange(before.numel()), given, oracle.key(*words)
+                    )
+                elif on == "weight_gradient":
+                    run.steps.rehearse()
+                    places = np.arange(reduced.numel())
+                    wrong = _wrong(weight.main_grad, reduced, places, given, oracle.key(*words))
+                else:
+                    wrong = 0
+                    for microbatch, values in _captured(run, on).items():
+                        before = plain[on][microbatch]
+                        length, batch, features = before.shape
+                        assert (length, batch) == (SEQUENCE, 1)
+                        position, feature = np.mgrid[:length, :features]
+                        places = (microbatch * SEQUENCE + position) * features + feature
+                        wrong += _wrong(values, before, places, given, oracle.key(*words, 0))
+                    assert len(plain[on]) == run.shape.num_microbatches
+                found.append([given["kind"], on, wrong])
+                run.lab.end_step(step)
+                run.lab.undo()
+                snapshot.restore()
+    return found
+
+
+def snapshot_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data.clone()
+
+
+def _weight_before(snapshot: Snapshot, run: Bench, weight: Any) -> torch.Tensor:
+    now = weight.data.clone()
+    snapshot.restore()
+    before: torch.Tensor = weight.data.clone()
+    weight.data.copy_(now)
+    return before
+
+
+def _restored(run: Bench, snapshot: Snapshot, on: str) -> dict[int, torch.Tensor]:
+    kept = _captured(run, on)
+    snapshot.restore()
+    return kept
+
+
+def _reduced(run: Bench, snapshot: Snapshot, weight: Any) -> torch.Tensor:
+    run.steps.rehearse()
+    gradient: torch.Tensor = weight.main_grad.clone()
+    snapshot.restore()
+    return gradient
+
+
+def scopes() -> dict[str, Any]:
+    """Steps, micro-batches, heads, recomputation, evaluation; and what is left when it is over."""
+    start()
+    noise = {"kind": "gaussian", "sigma": 0.3, "on": "activation", "module": "decoder.layers.0", "seed": 1}
+    found: dict[str, Any] = {}
+    with bench() as run:
+        forward = _forwards(run)
+        finalize = run.trainable.core.finalize_model_grads_func
+        run.lab.handlers["arm"](entry(**noise, steps="2-3"))
+        waiting = run.lab.status()["armed"][0]["state"]
+        clean = [run.step().loss for _ in range(4)]
+        found["states"] = [waiting, run.lab.status()["armed"][0]["state"]]
+        found["perturbed"] = run.lab.perturbed
+        found["told"] = list(run.said)
+        found["nothing left"] = _forwards(run) == forward and not events.listening()
+        found["gradients left"] = run.trainable.core.finalize_model_grads_func is finalize
+        run.lab.undo()
+        found["again"] = [run.step().loss for _ in range(3)]
+        found["perturbed losses"] = clean
+    losses = {}
+    for name, flags, changes in (
+        ("none", "", None),
+        ("all", "", {}),
+        ("first", "", {"microbatches": [0]}),
+        ("none of these", "", {"microbatches": [99]}),
+        (
+            "recomputed",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            {},
+        ),
+        ("differentiated", "", {"kind": "mask", "fraction": 0.5, "differentiate": True}),
+        ("passed on", "", {"kind": "mask", "fraction": 0.5}),
+    ):
+        with bench(flags) as run:
+            if changes is not None:
+                given = {**noise, **changes}
+                if given["kind"] == "mask":
+                    del given["sigma"]
+                run.lab.handlers["arm"](entry(**given))
+            losses[name] = [run.step().loss for _ in range(3)] + [run.digest()]
+    return {**found, "losses": losses}
+
+
+def _forwards(run: Bench) -> list[str]:
+    modules = run.trainable.bare_chunks()[0].modules()
+    return [type(module).__name__ for module in modules if "forward" in vars(module)]
+
+
+def masked_heads() -> dict[str, Any]:
+    """Masked heads of the context, of the projection's columns and of the queries' rows."""
+    start()
+    found = {}
+    for name, given in {
+        "context": {"on": "activation", "module": "decoder.layers.1.self_attention.core_attention"},
+        "columns": {"on": "weight", "module": "decoder.layers.1.self_attention.linear_proj"},
+        "rows": {"on": "weight", "module": "decoder.layers.1.self_attention.linear_qkv"},
+    }.items():
+        with bench() as run:
+            told = run.lab.handlers["arm"](entry(kind="mask", heads=[2], **given))
+            losses = [run.step().loss for _ in range(2)]
+            attention = dict(taps.named_modules(run.trainable.bare_chunks()))[
+                "decoder.layers.1.self_attention"
+            ]
+            found[name] = {
+                "losses": losses,
+                "elements": told["targets"][0]["elements"],
+                "proj": _zeros(attention.linear_proj.weight, 1),
+                "qkv": _zeros(attention.linear_qkv.weight, 0),
+            }
+    return found
+
+
+def _zeros(weight: torch.Tensor, dim: int) -> list[int]:
+    # After the update what was masked at the beginning of the step has only one update's size.
+    return torch.nonzero((weight.abs() < 0.021).all(dim=1 - dim)).flatten().tolist()
+
+
+def refused() -> list[str]:
+    """Errors of perturbations that the model cannot have."""
+    start()
+    wrong: list[dict[str, Any]] = [
+        {"kind": "mask", "on": "activation", "module": "decoder.layers.7.mlp"},
+        {"kind": "mask", "on": "activation", "module": "decoder.layer.1.mlp"},
+        {"kind": "mask", "on": "weight", "module": "decoder.layers.1.mlp.linear_fc1.wieght"},
+        {"kind": "mask", "on": "weight", "module": "*.linear_fc1.weight", "layers": [9]},
+        {
+            "kind": "mask",
+            "on": "weight",
+            "module": "decoder.layers.1.mlp.linear_fc1.weight",
+            "index": [96, 0],
+        },
+        {
+            "kind": "mask",
+            "on": "weight",
+            "module": "decoder.layers.1.mlp.linear_fc1.weight",
+            "index": [1, 2, 3],
+        },
+        {"kind": "mask", "on": "weight", "module": "*.linear_fc1.weight", "heads": [0]},
+        {"kind": "mask", "on": "activation", "module": "*.core_attention", "heads": [4]},
+        {"kind": "bit_flip", "bit": 32, "on": "weight", "module": "*.linear_fc1.weight"},
+        {"kind": "mask", "on": "activation", "module": "output_layer"},
+        {"kind": "mask", "on": "weight", "module": "*", "ranks": [1]},
+        {"kind": "delay", "ms": 1, "ranks": [0, 1]},
+        {"kind": "delay", "ms": 1, "ranks": [0, 0], "on": "communication"},
+        {"kind": "fault", "fault": "slow_rank:rank=3"},
+        {"kind": "mask", "on": "weight", "module": "*", "steps": "1-2"},
+        {"kind": "mask", "on": "weight", "module": "*", "undo_at": 2},
+    ]
+    found = []
+    with bench() as run:
+        run.step()
+        run.step()
+        before = run.digest()
+        for given in wrong:
+            try:
+                run.lab.handlers["arm"](entry(**given))
+            except ConfigError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+        run.lab.limit_mib = 0.01
+        for command in ("arm", "pair"):
+            try:
+                run.lab.handlers[command](entry(kind="mask", on="weight", module="*"))
+            except ConfigError as error:
+                found.append(str(error))
+        assert run.lab.status() == {"perturbed": None, "armed": []} and run.digest() == before
+    return found
+
+
+def previewed() -> dict[str, Any]:
+    """A preview, and that it changes nothing; then the audit of what is done."""
+    start()
+    with bench() as run:
+        run.step()
+        before = run.digest()
+        given = {
+            "kind": "bit_flip",
+            "bit": 3,
+            "on": "weight",
+            "module": "decoder.layers.*.mlp.*",
+            "fraction": 0.5,
+        }
+        told = run.lab.handlers["preview"](entry(**given))
+        assert run.lab.status()["armed"] == [] and run.digest() == before
+        size = run.trainable.parameters_on_this_rank()
+        modules = run.lab.handlers["preview"](entry(kind="mask", on="activation", module="*.linear_qkv"))
+    return {"weights": told, "parameters": size, "modules": modules}

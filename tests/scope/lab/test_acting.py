@@ -1,0 +1,102 @@
+"""Perturbations inside of training steps: equal to the oracle, where and when they are asked for, gone
+afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.scope.lab.acting_cases import KINDS
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [
+        ("", KINDS),
+        pytest.param("--bf16", KINDS, marks=pytest.mark.daily),
+        pytest.param("--fp16 --initial-loss-scale 256", KINDS, marks=pytest.mark.daily),
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_every_kind_everywhere_equals_the_oracle(flags: str, kinds: list[dict[str, Any]]) -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:equal_to_oracle", flags, kinds, timeout=300)
+    assert len(found) == 4 * len(kinds)
+    assert [each for each in found if each[2]] == []
+
+
+def test_acts_when_and_where_it_is_asked_to() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:scopes", timeout=300)
+    assert found["states"] == ["waiting", "over"] and found["perturbed"] == "p"
+    assert found["nothing left"] and found["gradients left"]
+    assert any("acts from step 2" in line for line in found["told"])
+    losses = found["losses"]
+    clean = losses["none"]
+    assert found["perturbed losses"][0] == clean[0] and found["perturbed losses"][1] != clean[1]
+    assert found["again"][:2] == clean[1:3], "as without it"
+    assert losses["none of these"] == clean
+    assert len({str(losses[name]) for name in ("none", "all", "first", "differentiated", "passed on")}) == 5
+    assert losses["recomputed"] == losses["all"], "recomputation meets the same change"
+    assert losses["differentiated"][0] == losses["passed on"][0], "the same forward"
+    # The learning rate of the first step is 0.
+    assert losses["differentiated"][2] != losses["passed on"][2], "another backward"
+
+
+def test_heads_are_those_of_the_layer() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:masked_heads", timeout=300)
+    # Four heads of eight; two groups of keys and values: rows q0 q1 k0 v0 q2 q3 k1 v1.
+    assert found["columns"]["elements"] == 32 * 8 and found["rows"]["elements"] == 8 * 32
+    assert found["columns"]["proj"] == list(range(16, 24)) and found["columns"]["qkv"] == []
+    assert found["rows"]["qkv"] == list(range(32, 40)) and found["rows"]["proj"] == []
+    assert found["context"]["losses"][0] == found["columns"]["losses"][0], (
+        "a masked head gives the layer nothing"
+    )
+    assert found["context"]["losses"][0] != found["rows"]["losses"][0]
+
+
+def test_what_the_model_cannot_have_is_refused() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:refused", timeout=300)
+    expected = [
+        "found no module 'decoder.layers.7.mlp' on any rank",
+        "Did you mean decoder.layers.1.mlp",
+        "found no parameter 'decoder.layers.1.mlp.linear_fc1.wieght' on any rank",
+        "in layers 9 on any rank",
+        r"found index [96, 0] of decoder.layers.1.mlp.linear_fc1.weight; expected one within shape [96, 32]",
+        "expected 2 numbers, shape [96, 32]",
+        "expected a module whose rows or features are heads'",
+        "found head 4 of decoder.layers.0.self_attention.core_attention; expected 0 to 3",
+        "found bit: 32 for decoder.layers.0.mlp.linear_fc1.weight of float32",
+        "computed in blocks",
+        "found rank 1; expected 0 to 0",
+        "found rank 1; expected 0 to 0",
+        "expected the two ends of a link",
+        "found rank 3",
+        "expected the last to be 3, the next step, or later",
+        "found undo_at: 2; expected at least the first of steps",
+        "or arm it with snapshot: false",
+        "Raise snapshot_limit_mib",
+    ]
+    assert len(found) == len(expected)
+    for said, part in zip(found, expected, strict=True):
+        assert part in said, (said, part)
+
+
+def test_a_preview_says_what_it_would_be() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:previewed", timeout=300)
+    weights = found["weights"]
+    assert [each["path"] for each in weights["targets"]] == [
+        f"decoder.layers.{layer}.mlp.{name}.weight"
+        for layer in (0, 1)
+        for name in ("linear_fc1", "linear_fc2")
+    ]
+    first = weights["targets"][0]
+    assert (first["shape"], first["elements"], first["dtype"], first["ranks"]) == (
+        [96, 32],
+        1536,
+        "float32",
+        [0],
+    )
+    # Weights and two moments of Adam; what counts steps is little.
+    assert weights["snapshot_mib"] == pytest.approx(12 * found["parameters"] / 2**20, rel=0.01)
+    assert [each["shape"] for each in found["modules"]["targets"]] == [["tokens", "samples", 64]] * 2
