@@ -144,8 +144,8 @@ def trained(flags: str, given: dict[str, Any], transport: str = "") -> dict[str,
 
 
 def delays(milliseconds: float, count: int) -> dict[str, list[float]]:
-    """Milliseconds that each of ``count`` operations took longer than those before and after it; of asynchronous
-    ones, from their start to the end of the wait."""
+    """Milliseconds that each of ``count`` operations took longer than those before and after it; of
+    asynchronous ones, from their start to the end of the wait."""
     start()
     peer = 1 - dist.get_rank()
     tensor = torch.ones(64)
