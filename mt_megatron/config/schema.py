@@ -446,8 +446,7 @@ class ScopeConfig:
     """Steps from one recording of the statistics to the next."""
 
     scope_watch: tuple[str, ...] = ()
-    """Further tensors and statistics, as ``KIND@MODULE`` such as
-    ``attention@decoder.layers.0:heads=0,2:tokens=0-255:every=100``."""
+    """Further tensors and statistics: ``KIND@MODULE``, ``attention@decoder.layers.0:heads=0,2:every=100``."""
 
     scope_port: int = 0
     """Port of the live page, on loopback of rank 0's machine; 0: any free one."""
@@ -463,8 +462,7 @@ class ScopeConfig:
 
 
 def layout_chunks(layout: Any, stages: int) -> int | None:
-    """Chunks per stage that ``pipeline_model_parallel_layout`` describes; None for one, and where it
-    does not come out even, which ``validate`` reports."""
+    """Chunks per stage of ``pipeline_model_parallel_layout``; None: one, or uneven, which is reported."""
     try:
         chunks = chunks_of_layout(layout, stages)
     except (ConfigError, ZeroDivisionError):

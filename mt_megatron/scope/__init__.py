@@ -4,6 +4,7 @@ format      wire frames, partial statistics and how they combine
 interfaces  what a session is given
 watch       what ranks look at and send
 session     one rank's watching, from the first step to the last
+trainer     what pause, generation and lab need of the program that trains
 recording   SQLite file of each node, written and read
 sidecar     process beside a node's ranks that writes it
 report      page, comparison and state of a recording

@@ -20,6 +20,7 @@ scope_session  the trainer's part of MegaScope: where the recording of a run goe
                for it
 signals        SIGTERM, SIGUSR1 and Ctrl-C ask a run to save and end; a second one ends the process
                at once
+scope_trainer  the trainer as the scope's pause, lab and generation see it
 step           one optimizer step, and what all ranks agree on about it
 steps          the steps of a run one after another: their batches, their size, and what is done
                about a bad one

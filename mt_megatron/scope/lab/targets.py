@@ -22,7 +22,7 @@ from mt_megatron.scope.lab.placement import (
 from mt_megatron.scope.lab.specification import Perturbation
 from mt_megatron.scope.lab.values import Along, Places, Selection, require_type
 from mt_megatron.seams import taps
-from mt_megatron.seams.taps.names import numbered
+from mt_megatron.seams.taps.names import whole_name
 
 _LOCAL_EXPERT = re.compile(r"(\.local_experts\.)(\d+)(?=\.|$)")
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -247,7 +247,8 @@ def _modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def _whole_path(chunk: nn.Module, local: str) -> str:
     """``local`` with the numbers that its layer has in the whole model and its expert in the whole layer."""
-    path, expert = numbered(chunk, local), _LOCAL_EXPERT.search(local)
+    path: str = whole_name(chunk, local)
+    expert = _LOCAL_EXPERT.search(local)
     if expert is None:
         return path
     from megatron.core import parallel_state

@@ -22,7 +22,7 @@ from mt_megatron.backends.dtypes import wide_float
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.shares import Place
 from mt_megatron.scope.watch.sums import square_sum
-from mt_megatron.seams.taps.names import numbered, unwrapped
+from mt_megatron.seams.taps.names import unwrapped, whole_name
 
 MOST_COPIED = 64 * 2**20
 """Bytes of weights that are copied before an update of an optimizer whose state does not tell it."""
@@ -89,7 +89,7 @@ def shares_of(chunks: Sequence[Any], optimizer: Any, place: Place) -> list[Share
     for chunk in chunks:
         bare = unwrapped(chunk)
         for local, parameter in bare.named_parameters():
-            names.setdefault(parameter, numbered(bare, local))
+            names.setdefault(parameter, whole_name(bare, local))
     found = []
     for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         groups = {held: group for group in part.optimizer.param_groups for held in group["params"]}

@@ -18,7 +18,7 @@ from mt_megatron.near_names import near
 
 KINDS: Mapping[str, str] = {
     "activation": "a module's output",
-    "gradient": "gradient of the global batch's loss with respect to a module's output, without the loss scale",
+    "gradient": "gradient of the global batch's loss by a module's output, without the loss scale",
     "qkv": "queries, keys and values as core attention gets them",
     "attention": "probabilities of attention, before dropout",
     "context": "output of core attention",

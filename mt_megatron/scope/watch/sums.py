@@ -85,7 +85,8 @@ def histogram(values: Tensor) -> Tensor:
 
 def entropy_sum(probabilities: Tensor) -> Tensor:
     """Sum over the rows of [..., n] of their entropies, in nats."""
-    return torch.special.entr(probabilities).sum()
+    total: Tensor = torch.special.entr(probabilities).sum()
+    return total
 
 
 def loss_by_position(losses: Tensor, mask: Tensor, positions: Tensor, length: int) -> Tensor:
