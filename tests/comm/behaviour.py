@@ -226,6 +226,40 @@ def leases_of_what_does_not_fit(helper: str) -> None:
     assert run_pair(first, second, helper=helper)[1] == 5 * 6
 
 
+def written_before_it_was_copied(helper: str) -> None:
+    """A write to a tensor that waits for credit ends the edge; an exchanged ``.data``, and a write after the
+    wait, do not."""
+
+    def first(transport: Transport) -> str:
+        whole = torch.arange(50_000.0)
+        sending = transport.post_send(THERE, whole)
+        whole.data = torch.empty(1)
+        sending.wait()
+        whole.data = torch.arange(50_000.0)
+        whole.add_(1.0)
+        transport.post_send(THERE, whole)
+        assert not transport.post_send(THERE, torch.ones(50_000)).test()
+        whole.view(-1)[3:].mul_(2.0)
+        try:
+            transport.finish()
+        except TransportError as error:
+            return str(error)
+        return "no error"
+
+    def second(transport: Transport) -> bool:
+        kept = transport.post_recv(THERE, (50_000,), FLOAT).wait()
+        time.sleep(0.5)
+        try:
+            transport.post_recv(THERE, (50_000,), FLOAT).wait()
+            transport.post_recv(THERE, (50_000,), FLOAT).wait()
+        except TransportError:
+            pass
+        return bool((kept == torch.arange(50_000.0)).all())
+
+    said, same = run_pair(first, second, helper=helper)
+    assert same and "(50000,) was written to in place 1 time(s) between its post to rank 1" in said, said
+
+
 def every_dtype_and_shape(helper: str) -> int:
     """Codes of all dtypes, with 0 to 8 dimensions, empty, transposed, expanded, conjugated; into ``out``."""
     shapes: list[tuple[int, ...]] = [(), (1,), (0,), (3, 0, 2), (2, 3), (1, 2, 1, 2, 1, 2, 1, 3)]

@@ -17,6 +17,7 @@ NAMES = (
     "a_rank_that_never_connects_is_named",
     "leases_are_in_place",
     "leases_of_what_does_not_fit",
+    "written_before_it_was_copied",
     "every_dtype_and_shape",
     "waits_have_limits",
     "wrong_messages_are_refused",

@@ -20,7 +20,7 @@ from mt_megatron.comm.message import FRONT, description, encode
 from mt_megatron.comm.shared_memory.peers import Peer
 from mt_megatron.comm.shared_memory.ring import Producer
 from mt_megatron.comm.shared_memory.staging import Staged, Staging
-from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows, is_in_rows
+from mt_megatron.comm.shared_memory.tensors import Unwritten, bytes_of, in_rows, is_in_rows
 from mt_megatron.comm.transport import Edge, Label
 
 SLICE_SECONDS = 0.1
@@ -56,6 +56,7 @@ class Queued:
         self._number = number
         self._label = label
         self._parts = message
+        self._unwritten = Unwritten(tensor) if isinstance(tensor, Tensor) else None
         self.is_done = False
 
     def parts(self, crc: bool) -> tuple[bytes, int, int]:
@@ -67,7 +68,13 @@ class Queued:
             self._parts = parts(self._tensor, self._number, self._label, crc)
         return self._parts
 
+    def require_unwritten(self) -> None:
+        """Raise TransportError if the tensor was written to since its post."""
+        if self._unwritten is not None:
+            self._unwritten.require(self._outgoing.edge)
+
     def done(self) -> None:
+        self._unwritten = None
         self.is_done = True
         self._tensor = self._parts = None
 
@@ -196,6 +203,7 @@ class Outgoing:
                     if self._stopped:
                         return
                     self._peer.check(now=True)
+                queued.require_unwritten()
             except Exception as error:  # noqa: BLE001 - raised where somebody waits or posts.
                 with self._lock:
                     self._error = self._error or error

@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from mt_megatron.comm.errors import TransportError
+from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import MtMegatronError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,6 +35,34 @@ def in_rows(tensor: Tensor) -> Tensor:
 def is_in_rows(tensor: Tensor) -> bool:
     """Whether the storage holds the elements as they are, in row-major order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class Unwritten:
+    """Notices that a tensor was written to in place between its post and the copy of it.
+
+    Autograd's version counter tells: views and ``detach`` share it, an exchanged ``.data`` keeps it. What was
+    written through numpy or another library, and tensors of inference mode, it does not see.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = _version(tensor)
+
+    def require(self, edge: Edge) -> None:
+        """Raises TransportError if it was."""
+        now = _version(self._tensor)
+        if now != self._version:
+            raise TransportError(
+                f"a tensor of shape {tuple(self._tensor.shape)} was written to in place "
+                f"{now - self._version} time(s) between its post to rank {edge.target} and the copy of it, "
+                "so that the receiver may have got either value; expected it unchanged until its handle was "
+                "waited for, or the step is over. Send a copy (tensor.clone()), or take --p2p-transport "
+                "collective"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
