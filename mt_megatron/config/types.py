@@ -22,8 +22,6 @@ from mt_megatron.config.schema import (
     LoggingConfig,
     ModelConfig,
     ParallelConfig,
-    ScanConfig,
-    ScopeConfig,
     TrainConfig,
 )
 from mt_megatron.config.upstream_fields import (
@@ -34,6 +32,7 @@ from mt_megatron.config.upstream_fields import (
     core_fields,
     docstring_after,
 )
+from mt_megatron.config.watching import ScanConfig, ScopeConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_fields import FIELDS, LOAD_BALANCING, AddedField
 

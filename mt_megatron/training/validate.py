@@ -142,6 +142,47 @@ def _leaving(config: TrainingConfig) -> list[str]:
     ]
 
 
+def scope_problems(config: TrainingConfig) -> list[str]:
+    """One line per problem: found, expected, what to change."""
+    scope, found = config.scope, []
+    given = {
+        "scope_watch": bool(scope.scope_watch),
+        "scope_lab": scope.scope_lab is not None,
+        "scope_dir": scope.scope_dir is not None,
+        "scope_port": scope.scope_port != 0,
+    }
+    for name, there in given.items():
+        flag = name.replace("_", "-")
+        if there and scope.scope == "off":
+            found.append(
+                f"{name} is given and scope is off; expected record or live. Set --scope live, or leave "
+                f"--{flag} out."
+            )
+        elif there and name == "scope_port" and scope.scope != "live":
+            found.append(
+                "scope_port is given and scope is record, which serves no page; expected live. Set --scope "
+                "live, or leave --scope-port out."
+            )
+    for name, value, unit in (
+        ("scope_interval", scope.scope_interval, "steps"),
+        ("scope_retain_mib", scope.scope_retain_mib, "MiB"),
+    ):
+        if value < 1:
+            found.append(f"{name} is {value}; expected at least 1 {unit}. Set --{name.replace('_', '-')}.")
+    if not 0 <= scope.scope_port <= _LARGEST_PORT:
+        found.append(
+            f"scope_port is {scope.scope_port}; expected 0 (any free one) to {_LARGEST_PORT}. Set "
+            "--scope-port."
+        )
+    if scope.scope_watch:
+        # Not earlier: a run that asks for nothing need not load it.
+        from mt_megatron.scope.watch.requests import parse_all
+
+        _, refused = parse_all(scope.scope_watch)
+        found += [f"scope_watch: {line}. Change --scope-watch." for line in refused]
+    return found
+
+
 def validate(config: TrainingConfig, *, world_size: int = 1, check_files: bool = True) -> None:
     """Check ``config`` for a run of ``world_size`` processes.
 
@@ -172,5 +213,6 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *checkpoint_problems(config),
         *rampup_problems(config, world_size),
         *scan_problems(config),
+        *scope_problems(config),
         *([*backend_problems(config), *file_problems(config)] if check_files else []),
     ]

@@ -52,6 +52,7 @@ def all_rules() -> dict[str, Rule]:
         rules_names,
         rules_places,
         rules_scan,
+        rules_scope,
         rules_values,
     )
 

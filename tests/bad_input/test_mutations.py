@@ -26,7 +26,7 @@ from mt_megatron.planning.validate import rampup as validate_rampup
 from mt_megatron.planning.validate import schedule as validate_schedule
 from mt_megatron.planning.validate import supported as validate_supported
 from mt_megatron.planning.validate import train as validate_train
-from mt_megatron.training import validate as validate_scan
+from mt_megatron.training import validate as validate_watching
 from tests.bad_input.cases import loaded, valid_case
 from tests.bad_input.rules import all_rules
 from tests.bad_input.test_files import DAMAGES, FLAGS, tokenizer_file, write_data
@@ -53,7 +53,10 @@ CHECKS: dict[ModuleType, Check] = {
         *module.schedule_problems(config, 4),
         *module.transport_problems(config),
     ],
-    validate_scan: lambda module, config, world: module.scan_problems(config),
+    validate_watching: lambda module, config, world: [
+        *module.scan_problems(config),
+        *module.scope_problems(config),
+    ],
     validate_supported: lambda module, config, world: [
         *module.size_problems(config),
         *module.support_problems(config),
