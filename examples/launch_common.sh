@@ -48,7 +48,7 @@ find_base_python() {
 }
 
 # Sets PYTHON to one that has mt_megatron; makes the environment .venv when there is none.
-# ENV_EXTRAS: extras of the package to install with it.
+# ENV_EXTRAS: extras of the package to install with it, [scope] for the live page where none are named.
 ensure_environment() {
     local venv="$REPO_ROOT/.venv" base
     if [[ -n ${PYTHON:-} ]]; then
@@ -94,7 +94,7 @@ install_environment() {
     # torch first: with it in place the rest cannot choose another build.
     act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch<=2.13.0}" ||
         die "torch could not be installed; set TORCH_SPEC to the version or wheel that this machine needs"
-    act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$REPO_ROOT${ENV_EXTRAS:-}" ||
+    act "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$REPO_ROOT${ENV_EXTRAS-[scope]}" ||
         die "mt_megatron could not be installed; see pip's message above"
 }
 
@@ -222,6 +222,8 @@ Run again, it resumes. Variables:
                    then be on storage that all nodes share
 Every rank is traced, in RUN_DIR/scan, and a slow one is named while training; afterwards:
 mt-megatron scan report RUN_DIR. With --scan off nothing of it runs.
+What happens inside the model is recorded in RUN_DIR/scope every 20 steps and shown on a page on loopback; a
+line at the start says how to open it. With --scope record there is no page, with --scope off nothing of it.
 SIGTERM, SIGUSR1 and Ctrl-C end a run after its step, with a checkpoint and exit code 0.
 --dry-run prints the commands and the environment and changes nothing.
 Exit codes: 0 trained, 1 a problem was found, 2 wrong use, 79 ended because of a slow rank

@@ -27,7 +27,7 @@ _MODEL = f"""
     --swiglu --normalization RMSNorm
     --disable-bias-linear --untie-embeddings-and-output-weights --lr 1e-4 --tokenizer-type NullTokenizer
     --backend cpu --eval-iters 0 --log-interval 1 --num-workers 0 --micro-batch-size 1 --train-iters 100000
-    --watchdog-seconds 0 --scan base --no-mmap-bin-files
+    --watchdog-seconds 0 --scan base --scope off --no-mmap-bin-files
 """
 
 

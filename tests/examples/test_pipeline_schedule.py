@@ -18,7 +18,8 @@ STEPS = 6
 FLAGS = (
     *("--pipeline-model-parallel-size", "2", "--train-iters", str(STEPS), "--log-interval", "1"),
     *("--eval-iters", "0", "--micro-batch-size", "1", "--global-batch-size", "8", "--seq-length", "64"),
-    *("--max-position-embeddings", "64", "--lr-warmup-iters", "2", "--num-workers", "0", "--scan", "off"),
+    *("--max-position-embeddings", "64", "--lr-warmup-iters", "2", "--num-workers", "0"),
+    *("--scan", "off", "--scope", "off"),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--exit-interval", str(STEPS)),
 )
 

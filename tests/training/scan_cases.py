@@ -31,7 +31,7 @@ def traced(flags: str) -> tuple[dict[str, Any], Outcome]:
     scan_session.Tracing.start = started  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stdout(lines):
-            config = load_config(f"{MODEL} {TRAINING} {flags}".split())
+            config = load_config(f"{MODEL} {TRAINING} --scope off {flags}".split())
             validate(config, world_size=dist.get_world_size())
             outcome = train(config)
     finally:

@@ -25,7 +25,7 @@ TRAINING = (
     "--vocab-size 4096 --seq-length 32 --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--disable-bias-linear --untie-embeddings-and-output-weights --lr 1e-3 --mock-data --train-iters 100000 "
     "--tokenizer-type NullTokenizer --backend cpu --eval-iters 0 --log-interval 1 --num-workers 2 "
-    "--global-batch-size 4 --save-keep-last 2 --scan off"
+    "--global-batch-size 4 --save-keep-last 2 --scan off --scope off"
 )
 # Sends its signal on to everything below it, as Slurm does with the processes of a job step.
 SRUN = """

@@ -110,7 +110,7 @@ def _differing(one: Path, other: Path) -> list[str]:
 def _by_rank(folder: Path, source: Path, flags: str, taken: bool) -> dict[str, Any]:
     """Every rank's optimizer takes the files by rank that are written, and what it writes is read."""
     written, saved = folder / "written", folder / "as_saved"
-    config = load_config(f"{MODEL} {TRAINING} --scan off {flags}".split())
+    config = load_config(f"{MODEL} {TRAINING} --scan off --scope off {flags}".split())
     parallel = config.parallel
     layout = [
         f"--{name}-model-parallel-size={getattr(parallel, f'{name}_model_parallel_size')}"

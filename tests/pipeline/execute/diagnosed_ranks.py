@@ -36,7 +36,7 @@ def trained(folder: str, flags: str, steps: int, fault: str | None, from_step: i
             injector.set([parse_fault(fault)])
 
     stop = events.subscribe(hear, ["step"])
-    run = f"--train-iters {steps} --scan-dir {folder} --no-scan-alerts"
+    run = f"--train-iters {steps} --scan-dir {folder} --no-scan-alerts --scope off"
     config = load_config(f"{MODEL} {TRAINING} {FLAGS} {flags} {run}".split())
     validate(config, world_size=dist.get_world_size())
     try:

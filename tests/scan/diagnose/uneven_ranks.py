@@ -46,7 +46,8 @@ def trained(folder: str, steps: int, uneven_from: int, width: int, bias: float) 
             rows[at["step"]] = rows.get(at["step"], 0) + attrs["work"]
 
     stop = events.subscribe(hear)
-    flags = f"{EXPERTS.format(width=width)} --train-iters {steps} --scan-dir {folder} --no-scan-alerts"
+    watched = f"--scan-dir {folder} --no-scan-alerts --scope off"
+    flags = f"{EXPERTS.format(width=width)} --train-iters {steps} {watched}"
     config = load_config(f"{MODEL} {TRAINING} {flags}".split())
     validate(config, world_size=dist.get_world_size())
     try:

@@ -43,7 +43,8 @@ def run(folder: str, name: str, flags: str) -> dict[str, Any]:
     lines = io.StringIO()
     try:
         config = load_config(
-            f"{MODEL} {TRAINING} --train-iters 3 --log-interval 2 --save {folder}/{name} {flags}".split()
+            f"{MODEL} {TRAINING} --train-iters 3 --log-interval 2 --save {folder}/{name} --scope off "
+            f"{flags}".split()
         )
         validate(config, world_size=dist.get_world_size())
         with contextlib.redirect_stdout(lines):
