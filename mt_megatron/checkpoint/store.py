@@ -150,6 +150,16 @@ class CheckpointStore:
         minutes = save_interval_in_mins(self.options)
         return minutes is not None and self._job.is_main and time.monotonic() - self._saved_at > 60 * minutes
 
+    def note(self, name: str, value: str | None) -> None:
+        """Have the manifests of later checkpoints say ``value`` under ``name``; None: nothing."""
+        if self._saver is not None:
+            others = {key: each for key, each in self._saver.manifest.items() if key != name}
+            self._saver.manifest = others if value is None else {**others, name: value}
+
+    def put_off(self) -> None:
+        """What was due is left out: the clock begins anew."""
+        self._saved_at = time.monotonic()
+
     def is_due(self, progress: Progress, agreed: Agreed) -> bool:
         """Whether a checkpoint is due after the step that led to ``progress``, by steps or by the clock."""
         interval = self.options.save_interval

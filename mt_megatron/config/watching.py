@@ -73,3 +73,6 @@ class ScopeConfig:
 
     scope_dir: str | None = None
     """Folder of the run under which the recording is written, in ``scope``. None: that of the metrics."""
+
+    scope_pause_minutes: float = 30.0
+    """Minutes after which a pause that no controller holds ends by itself."""

@@ -243,6 +243,10 @@ class Session:
         texts, self._texts = self._texts, None
         if texts is not None:
             self._take_requests((*self._options.watch, *texts))
+        self._open(iteration)
+
+    def _open(self, iteration: int) -> None:
+        """Open the taps of ``iteration`` where it is sampled."""
         sampled = iteration % self._options.interval == 0 or self._mark is not None
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
@@ -303,6 +307,11 @@ class Session:
     # Requests and commands.
 
     @property
+    def is_on(self) -> bool:
+        """Whether it has begun, on all ranks."""
+        return self._on
+
+    @property
     def wants_attention(self) -> bool:
         """Whether all ranks should call ``attend`` after the step under way; asked just before its
         reduction."""
@@ -314,7 +323,25 @@ class Session:
 
     def around_step(self, step: int, mark: str) -> _Marked:
         """Within it a step is sampled, and everything recorded is marked as perturbed by ``mark``."""
-        return _Marked(self, mark)
+        return _Marked(self, step, mark)
+
+    def begin_beside(self, step: int, mark: str) -> None:
+        """A step that is made beside the run begins."""
+        self._mark = mark
+        if self._on:
+            self._open(step)
+
+    def end_beside(self) -> None:
+        """It is over; what was seen in it is sent."""
+        step = self._step
+        self._close_taps()
+        try:
+            if self._on and step is not None and self._outbox is not None:
+                self._send(self._outbox, step)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._off(error)
+        finally:
+            self._mark = None
 
     def answer(self, result: Mapping[str, Any]) -> None:
         """Send a ``result`` frame."""
@@ -440,15 +467,18 @@ class _Step:
 
 
 class _Marked:
-    def __init__(self, session: Session, mark: str) -> None:
+    """A step that is made beside the run."""
+
+    def __init__(self, session: Session, step: int, mark: str) -> None:
         self._session = session
+        self._step = step
         self._text = mark
 
     def __enter__(self) -> None:
-        self._session._mark = self._text
+        self._session.begin_beside(self._step, self._text)
 
     def __exit__(self, *error: object) -> None:
-        self._session._mark = None
+        self._session.end_beside()
 
 
 def _sidecar_process(

@@ -14,7 +14,7 @@ from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFigures:
+class StepOutcome:
     """What a step came to, the same on every rank."""
 
     loss: float
@@ -43,14 +43,21 @@ class Tokenizer(Protocol):
 class Trainer(Protocol):
     """One rank of a training between two of its steps. Nothing of it is kept across them but itself."""
 
-    chunks: Sequence[Any]
-    """Model chunks in their ``DistributedDataParallel``."""
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """Model chunks in their ``DistributedDataParallel``."""
 
-    core: Any
-    """Their ``TransformerConfig``."""
+    @property
+    def core(self) -> Any:
+        """Their ``TransformerConfig``."""
 
-    optimizer: Any
-    scheduler: Any
+    @property
+    def optimizer(self) -> Any:
+        """A ``MegatronOptimizer``."""
+
+    @property
+    def scheduler(self) -> Any:
+        """An ``OptimizerParamScheduler``."""
 
     @property
     def backend(self) -> Backend: ...
@@ -98,7 +105,7 @@ class Trainer(Protocol):
         """Keep what this program counts: progress, data position, means, figures of the log. What is returned
         brings it back, as often as it is called."""
 
-    def rehearse(self) -> StepFigures:
+    def rehearse(self) -> StepOutcome:
         """Make the next step without counting it; collective. Whoever asks for it puts everything back."""
 
     def aside(self) -> AbstractContextManager[None]:

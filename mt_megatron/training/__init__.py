@@ -7,6 +7,7 @@ evaluate       validation: the same tokens every time, each counted once
 health/        what ends a run, undoes a step or names the culprit when numbers or ranks fail
 init_from_hf   continued pre-training from a folder in Hugging Face's form: every rank reads the
                parts that it holds
+lab_file       checks of --scope-lab before the start
 logging/       everything a run says: lines, panel, records, picture, other services
 loop           a run from its configuration to its figures
 lr             learning rate and weight decay over a run
@@ -18,6 +19,7 @@ scan_session   the trainer's part of tracing: where the trace of a run goes, and
                it
 scope_session  the trainer's part of MegaScope: where the recording of a run goes, and what a step does
                for it
+scope_trainer  the trainer as pause, lab and generation see it
 signals        SIGTERM, SIGUSR1 and Ctrl-C ask a run to save and end; a second one ends the process
                at once
 scope_trainer  the trainer as the scope's pause, lab and generation see it

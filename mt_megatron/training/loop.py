@@ -46,8 +46,9 @@ from mt_megatron.training.model import Trainable, build
 from mt_megatron.training.preflight import check_before_start, check_folder
 from mt_megatron.training.scan_session import tracing_of
 from mt_megatron.training.scope_session import scope_of
+from mt_megatron.training.scope_trainer import ScopeTrainer
 from mt_megatron.training.signals import stop_requests
-from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step
+from mt_megatron.training.step import AgreedWishes, Shape, StepResult, Wishes, make_forward_step
 from mt_megatron.training.steps import Steps, touching
 
 
@@ -159,6 +160,20 @@ class _Run:
             say=self.display.say,
         )
         self.steps.observer = self.scope
+        self.scope_trainer = ScopeTrainer(
+            self.trainable,
+            job,
+            self.steps,
+            self.shape,
+            watchdog=watchdog,
+            tokenizer=tokenizer,
+            loads=self.expert_loads,
+            paused=self,
+        )
+        self.scope.command(
+            self.scope_trainer, pause_minutes=config.scope.scope_pause_minutes, say=self.display.say
+        )
+        self.stop_requested: threading.Event | None = None
 
     @property
     def progress(self) -> Progress:
@@ -174,30 +189,25 @@ class _Run:
         try:
             outcome = self._train(stop_requested)
         except Exception as error:
+            self.steps.undo_first = self.scope.undo_before_end
             self._saved(save_last_sound_step(error, self.steps, self.store, self.display.say))
             raise
         self.store.raise_if_lost()
         return outcome
 
     def _train(self, stop_requested: threading.Event) -> Outcome:
-        window = self.output.window()
         result: StepResult | None = None
+        self.stop_requested = stop_requested
         self.tracing.start()
         self.scope.start()
-
-        def wishes() -> Wishes:
-            leave = self.tracing.wants_to_leave
-            return Wishes(
-                stop=stop_requested.is_set() or self._out_of_time() or leave,
-                save_written=self.store.has_written(),
-                measure=self.tracing.wants_measurement,
-                leave=leave,
-                save=self.store.wants_to_save(),
-                attend=self.scope.wants_attention,
-            )
-
+        window = self.output.window()
         while not self._finished():
-            result = self.steps.take(wishes)
+            self.scope_trainer.window, self.scope_trainer.went_back = window, False
+            result = self.steps.take(self.wishes)
+            if self.scope_trainer.went_back:
+                # It diverged under a perturbation, which is undone: the step is none of the run's.
+                window = self.scope_trainer.window
+                continue
             self._saved(self.store.advance(result.wishes, sound=not result.skipped))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
@@ -211,15 +221,20 @@ class _Run:
             with window.paused():
                 if result.wishes.measure:
                     self.tracing.measure()
-                if result.wishes.attend:
-                    self.scope.attend()
                 if self.store.is_due(self.progress, result.wishes):
-                    self._saved(self.store.save(self.progress))
+                    self._save_on_the_way()
                 if self._due(self.config.train.eval_interval) and not self._finished():
                     self._evaluate()
+            if result.wishes.attend:
+                self.scope_trainer.window = window
+                result = self._attend(result)
+                window = self.scope_trainer.window
+                if result.wishes.stop:
+                    break
         if result is not None:
             if window.results:
                 self._report(window, result)
+            self._end_perturbations()
             # Whoever asked for the end waits for this; nothing older goes then.
             self._saved(self.store.save(self.progress, final=True, read_back=not result.wishes.stop))
         if result is not None and result.wishes.stop:
@@ -241,6 +256,54 @@ class _Run:
             # Nothing is left to do elsewhere where this was the last step.
             straggler=result is not None and result.wishes.leave and not self._finished(),
         )
+
+    def wishes(self) -> Wishes:
+        """What this rank wants now."""
+        leave = self.tracing.wants_to_leave
+        asked = self.stop_requested is not None and self.stop_requested.is_set()
+        return Wishes(
+            stop=asked or self._out_of_time() or leave,
+            save_written=self.store.has_written(),
+            measure=self.tracing.wants_measurement,
+            leave=leave,
+            save=self.store.wants_to_save(),
+            attend=self.scope.wants_attention,
+        )
+
+    def heed(self, agreed: AgreedWishes) -> None:
+        """What is done for all ranks' wishes while the run is paused."""
+        self._saved(self.store.advance(agreed, sound=False))
+        if agreed.measure:
+            self.tracing.measure()
+        if agreed.save:
+            self._save_on_the_way()
+
+    def _attend(self, result: StepResult) -> StepResult:
+        """Do what was commanded after ``result``; the run may go back, or end in a pause."""
+        with self.scope_trainer.aside():
+            self.scope.attend()
+        stopped = self.scope_trainer.stopped
+        return result if stopped is None else replace(result, wishes=stopped)
+
+    def _save_on_the_way(self) -> None:
+        if not self.scope.withholds_checkpoints:
+            self.store.note("perturbed", self.scope.perturbed)
+            self._saved(self.store.save(self.progress))
+            return
+        self.store.put_off()
+        self.display.say(
+            f"step {self.progress.iteration}: no checkpoint is written while the run is perturbed "
+            f"({self.scope.perturbed})"
+        )
+
+    def _end_perturbations(self) -> None:
+        before, step = self.progress.iteration, self.scope.undo_before_end()
+        if step is not None:
+            self.display.say(
+                f"the run ends after step {before} under a perturbation, which is undone: what is saved is "
+                f"step {step}"
+            )
+        self.store.note("perturbed", self.scope.perturbed)
 
     def _datasets(self) -> Datasets:
         config, train = self.config, self.config.train
@@ -352,6 +415,7 @@ class _Run:
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
             **depth_values(window.results),
             **self.expert_loads.collect(),
+            **({} if self.scope.perturbed is None else {"perturbed": self.scope.perturbed}),
         }
         self.output.report(self.progress.iteration, window, values)
 

@@ -9,25 +9,67 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.errors import ConfigError
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
+from mt_megatron.training.scope_trainer import ScopeTrainer
 from mt_megatron.training.step import StepResult
 
 if TYPE_CHECKING:
+    from mt_megatron.scope.control.control import Control
     from mt_megatron.scope.session import Session
 
 
 class Scope:
     """What ``--scope`` asks for; with ``off``, and where no folder is known, it does nothing at all."""
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: Session | None = None, *, lab_file: str | None = None) -> None:
         self.session = session
         """None where nothing is watched."""
 
+        self.control: Control | None = None
+        """Commands and perturbations; None before ``command``."""
+
+        self._lab_file = lab_file
+
+    def command(self, trainer: ScopeTrainer, *, pause_minutes: float, say: Callable[[str], None]) -> None:
+        """Let the run be commanded and perturbed; before ``start``."""
+        session = self.session
+        if session is None:
+            return
+        from mt_megatron.scope.control.control import Control
+        from mt_megatron.scope.lab.lab import Lab
+
+        folder = session.run / "scope"
+        lab = Lab(trainer, folder=folder, say=say, around_step=session.around_step)
+        self.control = session.control = Control(
+            trainer,
+            lab=lab,
+            folder=folder,
+            say=say,
+            answer=session.answer,
+            handlers={"request": session.handle_request},
+            pause_minutes=pause_minutes,
+        )
+
     def start(self) -> None:
-        """Begin; collective."""
+        """Begin; collective. Raises ``ConfigError`` on all ranks for perturbations that the model cannot
+        have."""
         if self.session is not None:
             self.session.start()
+        if self._lab_file is None:
+            return
+        from mt_megatron.scope.lab.specification import read_lab_file
+
+        if self.control is None or self.session is None or not self.session.is_on:
+            raise ConfigError(
+                f"--scope-lab {self._lab_file}: nothing can be perturbed, since nothing is recorded; expected "
+                "a folder. Give --save or --scope-dir"
+            )
+        try:
+            self.control.lab.arm_file(read_lab_file(self._lab_file))
+        except ConfigError as error:
+            raise ConfigError(f"--scope-lab {self._lab_file}: {error}") from error
 
     def begin_step(self, iteration: int) -> None:
         """``iteration`` begins."""
@@ -62,6 +104,25 @@ class Scope:
                 skipped=result.skipped,
             ),
         )
+
+    def diverged(self, iteration: int, reason: str) -> bool:
+        """Whether the step diverged under a perturbation that can be undone, and was."""
+        return self.control is not None and self.control.lab.diverged(iteration, reason)
+
+    @property
+    def perturbed(self) -> str | None:
+        """What the run is under; None: nothing."""
+        return None if self.control is None else self.control.lab.perturbed
+
+    @property
+    def withholds_checkpoints(self) -> bool:
+        """Whether none is to be written, since the run can be taken back from what it is under."""
+        return self.control is not None and self.control.lab.withholds_checkpoints
+
+    def undo_before_end(self) -> int | None:
+        """Take back what the run is under before it ends; the step that it is at then, None where nothing is.
+        Local."""
+        return None if self.control is None else self.control.lab.undo_before_end()
 
     @property
     def wants_attention(self) -> bool:
@@ -110,11 +171,11 @@ def scope_of(
     file."""
     scope, model = config.scope, config.model
     if scope.scope == "off":
-        return Scope()
+        return Scope(lab_file=scope.scope_lab)
     folder = _agreed(scope_folder(config, metrics), job)
     if folder is None:
         say("nothing is recorded of the model's inside: give --save or --scope-dir (or --scope off)")
-        return Scope()
+        return Scope(lab_file=scope.scope_lab)
     # Not earlier: a run that is not watched need not load any of it.
     from mt_megatron.scope.interfaces import Facts, Options
     from mt_megatron.scope.session import Session
@@ -153,5 +214,6 @@ def scope_of(
                 },
             ),
             say=say,
-        )
+        ),
+        lab_file=scope.scope_lab,
     )

@@ -21,7 +21,7 @@ from mt_megatron.training.step import AgreedWishes, Shape, Wishes
 from mt_megatron.training.steps import Steps
 
 if TYPE_CHECKING:
-    from mt_megatron.scope.trainer import StepFigures
+    from mt_megatron.scope.trainer import StepOutcome
 
 
 class WhilePaused(Protocol):
@@ -56,6 +56,9 @@ class ScopeTrainer:
         """The steps since the last report; the run sets it, and takes it back after an undo."""
 
         self._made: Callable[[], Window] | None = None
+        self.went_back = False
+        """Whether the run has gone back to an earlier step since this was last set to False."""
+
         self._trainable = trainable
         self._job = job
         self._steps = steps
@@ -151,12 +154,14 @@ class ScopeTrainer:
         return False
 
     def remember(self) -> Callable[[], None]:
+        iteration = self.iteration
         restoring = [self._steps.remember(), remember_step()]
         if self._loads is not None:
             restoring.append(self._loads.remember())
         window = None if self.window is None else self.window.remember()
 
         def restore() -> None:
+            self.went_back |= self._steps.progress.iteration != iteration
             for each in restoring:
                 each()
             self._trainable.update_is_half_done = False
@@ -166,11 +171,11 @@ class ScopeTrainer:
 
         return restore
 
-    def rehearse(self) -> StepFigures:
-        from mt_megatron.scope.trainer import StepFigures
+    def rehearse(self) -> StepOutcome:
+        from mt_megatron.scope.trainer import StepOutcome
 
         result = self._steps.rehearse()
-        return StepFigures(
+        return StepOutcome(
             loss=result.loss,
             grad_norm=result.grad_norm,
             skipped=result.skipped,

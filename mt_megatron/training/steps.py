@@ -43,6 +43,10 @@ class RunObserver(StepObserver, Protocol):
     def end_step(self, iteration: int, result: StepResult | None) -> None:
         """``iteration`` is over; without a result where it raised an error."""
 
+    def diverged(self, iteration: int, reason: str) -> bool:
+        """Whether a step that diverged is no matter for the run: it goes back to before it was perturbed. The
+        same on all ranks."""
+
 
 class NotObserved(NoObserver):
     """Hears of it and does nothing."""
@@ -52,6 +56,9 @@ class NotObserved(NoObserver):
 
     def end_step(self, iteration: int, result: StepResult | None) -> None:
         pass
+
+    def diverged(self, iteration: int, reason: str) -> bool:
+        return False
 
 
 class Steps:
@@ -87,6 +94,9 @@ class Steps:
         self._roll_back = roll_back
         self._watchdog = watchdog
         self.observer: RunObserver = observer or NotObserved()
+        self.undo_first: Callable[[], object] = lambda: None
+        """What takes back perturbations, before the weights are saved after an error; no collective."""
+
         self._watch = DivergenceWatch(
             check_gradients=config.ddp.check_for_nan_in_grad,
             grad_norm_limit=config.train.grad_norm_threshold,
@@ -134,7 +144,7 @@ class Steps:
         self._watchdog.unlimited(f"after step {iteration}")
         self._is_first = False
         self._advance(result)
-        if result.diverged is not None:
+        if result.diverged is not None and not self.observer.diverged(iteration, result.diverged.reason):
             self.progress = self._recovery.after(
                 result.diverged,
                 self.progress,
@@ -156,6 +166,7 @@ class Steps:
         if self._undo is not None:
             self._undo()
             self._undo = None
+        self.undo_first()
         return self.progress
 
     def remember(self) -> Callable[[], None]:
@@ -188,6 +199,7 @@ class Steps:
                 self._job,
                 iteration=iteration,
                 watch=self._watch,
+                observer=self.observer,
             )
         finally:
             restore()

@@ -17,6 +17,7 @@ from mt_megatron.planning.validate.rampup import rampup_problems
 from mt_megatron.planning.validate.supported import backend_problems, size_problems, support_problems
 from mt_megatron.planning.validate.train import train_problems
 from mt_megatron.scan.record.levels import LEVELS, Window
+from mt_megatron.training.lab_file import lab_problems
 
 _LARGEST_PORT = 65535
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?")
@@ -214,5 +215,9 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *rampup_problems(config, world_size),
         *scan_problems(config),
         *scope_problems(config),
-        *([*backend_problems(config), *file_problems(config)] if check_files else []),
+        *(
+            [*backend_problems(config), *file_problems(config), *lab_problems(config, world_size)]
+            if check_files
+            else []
+        ),
     ]

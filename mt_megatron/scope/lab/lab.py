@@ -287,6 +287,16 @@ class Lab:
         if due:
             self.undo(min(due, key=lambda each: each.began or 0).one.name)
 
+    def diverged(self, step: int, reason: str) -> bool:
+        """A step diverged: where it was perturbed and that can be undone, the run goes back. Whether it
+        did."""
+        if self._earliest() is None:
+            return False
+        self._say(f"scope: step {step} diverged under {self.perturbed}: {reason}")
+        self._audit.note("diverged", step, perturbed=self.perturbed, reason=reason)
+        self.undo()
+        return True
+
     def undo_before_end(self) -> int | None:
         """Go back to the last state that no perturbation has touched, where that can be undone; its step.
         Local, for a run that ends or has met an error."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.lab.snapshot import MIB, default_limit_mib
 from mt_megatron.scope.lab.specification import Perturbation
-from mt_megatron.scope.trainer import StepFigures, Trainer
+from mt_megatron.scope.trainer import StepOutcome, Trainer
 from mt_megatron.seams import taps
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
@@ -85,7 +85,7 @@ class Comparison:
             for path, sums in sorted(total.items(), key=_first_is_first)
         ]
 
-    def result(self, without: StepFigures, changed: StepFigures, rows: Sequence[Row]) -> dict[str, Any]:
+    def result(self, without: StepOutcome, changed: StepOutcome, rows: Sequence[Row]) -> dict[str, Any]:
         """What a pair comes to: both steps' figures, and each module's difference."""
         modules = [
             {
@@ -170,7 +170,7 @@ def _first(values: Any) -> Tensor | None:
     return next((found for value in listed if (found := _first(value)) is not None), None)
 
 
-def _figures(figures: StepFigures) -> dict[str, Any]:
+def _figures(figures: StepOutcome) -> dict[str, Any]:
     return {
         "loss": figures.loss,
         "grad_norm": figures.grad_norm,

@@ -27,7 +27,7 @@ from mt_megatron.training.health.recovery import Recovery
 from mt_megatron.training.health.watchdog import NoWatchdog
 from mt_megatron.training.model import build
 from mt_megatron.training.scope_trainer import ScopeTrainer
-from mt_megatron.training.step import NO_WISHES, Shape, StepResult, make_forward_step
+from mt_megatron.training.step import Shape, StepResult, make_forward_step, no_wishes
 from mt_megatron.training.steps import Steps
 from tests.parity.case import MIXTURE, MODEL, SEQUENCE, VOCABULARY, Chain
 
@@ -100,7 +100,7 @@ class Bench:
         """One step, as the trainer makes it, without anything that is attended to."""
         number = self.trainer.iteration + 1
         self.control.begin_step(number)
-        result = self.steps.take(NO_WISHES)
+        result = self.steps.take(no_wishes)
         self.control.end_step(number)
         return result
 
@@ -110,7 +110,7 @@ class Bench:
         while self.trainer.iteration < until:
             number = self.trainer.iteration + 1
             self.control.begin_step(number)
-            losses.append(self.steps.take(NO_WISHES).loss)
+            losses.append(self.steps.take(no_wishes).loss)
             wants = self.control.wants_attention
             self.control.end_step(number)
             if self.trainer.sum_over_ranks([float(wants)])[0]:

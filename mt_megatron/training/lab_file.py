@@ -1,0 +1,38 @@
+"""Checks of ``--scope-lab`` before a run starts."""
+
+from __future__ import annotations
+
+from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.errors import ConfigError
+
+
+def lab_problems(config: TrainingConfig, world_size: int) -> list[str]:
+    """What is wrong with the file of perturbations, as far as it can be told without the model."""
+    path = config.scope.scope_lab
+    if path is None or config.scope.scope == "off":
+        return []
+    # Not earlier: a run without one need not load it.
+    from mt_megatron.scope.lab.specification import read_lab_file
+
+    try:
+        given = read_lab_file(path)
+    except ConfigError as error:
+        return [str(error)]
+    found = []
+    iterations = config.train.train_iters
+    for one in given.perturbations:
+        if one.ranks is not None and max(one.ranks) >= world_size:
+            found.append(
+                f"--scope-lab: {path}: {one.name} has rank {max(one.ranks)}; expected 0 to {world_size - 1}"
+            )
+        if iterations is not None and one.steps.first is not None and one.steps.first > iterations:
+            found.append(
+                f"--scope-lab: {path}: {one.name} has steps {one.steps.text()}; expected a first of at most "
+                f"{iterations}, the run's last"
+            )
+        layers = config.model.num_layers
+        if one.layers is not None and max(one.layers) >= layers:
+            found.append(
+                f"--scope-lab: {path}: {one.name} has layer {max(one.layers)}; expected 0 to {layers - 1}"
+            )
+    return found
