@@ -63,7 +63,7 @@ class Scope:
 
         if self.control is None or self.session is None or not self.session.is_on:
             raise ConfigError(
-                f"--scope-lab {self._lab_file}: nothing can be perturbed, since nothing is recorded; expected "
+                f"--scope-lab {self._lab_file}: nothing is recorded, so nothing can be perturbed; expected "
                 "a folder. Give --save or --scope-dir"
             )
         try:
