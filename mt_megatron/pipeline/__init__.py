@@ -8,8 +8,10 @@ draw          a simulated step as text and as SVG
 execute       schedules run on Megatron-Core's models
 forward_only  the schedule of an evaluation
 generate      schedules by name
+lowering      transfers and reductions of a schedule
 policy        the schedule that fits the times and links of now
 simulate      one training step timed: makespan, bubble, memory, slack, bytes over time
+sound         whether a schedule keeps every rule, by arrays of its actions
 upstream      Megatron-Core's own calls, with blocking exchanges
 validate      every rule that a schedule must keep; problems as sentences
 """

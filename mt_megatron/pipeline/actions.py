@@ -7,16 +7,27 @@ checks it, the simulator times it, the executor runs it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Kind(str, Enum):
     """Kind of an action."""
+
+    computes: bool
+    """True for F, B and W."""
+
+    def __init__(self, letters: str) -> None:
+        self.computes = letters in ("F", "B", "W")
+
+    # The same number as Enum's, whose hash is a function in Python: actions are looked up by the million.
+    __hash__ = str.__hash__
 
     F = "F"
     """Forward of one micro-batch through one stage."""
@@ -36,9 +47,14 @@ class Kind(str, Enum):
     REDUCE = "REDUCE"
     """Start the data-parallel reduction of the stage's weight gradients."""
 
-    @property
-    def computes(self) -> bool:
-        return self in (Kind.F, Kind.B, Kind.W)
+
+KINDS = tuple(Kind)
+"""Kinds by their number in ``Columns.kinds``."""
+
+F, B, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE = range(len(KINDS))
+"""Their numbers by name."""
+
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Action(NamedTuple):
@@ -50,6 +66,29 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{'' if self.microbatch < 0 else self.microbatch}"
+
+
+class Columns(NamedTuple):
+    """Actions as arrays, [actions]: what whole schedules are looked through with."""
+
+    kinds: npt.NDArray[np.int8]
+    """Places in ``KINDS``."""
+
+    stages: npt.NDArray[np.int32]
+    microbatches: npt.NDArray[np.int32]
+    """-1 for REDUCE."""
+
+
+def columns(actions: Sequence[Action]) -> Columns:
+    """``actions`` as arrays."""
+    if not actions:
+        return Columns(np.zeros(0, np.int8), np.zeros(0, np.int32), np.zeros(0, np.int32))
+    kinds, stages, microbatches = zip(*actions, strict=True)
+    return Columns(
+        np.fromiter(map(_NUMBERS.__getitem__, kinds), np.int8, len(kinds)),
+        np.array(stages, np.int32),
+        np.array(microbatches, np.int32),
+    )
 
 
 Call = Action | tuple[Action, ...]
@@ -118,12 +157,28 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) of each B whose weight gradients a W computes."""
-        return frozenset((a.stage, a.microbatch) for rank in self.ranks for a in rank if a.kind is Kind.W)
+        found: set[tuple[int, int]] = set()
+        for kinds, stages, microbatches in self.columns:
+            found.update(zip(stages[kinds == W].tolist(), microbatches[kinds == W].tolist(), strict=True))
+        return frozenset(found)
+
+    @cached_property
+    def split_table(self) -> npt.NDArray[np.bool_]:
+        """``splits_backward`` as [stages, micro-batches]."""
+        found = np.zeros((self.placement.stages, self.microbatches), dtype=bool)
+        for kinds, stages, microbatches in self.columns:
+            found[stages[kinds == W], microbatches[kinds == W]] = True
+        return found
+
+    @cached_property
+    def columns(self) -> tuple[Columns, ...]:
+        """``ranks`` as arrays."""
+        return tuple(columns(rank) for rank in self.ranks)
 
     @cached_property
     def is_lowered(self) -> bool:
         """True if transfers and reductions are named."""
-        return any(not action.kind.computes for rank in self.ranks for action in rank)
+        return any(bool((each.kinds > W).any()) for each in self.columns)
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         for rank, actions in enumerate(self.ranks):
@@ -179,103 +234,3 @@ def matching_receive(send: Action) -> Action:
 def computations(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """The F, B and W of each rank alone."""
     return tuple(tuple(a for a in rank if a.kind.computes) for rank in schedule.ranks)
-
-
-def lowered(schedule: Schedule, *, ahead: int = 1, reduce_early: bool = True) -> Schedule:
-    """``schedule`` with transfers and reductions: a SEND right after the computation whose result it
-    sends, a RECV at least ``ahead`` computations before the one that waits for it, and a REDUCE after the
-    last computation of weight gradients of a stage (at the end of the rank's list if not ``reduce_early``).
-
-    A RECV comes before the computation during which its message is sent where every F takes one unit and
-    every B two, so that no SEND has to wait for room and the ranks cannot wait for each other, however long
-    computations really take. RECVs of one directed edge follow the order of its SENDs: channels need no
-    tags. Transfers and reductions that are there already are made anew."""
-    begins, ends = _nominal_times(schedule)
-    ranks: list[tuple[Action, ...]] = []
-    for rank, actions in enumerate(computations(schedule)):
-        receives = _receives(schedule, rank, actions, ahead, begins[rank], ends)
-        last = _last_gradients(actions)
-        out: list[Action] = []
-        for index, action in enumerate(actions):
-            out += receives.get(index, ())
-            out.append(action)
-            if (send := transfer_out(schedule.placement, action)) is not None and not (
-                schedule.forward_only and send.kind is Kind.SEND_B
-            ):
-                out.append(send)
-            if reduce_early and last.get(action.stage) == index:
-                out.append(Action(Kind.REDUCE, action.stage, -1))
-        if not reduce_early:
-            out.extend(
-                Action(Kind.REDUCE, stage, -1)
-                for stage in schedule.placement.stages_of(rank)
-                if stage in last
-            )
-        ranks.append(tuple(out))
-    return Schedule(
-        schedule.name, schedule.placement, schedule.microbatches, tuple(ranks), schedule.forward_only
-    )
-
-
-def _receives(
-    schedule: Schedule,
-    rank: int,
-    actions: Sequence[Action],
-    ahead: int,
-    begins: Sequence[int],
-    ends: Mapping[Action, int],
-) -> dict[int, list[Action]]:
-    """RECVs of ``rank`` before each of its computations, by index."""
-    needed: dict[Action, int] = {}
-    for index, action in enumerate(actions):
-        if (receive := transfers_in(schedule.placement, action)) is not None:
-            needed[matching_send(receive)] = index
-    due: list[tuple[int, int, int, int, Action]] = []
-    for sender in {schedule.placement.rank(send.stage) for send in needed}:
-        soonest = latest = len(actions)
-        computed = [action for action in schedule.ranks[sender] if action.kind.computes]
-        for number, action in reversed(list(enumerate(computed))):
-            send = transfer_out(schedule.placement, action)
-            if send is None or send not in needed:
-                continue
-            soonest = min(soonest, needed[send])
-            latest = min(latest, max(0, soonest - ahead))
-            if action in ends:
-                latest = min(latest, max(0, bisect_right(begins, ends[action]) - 1))
-            due.append((latest, soonest, sender, number, send))
-    found: dict[int, list[Action]] = {}
-    for latest, _, _, _, send in sorted(due):
-        found.setdefault(latest, []).append(matching_receive(send))
-    return found
-
-
-def _nominal_times(schedule: Schedule) -> tuple[list[list[int]], dict[Action, int]]:
-    """Begins of each rank's computations and end of each computation, with 1 for F and W, 2 for a whole B and
-    1 for one whose weight gradients a W computes, and transfers that take no time. Computations that wait
-    for each other for ever are left out."""
-    ranks, split = computations(schedule), schedule.splits_backward
-    begins: list[list[int]] = [[] for _ in ranks]
-    ends: dict[Action, int] = {}
-    free = [0] * len(ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(ranks):
-            for action in actions[len(begins[rank]) :]:
-                begin = free[rank]
-                if (receive := transfers_in(schedule.placement, action)) is not None:
-                    kind = Kind.F if receive.kind is Kind.RECV_F else Kind.B
-                    sent = Action(kind, matching_send(receive).stage, action.microbatch)
-                    if sent not in ends:
-                        break
-                    begin = max(begin, ends[sent])
-                whole = action.kind is Kind.B and action[1:] not in split
-                free[rank] = ends[action] = begin + (2 if whole else 1)
-                begins[rank].append(begin)
-                moved = True
-    return begins, ends
-
-
-def _last_gradients(actions: Sequence[Action]) -> dict[int, int]:
-    """Index of the last B or W of each stage."""
-    return {a.stage: index for index, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}

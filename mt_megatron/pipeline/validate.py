@@ -8,23 +8,31 @@ waits for ever where a channel holds few messages; no rank keeps more activation
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+import numpy as np
 
 from ..errors import ConfigError
 from .actions import (
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
     Action,
+    B,
+    F,
     Kind,
     Schedule,
     computations,
-    lowered,
     matching_receive,
     matching_send,
     transfer_out,
     transfers_in,
 )
+from .lowering import lowered
 from .simulate.memory import activation_peaks
+from .sound import is_sound
 
 _MOST_NAMED = 6
 """Micro-batches that one sentence names."""
@@ -37,6 +45,16 @@ def validate(schedule: Schedule, *, depth: int = 1, cap: int | Sequence[int] | N
     RECV has been posted; a rank whose SEND finds no room waits. A schedule without transfers is ``lowered``.
     ``cap``: activations (micro-batches of one chunk) that each rank may keep, one number or one per rank.
     """
+    problems = [] if is_sound(schedule) else _problems(schedule)
+    if not problems:
+        problems += _standstill(schedule, depth)
+    if not problems and cap is not None:
+        problems += _memory(schedule, cap)
+    return problems
+
+
+def _problems(schedule: Schedule) -> list[str]:
+    """What ``is_sound`` finds, in sentences."""
     problems = list(_shape(schedule))
     if problems:
         return problems
@@ -44,10 +62,6 @@ def validate(schedule: Schedule, *, depth: int = 1, cap: int | Sequence[int] | N
     problems += _order(schedule)
     if schedule.is_lowered:
         problems += _transfers(schedule)
-    if not problems:
-        problems += _standstill(schedule, depth)
-    if not problems and cap is not None:
-        problems += _memory(schedule, cap)
     return problems
 
 
@@ -219,55 +233,63 @@ def _reductions(schedule: Schedule, rank: int) -> Iterator[str]:
             yield f"rank {rank}: {action} comes before {actions[last[action.stage]]}, which it needs"
 
 
-@dataclass
-class _Channel:
-    """One directed edge: messages that wait for a receive, and receives that wait for a message."""
+_NOTHING, _TAKE, _POST, _SEND = range(4)
+"""What an action does with a channel: nothing; wait for a message; make room for one; send one."""
 
-    waiting: deque[Action]
-    posted: deque[Action]
+
+def _channel_uses(schedule: Schedule) -> list[list[tuple[int, int, int]]]:
+    """Of each rank's actions: what it does, with which directed edge, and for ``_TAKE`` how many messages
+    come before its own there. Transfers match, so messages come in the order in which they are received."""
+    placement, batches = schedule.placement, schedule.microbatches
+    of_stage = np.array([placement.rank(stage) for stage in range(-1, placement.stages + 1)])
+    made = []
+    for rank, found in enumerate(schedule.columns):
+        kinds, stages, microbatches = (each.astype(np.int64) for each in found)
+        back = (kinds == B) | (kinds == SEND_B) | (kinds == RECV_B)
+        sends, posts = (kinds == SEND_F) | (kinds == SEND_B), (kinds == RECV_F) | (kinds == RECV_B)
+        other = of_stage[1 + stages + np.where(back ^ sends, 1, -1)]
+        takes = ((kinds == F) & (stages > 0)) | ((kinds == B) & (stages < placement.stages - 1))
+        takes &= other != rank
+        edge = np.where(sends, rank * placement.ranks + other, other * placement.ranks + rank)
+        message = (back * placement.stages + stages) * batches + microbatches
+        before = np.zeros(2 * placement.stages * batches, dtype=np.int64)
+        for each in np.unique(edge[posts]):
+            of_edge = message[posts & (edge == each)]
+            before[of_edge] = np.arange(len(of_edge))
+        uses = np.select([takes, posts, sends], [_TAKE, _POST, _SEND], _NOTHING)
+        numbers = np.where(takes, before[message], 0)
+        made.append(list(zip(uses.tolist(), edge.tolist(), numbers.tolist(), strict=True)))
+    return made
 
 
 def _standstill(schedule: Schedule, depth: int) -> Iterator[str]:
-    """Ranks that wait for each other for ever, each with what it waits for."""
+    """Ranks that wait for each other for ever, each with what it waits for. Transfers match."""
     if depth < 1:
         raise ConfigError(f"found channels of {depth} messages; expected at least 1")
     whole = schedule if schedule.is_lowered else lowered(schedule)
     placement = whole.placement
     at = [0] * placement.ranks
-    channels: dict[tuple[int, int], _Channel] = defaultdict(lambda: _Channel(deque(), deque()))
-    arrived: set[Action] = set()
-
-    def edge(rank: int, action: Action) -> tuple[int, int]:
-        if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            return rank, placement.rank(matching_receive(action).stage)
-        return placement.rank(matching_send(action).stage), rank
-
-    def blocks(rank: int, action: Action) -> bool:
-        """True where ``action`` cannot begin; begins it otherwise."""
-        if action.kind.computes:
-            receive = transfers_in(placement, action)
-            return receive is not None and receive not in arrived
-        if action.kind is Kind.REDUCE:
-            return False
-        channel = channels[edge(rank, action)]
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
-            channel.posted.append(action)
-        elif channel.posted or len(channel.waiting) < depth:
-            channel.waiting.append(matching_receive(action))
-        else:
-            return True
-        while channel.waiting and channel.posted:
-            arrived.add(channel.waiting.popleft())
-            channel.posted.popleft()
-        return False
-
+    sent, posted = ([0] * placement.ranks**2 for _ in range(2))
+    everything = _channel_uses(whole)
     moved = True
     while moved:
         moved = False
-        for rank, actions in enumerate(whole.ranks):
-            while at[rank] < len(actions) and not blocks(rank, actions[at[rank]]):
-                at[rank] += 1
+        for rank, uses in enumerate(everything):
+            place = at[rank]
+            while place < len(uses):
+                use, edge, number = uses[place]
+                if use == _TAKE:
+                    if sent[edge] <= number or posted[edge] <= number:
+                        break
+                elif use == _POST:
+                    posted[edge] += 1
+                elif use == _SEND:
+                    if sent[edge] - posted[edge] >= depth:
+                        break
+                    sent[edge] += 1
+                place += 1
                 moved = True
+            at[rank] = place
     for rank, actions in enumerate(whole.ranks):
         if at[rank] == len(actions):
             continue
@@ -275,10 +297,10 @@ def _standstill(schedule: Schedule, depth: int) -> Iterator[str]:
         if action.kind.computes:
             receive = transfers_in(placement, action)
             assert receive is not None
-            send, other = matching_send(receive), edge(rank, receive)[0]
-            yield f"rank {rank}: {action} waits for ever for {send} of rank {other}"
+            send = matching_send(receive)
+            yield f"rank {rank}: {action} waits for ever for {send} of rank {placement.rank(send.stage)}"
         else:
-            other = edge(rank, action)[1]
+            other = placement.rank(matching_receive(action).stage)
             yield (
                 f"rank {rank}: {action} waits for ever for room in the channel to rank {other}, which holds "
                 f"{depth} message{'s' * (depth > 1)}"

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from mt_megatron.pipeline.actions import Action, Kind, Schedule, lowered
+from mt_megatron.pipeline.actions import Action, Kind, Schedule
 from mt_megatron.pipeline.generate.catalogue import NAMES, generate
+from mt_megatron.pipeline.lowering import lowered
 from mt_megatron.pipeline.simulate.costs import Costs, Link
 
 

@@ -10,9 +10,10 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.pipeline.actions import Placement, lowered
+from mt_megatron.pipeline.actions import Placement
 from mt_megatron.pipeline.csv_form import from_csv, read_csv, to_csv
 from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.lowering import lowered
 from mt_megatron.pipeline.validate import validate
 
 from .draws import drawn

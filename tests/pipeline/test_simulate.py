@@ -14,11 +14,11 @@ from mt_megatron.pipeline.actions import (
     Action,
     Kind,
     Schedule,
-    lowered,
     matching_receive,
     matching_send,
 )
 from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.lowering import lowered
 from mt_megatron.pipeline.simulate.costs import Costs, Link
 from mt_megatron.pipeline.simulate.memory import activation_peaks, memory_peaks
 from mt_megatron.pipeline.simulate.program import Program

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.pipeline.actions import Action, Kind, Placement, Schedule, computations, lowered
+from mt_megatron.pipeline.actions import Action, Kind, Placement, Schedule, computations
 from mt_megatron.pipeline.choice import parse
 from mt_megatron.pipeline.generate.catalogue import NAMES, generate
+from mt_megatron.pipeline.lowering import lowered
 from mt_megatron.pipeline.simulate.memory import activation_peaks
 from mt_megatron.pipeline.simulate.program import Program
-from mt_megatron.pipeline.validate import check, validate
+from mt_megatron.pipeline.sound import is_sound
+from mt_megatron.pipeline.validate import _problems, check, validate
 
 from .draws import broken, drawn
 
@@ -31,6 +33,8 @@ def _all_valid(draws: int, ranks: int, microbatches: int) -> Counter[str]:
         assert validate(schedule, cap=caps) == [], f"seed {seed}: {schedule.name}"
         assert validate(lowered(schedule), cap=caps) == [], f"seed {seed}: {schedule.name} lowered"
         assert computations(lowered(schedule)) == schedule.ranks
+        # Sentences are looked for only where arrays say that something is wrong.
+        assert _problems(schedule) == _problems(lowered(schedule)) == []
         names[schedule.name] += 1
     return names
 
@@ -52,6 +56,7 @@ def test_200_broken_schedules_are_refused() -> None:
     for seed in range(200):
         change, schedule = broken(random.Random(seed), ranks=ranks, microbatches=microbatches)
         assert validate(schedule), f"seed {seed}: {change} of {schedule.name} was not seen"
+        assert is_sound(schedule) != bool(_problems(schedule)), f"seed {seed}: {change} of {schedule.name}"
         kinds[change] += 1
     assert len(kinds) == 10 and min(kinds.values()) > 2
 

@@ -21,10 +21,11 @@ from mt_megatron.comm.transport import Transport
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel import stage_order
 from mt_megatron.pipeline import forward_only as forward_only_schedules
-from mt_megatron.pipeline.actions import Schedule, lowered
+from mt_megatron.pipeline.actions import Schedule
 from mt_megatron.pipeline.execute.executor import ReadySchedule, StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.step_times import StepTimes
+from mt_megatron.pipeline.lowering import lowered
 from mt_megatron.pipeline.validate import check
 from mt_megatron.seams import transport as seam
 

@@ -6,6 +6,8 @@ Rank r defers its weight gradients by r micro-batches, so each rank holds as man
 
 from __future__ import annotations
 
+from collections import deque
+
 from ..actions import Action, Kind, Placement, Schedule, computations
 from .looping import depth_first
 
@@ -17,12 +19,12 @@ def zb_h1(placement: Placement, microbatches: int, group: int) -> Schedule:
     ranks = []
     for rank, actions in enumerate(computations(made)):
         out: list[Action] = []
-        deferred: list[Action] = []
+        deferred: deque[Action] = deque()
         for action in actions:
             out.append(action)
             if action.kind is Kind.B:
-                deferred.append(action._replace(kind=Kind.W))
+                deferred.append(Action(Kind.W, action.stage, action.microbatch))
                 if len(deferred) > rank:
-                    out.append(deferred.pop(0))
+                    out.append(deferred.popleft())
         ranks.append((*out, *deferred))
     return Schedule("zb_h1", placement, microbatches, tuple(ranks))

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from ...backends.current import current_backend
 from ...errors import ConfigError, MtMegatronError
 from ...parallel import stage_order
-from ..actions import Placement, Schedule, Style, lowered
+from ..actions import Placement, Schedule, Style
 from ..execute.step_times import StepTimes
 from ..forward_only import forward_only
+from ..lowering import lowered
 from ..simulate.costs import Costs
 from .candidates import Candidate, default_of
 from .controller import Controller, Outcome

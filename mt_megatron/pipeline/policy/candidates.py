@@ -36,12 +36,13 @@ class Candidate:
     label: str
     """As in ``--pipeline-schedule``, or ``adapted`` with the rule behind it."""
 
-    program: Program
+    schedule: Schedule
     _peaks: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.program.schedule
+    @cached_property
+    def program(self) -> Program:
+        """``schedule`` ready to be timed. Made on first use: what does not fit a cap never is."""
+        return Program(self.schedule)
 
     @property
     def family(self) -> str:
@@ -75,20 +76,25 @@ class Candidate:
 @lru_cache(maxsize=16)
 def named(placement: Placement, microbatches: int) -> tuple[Candidate, ...]:
     """Every named schedule of ``placement``, the default of Megatron-Core's placement first."""
-    made = []
-    for name, group in _names(placement, microbatches):
-        try:
-            schedule = generate(
-                name,
-                ranks=placement.ranks,
-                chunks=placement.chunks,
-                microbatches=microbatches,
-                group=group,
-            )
-        except ConfigError:
-            continue  # This number of micro-batches is none that the schedule can have.
-        made.append(Candidate(name if group is None else f"{name}:{group}", Program(schedule)))
-    return tuple(made)
+    names = _names(placement, microbatches)
+    found = (_called(name, group, placement, microbatches) for name, group in names)
+    return tuple(each for each in found if each is not None)
+
+
+@lru_cache(maxsize=256)
+def _called(name: str, group: int | None, placement: Placement, microbatches: int) -> Candidate | None:
+    """None for a number of micro-batches that the schedule cannot have."""
+    try:
+        schedule = generate(
+            name,
+            ranks=placement.ranks,
+            chunks=placement.chunks,
+            microbatches=microbatches,
+            group=group,
+        )
+    except ConfigError:
+        return None
+    return Candidate(name if group is None else f"{name}:{group}", schedule)
 
 
 def _names(placement: Placement, microbatches: int) -> Iterator[tuple[str, int | None]]:
@@ -108,7 +114,9 @@ def _names(placement: Placement, microbatches: int) -> Iterator[tuple[str, int |
 
 def default_of(placement: Placement, microbatches: int) -> Candidate:
     """The schedule that a run begins with: Megatron-Core's own where the placement has one."""
-    return named(placement, microbatches)[0]
+    names = _names(placement, microbatches)
+    found = (_called(name, group, placement, microbatches) for name, group in names)
+    return next(each for each in found if each is not None)
 
 
 def adapted(
@@ -131,4 +139,4 @@ def adapted(
             continue  # The cap is too small for this rule.
         if made is not None:
             best = made[1], made[0], rule
-    return None if best is None else Candidate(f"{ADAPTED}: {best[2]}", Program(best[1]))
+    return None if best is None else Candidate(f"{ADAPTED}: {best[2]}", best[1])

@@ -43,23 +43,28 @@ def watched(program: Program, costs: Costs) -> Watched:
     by_edge: dict[Edge, list[tuple[float, float, Action]]] = {}
     for transfer in program.run(costs).transfers:
         by_edge.setdefault(transfer.edge, []).append((transfer.begin, transfer.stalls, transfer.action))
+    places = _places(program.schedule)
     chosen = {}
     for edge, found in by_edge.items():
         longest = max(range(len(found)), key=lambda index: (found[index][1], -index))
-        places = sorted({0, longest, len(found) - 1})
-        order = _sends(program.schedule, edge)
-        chosen[edge] = tuple((order.index(found[place][2]), found[place][2]) for place in places)
+        sends = [found[index][2] for index in sorted({0, longest, len(found) - 1})]
+        chosen[edge] = tuple((places[send], send) for send in sends)
     return Watched(tuple(sorted(chosen)), chosen)
 
 
-def _sends(schedule: Schedule, edge: Edge) -> list[Action]:
-    """SENDs of a directed edge in the order in which its sender computes what they carry."""
+def _places(schedule: Schedule) -> dict[Action, int]:
+    """Place of each SEND among those of its directed edge, in the order in which its sender computes what
+    they carry."""
     placement = schedule.placement
-    found = []
-    for action in schedule.ranks[edge[0]]:
-        send = transfer_out(placement, action) if action.kind.computes else None
-        if send is not None and placement.rank(matching_receive(send).stage) == edge[1]:
-            found.append(send)
+    found: dict[Action, int] = {}
+    for actions in schedule.ranks:
+        counts = [0] * placement.ranks
+        for action in actions:
+            send = transfer_out(placement, action) if action.kind.computes else None
+            if send is not None:
+                to = placement.rank(send.stage + (1 if send.kind is Kind.SEND_F else -1))
+                found[send] = counts[to]
+                counts[to] += 1
     return found
 
 

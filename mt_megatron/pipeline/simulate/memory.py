@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..actions import Kind, Schedule, computations
+from ..actions import B, F, Kind, Schedule, W, computations
 from .costs import Costs, Floats, per_stage
 
 
@@ -16,19 +16,19 @@ def memory_peaks(schedule: Schedule, costs: Costs) -> Floats:
     kept = per_stage(costs.activation, stages, microbatches, "activation")
     static = per_stage(costs.static, stages, 1, "static")
     peaks = np.zeros(schedule.placement.ranks)
-    split = schedule.splits_backward
-    for rank, actions in enumerate(schedule.ranks):
-        held = peak = 0.0
-        for kind, stage, microbatch in actions if not schedule.forward_only else ():
-            size = float(kept[stage, microbatch])
-            if kind is Kind.F:
-                held += size
-                peak = max(peak, held)
-            elif kind is Kind.W:
-                held -= size * costs.weight_share
-            elif kind is Kind.B:
-                share = costs.weight_share if (stage, microbatch) in split else 0.0
-                held -= size * (1.0 - share)
+    for rank, (kinds, of_stage, batches) in enumerate(schedule.columns):
+        peak = 0.0
+        if len(kinds) and not schedule.forward_only:
+            size = kept[of_stage, batches]
+            share = np.where(schedule.split_table[of_stage, batches], costs.weight_share, 0.0)
+            # One rounding after another, as the actions come.
+            held = np.cumsum(
+                np.select(
+                    [kinds == F, kinds == B, kinds == W],
+                    [size, -(size * (1.0 - share)), -(size * costs.weight_share)],
+                )
+            )
+            peak = float(held[kinds == F].max(initial=0.0))
         peaks[rank] = peak + sum(float(static[stage, 0]) for stage in schedule.placement.stages_of(rank))
     return peaks
 

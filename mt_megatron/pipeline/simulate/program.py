@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError
-from ..actions import Action, Call, Kind, Schedule, lowered
+from ..actions import KINDS, REDUCE, SEND_B, Action, B, Call, F, Schedule, W
+from ..lowering import lowered
 from .costs import PERFECT, Costs, Edge, Floats, per_stage
 from .graph import nodes_of
 from .timeline import Timeline
@@ -54,50 +56,59 @@ class Program:
         if calls is None and rendezvous and not schedule.is_lowered:
             schedule = lowered(schedule, reduce_early=reduce_early)
         nodes = nodes_of(schedule, calls, rendezvous=self.rendezvous, reduce_early=reduce_early, links=links)
-        self.edges: tuple[Edge, ...] = tuple(dict.fromkeys(n.edge for n in nodes if n.edge is not None))
-        number: dict[Edge | None, int] = {edge: index for index, edge in enumerate(self.edges)}
-        self.actions: tuple[Action, ...] = tuple(node.action for node in nodes)
-        """Of each node; the first is the step's start and takes no time."""
-        self.ranks = np.array([node.rank for node in nodes])
+        self.edges: tuple[Edge, ...] = nodes.pairs
+        self.kinds = nodes.kinds
+        """Of each node, its place in ``KINDS``."""
+        self.stages, self.microbatches = nodes.stages, nodes.microbatches
+        """Of each node."""
+        self.ranks = nodes.ranks
         """Of each node; of a transfer the sender."""
-        self.node_edges = np.array([number.get(node.edge, -1) for node in nodes])
+        self.node_edges = nodes.edges
         """Of each node: index in ``edges``, -1 where it is no transfer."""
-        self.after = np.array([node.after for node in nodes])
-        self.arrival = np.array([node.arrival for node in nodes])
-        self.arrival_edge = np.array([number.get(node.arrival_edge, -1) for node in nodes])
-        self.posted = np.array([node.posted for node in nodes])
-        self.node_of = {n.action: index for index, n in enumerate(nodes) if index and not n.waits}
-        """Node of each computation, SEND and REDUCE."""
-        self._waits = np.array([node.waits for node in nodes])
+        self.after, self.arrival = nodes.after, nodes.arrival
+        self.arrival_edge = nodes.arrival_edges
+        self.posted = nodes.posted
+        self._waits = nodes.waits
         self._after: list[int] = self.after.tolist()[1:]
         self._arrival: list[int] = self.arrival.tolist()[1:]
         self._index_durations()
         self._windows: dict[tuple[int | None, ...], npt.NDArray[np.int64]] = {}
 
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """Of each node; the first is the step's start and takes no time."""
+        kinds = map(KINDS.__getitem__, self.kinds.tolist())
+        return tuple(map(Action, kinds, self.stages.tolist(), self.microbatches.tolist()))
+
+    @cached_property
+    def node_of(self) -> dict[Action, int]:
+        """Node of each computation, SEND and REDUCE."""
+        waits = self._waits.tolist()
+        return {a: index for index, a in enumerate(self.actions) if index and not waits[index]}
+
     def _index_durations(self) -> None:
         """Where the duration of each node stands in the table of ``_seconds``."""
         stages, microbatches = self.schedule.placement.stages, self.schedule.microbatches
-        split, block = self.schedule.splits_backward, stages * microbatches
-        blocks = {Kind.F: 0, Kind.B: 1, Kind.W: 3}
-        where = np.full(len(self.actions), 4 * block + stages)
-        messages = np.zeros(len(self.actions), dtype=np.int64)
-        for index, action in enumerate(self.actions):
-            at = action.stage * microbatches + action.microbatch
-            if index == 0 or self._waits[index]:
-                continue
-            if action.kind.computes:
-                halved = action.kind is Kind.B and (action.stage, action.microbatch) in split
-                where[index] = (2 if halved else blocks[action.kind]) * block + at
-            elif action.kind is Kind.REDUCE:
-                where[index] = 4 * block + action.stage
-            else:
-                messages[index] = at - (microbatches if action.kind is Kind.SEND_B else 0)
+        block, kinds, own = stages * microbatches, self.kinds, ~self._waits
+        own[0] = False
+        at = self.stages.astype(np.int64) * microbatches + self.microbatches
+        split = self.schedule.split_table
+        where = np.full(len(kinds), 4 * block + stages)
+        for kind, number in ((F, 0), (B, 1), (W, 3)):
+            found = own & (kinds == kind)
+            where[found] = number * block + at[found]
+        halved = own & (kinds == B)
+        halved[halved] = split[self.stages[halved], self.microbatches[halved]]
+        where[halved] += block
+        reduces = own & (kinds == REDUCE)
+        where[reduces] = 4 * block + self.stages[reduces]
         self._transfers = np.flatnonzero(self.node_edges >= 0)
         self._transfer_edges = self.node_edges[self._transfers]
-        self._where, self._messages = where, messages[self._transfers]
-        self._computes: npt.NDArray[np.bool_] = np.array([a.kind.computes for a in self.actions])
+        back = kinds[self._transfers] == SEND_B
+        self._where, self._messages = where, at[self._transfers] - microbatches * back
+        self._computes: npt.NDArray[np.bool_] = kinds <= W
         self._computes[0] = False
-        self._has_split = bool(split)
+        self._has_split = bool(split.any())
 
     # -- timing
 

@@ -166,28 +166,28 @@ class Timeline:
         schedule = program.schedule
         stages, microbatches = schedule.placement.stages, schedule.microbatches
         sizes = per_stage(self.costs.message, stages, microbatches, "message").ravel()
-        takers = {
-            int(program.arrival[node]): node
-            for node in np.flatnonzero(program._computes)
-            if program.arrival_edge[node] >= 0
-        }
-        made = []
-        for node, size in zip(program._transfers.tolist(), sizes[program._messages].tolist(), strict=True):
-            edge = int(program.node_edges[node])
-            taker = takers[node]
-            made.append(
-                Transfer(
-                    action=program.actions[node],
-                    edge=program.edges[edge],
-                    bytes=size,
-                    ready=float(self.ends[program.after[node]]),
-                    begin=float(begins[node]),
-                    sent=float(self.ends[node]),
-                    arrived=float(self.ends[node] + self.latencies[edge]),
-                    free=float(self.ends[program.posted[node] if program.blocking else program.after[taker]]),
-                    slack=float(slack[node]),
-                )
-            )
+        taking = np.flatnonzero(program._computes & (program.arrival_edge >= 0))
+        takers = dict(zip(program.arrival[taking].tolist(), taking.tolist(), strict=True))
+        nodes, edges = program._transfers, program._transfer_edges
+        if program.blocking:
+            free = program.posted[nodes]
+        else:
+            free = program.after[[takers[node] for node in nodes.tolist()]]
+        # Of each transfer: its edge in ``program.edges``, its node, and the fields of a ``Transfer``.
+        rows = zip(
+            edges.tolist(),
+            nodes.tolist(),
+            sizes[program._messages].tolist(),
+            self.ends[program.after[nodes]].tolist(),
+            begins[nodes].tolist(),
+            self.ends[nodes].tolist(),
+            (self.ends[nodes] + self.latencies[edges]).tolist(),
+            self.ends[free].tolist(),
+            slack[nodes].tolist(),
+            strict=True,
+        )
+        actions, pairs = program.actions, program.edges
+        made = [Transfer(actions[node], pairs[edge], *rest) for edge, node, *rest in rows]
         return tuple(sorted(made, key=lambda each: (each.begin, each.edge)))
 
     @cached_property

@@ -87,10 +87,10 @@ def evaluations(pp: int) -> dict[str, Any]:
 def reductions(pp: int) -> dict[str, Any]:
     """For a schedule with early and one with late reductions: what was computed and reduced in which order
     on this rank, and what differs between them."""
-    from mt_megatron.pipeline.actions import lowered
     from mt_megatron.pipeline.execute import executor
     from mt_megatron.pipeline.execute.source import set_pipeline_schedule
     from mt_megatron.pipeline.generate.catalogue import generate
+    from mt_megatron.pipeline.lowering import lowered
 
     small_models.start(pp, vpp=2)
     options = {"overlap_grad_reduce": True, "bucket_size": 1000}
@@ -171,9 +171,10 @@ def wrong_orders(pp: int) -> dict[str, list[str]]:
     a stage, or messages of an edge, in another order."""
     from unittest import mock
 
-    from mt_megatron.pipeline.actions import Action, Kind, Schedule, lowered
+    from mt_megatron.pipeline.actions import Action, Kind, Schedule
     from mt_megatron.pipeline.execute import source
     from mt_megatron.pipeline.generate.catalogue import generate
+    from mt_megatron.pipeline.lowering import lowered
 
     small_models.start(pp)
     pipeline = small_models.Pipeline("dense", layers=pp)

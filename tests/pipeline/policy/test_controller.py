@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mt_megatron.pipeline.actions import Placement
+from mt_megatron.pipeline.actions import Placement, Schedule
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.policy import candidates
+from mt_megatron.pipeline.policy.automatic import controller
 from mt_megatron.pipeline.policy.controller import MEMORY_SHARE, Controller, Outcome
-from mt_megatron.pipeline.policy.decide import Decision
+from mt_megatron.pipeline.policy.decide import Decision, decide
 from mt_megatron.pipeline.policy.situation import EdgeTime, Measured
 from mt_megatron.pipeline.policy.smoothing import Smoothed
 from mt_megatron.pipeline.simulate.costs import Costs, Link
+from mt_megatron.pipeline.simulate.program import Program
 
 
 class Pipeline:
@@ -156,6 +161,33 @@ def test_a_device_says_how_much_memory_there_is() -> None:
     given.slow = both(0, 1, 3.0)
     given.run(12, **told(2.0))
     assert max(given.control.current.peaks(Costs())) <= 3.0
+
+
+def test_a_start_makes_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many stages and micro-batches each takes long to make and to compile; the first decision makes
+    those that fit the cap ready to be timed."""
+    made: list[str] = []
+    compiled: list[str] = []
+
+    def generating(name: str, **sizes: Any) -> Schedule:
+        made.append(name)
+        return generate(name, **sizes)
+
+    def compiling(schedule: Schedule) -> Program:
+        compiled.append(schedule.name)
+        return Program(schedule)
+
+    monkeypatch.setattr(candidates, "generate", generating)
+    monkeypatch.setattr(candidates, "Program", compiling)
+    # Sizes that no other test has.
+    control = controller(Placement(3, 3), 39, None)
+    assert made == ["interleaved"] and compiled == []
+    begun = control.situation()
+    decide(begun, control.current)
+    assert {"depth_first", "zb_h1", "breadth_first", "hybrid"} <= set(made)
+    fitting = [each for each in candidates.named(Placement(3, 3), 39) if each.fits(begun.costs, begun.cap)]
+    assert 0 < len(fitting) < len(made)
+    assert sorted(set(compiled) - {"adapted"}) == sorted({each.schedule.name for each in fitting})
 
 
 def test_another_number_of_micro_batches_keeps_what_was_measured() -> None:
