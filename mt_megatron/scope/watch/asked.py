@@ -171,8 +171,9 @@ class Asked:
 
 
 def _statistic(kind: str, parts: Parts, place: Place, target: Target, call: Call, output: Any) -> None:
-    values = place.own_rows(first_tensor(output), target.spread)
-    if values.numel() == 0:
+    whole = first_tensor(output)
+    values = None if whole is None else place.own_rows(whole, target.spread)
+    if values is None or values.numel() == 0:
         return
     if kind == "moments":
         parts.moments(target.path, values.numel(), *moments(values))
@@ -219,6 +220,8 @@ class _Take:
 
     def context(self, call: Call, output: Any) -> None:
         values = first_tensor(output)
+        if values is None:
+            return
         config: Any = self.target.module.config
         heads = int(config.num_attention_heads) // self.place.layout.tp
         by_head = values.unflatten(-1, (heads, -1))
@@ -261,7 +264,7 @@ class _Take:
         self,
         what: str,
         microbatch: int,
-        values: Tensor,
+        values: Tensor | None,
         spread: Spread,
         *,
         head: int | None = None,
@@ -269,7 +272,7 @@ class _Take:
     ) -> None:
         """``values`` [tokens, b, ...]; ``every`` tensor parallel rank has others of its own."""
         place = self.place
-        if spread == "same" and place.at.tp and not every:
+        if values is None or (spread == "same" and place.at.tp and not every):
             return
         if values.dim() < 3:
             raise ConfigError(

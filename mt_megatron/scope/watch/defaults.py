@@ -102,9 +102,10 @@ class Defaults:
         return [Rows(places=at[own[at] == wanted])]
 
 
-def first_tensor(output: Any) -> Tensor:
-    """The first tensor of what a module returned."""
-    return next(iter(taps.modules.tensors(output)))
+def first_tensor(output: Any) -> Tensor | None:
+    """The first tensor of numbers of what a module returned; None without one."""
+    found = taps.modules.tensors(output)
+    return next((each for each in found if each.is_floating_point() and each.dim()), None)
 
 
 class _Layer:
@@ -122,9 +123,12 @@ class _Layer:
         self._input = square_sum(self._place.own_rows(hidden, self._place.tokens_spread))
 
     def after(self, call: Call, output: Any) -> None:
-        values = self._place.own_rows(first_tensor(output), self._place.tokens_spread)
         before, self._input = self._input, None
-        if values.numel() == 0 or before is None:
+        whole = first_tensor(output)
+        if whole is None or before is None:
+            return
+        values = self._place.own_rows(whole, self._place.tokens_spread)
+        if values.numel() == 0:
             return
         path, parts = self._path, self._parts
         squares, maxima = square_sum(values), channel_maxima(values)
@@ -136,8 +140,9 @@ class _Layer:
 
 
 def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) -> None:
-    values = place.own_rows(first_tensor(output), place.tokens_spread)
-    if values.numel() == 0:
+    whole = first_tensor(output)
+    values = None if whole is None else place.own_rows(whole, place.tokens_spread)
+    if values is None or values.numel() == 0:
         return
     squares = square_sum(values)
     parts.add(path, "activation_rms", [squares, float(values.numel())])

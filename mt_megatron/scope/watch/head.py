@@ -188,6 +188,8 @@ class _Lens:
         if labels is None:
             return
         hidden = first_tensor(output)
+        if hidden is None:
+            return
         for row, sample in place.asked(self._request.samples, call.microbatch):
             for position, local, length in place.stretches(hidden.size(0), "same"):
                 low, high = max(self._first, position), min(self._last + 1, position + length)

@@ -91,7 +91,7 @@ def train(
                 seq_length=SEQUENCE,
             )
             forward_step = make_forward_step(family, job.backend.device())
-            batches = [_batches(job, seed, steps) for _ in trainable.chunks]
+            batches = [batches_of(job, seed, steps) for _ in trainable.chunks]
             results = []
             for iteration in range(1, steps + 1):
                 observed.begin(iteration)
@@ -137,7 +137,8 @@ def watched(
             reader.wait(job.layout.world_size)
 
 
-def _batches(job: Job, seed: int, steps: int) -> Any:
+def batches_of(job: Job, seed: int, steps: int) -> Any:
+    """The micro-batches of this rank."""
     return train_batches(
         Chain(seed, steps * GLOBAL_BATCH),
         consumed_samples=0,

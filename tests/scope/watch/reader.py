@@ -89,6 +89,10 @@ class Reader:
             self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def everything(self) -> list[tuple[int, dict[str, Any]]]:
+        """Rank and frame of every frame."""
+        return [(rank, frame) for rank, frames in sorted(self.frames.items()) for frame in frames]
+
     def of(self, kind: str) -> list[tuple[int, dict[str, Any]]]:
         """Rank and frame of every frame of ``kind``."""
         return [(rank, f) for rank, frames in sorted(self.frames.items()) for f in frames if f["k"] == kind]
