@@ -1,0 +1,226 @@
+"""Sums, tiles, parts, requests and combined tokens, each against a plain computation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scope.format.statistics import HISTOGRAM_BINS, OUTLIERS, STATISTICS
+from mt_megatron.scope.format.tokens import combined
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.requests import KINDS, MOST_REQUESTS, parse, parse_all, unknown
+from mt_megatron.scope.watch.sums import (
+    channel_maxima,
+    histogram,
+    moments,
+    not_finite,
+    outliers_of,
+    square_sum,
+)
+from mt_megatron.scope.watch.tiles import tiles_of
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 2**22 + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_square_sums_stay_exact_however_many_elements(count: int, dtype: torch.dtype) -> None:
+    values = random(count).to(dtype)
+    expected = float(values.double().square().sum())
+    assert math.isclose(float(square_sum(values)), expected, rel_tol=1e-5, abs_tol=1e-30)
+
+
+def test_a_plain_norm_would_not_do() -> None:
+    values = random(2**24)
+    plain = float(torch.linalg.vector_norm(values)) ** 2
+    exact = float(values.double().square().sum())
+    assert abs(float(square_sum(values)) / exact - 1) < 1e-7 < abs(plain / exact - 1)
+
+
+def test_what_is_not_finite_is_counted() -> None:
+    values = random(8, 8)
+    assert not_finite(values, square_sum(values)).tolist() == [0, 0]
+    values[0, :3] = float("nan")
+    values[1, 0], values[1, 1] = float("inf"), -float("inf")
+    assert not_finite(values, square_sum(values)).tolist() == [3, 2]
+
+
+def test_outlier_channels_are_the_largest() -> None:
+    values = random(5, 7, 40)
+    values[2, 3, 11], values[0, 0, 30] = -90.0, 50.0
+    pairs = outliers_of(channel_maxima(values)).view(-1, 2)
+    largest = values.abs().amax(dim=(0, 1))
+    assert pairs[:, 0].long().tolist() == largest.argsort(descending=True)[:OUTLIERS].tolist()
+    assert pairs[0].tolist() == [11, 90]
+    few = outliers_of(channel_maxima(values[..., :3])).view(-1, 2)
+    assert sorted(few[:3, 0].tolist()) == [0, 1, 2] and few[3:, 0].tolist() == [-1] * (OUTLIERS - 3)
+    values[0, 0, 5] = float("nan")
+    assert outliers_of(channel_maxima(values))[:2].tolist() == [5, float("inf")]
+
+
+def test_histograms_count_by_power_of_two() -> None:
+    values = torch.tensor(
+        [0.0, 1.0, -1.5, 2.0, 2.0**-40, 2.0**-50, 2.0**23, 1e30, float("inf"), float("nan")]
+    )
+    counts = histogram(values).tolist()
+    assert counts[40] == 2 and counts[41] == 1 and counts[0] == 3 and counts[63] == 3
+    assert sum(counts) == 9 and len(counts) == HISTOGRAM_BINS
+
+
+def test_moments_are_sums_of_powers() -> None:
+    values = random(6, 9).double()
+    powers, ends = moments(values)
+    assert powers.tolist() == pytest.approx([float((values**n).sum()) for n in (1, 2, 3, 4)])
+    assert ends.tolist() == [float(values.min()), float(values.max())]
+
+
+@given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 2**31), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_tiles_state_their_error(rows: int, columns: int, seed: int, scale: float) -> None:
+    values = random(rows, columns, seed=seed) * scale
+    tiles = tiles_of(values)
+    count = tiles.scale.shape[1]
+    width = -(-columns // count)
+    at = torch.arange(columns) // width
+    back = tiles.low[:, at] + tiles.scale[:, at] * tiles.codes.float()
+    worst = float((back - values).abs().max())
+    assert worst <= float(tiles.error) * (1 + 1e-6)
+    span = float((tiles.scale * 255).max())
+    assert float(tiles.error) <= span / 255 * 0.51 + 1e-6 * float(values.abs().max())
+
+
+def test_tiles_of_equal_elements_are_exact() -> None:
+    tiles = tiles_of(torch.full((3, 100), -7.25))
+    assert float(tiles.error) == 0.0 and tiles.low.unique().tolist() == [-7.25]
+
+
+def test_what_is_not_finite_makes_the_error_infinite() -> None:
+    values = random(2, 70)
+    values[1, 3] = float("nan")
+    assert math.isinf(float(tiles_of(values).error))
+
+
+def test_parts_add_up_over_micro_batches() -> None:
+    parts = Parts(torch.device("cpu"))
+    one, other = random(4, 20, seed=1), random(6, 20, seed=2)
+    for values in (one, other):
+        parts.add("a", "activation_rms", [square_sum(values), float(values.numel())])
+        parts.largest("a", "activation_max", values.abs().max())
+        parts.outliers("a", channel_maxima(values), square_sum(values), values.numel())
+        parts.moments("a", values.numel(), *moments(values))
+        parts.add("a", "histogram", histogram(values))
+        parts.add("b", "known", [3.0, 4.0])
+    layout, vector, values_of = parts.taken()
+    values, at, found = values_of(vector.numpy()), 0, {}
+    for path, name, length in layout:
+        found[path, name] = values[at : at + length]
+        at += length
+    assert at == len(values)
+    both = torch.cat((one, other))
+    assert STATISTICS["activation_rms"].value(found["a", "activation_rms"]) == pytest.approx(
+        float(both.square().mean().sqrt()), rel=1e-6
+    )
+    assert found["a", "activation_max"][0] == float(both.abs().max())
+    assert found["a", "moments"][0] == 200 and found["a", "moments"][6] == float(both.max())
+    assert found["a", "moments"][2] == pytest.approx(float(both.double().square().sum()), rel=1e-6)
+    assert found["a", "histogram"].sum() == 200
+    assert found["a", "outlier_channels"][1] == float(both.abs().max())
+    assert found["a", "outlier_channels"][-1] == 200
+    assert found["b", "known"].tolist() == [6.0, 8.0]
+    assert Parts(torch.device("cpu")).taken()[0] == ()
+
+
+def test_requests_are_read() -> None:
+    request = parse("attention@decoder.layers.*:heads=0,2-4:tokens=3-9:samples=1:every=10")
+    assert (request.kind, request.heads, request.tokens) == ("attention", (0, 2, 3, 4), (3, 9))
+    assert request.samples == (1,) and request.due(20, 7) and not request.due(21, 7)
+    assert request.matches("decoder.layers.7") and not request.matches("decoder.layers.7.mlp")
+    plain = parse("mlp@decoder.**")
+    assert plain.heads is None and plain.tokens is None and plain.samples == (0,)
+    assert plain.matches("decoder.layers.7.mlp") and plain.due(14, 7)
+    assert parse("qkv@a.b").matches("a.b") and not parse("qkv@a.b").matches("aXb")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "mlp",
+        "mlp@",
+        "nothing@a",
+        "mlp@a:b",
+        "mlp@a:heads=",
+        "mlp@a:heads=x",
+        "mlp@a:tokens=5-2",
+        "mlp@a:tokens=1,2",
+        "mlp@a:every=0",
+        "mlp@a:every=1:every=1",
+        "mlp@a/b",
+        "mlp@" + "a" * 400,
+        "mlp@a:heads=0-4096",
+        "mlp@a:every=99999999999999999999",
+    ],
+)
+def test_what_is_no_request_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="found"):
+        parse(text)
+
+
+@given(st.text(max_size=80) | st.from_regex(r"[a-z]{1,12}@[a-z.*0-9]{1,20}(:[a-z]{1,8}=[0-9,-]{1,12}){0,3}"))
+def test_any_text_is_a_request_or_refused(text: str) -> None:
+    try:
+        assert parse(text).kind in KINDS
+    except ConfigError as error:
+        assert str(error).startswith("found")
+
+
+def test_too_many_requests_are_refused() -> None:
+    requests, refused = parse_all([f"mlp@layers.{index}" for index in range(MOST_REQUESTS + 3)] + ["bad"])
+    assert len(requests) == MOST_REQUESTS and len(refused) == 4
+
+
+def test_an_unknown_module_is_told_what_is_near() -> None:
+    paths = ["embedding", "decoder.layers.0", "decoder.layers.0.self_attention", "decoder.layers.1"]
+    assert unknown(parse("mlp@decoder.layers.*"), paths) is None
+    line = unknown(parse("mlp@decoder.layer.0.self_attention"), paths)
+    assert line is not None and "decoder.layers.0.self_attention" in line
+    line = unknown(parse("mlp@zzz"), paths)
+    assert line is not None and "decoder.layers.*" in line
+
+
+def test_tokens_of_parts_of_the_vocabulary_are_those_of_all() -> None:
+    logits, labels = random(5, 30).double() * 3, torch.tensor([0, 14, 15, 29, 7])
+    frames = []
+    for first in (0, 15):
+        mine = logits[:, first : first + 15]
+        logprobs = mine.log_softmax(-1)
+        column = labels - first
+        inside = (column >= 0) & (column < 15)
+        own = -logprobs.gather(1, column.clamp(0, 14)[:, None])[:, 0]
+        best = logprobs.topk(4, dim=-1)
+        frames.append(
+            {
+                "ids": labels.numpy(),
+                "loss": torch.where(inside, own, math.inf).numpy(),
+                "entropy": -(logprobs.exp() * logprobs).sum(-1).numpy(),
+                "top_ids": (best.indices + first).numpy(),
+                "top_logprobs": best.values.numpy(),
+                "lse": mine.logsumexp(-1).numpy(),
+                "parts": 2,
+            }
+        )
+    whole, logprobs = combined(frames), logits.log_softmax(-1)
+    assert whole["parts"] == 1 and combined(frames[:1])["parts"] == 2
+    np.testing.assert_allclose(whole["loss"], -logprobs.gather(1, labels[:, None])[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(whole["entropy"], -(logprobs.exp() * logprobs).sum(-1), rtol=1e-6)
+    np.testing.assert_allclose(whole["top_logprobs"], logprobs.topk(4).values, rtol=1e-6)
+    assert (whole["top_ids"] == logprobs.topk(4).indices.numpy()).all()
+    with pytest.raises(ValueError, match="no tokens frame"):
+        combined([])
