@@ -43,13 +43,13 @@ class Layout:
 LAYOUTS = (
     Layout(name="one", world=1),
     Layout(name="one_experts", world=1, experts=True),
-    Layout(name="one_tied", world=1, tied=True),
     Layout(name="tp2_sp", world=2, flags=f"{TP} {SP}"),
     Layout(name="cp2", world=2, flags=CP),
     Layout(name="vpp2", world=2, flags=VPP),
     Layout(name="ep2_zero1", world=2, flags=f"{EP} {ZERO1}", experts=True),
 )
 FURTHER = (
+    Layout(name="one_tied", world=1, tied=True),
     Layout(name="recompute", world=1, flags=RECOMPUTE),
     Layout(name="recompute_selective", world=1, flags="--recompute-granularity selective"),
     Layout(name="tp2", world=2, flags=TP),
