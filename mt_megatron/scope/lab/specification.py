@@ -246,7 +246,8 @@ def perturbation_from(given: Any, *, default_name: str = "p0", default_seed: int
     missing, does not belong to the kind or is out of range, an unknown key, two ways of choosing elements."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"found {_kind_of(given)}; expected a map with kind, on, module ...")
-    entry = {str(key): value for key, value in given.items()}
+    # YAML 1.1 reads the key ``on`` as true.
+    entry = {"on" if key is True else str(key): value for key, value in given.items()}
     kind, on = _kind_and_place(entry)
     figures = _figures(kind, entry)
     known = {each.name for each in fields(Perturbation)} - {"figures"} | set(FIGURES[kind])
