@@ -162,8 +162,10 @@ class Session:
             per_token_loss=bool(getattr(core, "calculate_per_token_loss", False)),
         )
         heads = int(getattr(core, "num_attention_heads", 1))
-        self._defaults = Defaults(self._chunks, place, heads=heads, told=self._failed)
-        self._asked = Asked(self._chunks, place, heads=heads, loss_scale=self._loss_scale, told=self._failed)
+        self._defaults = Defaults(self._chunks, place, heads=heads, told=self._tap_failed)
+        self._asked = Asked(
+            self._chunks, place, heads=heads, loss_scale=self._loss_scale, told=self._tap_failed
+        )
         shares = shares_of(self._chunks, self._optimizer, place)
         self._norms = Norms(shares, place, vocab_size=facts.vocab_size, say=self._tell)
         self._hello = {
@@ -402,7 +404,8 @@ class Session:
         return None
 
     def _guarded(self, action: Callable[[Norms, Parts], None], step: _Step) -> None:
-        assert self._norms is not None
+        if self._norms is None:
+            return
         try:
             with torch.no_grad():
                 action(self._norms, step.parts)
@@ -435,6 +438,9 @@ class Session:
             self._say(f"scope: {text}")
         elif anywhere and (at.tp, at.cp, at.dp) == (0, 0, 0):
             logger.warning("scope: rank %d: %s", self._rank, text)
+
+    def _tap_failed(self, text: str) -> None:
+        self._failed(f"a statistic is left out: {text}")
 
     def _failed(self, text: str) -> None:
         if text not in self._said:

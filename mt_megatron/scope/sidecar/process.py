@@ -117,6 +117,9 @@ class SidecarProcess:
             for line in lines:
                 self._say(line.decode(errors="replace").rstrip())
         code = process.wait()
+        if not self._closing and self._folder is not None:
+            # Ranks that still try to connect see by this that nobody will listen.
+            shutil.rmtree(self._folder, ignore_errors=True)
         if not self._closing and code:
             self._say(
                 f"scope: the sidecar ended with code {code}: nothing more is recorded; training goes on"

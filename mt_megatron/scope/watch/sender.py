@@ -29,6 +29,9 @@ CONNECT_SECONDS = 120.0
 CLOSE_SECONDS = 2.0
 """How long the end of a run waits for what is queued."""
 
+LATE_SECONDS = 10.0
+"""How long the end of a run that was shorter than the sidecar's start waits for the sidecar to listen."""
+
 _RETRY_SECONDS = 0.2
 _PIECE = 256 * 1024
 
@@ -107,11 +110,12 @@ class Sender:
             return self._dropped_frames, self._dropped_bytes
 
     def close(self) -> None:
-        """Send what is queued, for ``CLOSE_SECONDS`` at most, and end."""
+        """Send what is queued, for ``CLOSE_SECONDS`` at most, and end; a sidecar that has not yet listened is
+        given ``LATE_SECONDS`` to."""
         self._ending.set()
         self._wake()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS + 1.0)
+            self._thread.join(LATE_SECONDS + CLOSE_SECONDS + 1.0)
         if not self._thread.is_alive():
             for end in (self._wake_read, self._wake_write):
                 with contextlib.suppress(OSError):
@@ -149,6 +153,7 @@ class Sender:
 
     def _connected(self) -> socket.socket | None:
         deadline = time.monotonic() + self._connect_seconds
+        shortened = False
         while True:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -157,13 +162,16 @@ class Sender:
                 return link
             except OSError as error:
                 link.close()
-                if self._ending.is_set():
-                    self.ended = "the run ended before the sidecar listened"
+                if not os.path.isdir(os.path.dirname(self._path)):
+                    # Whoever starts it takes the folder away when it has ended.
+                    self._end("the sidecar has ended")
                     return None
+                if self._ending.is_set() and not shortened:
+                    shortened, deadline = True, min(deadline, time.monotonic() + LATE_SECONDS)
                 if time.monotonic() > deadline:
                     self._end(f"no sidecar listened within {self._connect_seconds:g} s ({error})")
                     return None
-            self._ending.wait(_RETRY_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
     def _serve(self, link: socket.socket) -> None:
         decoder = Decoder()

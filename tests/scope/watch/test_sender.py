@@ -186,6 +186,26 @@ def test_a_sidecar_that_never_listens_is_told_once(tmp_path: Path) -> None:
     sender.close()
 
 
+def test_a_sidecar_that_has_gone_with_its_folder_is_not_waited_for(tmp_path: Path) -> None:
+    said: list[str] = []
+    sender = sender_to(str(tmp_path / "gone" / "s"), said)
+    eventually(lambda: bool(said))
+    assert said == ["the sidecar has ended"]
+    sender.close()
+
+
+def test_a_run_shorter_than_the_sidecars_start_is_recorded(tmp_path: Path) -> None:
+    sender = sender_to(str(tmp_path / "s"), [])
+    sender.put(parcel(10))
+    sender.put(Parcel(frames=lambda: [{"k": "bye"}], size=10, must=True))
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    late = Server(tmp_path / "s")
+    assert [frame["k"] for frame in frames_from(late.accept(), "bye")] == ["hello", "tensor", "bye"]
+    closing.join()
+    late.close()
+
+
 def test_a_sidecar_that_comes_late_gets_everything(tmp_path: Path) -> None:
     sender = sender_to(str(tmp_path / "s"), [])
     for number in range(3):

@@ -1,0 +1,108 @@
+"""Watching in the training loop: on where there is a place, off without a trace, never in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.config.parse import load_config
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.training.scope_session import scope_folder
+from tests.launch import run_ranks
+from tests.training.scope_cases import STEPS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("watched")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = run_ranks(
+        2, "tests.training.scope_cases:watched_runs", str(folder), timeout=240
+    )
+    return ranks
+
+
+def test_every_run_finishes_and_leaves_no_thread(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        for name, run in each.items():
+            assert run["finished"] and run["after"] == [], name
+
+
+def test_off_is_off(found: list[dict[str, Any]], folder: Path) -> None:
+    for each in found:
+        assert each["off"]["during"] == [] and each["off"]["loaded"] == [] and each["off"]["lines"] == []
+    assert not (folder / "off" / "scope").exists()
+
+
+def test_losses_are_those_without(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        losses = {name: run["loss"] for name, run in each.items() if run["iteration"] == STEPS}
+        assert len(set(losses.values())) == 1, losses
+
+
+def test_what_was_recorded_is_read_back(found: list[dict[str, Any]], folder: Path) -> None:
+    assert found[0]["record"]["during"]
+    recording = open_recording(folder / "record")
+    series = recording.series("decoder.layers.1", "gradient_norm")
+    assert series.step.tolist() == [2, 4, 6]
+    assert not series.partial.any() and (series.value > 0).all()
+    assert sorted(set(recording.steps().step.tolist())) == list(range(1, STEPS + 3))
+    assert [key.what for key in recording.tensors() if key.step == 2] == ["mlp", "mlp_hidden"]
+    assert len(recording.sessions()) == 2
+    recording.close()
+
+
+def test_an_unknown_module_is_one_line(found: list[dict[str, Any]]) -> None:
+    lines = [line for line in found[0]["record"]["lines"] if "nowhere" in line]
+    assert len(lines) == 1 and "decoder.layers.*" in lines[0]
+    assert not [line for line in found[1]["record"]["lines"] if "nowhere" in line]
+
+
+def test_without_a_place_it_says_so(found: list[dict[str, Any]]) -> None:
+    assert found[0]["nowhere"]["during"] == []
+
+
+def test_a_folder_that_cannot_be_made_ends_the_recording_and_not_the_run(found: list[dict[str, Any]]) -> None:
+    lines = [line for line in found[0]["blocked"]["lines"] if line.startswith("scope: ")]
+    assert 1 <= len(lines) <= 2, lines
+
+
+def test_missing_packages_are_one_line(found: list[dict[str, Any]], folder: Path) -> None:
+    lines = [line for line in found[0]["no_page"]["lines"] if "uvicorn" in line]
+    assert len(lines) == 1 and "mt_megatron[scope]" in lines[0]
+    recording = open_recording(folder / "no_page")
+    assert recording.series("decoder.layers.0", "weight_norm").step.tolist() == [2, 4]
+    recording.close()
+
+
+def test_a_statistic_that_fails_ends_itself_and_not_the_run(found: list[dict[str, Any]]) -> None:
+    lines = found[0]["broken"]["lines"]
+    assert any("no more memory" in line and "training goes on" in line for line in lines)
+    assert len(lines) == len(set(lines)) <= 6, lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "metrics", "expected"),
+    [
+        ("", None, None),
+        ("", "/dev/null", None),
+        ("", "runs/a/metrics.jsonl", "runs/a"),
+        ("--scope-dir elsewhere", "runs/a/metrics.jsonl", "elsewhere"),
+        ("--scope-dir elsewhere", None, "elsewhere"),
+    ],
+)
+def test_the_recording_lies_beside_the_metrics(flags: str, metrics: str | None, expected: str | None) -> None:
+    folder = scope_folder(load_config(flags.split()), None if metrics is None else Path(metrics))
+    assert folder == (None if expected is None else Path(expected))
+
+
+def test_yaml_takes_a_bare_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("scope:\n  scope: off\n")
+    assert load_config([], file).scope.scope == "off"
+    assert load_config([]).scope.scope == "live"
