@@ -18,7 +18,7 @@ from mt_megatron.errors import ScopeError
 _Run = Callable[[argparse.Namespace], int]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-WORDS = ("report", "open", "status", "watch", "sql", "compare")
+WORDS = ("report", "open", "status", "watch", "control", "sql", "compare")
 """Actions, in the order of ``--help``."""
 
 

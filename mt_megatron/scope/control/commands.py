@@ -222,10 +222,11 @@ def _read_own(path: Path) -> Any:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > MOST_BYTES:
+        os.close(handle)
+        return None
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > MOST_BYTES:
-            return None
         data = file.read(MOST_BYTES + 1)
     try:
         return json.loads(data)

@@ -73,7 +73,8 @@ def request_from(arguments: Mapping[str, Any], trainer: Trainer) -> Request:
         if key not in known:
             raise ConfigError(f"found {key!r} for generate; expected {', '.join(known)}")
     ids = _prompt(arguments, trainer)
-    n = _whole(arguments, "n", 32, 1, MOST_TOKENS)
+    usual = max(1, min(32, trainer.seq_length - len(ids)))
+    n = _whole(arguments, "n", usual, 1, MOST_TOKENS)
     if len(ids) + n > trainer.seq_length:
         raise ConfigError(
             f"found a prompt of {len(ids)} tokens and n: {n}; expected at most {trainer.seq_length} "
