@@ -182,18 +182,23 @@ class Ours:
 
     def step(self) -> float:
         """One step of the trainer's own loop body."""
-        from mt_megatron.training.step import train_step
+        loss: float = self.observed_step(None).loss
+        return loss
+
+    def observed_step(self, observer: Any) -> Any:
+        """The same; a ``StepObserver`` hears of it. Returns the ``StepResult``."""
+        from mt_megatron.training.step import NO_OBSERVER, train_step
 
         self._iteration += 1
-        result = train_step(
+        return train_step(
             self.trainable,
             self._forward_step,
             [self._batches()],
             self._shape,
             self.job,
             iteration=self._iteration,
+            observer=observer or NO_OBSERVER,
         )
-        return result.loss
 
     def close(self) -> None:
         """Leave the process groups."""

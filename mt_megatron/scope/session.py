@@ -309,6 +309,11 @@ class Session:
     # Requests and commands.
 
     @property
+    def waiting(self) -> int:
+        """Bytes that the sender has still to encode."""
+        return 0 if self._outbox is None else self._outbox.waiting
+
+    @property
     def is_on(self) -> bool:
         """Whether it has begun, on all ranks."""
         return self._on

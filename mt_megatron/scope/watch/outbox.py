@@ -95,6 +95,11 @@ class Outbox:
             arrays = self._copier.copy(each.tensors)
             self._sender.put(Parcel(frames=_Tokens(frame, arrays), size=_size(each.tensors) + _ABOUT))
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that the sender has still to encode."""
+        return self._sender.waiting
+
     def close(self) -> None:
         """Say goodbye and end the connection."""
         self.frame({"k": "bye"}, must=True)

@@ -109,6 +109,11 @@ class Sender:
         with self._lock:
             return self._dropped_frames, self._dropped_bytes
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that are queued and not yet encoded."""
+        return self._queued
+
     def close(self) -> None:
         """Send what is queued, for ``CLOSE_SECONDS`` at most, and end; a sidecar that has not yet listened is
         given ``LATE_SECONDS`` to."""

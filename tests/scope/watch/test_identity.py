@@ -56,7 +56,7 @@ def test_watching_adds_no_collective(runs: list[dict[str, Any]], name: str) -> N
     for each in runs:
         on, off = each[name]["on"]["calls"], each[name]["off"]["calls"]
         assert on == off
-        assert sum(off[0].values()) > 3, "no call was counted"
+        assert sum(off[0].values()) >= 3, "no call was counted"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
