@@ -4,9 +4,9 @@
 
 One training, by our own trainer, in one set of processes: between two unwatched blocks comes one of another
 kind, in random order: not watched either (the control), watched without a sampled step, with the default
-statistics in its first step, or with a layer's attention in both. A pair is such a block and the two around it.
-A block ends when what it sends is encoded, so that nothing of it is left to the next. What the sidecar does
-with it has a core of its own in a real job and is left out: frames go to a process that drops them.
+statistics in its first step, or with a layer's attention in both. A pair is such a block and the two around
+it. A block ends when what it sends is encoded, so that nothing of it is left to the next. What the sidecar
+does with it has a core of its own in a real job and is left out: frames go to a process that drops them.
 
 At an interval of 20 steps a twentieth of the steps costs what a sampled one does and the others what an
 unsampled one does; the upper bound adds up those of both.
@@ -48,10 +48,15 @@ def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dic
             path = f"{HERE.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
             environment = {
                 **os.environ,
-                **{"PYTHONPATH": path, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                **{"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"},
+                "PYTHONPATH": path,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": str(threads),
             }
             command = [sys.executable, str(HERE / "cost_worker.py"), scratch, *arguments]
