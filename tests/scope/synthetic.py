@@ -323,8 +323,10 @@ def attention_map(shape: RunShape, step: int, head: int) -> NDArray[np.float32]:
 
 
 def quantised(values: NDArray[np.float32], rows: int, columns: int) -> dict[str, Any]:
-    """8-bit tiles of ``rows`` x ``columns`` of a matrix, with the largest error."""
+    """8-bit tiles of at most ``rows`` x ``columns`` of a matrix, with the largest error: of n tiles along d
+    elements each has ceil(d / n)."""
     high, wide = -(-values.shape[0] // rows), -(-values.shape[1] // columns)
+    rows, columns = -(-values.shape[0] // high), -(-values.shape[1] // wide)
     padded = np.pad(
         values, ((0, high * rows - values.shape[0]), (0, wide * columns - values.shape[1])), "edge"
     )

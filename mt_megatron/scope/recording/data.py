@@ -220,6 +220,10 @@ class Tensor:
 
     encodings: tuple[str, ...]
 
+    block: int = 1
+    """Rows and columns of the tensor that a value of an overview stands for; blocks at the ends may be
+    smaller."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:

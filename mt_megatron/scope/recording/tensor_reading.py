@@ -108,21 +108,26 @@ def overview(
             found = _from_level(shards, key, level, view, reduce)
             if found is not None:
                 left = max(-(-found.shape[0] // rows), -(-found.shape[1] // columns), 1)
-                return _as_tensor(key, shards, _again(found, left, reduce))
+                if reduce == "mean" and left > 1:
+                    found = _means_of_blocks(found, left, FACTOR**level, view)
+                else:
+                    found = _again(found, left, reduce)
+                return _as_tensor(key, shards, found, FACTOR**level * left)
     values = np.full((view[1], view[3]), np.nan, np.float32)
     covered = np.zeros(values.shape, np.bool_)
     for shard in shards:
         _fill(values, covered, shard, key.shape, view)
-    return _as_tensor(key, shards, _again(values, block, reduce))
+    return _as_tensor(key, shards, _again(values, block, reduce), block)
 
 
-def _as_tensor(key: TensorKey, shards: list[_Shard], values: Floats) -> Tensor:
+def _as_tensor(key: TensorKey, shards: list[_Shard], values: Floats, block: int) -> Tensor:
     return Tensor(
         key=key,
         values=values,
         missing=float(np.isnan(values).mean()) if values.size else 0.0,
         error=max(shard.error for shard in shards),
         encodings=tuple(sorted({shard.encoding for shard in shards})),
+        block=block,
     )
 
 
@@ -131,6 +136,19 @@ def _again(values: Floats, block: int, reduce: Reduce) -> Floats:
         return values
     found: Floats = reduced(values, block)[0 if reduce == "peak" else 1].astype(np.float32)
     return found
+
+
+def _means_of_blocks(values: Floats, left: int, block: int, view: Window) -> Floats:
+    """Means over ``left`` x ``left`` means of blocks, of which those at the ends are smaller."""
+    total = values.astype(np.float64)
+    for axis, elements in ((0, view[1]), (1, view[3])):
+        starts = np.arange(0, elements, block)
+        sizes = np.minimum(block, elements - starts).astype(np.float64)
+        at = np.arange(0, len(starts), left)
+        weights = sizes.reshape((-1, 1) if axis == 0 else (1, -1))
+        sums = np.add.reduceat(sizes, at).reshape((-1, 1) if axis == 0 else (1, -1))
+        total = np.add.reduceat(total * weights, at, axis=axis) / sums
+    return total.astype(np.float32)
 
 
 def _checked(window: Window, key: TensorKey) -> Window:

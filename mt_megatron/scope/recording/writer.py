@@ -367,7 +367,8 @@ class Writer:
                 return  # thinned since: a late part can no longer be added
             part, parts = combined(new.statistic, [np.frombuffer(kept, "<f8"), part]), parts + row[0]
         raw = np.ascontiguousarray(part, "<f8").tobytes()
-        short = len(part) <= SHORT
+        # Derived statistics find their source's part in one place.
+        short = len(part) <= SHORT and new.statistic not in DERIVED_OF
         self._execute(
             "INSERT OR REPLACE INTO value VALUES (?, ?, ?, ?, ?, ?)",
             (*key, parts, number(new.statistic, part), raw if short else None),

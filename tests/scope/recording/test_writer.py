@@ -1,0 +1,208 @@
+"""Sessions, rewinds, late and odd parts, and what ends a recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mt_megatron.scope.recording.combining import HOLD_SECONDS
+from mt_megatron.scope.recording.files import keeps_shared_memory, scope_files
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Writer
+from tests.scope.synthetic import RunShape, frames_of, hello, schema, stats_frame, step_frame, write_run
+
+SHAPE = RunShape(steps=20, tp=2, pp=1, tensor_every=0, token_every=0)
+
+
+def a_writer(run: Path, said: list[str] | None = None, retain: int = 1 << 27) -> Writer:
+    files = scope_files(run)
+    files.root.mkdir(exist_ok=True)
+    say = [].append if said is None else said.append
+    return Writer(files.node("a", 0), node=0, host="a", retain_bytes=retain, say=say)
+
+
+def greet(writer: Writer, shape: RunShape, *ranks: int) -> None:
+    for rank in ranks:
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+
+
+def test_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
+    """The second start goes on from step 25: of the first, steps up to 24 count; the rest stays readable."""
+    first = RunShape(steps=40, interval=5, session="first")
+    write_run(tmp_path, first, extras=False)
+    again = RunShape(steps=10, first_step=25, interval=5, session="second", scale=2.0)
+    write_run(tmp_path, again, extras=False)
+    recording = open_recording(tmp_path)
+    one, other = recording.sessions()
+    assert (one.name, one.first_step, one.last_current) == ("first", 1, 24)
+    assert (other.name, other.first_step, other.last_current) == ("second", 25, None)
+    steps = recording.steps()
+    assert steps.step.tolist() == list(range(1, 35))
+    assert steps.session.tolist() == [0] * 24 + [1] * 10
+    found = recording.series("decoder.layers.0", "activation_rms")
+    assert found.step.tolist() == [5, 10, 15, 20, 25, 30] and found.session.tolist() == [0, 0, 0, 0, 1, 1]
+    old = recording.series("decoder.layers.0", "activation_rms", session=0)
+    assert old.step.tolist() == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert found.value[4] == pytest.approx(2 * old.value[4], rel=1e-9)
+    assert recording.last_step() == 34
+    assert recording.steps(session=0).step.tolist() == list(range(1, 41))
+
+
+def test_a_rewind_within_a_session_is_another_attempt(tmp_path: Path) -> None:
+    """Training goes back from step 20 to 12 without ending; parts of both attempts are never added up."""
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0, 1)
+    for step in [*range(1, 21), *range(12, 18)]:
+        writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(SHAPE, rank, step)])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert [(each.attempt, each.first_step) for each in recording.sessions()] == [(0, 1), (1, 12)]
+    assert recording.steps().step.tolist() == list(range(1, 18))
+    assert recording.steps(session=0).step.tolist() == list(range(1, 21))
+    found = recording.series("decoder.layers.0", "gradient_norm")
+    assert found.step.tolist() == [10] and found.parts.tolist() == [2]
+    twice = recording.series("decoder.layers.0", "gradient_norm", session=0)
+    assert twice.step.tolist() == [10, 20] and twice.parts.tolist() == [2, 2]
+
+
+def test_a_rank_that_connects_again_goes_on(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0, 1)
+    for step in range(1, 21):
+        if step == 11:
+            greet(writer, SHAPE, 0)
+        writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(SHAPE, rank, step)])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert len(recording.sessions()) == 1 and recording.steps().step.tolist() == list(range(1, 21))
+    assert not recording.series("decoder.layers.0", "gradient_norm").partial.any()
+
+
+def test_a_sidecar_that_was_killed_and_started_again_goes_on(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0, 1)
+    writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(SHAPE, rank, 10)])
+    del writer  # no close: what the process had not written is lost, the file stays
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0, 1)
+    writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(SHAPE, rank, 20)])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert len(recording.sessions()) == 1
+    assert recording.series("decoder.layers.0", "gradient_norm").parts.tolist() == [2, 2]
+
+
+def test_late_parts_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("mt_megatron.scope.recording.writer.time.monotonic", lambda: now[0])
+    shape = RunShape(steps=20, tp=2, pp=1, experts=8, tensor_every=0)
+    writer = a_writer(tmp_path)
+    greet(writer, shape, 0, 1)
+    writer.tick([(0, stats_frame(shape, 0, 10))])
+    reader = open_recording(tmp_path)
+    assert not len(reader.series("decoder.layers.0", "gradient_norm").step), "held for the other rank"
+    now[0] += HOLD_SECONDS + 0.1
+    writer.tick([])
+    assert reader.series("decoder.layers.0", "gradient_norm").partial.tolist() == [True]
+    writer.tick([(1, stats_frame(shape, 1, 10))])
+    now[0] += HOLD_SECONDS + 0.1
+    writer.tick([])
+    from tests.scope.synthetic import truth_of
+
+    truth = truth_of(shape)
+    for (path, name), values in truth.values.items():
+        found = reader.series(path, name, vectors=True)
+        assert found.partial.tolist() == [False], (path, name)
+        assert found.value[0] == pytest.approx(values[10], rel=1e-12)
+        if (path, name) in truth.vectors:
+            np.testing.assert_allclose(found.vector, [truth.vectors[path, name][10]], rtol=1e-12)
+    writer.close()
+
+
+def test_odd_entries_are_left_out_and_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = a_writer(tmp_path, said)
+    shape = RunShape(tp=2, pp=1)
+    entries: list[list[Any]] = [
+        ["a", "activation_rms", 2],
+        ["a", "from_the_future", 3],
+        ["a", "expert_load", 4],
+    ]
+    for rank in (0, 1):
+        own = [*entries[:2], ["a", "expert_load", 4 + rank]]
+        writer.tick([(rank, hello(shape, rank)), (rank, {"k": "schema", "id": 1, "entries": own})])
+    for step in (10, 20):
+        for rank in (0, 1):
+            values = np.arange(9.0 + rank)
+            writer.tick([(rank, {"k": "stats", "i": step, "id": 1, "values": values})])
+    writer.tick([(0, {"k": "stats", "i": 30, "id": 1, "values": np.arange(4.0)})])
+    writer.tick([(0, {"k": "stats", "i": 30, "id": 9, "values": np.arange(4.0)})])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert recording.series("a", "activation_rms").parts.tolist() == [2, 2]
+    assert recording.series("a", "expert_load").of.tolist() == [1, 1]
+    assert {name.statistic for name in recording.names()} >= {"activation_rms", "expert_load"}
+    text = "\n".join(said)
+    assert text.count("from_the_future") == 2  # once a rank
+    assert text.count("elements, other ranks 4") == 1
+    assert "found 4 values of a schema of 9" in text and "schema 9, which the rank has not sent" in text
+
+
+def test_a_full_disk_ends_the_recording_with_one_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = a_writer(tmp_path, said)
+    greet(writer, SHAPE, 0, 1)
+    writer.tick([(0, step_frame(SHAPE, 0, 1))])
+    pages = writer._connection.execute("PRAGMA page_count").fetchone()[0]
+    writer._connection.execute(f"PRAGMA max_page_count={pages + 4}")
+    shape = RunShape(tp=2, pp=1, tensor_every=1)
+    for step in range(2, 30):
+        writer.tick([(0, frame) for frame in frames_of(shape, 0, step)])
+    writer.close()
+    assert len(said) == 1 and "the disk is full" in said[0] and "training goes on" in said[0]
+    assert writer.lost > 20 and writer.stopped == "the disk is full"
+    # What was there before is still whole.
+    assert open_recording(tmp_path).steps().step.tolist()[0] == 1
+
+
+def test_frames_before_hello_and_of_no_kind_are_left_out(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = a_writer(tmp_path, said)
+    writer.tick([(3, step_frame(SHAPE, 1, 1)), (3, {"k": "nonsense"}), (3, {"k": "hello"})])
+    assert writer.lost == 3 and len(said) == 3
+    greet(writer, SHAPE, 0)
+    writer.tick([(0, {**step_frame(SHAPE, 0, 1), "perturbed": "noise"}), (0, step_frame(SHAPE, 0, 2))])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert recording.perturbed() == ((1, "noise"),)
+    assert recording.steps().perturbed.tolist() == [True, False]
+
+
+def test_the_file_is_private_and_has_a_log_only_while_it_is_written(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0)
+    path = scope_files(tmp_path).nodes()[0]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Path(f"{path}-wal").stat().st_mode & 0o077 == 0
+    writer.close()
+    assert not Path(f"{path}-wal").exists()
+
+
+def test_network_file_systems_get_a_journal_that_their_locks_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keeps_shared_memory(tmp_path)
+    monkeypatch.setattr("mt_megatron.scope.recording.schema.keeps_shared_memory", lambda _: False)
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0, 1)
+    path = scope_files(tmp_path).nodes()[0]
+    assert writer._connection.execute("PRAGMA journal_mode").fetchone()[0] == "truncate"
+    recording = open_recording(tmp_path)
+    for step in range(1, 21):
+        writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(SHAPE, rank, step)])
+        assert recording.last_step() == step
+    assert not Path(f"{path}-wal").exists()
+    writer.close()
