@@ -16,6 +16,7 @@ from typing import Any
 
 from mt_megatron.parallel.group_names import name_of
 from mt_megatron.seams import collectives, events
+from mt_megatron.seams.taps import loss as taps
 
 CALLS = ("all_reduce", "broadcast")
 
@@ -168,6 +169,9 @@ def before_sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Body for a part of the vocabulary-parallel cross-entropy that a sum over the ranks follows."""
     after_sum_ends()
     result = original(*args, **kwargs)
+    if len(result) > 2:
+        # Logits, labels, and the maximum, which has been reduced by now.
+        taps.highest_logits(args[2])
     if events.listening() and not _compiling():
         from megatron.core import parallel_state
 
@@ -184,7 +188,9 @@ def before_sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def after_sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Body for the part after the last of these sums."""
     after_sum_ends()
-    return original(*args, **kwargs)
+    result = original(*args, **kwargs)
+    taps.summed_exponentials(args[2], result[1])
+    return result
 
 
 def after_sum_ends() -> None:

@@ -13,6 +13,7 @@ from mt_megatron.backends.base import Backend
 from mt_megatron.patching.spec import Patch
 from mt_megatron.seams.loss_gradient import announced
 from mt_megatron.seams.taps import modules as taps
+from mt_megatron.seams.taps.loss import whole_logits
 
 _log = logging.getLogger("mt_megatron")
 
@@ -107,10 +108,10 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
     if not isinstance(logits, _Head):
         from megatron.core.models.gpt import GPTModel
 
-        _leave_padding_out(logits, vocab_size)
+        place = _leave_padding_out(logits, vocab_size)
         if self.config.cross_entropy_loss_fusion and not isinstance(self, GPTModel):
             _say(f"a {type(self).__name__}'s output layer is not fused with its loss")
-        with _unfused(self.config):
+        with _unfused(self.config), whole_logits(logits, labels.transpose(0, 1), **place):
             return original(self, labels, logits)
     from mt_megatron.layers.loss.cross_entropy import linear_cross_entropy
 
@@ -127,16 +128,19 @@ def _language_model_loss(original: Callable[..., Any], self: Any, labels: Any, l
     return losses.transpose(0, 1).contiguous()
 
 
-def _leave_padding_out(logits: Any, vocab_size: int | None) -> None:
-    if vocab_size is None:
-        return
+def _leave_padding_out(logits: Any, vocab_size: int | None) -> dict[str, int]:
+    """The id of the first of this rank's words, how many of them are no padding, and the whole number."""
     from megatron.core import parallel_state
 
     from mt_megatron.layers.loss.cross_entropy_blocks import leave_out, padding_from
 
     size = logits.shape[-1]
     first = size * parallel_state.get_tensor_model_parallel_rank()
-    leave_out(logits, padding_from(vocab_size, first, size))
+    words = padding_from(vocab_size, first, size)
+    if vocab_size is not None:
+        leave_out(logits, words)
+    whole = size * parallel_state.get_tensor_model_parallel_world_size()
+    return {"first": first, "words": words, "whole": whole if vocab_size is None else vocab_size}
 
 
 def patches(backend: Backend) -> list[Patch]:

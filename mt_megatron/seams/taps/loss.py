@@ -1,8 +1,9 @@
-"""Logits out of the blocks of the fused cross-entropy, which never holds those of a whole micro-batch."""
+"""Losses of tokens, and logits out of the blocks of the fused cross-entropy, which never has all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal
@@ -79,7 +80,7 @@ def loss_blocks(
 
     ``positions`` and ``samples`` are host numbers (a ``range`` is best), None for all: a block without asked
     tokens costs nothing, one with them a copy of their logits. The blocked loss computes as without it.
-    Recomputed losses are left out.
+    Where the loss is not blocked, the logits of a micro-batch are one block. Recomputed losses are left out.
     """
     made = _LossWatch("the loss", told, errors)
     made.fn, made.positions, made.samples = fn, positions, samples
@@ -192,54 +193,68 @@ class Asked:
                 found.append((watch, rows[begin:end]))
         return Kept(self, found, start) if found else None
 
-    def give(self, watch: _LossWatch, rows: list[int], logits: Tensor, lse: Tensor, losses: Tensor) -> None:
+    def block(self, rows: list[int], logits: Tensor, lse: Tensor, losses: Tensor) -> LossBlock:
+        """What is given of ``rows``."""
         at = torch.tensor(rows)
-        watch.tell(
-            watch.fn,
-            LossBlock(
-                microbatch=progress.current_microbatch(),
-                chunk=progress.current_chunk(),
-                depth=self._depth,
-                positions=at // self._batch,
-                samples=at % self._batch,
-                labels=self._labels[at.to(self._labels.device)],
-                logits=logits[:, : self._words],
-                first=self._first,
-                vocab_size=self._whole,
-                lse=lse,
-                losses=losses,
-            ),
+        return LossBlock(
+            microbatch=progress.current_microbatch(),
+            chunk=progress.current_chunk(),
+            depth=self._depth,
+            positions=at // self._batch,
+            samples=at % self._batch,
+            labels=self._labels[at.to(self._labels.device)],
+            logits=logits[:, : self._words],
+            first=self._first,
+            vocab_size=self._whole,
+            lse=lse,
+            losses=losses,
         )
 
 
 class Kept:
-    """The asked rows of one block."""
+    """The asked rows of one block. What goes wrong closes the tap that asked, and the loss goes on."""
 
     def __init__(self, asked: Asked, found: list[tuple[_LossWatch, list[int]]], start: int) -> None:
         self._asked = asked
-        self._found = found
-        self._start = start
-        self._local = [torch.tensor(rows) - start for _, rows in found]
-        self._logits: list[Tensor] = []
+        self._rows = [_Rows(watch, rows, torch.tensor(rows) - start) for watch, rows in found]
 
     def take(self, logits: Tensor) -> None:
         """Copy the asked rows of the block's ``logits`` [rows, words]."""
-        self._logits = [logits[local.to(logits.device)] for local in self._local]
+        for each in self._rows:
+            each.watch.tell(each.take, logits)
 
     def take_words(self, logits: Tensor, words: slice, of: int) -> None:
         """The same for some ``words`` of the block, with tokens as columns: ``logits`` [words, rows]; ``of``
         is how many words there are in all."""
-        if not self._logits:
-            self._logits = [logits.new_empty(len(rows), of) for _, rows in self._found]
-        for kept, local in zip(self._logits, self._local, strict=True):
-            kept[:, words] = logits[:, local.to(logits.device)].t()
+        for each in self._rows:
+            each.watch.tell(each.take_words, logits, words, of)
 
     def give(self, lse: Tensor, losses: Tensor) -> None:
         """Hand over what was taken, with ``lse`` and ``losses`` [rows] of the block."""
-        for (watch, rows), local, logits in zip(self._found, self._local, self._logits, strict=True):
-            at = local.to(lse.device)
-            self._asked.give(watch, rows, logits, lse[at], losses[at])
-        self._logits = []
+        with torch.no_grad():
+            for each in self._rows:
+                each.watch.tell(self._give, each, lse, losses)
+
+    def _give(self, each: _Rows, lse: Tensor, losses: Tensor) -> None:
+        if each.logits is not None:
+            at = each.local.to(lse.device)
+            each.watch.fn(self._asked.block(each.rows, each.logits, lse[at], losses[at]))
+
+
+class _Rows:
+    """What one watch gets of one block."""
+
+    def __init__(self, watch: _LossWatch, rows: list[int], local: Tensor) -> None:
+        self.watch, self.rows, self.local = watch, rows, local
+        self.logits: Tensor | None = None
+
+    def take(self, logits: Tensor) -> None:
+        self.logits = logits.detach()[self.local.to(logits.device)]
+
+    def take_words(self, logits: Tensor, words: slice, of: int) -> None:
+        if self.logits is None:
+            self.logits = logits.new_empty(len(self.rows), of)
+        self.logits[:, words] = logits[:, self.local.to(logits.device)].t()
 
 
 def asked(labels: Tensor, *, first: int, words: int, whole: int) -> Asked | None:
@@ -251,3 +266,42 @@ def asked(labels: Tensor, *, first: int, words: int, whole: int) -> Asked | None
     if not watches or progress.is_recomputing():
         return None
     return Asked(watches, labels, first, words, whole)
+
+
+# A loss that is not blocked: the logits of a micro-batch are one block. Megatron's vocabulary-parallel
+# cross-entropy tells what it has summed over the ranks.
+
+_whole: Kept | None = None
+_highest: Tensor | None = None
+
+
+@contextmanager
+def whole_logits(logits: Tensor, labels: Tensor, *, first: int, words: int, whole: int) -> Iterator[None]:
+    """Within it the loss of ``logits`` [s, b, v] and ``labels`` [s, b] is computed; the rest as ``asked``."""
+    global _whole, _highest
+    found = asked(labels, first=first, words=words, whole=whole)
+    kept = None if found is None else found.within(0, labels.numel())
+    if kept is None:
+        yield
+        return
+    kept.take(logits.reshape(-1, logits.shape[-1]))
+    outer, _whole = _whole, kept
+    try:
+        yield
+    finally:
+        _whole, _highest = outer, None
+
+
+def highest_logits(highest: Tensor) -> None:
+    """For the loss: the largest logit of every token over the whole vocabulary."""
+    global _highest
+    if _whole is not None:
+        _highest = highest
+
+
+def summed_exponentials(total: Tensor, losses: Tensor) -> None:
+    """For the loss: the sum of exp(logit - highest) of every token over the whole vocabulary."""
+    if _whole is not None and _highest is not None:
+        with torch.no_grad():
+            lse = _highest.reshape(-1).float() + total.reshape(-1).float().log()
+        _whole.give(lse, losses.detach().reshape(-1).float())

@@ -33,6 +33,10 @@ class RouterScores:
     padded: bool
     """Whether ``weights`` and ``experts`` are by expert: ``moe_pad_expert_input_to_capacity``."""
 
+    tokens: slice
+    """This rank's tokens among those that ``padded`` ``experts`` counts: all, or its part of those that the
+    tensor parallel ranks have gathered."""
+
     num_experts: int
     topk: int
 
@@ -52,13 +56,13 @@ class RouterScores:
 
     def routing_map(self) -> Tensor:
         """bool [tokens, num_experts]: which experts compute which tokens. Computed at every call."""
-        chosen = torch.zeros(
-            self.logits.size(0), self.num_experts + 1, dtype=torch.bool, device=self.logits.device
-        )
         if self.padded:
-            taken = torch.zeros_like(chosen[:, :-1]).t().contiguous()
-            return taken.scatter_(1, self.experts, self.weights != 0).t()
+            # Padding has weight 0.
+            taken = self.logits.new_zeros(self.num_experts, self.tokens.stop + 1, dtype=torch.bool)
+            last = self.experts.clamp(max=self.tokens.stop)
+            return taken.scatter_(1, last, self.weights != 0)[:, self.tokens].t()
         # What was dropped goes to a column that is left out.
+        chosen = self.logits.new_zeros(self.logits.size(0), self.num_experts + 1, dtype=torch.bool)
         chosen.scatter_(1, self.experts.clamp(max=self.num_experts), True)
         return chosen[:, :-1]
 
@@ -111,15 +115,19 @@ def router_of(module: nn.Module) -> nn.Module:
 def _scores(router: Any, call: Call, logits: Tensor, weights: Tensor, experts: Tensor) -> RouterScores:
     config = router.config
     padded = bool(config.moe_pad_expert_input_to_capacity and config.moe_expert_capacity_factor is not None)
-    if not padded and weights.size(0) != logits.size(0):
+    tokens = slice(0, logits.size(0))
+    if config.moe_token_dispatcher_type == "alltoall_seq":
         # This dispatcher gathers the logits of the tensor parallel ranks: those of this rank are one part.
-        weights, experts = (_own_part(each, logits.size(0)) for each in (weights, experts))
+        tokens = _own_part(logits.size(0))
+        if not padded:
+            weights, experts = weights[tokens], experts[tokens]
     return RouterScores(
         call=call,
         logits=logits,
         weights=weights,
         experts=experts,
         padded=padded,
+        tokens=tokens,
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
         score_function=getattr(config, "moe_router_score_function", "softmax"),
@@ -127,8 +135,8 @@ def _scores(router: Any, call: Call, logits: Tensor, weights: Tensor, experts: T
     )
 
 
-def _own_part(gathered: Tensor, tokens: int) -> Tensor:
+def _own_part(count: int) -> slice:
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return gathered[rank * tokens : (rank + 1) * tokens]
+    return slice(rank * count, (rank + 1) * count)
