@@ -3,9 +3,12 @@
 At the end of a training step each rank starts one sum over all ranks of what it measured (``exchange``),
 beside the optimizer; at the begin of the next step it waits for it, and every rank makes the same decision
 from the same numbers. That they do is checked. A digest of all that a rank's decisions depend on is in the
-same sum: where the digests differ every rank raises before the step's first message. Where a decision is due,
-which follows from numbers that are equal by then, the ranks compare what they decided by one more sum of two
-integers: if one differs, all keep the schedule that they have. So no rank waits for one that went on."""
+same sum: where the digests differ every rank sees it before the step's first message, and one more sum says
+in what. Ranks with other options or versions raise. Ranks that reckon other numbers from equal measurements
+(processors or libraries that round otherwise) go back together to the schedule that the run began with, and
+stay there. Where a decision is due, which follows from numbers that are equal by then, the ranks compare what
+they decided by one more sum of two integers: if one differs, all keep the schedule that they have. So no rank
+waits for one that went on."""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from ..forward_only import forward_only
 from ..lowering import lowered
 from ..simulate.costs import Costs
 from .candidates import Candidate, default_of
-from .controller import Controller, Outcome
+from .controller import AGREED, Controller, Outcome
 from .decision_log import FILE, DecisionLog
 from .exchange import Vector, watched
 
@@ -78,6 +82,8 @@ class Automatic:
         self._log: DecisionLog | None = None
         self._say: Callable[[str], None] = _to_standard_error
         self._given_up = False
+        self._adapts = True
+        """False once ranks have found that they reckon differently."""
         self._pipelines: dict[int, _Pipeline] = {}
         """By micro-batches of a step."""
         self._latest: _Pipeline | None = None
@@ -123,13 +129,14 @@ class Automatic:
         current = self._pipelines.get(microbatches)
         if current is None:
             current = self._begin(microbatches)
-        self._decide(current)
+        if self._adapts:
+            self._decide(current)
         self._latest = current
         return current.running()[0]
 
     def begin_step(self, schedule: Schedule) -> StepTimes | None:
-        """Marks of the step that begins."""
-        return StepTimes(current_backend())
+        """Marks of the step that begins; None where no step is measured any more."""
+        return StepTimes(current_backend()) if self._adapts else None
 
     def end_step(self, schedule: Schedule, times: StepTimes) -> None:
         """Tell the other ranks: now, beside the optimizer, where the host computes; before the next step on a
@@ -155,7 +162,9 @@ class Automatic:
             step, current, vector, pending = self._sum
             self._sum = None
             *summed, digests, squares = pending.wait()
-            _require_alike(digests, squares, f"after step {step + 1}")
+            if not _are_equal(digests, squares):
+                self._stop_adapting(current, f"after step {step + 1}")
+                return
             measured = vector.unpack(summed, step)
             # The first step of a process compiles, allocates and connects: it is like no other.
             if measured is not None and step != self._first:
@@ -174,7 +183,7 @@ class Automatic:
             raise MtMegatronError("the device is synchronised, and the end of the last step is not known")
         rank, pipeline, tells = _place()
         values = vector.pack(read, rank, pipeline) if tells else [0] * len(vector)
-        told = _Sum([*values, *_squared(_digest(current.control.state()))])
+        told = _Sum([*values, *_squared(_digest(repr(current.control.state())))])
         self._unread, self._sum = None, (step, current, vector, told)
         self.reductions += 1
 
@@ -194,20 +203,62 @@ class Automatic:
         from megatron.core import parallel_state
 
         control = controller(self.placement, microbatches, self._cap)
-        if self._latest is not None:
+        if self._latest is not None and self._adapts:
             control.learn_from(self._latest.control)
         self.reductions += 1
-        digests, squares = _Sum(_squared(_digest(control.state()))).wait()
-        _require_alike(digests, squares, "at the start")
+        digests, squares = _Sum(_squared(_digest(repr(control.state())))).wait()
         pipelines = parallel_state.get_data_parallel_world_size()
         self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
         if dist.get_rank() == 0:
             self.log.start(self._step, control, pipelines=pipelines)
+        if not _are_equal(digests, squares):
+            self._stop_adapting(made, "at the start")
+        if dist.get_rank() == 0:
             self._say(
                 f"pipeline schedule auto: {control.current.label} to begin with, {microbatches} micro-batches"
-                "; measured times decide from the second step on"
+                + ("; measured times decide from the second step on" if self._adapts else ", to the end")
             )
         return made
+
+    def _stop_adapting(self, current: _Pipeline, when: str) -> None:
+        """Go back to the schedules that steps began with, which all ranks know, for good; where a rank says
+        now that it passes its cap, what runs stays. All ranks come here together. Raises ConfigError on all
+        of them where it is options or versions that differ."""
+        state, ranks = current.control.state(), dist.get_world_size()
+        digests = [0] * (len(state) * ranks)
+        for number, text in enumerate(state.values()):
+            digests[number * ranks + dist.get_rank()] = _digest(text)
+        pipelines = list(self._pipelines.values())
+        self.reductions += 1
+        summed = _Sum([*digests, *(int(each.fits()) for each in pipelines)]).wait()
+        digests, fit = summed[: len(digests)], summed[len(digests) :]
+        others: dict[str, list[int]] = {}
+        for number, name in enumerate(state):
+            own = digests[number * ranks : (number + 1) * ranks]
+            usual = Counter(own).most_common(1)[0][0]
+            if found := [rank for rank, digest in enumerate(own) if digest != usual]:
+                others[name] = found
+        if differing := [name for name in AGREED if name in others]:
+            what = _told(differing, others)
+            raise ConfigError(
+                f"found ranks that know different things of the pipeline {when} ({what}), and would run "
+                "different schedules; expected the same options and the same version of mt_megatron on all "
+                "of them. Correct that, or choose a schedule by name "
+                "(--pipeline-schedule NAME)"
+            )
+        self._adapts, self._unread = False, None
+        for each, count in zip(pipelines, fit, strict=True):
+            if count == ranks:
+                each.control.run(each.begun)
+        if dist.get_rank() == 0:
+            what = _told(list(others), others)
+            text = (
+                f"{current.control.current.label} from step {self._step + 1} on, to the end: {when} ranks "
+                f"have reckoned different {what} from equal measurements, as processors or versions of numpy "
+                "do that round differently"
+            )
+            self._say(f"pipeline schedule auto: {text}")
+            self.log.note(self._step, text)
 
     def _decide(self, current: _Pipeline) -> None:
         control = current.control
@@ -260,15 +311,17 @@ def _are_equal(digests: int, squares: int) -> bool:
     return digests * digests == dist.get_world_size() * squares
 
 
-def _require_alike(digests: int, squares: int, when: str) -> None:
-    """Raise ConfigError on all ranks unless the digests of all ranks' controllers are equal."""
-    if not _are_equal(digests, squares):
-        raise ConfigError(
-            f"found ranks that know different things of the pipeline {when}, and would run different "
-            "schedules; expected the same options, the same versions of mt_megatron and numpy and the same "
-            "kind of processor on all of them. Correct that, or choose a schedule by name "
-            "(--pipeline-schedule NAME)"
-        )
+_MOST_NAMED = 4
+"""Ranks that a sentence names."""
+
+
+def _told(names: Sequence[str], others: Mapping[str, Sequence[int]]) -> str:
+    """What differs, and the ranks on which it is not what it is on most."""
+    ranks = sorted({rank for name in names for rank in others[name]})
+    shown = ", ".join(str(rank) for rank in ranks[:_MOST_NAMED])
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    what = ", ".join(names) if names else "numbers"
+    return f"{what} (rank{'s' * (len(ranks) > 1)} {shown}{more})" if ranks else what
 
 
 def _log(folder: Path | None) -> DecisionLog:
@@ -281,9 +334,15 @@ class _Pipeline:
 
     def __init__(self, control: Controller, pipelines: int) -> None:
         self.control = control
+        self.begun = control.current
+        """The schedule before anything was measured."""
         self.decision_seconds = 0.0
         self._pipelines = pipelines
         self._running: tuple[Candidate, int, Schedule, Vector] | None = None
+
+    def fits(self) -> bool:
+        """True where the schedule that steps began with passes no cap that is known now."""
+        return self.begun.fits(self.control.situation().costs, self.control.cap)
 
     def running(self) -> tuple[Schedule, Vector]:
         """The schedule with its transfers, and where its measurements go."""

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import mt_megatron
+
 from ...errors import ConfigError
 from ..actions import Placement
 from ..simulate.costs import Costs, Edge, Link, PerStage
-from .candidates import default_of
+from .candidates import Candidate, default_of
 from .decide import Decision, decide
 from .list_schedule import rules
 from .situation import WEIGHT_SHARE, EdgeTime, Measured, Situation, link_of
@@ -64,6 +66,11 @@ OUTCOME = 10
 FEWEST = 3
 """Steps after a switch by which its gain is measured at least. Before it one may be all there is: a slow
 link is answered in the next step."""
+
+OPTIONS, RUNNING = "options or versions", "the schedule that runs"
+"""Parts of a controller's state that ranks cannot reckon differently from the same options."""
+
+AGREED = (OPTIONS, RUNNING)
 
 _MESSAGE = 1.0
 """Size of a message: bandwidths are in messages per second, as nothing depends on bytes."""
@@ -305,6 +312,12 @@ class Controller:
         except ConfigError:
             return None  # Nothing fits a cap that what runs has passed already: no better schedule is known.
 
+    def run(self, chosen: Candidate) -> None:
+        """Run ``chosen`` from the next step on, whatever was decided before."""
+        self._trial = None
+        self._times.clear()
+        self.current = chosen
+
     def adopt(self, decision: Decision) -> Outcome | None:
         """Run ``decision`` from the next step on; the outcome of the switch before, as far as it is known."""
         ended = self._ended()
@@ -358,9 +371,10 @@ class Controller:
         step = self.current.program.makespan(situation.costs)
         return seconds <= DECISION_SHARE * steps * step
 
-    def state(self) -> str:
-        """Everything that later decisions depend on, as text: two controllers with equal texts that are given
-        equal measurements have decisions due in the same steps."""
+    def state(self) -> dict[str, str]:
+        """Everything that later decisions depend on, as text, by what it is: two controllers with equal texts
+        that are given equal measurements have decisions due in the same steps. Those of ``AGREED`` follow
+        from options, versions and integers; the others are reckoned from measurements."""
         means = [
             [(each.mean, each.deviation()) for each in smoothed]
             for smoothed in (self._forward, self._backward, self._input, self._weight)
@@ -369,10 +383,16 @@ class Controller:
             (edge, self._delay[edge].mean, self._delay[edge].deviation(), self._wire[edge].mean)
             for edge in sorted(self._delay)
         ]
+        given = self.cap if self._cap_is_given else None
         decided = None if self._decided is None else self._decided[0]
-        sizes = self.placement, self.microbatches, self.splits, self.cap, self._activation, self._static
-        ran = self._expected, self._headroom, sorted(self._ratios.items()), list(self._times)
-        return repr((self.current.digest, self._last, decided, self._again, sizes, means, links, ran))
+        return {
+            OPTIONS: repr((mt_megatron.__version__, self.placement, self.microbatches, self.splits, given)),
+            RUNNING: repr((self.current.digest, self._last, decided, self._again)),
+            "times of stages": repr(means),
+            "delays of links": repr(links),
+            "memory": repr((self.cap, self._activation, self._static, self._expected, self._headroom)),
+            "times of past steps": repr((sorted(self._ratios.items()), list(self._times))),
+        }
 
     # -- costs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ def late(seconds: float, step: int) -> float:
 
 
 def adapting(folder: str, flags: str, seconds: float) -> dict[str, Any]:
-    """A run by upstream's schedule, one by ``auto`` over a link that becomes slow, and that one stopped
-    after 6 steps and gone on with."""
+    """A run by upstream's schedule, one by ``auto`` over a link that becomes slow, that one stopped after 6
+    steps and gone on with, and one in which ranks reckon differently."""
     from mt_megatron.pipeline.execute.source import set_transport
     from mt_megatron.pipeline.policy import controller
     from tests.pipeline.policy.delayed import Delayed
@@ -33,6 +34,7 @@ def adapting(folder: str, flags: str, seconds: float) -> dict[str, Any]:
         ("auto", ""),
         ("first", f"--save {folder}/saved --exit-interval 6"),
         ("second", f"--save {folder}/saved"),
+        ("mixed", ""),
     ):
         made: list[Any] = []
 
@@ -41,12 +43,31 @@ def adapting(folder: str, flags: str, seconds: float) -> dict[str, Any]:
             return made[-1]
 
         set_transport(slow)
-        logs = Path(folder) / ("auto" if name == "auto" else "resumed")
+        logs = Path(folder) / {"first": "resumed", "second": "resumed"}.get(name, name)
         logs.mkdir(exist_ok=True)
+        observe = controller.Controller.observe
+        if name == "mixed":
+            controller.Controller.observe = rounding_otherwise(observe)  # type: ignore[method-assign]
         found[name] = loop_cases.run(f"{auto} {more}", str(logs), name)
+        controller.Controller.observe = observe  # type: ignore[method-assign]
         assert len(made) == 1
     set_transport(None)
     return {name: {key: result.get(key) for key in ("steps", "error")} for name, result in found.items()}
+
+
+def rounding_otherwise(observe: Any) -> Any:
+    """``Controller.observe`` of a processor that rounds the mean of a delay otherwise from the first step
+    over the slow link on: on rank 1."""
+    import torch.distributed as dist
+
+    def observed(control: Any, measured: Any) -> Any:
+        outcome = observe(control, measured)
+        if dist.get_rank() == 1 and measured.step >= SLOW_FROM:
+            for each in control._delay.values():
+                each.mean = math.nextafter(each.mean, 2.0)
+        return outcome
+
+    return observed
 
 
 def in_both_directions(folder: str) -> dict[str, Any]:
@@ -134,12 +155,13 @@ def disagreement() -> dict[str, Any]:
     auto: Any = automatic(ranks=2, chunks=1)
     auto.begin_at(0, folder=None, say=said.append)
 
-    def step(number: int) -> str:
+    def step(number: int, microbatches: int = 4) -> str:
         try:
-            schedule = auto(number, 4, False)
+            schedule = auto(number, microbatches, False)
         except ConfigError as error:
             return str(error)
-        auto.end_step(schedule, Told())
+        if auto.begin_step(schedule) is not None:
+            auto.end_step(schedule, Told())
         return str(auto.running_label)
 
     found = {"first": step(0), "second": step(1)}
@@ -152,10 +174,15 @@ def disagreement() -> dict[str, Any]:
     control.propose = lambda: switch
     found["both switch"] = step(3)
     control.is_due = lambda: False
+    control._forward[0].add(1.0)
     if rank:
-        control._forward[0].add(1.0)
+        # The last bit.
+        control._forward[0].mean = math.nextafter(control._forward[0].mean, 2.0)
     # It is told after the step, and seen before the next one.
     found["other times"], found["seen"] = step(4), step(5)
+    asked = auto.reductions
+    found["to the end"], found["asked"] = step(6), auto.reductions - asked
+    found["other micro-batches"] = step(7, 6)
     auto = automatic(ranks=2, chunks=1, cap=4 + rank)
     found["other cap"] = step(0)
     return {**found, "said": said}

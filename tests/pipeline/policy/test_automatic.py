@@ -29,6 +29,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, first
 
 
+def test_ranks_that_round_otherwise_go_on_without_adapting(found: tuple[Path, dict[str, Any]]) -> None:
+    """All of them, from the same step on, with the same losses; ranks that reckon alike never do."""
+    folder, runs = found
+    assert runs["mixed"] == runs["upstream"]
+    log = records(folder / "mixed" / FILE)
+    (note,) = [each for each in log if each["record"] == "note"]
+    assert note["text"].startswith("1f1b from step ") and "to the end: after step" in note["text"]
+    assert "reckoned different delays of links" in note["text"] and "(rank 1)" in note["text"]
+    assert SLOW_FROM < note["step"] < STEPS
+    assert max(each["step"] for each in decisions(folder / "mixed")) <= note["step"]
+    assert all(each["record"] != "note" for each in records(folder / "auto" / FILE))
+
+
 def decisions(folder: Path) -> list[dict[str, Any]]:
     return [each for each in records(folder / FILE) if each["record"] == "decision"]
 
@@ -110,8 +123,15 @@ def test_ranks_that_would_decide_differently_never_wait_for_each_other() -> None
     for rank, result in enumerate(run_ranks(2, f"{HERE}:disagreement", timeout=100)):
         assert result["first"] == result["second"] == result["one switches"] == "1f1b"
         assert result["both switch"] == result["other times"] == "zb_h1"
-        assert "found ranks that know different things of the pipeline after step 5" in result["seen"]
+        assert result["seen"] == result["to the end"] == result["other micro-batches"] == "1f1b"
+        assert result["asked"] == 0, "nothing is measured any more"
         assert "found ranks that know different things of the pipeline at the start" in result["other cap"]
+        assert "(options or versions (rank 1))" in result["other cap"]
+        fell = [each for each in result["said"] if "1f1b from step 6 on, to the end" in each]
+        assert len(fell) == (rank == 0)
+        assert all(
+            "after step 5 ranks have reckoned different times of stages (rank 1)" in each for each in fell
+        )
         differently = [each for each in result["said"] if "ranks decided differently" in each]
         assert len(differently) == (rank == 0)
 
