@@ -10,4 +10,5 @@ sidecar     process beside a node's ranks that writes it
 report      page, comparison and state of a recording
 control     pause, step, resume and generate at a step boundary
 lab         perturbations, and how they are undone
+web         live page: server, security, data of its views
 """

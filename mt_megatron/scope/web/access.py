@@ -1,0 +1,213 @@
+"""Who may look and who may command: tokens in a private file, one-time links, sessions that expire.
+
+The view token never travels: a *ticket* is made of it (time, random number, HMAC-SHA256) by whoever may read
+the file, opens the page once, within ``TICKET_S``, and is exchanged for a cookie. The control token is a
+second secret that the page asks for and sends with each command; a cookie alone commands nothing, because a
+browser sends the cookies of 127.0.0.1 to every port there.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mt_megatron.errors import ConfigError
+
+from .limits import Rate
+
+TOKEN_BYTES = 32
+
+TICKET_S = 120.0
+"""A link opens for so long after it was made."""
+
+CLOCK_S = 5.0
+"""A ticket may come from a clock that is so much ahead: one machine's clocks that are read apart."""
+
+SESSION_S = 12 * 3600.0
+"""A session ends so long after its last request."""
+
+LONGEST_SESSION_S = 7 * 24 * 3600.0
+"""And so long after its first one."""
+
+MOST_SESSIONS = 32
+"""At a time; the one used longest ago ends for a new one."""
+
+REQUESTS_PER_S, BURST = 200.0, 400.0
+"""Of one session."""
+
+WRONG_PER_S, WRONG_BURST = 5.0, 20.0
+"""Wrong tickets and control tokens that are looked at, of all clients together."""
+
+_HEAD = struct.Struct("<d16s")
+
+
+def new_token() -> str:
+    """256 random bits as text."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """What ``write_token_file`` keeps for the command line: where the page is and both tokens."""
+
+    host: str
+    """The machine's name, for ``ssh -L``."""
+
+    port: int
+    pid: int
+    view: str
+    control: str
+
+
+def write_token_file(path: Path, tokens: TokenFile) -> None:
+    """Replace ``path``, mode 0600 from its first byte on. Raises ``OSError``."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp: 0600, O_EXCL
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(vars(tokens), file)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def read_token_file(path: Path) -> TokenFile:
+    """Raises ``ConfigError`` where the file is missing, damaged or readable by others than its owner."""
+    try:
+        with open(path, encoding="utf-8", opener=lambda p, f: os.open(p, f | os.O_NOFOLLOW)) as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise ConfigError(
+                    f"found mode {mode:04o} of {path}; expected 0600: others can read the page's tokens. "
+                    "Remove the file and start the run again"
+                )
+            row = json.load(file)
+        found = TokenFile(**row)
+        if not (isinstance(found.port, int) and isinstance(found.view, str) and found.view):
+            raise ValueError("port or view is missing")
+        return found
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"found no readable page of a run in {path} ({error}); expected the file that a run with "
+            "--scope live keeps while it trains"
+        ) from None
+
+
+def new_ticket(view_token: str, now: float | None = None) -> str:
+    """A text that opens the page once."""
+    head = _HEAD.pack(time.time() if now is None else now, secrets.token_bytes(16))
+    return base64.urlsafe_b64encode(head + _mac(view_token, head)).decode().rstrip("=")
+
+
+def one_time_url(path: Path) -> str:
+    """A link to the page whose token file is ``path``, for ``TICKET_S`` seconds. Raises ``ConfigError``."""
+    tokens = read_token_file(path)
+    return f"http://127.0.0.1:{tokens.port}/open?ticket={new_ticket(tokens.view)}"
+
+
+@dataclass
+class Session:
+    """One browser."""
+
+    name: str
+    """For the audit log; nothing can be opened with it."""
+
+    began: float
+    used: float
+    rate: Rate = field(default_factory=lambda: Rate(REQUESTS_PER_S, BURST))
+
+
+class Access:
+    """Tickets, sessions and the control token of one server. Times are seconds of ``clock``, the wall
+    clock's."""
+
+    def __init__(
+        self,
+        *,
+        view: str | None = None,
+        control: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.view = view or new_token()
+        self.control = control or new_token()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._used: dict[bytes, float] = {}
+        self._sessions: dict[bytes, Session] = {}
+        self._wrong = Rate(WRONG_PER_S, WRONG_BURST)
+
+    def redeem(self, ticket: str) -> tuple[str, Session] | str:
+        """Cookie and session for ``ticket``, or why it opens nothing."""
+        try:
+            body = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
+        except ValueError:
+            body = b""
+        head, mac = body[: _HEAD.size], body[_HEAD.size :]
+        with self._lock:
+            if len(head) < _HEAD.size or not hmac.compare_digest(mac, _mac(self.view, head)):
+                return "wrong ticket" if self._wrong.take() else "too many wrong tickets"
+            made, number = _HEAD.unpack(head)
+            now = self._clock()
+            if not made - CLOCK_S <= now <= made + TICKET_S:
+                return "expired ticket"
+            if number in self._used:
+                return "used ticket"
+            self._used = {each: until for each, until in self._used.items() if until > now}
+            self._used[number] = made + TICKET_S
+            cookie = new_token()
+            session = Session(name=secrets.token_hex(4), began=now, used=now)
+            if len(self._sessions) >= MOST_SESSIONS:
+                del self._sessions[min(self._sessions, key=lambda key: self._sessions[key].used)]
+            self._sessions[_digest(cookie)] = session
+            return cookie, session
+
+    def session(self, cookie: str | None) -> Session | str:
+        """The session of ``cookie``, or why there is none."""
+        if not cookie:
+            return "no session"
+        with self._lock:
+            key = _digest(cookie)  # looked up by digest: the time it takes says nothing of the cookie
+            found = self._sessions.get(key)
+            if found is None:
+                return "unknown session"
+            now = self._clock()
+            if now > found.used + SESSION_S or now > found.began + LONGEST_SESSION_S:
+                del self._sessions[key]
+                return "expired session"
+            found.used = now
+            return found
+
+    def controls(self, token: object) -> bool:
+        """Whether ``token`` is the control token; a flood of wrong ones is not looked at."""
+        with self._lock:
+            if isinstance(token, str) and hmac.compare_digest(token.encode(), self.control.encode()):
+                return True
+            self._wrong.take()
+            return False
+
+    def end(self, cookie: str) -> None:
+        """End the session of ``cookie``."""
+        with self._lock:
+            self._sessions.pop(_digest(cookie), None)
+
+
+def _mac(token: str, head: bytes) -> bytes:
+    return hmac.new(token.encode(), b"mt-scope ticket\0" + head, hashlib.sha256).digest()
+
+
+def _digest(cookie: str) -> bytes:
+    return hashlib.sha256(cookie.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,286 @@
+"""The page's application: files, data by name, commands, notices. Every route lies behind ``guard.Guard``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyio import CapacityLimiter, to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
+
+from .access import Access, Session
+from .assets import Asset
+from .audit import Audit
+from .guard import Guard, TooLarge, cookie_name
+from .limits import Rate, Recent
+from .live import Sockets
+from .messages import BOOKMARK, Refused, checked, parse_command, parse_json, parse_query
+from .pack import CONTENT_TYPE
+from .source import Bookmark, Live
+from .views.context import Answer, Context
+from .views.registry import DATA
+
+WORKERS = 2
+"""Views that are computed at a time."""
+
+WAITING = 48
+"""Requests that wait for one; more are told to come again."""
+
+COMMANDS_PER_S, COMMANDS_BURST = 4.0, 16.0
+"""Of one session."""
+
+PATIENCE_S: Mapping[str, float] = {"generate": 600.0, "undo": 120.0, "pair": 600.0}
+"""Seconds in which a command's result is waited for; 30 for others."""
+
+MOST_NEIGHBOURS = 3
+"""Other runs that are open at a time."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Site:
+    """What one server serves."""
+
+    context: Context
+    access: Access
+    audit: Audit
+    files: Mapping[str, Asset]
+    live: Live | None = None
+    neighbours: Callable[[], Mapping[str, Callable[[], Context]]] = dict
+    """Names of other runs and how each is opened. A request's name is looked up there and nowhere else."""
+
+    bookmark: Callable[[Bookmark], None] | None = None
+    """How a bookmark is kept; None: by the source."""
+
+    sockets: Sockets = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sockets = Sockets(self.live, self.audit)
+
+
+def application(site: Site) -> ASGIApp:
+    """The guarded application."""
+    routes = _Routes(site)
+    app = Starlette(
+        routes=[
+            Route("/open", routes.open, methods=["GET"]),
+            Route("/api/command", routes.command, methods=["POST"]),
+            Route("/api/control", routes.control, methods=["POST"]),
+            Route("/api/bookmark", routes.bookmark, methods=["POST"]),
+            Route("/api/leave", routes.leave, methods=["POST"]),
+            Route("/api/server", routes.server, methods=["GET"]),
+            Route("/api/runs", routes.runs, methods=["GET"]),
+            Route("/api/{name}", routes.data, methods=["GET"]),
+            WebSocketRoute("/live", routes.sockets),
+            Route("/", routes.file, methods=["GET"]),
+            Route("/assets/{name}", routes.file, methods=["GET"]),
+        ],
+        exception_handlers={
+            Refused: _refused,
+            TooLarge: _too_large,
+            HTTPException: _http,
+            Exception: _failed,
+        },
+    )
+    return Guard(app, access=site.access, audit=site.audit)
+
+
+class _Routes:
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._limiter: CapacityLimiter | None = None
+        self._waiting = 0
+        self._rates: Recent[str, Rate] = Recent(64)
+        self._others: Recent[str, Context] = Recent(MOST_NEIGHBOURS)
+
+    async def open(self, request: Request) -> Response:
+        """Exchange a ticket for a session. The answer is a page that goes on to ``/`` by itself: after a
+        redirect from another site, a browser would not send a Strict cookie."""
+        tickets = request.query_params.getlist("ticket")
+        found = self._site.access.redeem(tickets[0]) if len(tickets) == 1 else "no ticket"
+        if isinstance(found, str):
+            self._site.audit.refused(found, path="/open")
+            return PlainTextResponse(
+                f"MegaScope: {found}. A link works once, and for two minutes; make another with\n\n"
+                "    mt-megatron scope open RUN\n",
+                403,
+            )
+        cookie, session = found
+        self._site.audit.write("opened", session=session.name)
+        response = Response(_GO_ON, media_type="text/html")
+        response.set_cookie(
+            cookie_name(request.scope),
+            cookie,
+            httponly=True,
+            samesite="strict",
+            path="/",
+            max_age=7 * 24 * 3600,
+        )
+        return response
+
+    async def file(self, request: Request) -> Response:
+        """A file of the build."""
+        asset = self._site.files.get(request.url.path)
+        if asset is None:
+            raise HTTPException(404)
+        headers = {"ETag": asset.etag, "Cache-Control": "private, no-cache"}
+        if request.headers.get("if-none-match") == asset.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.body, media_type=asset.content_type, headers=headers)
+
+    async def data(self, request: Request) -> Response:
+        """Data of a view."""
+        name = request.path_params["name"]
+        make = DATA.get(name)
+        if make is None:
+            raise HTTPException(404)
+        query = parse_query(name, request.query_params.multi_items())
+        if self._limiter is None:
+            self._limiter = CapacityLimiter(WORKERS)
+        if self._waiting >= WAITING:
+            return PlainTextResponse("busy; ask again\n", 503, {"Retry-After": "1"})
+        self._waiting += 1
+        try:
+            answer, body = await to_thread.run_sync(self._made, make, query, limiter=self._limiter)
+        except KeyError as missing:
+            text = str(missing.args[0])[:300] if missing.args else "not recorded"
+            return JSONResponse({"error": text}, 404)
+        finally:
+            self._waiting -= 1
+        kind = "application/json" if answer.arrays is None else CONTENT_TYPE
+        return Response(body, media_type=kind)
+
+    def _made(
+        self, make: Callable[[Context, dict[str, Any]], Answer], query: dict[str, Any]
+    ) -> tuple[Answer, bytes]:
+        answer = make(self._context(query.pop("run", None)), query)
+        return answer, answer.body()
+
+    def _context(self, name: str | None) -> Context:
+        if name is None:
+            return self._site.context
+        found = self._others.get(name)
+        if found is None:
+            found = self._site.neighbours()[name]()
+            self._others.put(name, found)
+        return found
+
+    async def runs(self, request: Request) -> Response:
+        """Names of neighbouring runs."""
+        found = await to_thread.run_sync(self._site.neighbours)
+        return JSONResponse({"runs": sorted(found)})
+
+    async def server(self, request: Request) -> Response:
+        """What this server is."""
+        live = self._site.live
+        return JSONResponse(
+            {
+                "live": bool(live is not None and live.live),
+                "sockets": self._site.sockets.open,
+                "browser_dropped": self._site.sockets.dropped,
+            }
+        )
+
+    async def control(self, request: Request) -> Response:
+        """Whether the control token is right."""
+        await self._controlling(request, "control")
+        return JSONResponse({"ok": True})
+
+    async def command(self, request: Request) -> Response:
+        """Send a command to the training and wait for its result."""
+        session, value = await self._controlling(request, "command")
+        do, arguments = parse_command(value)
+        live = self._site.live
+        if live is None or not live.live:
+            return JSONResponse({"ok": False, "error": "no training is connected"}, 409)
+        self._site.audit.write("command", session=session.name, do=do, arguments=_short(arguments))
+        try:
+            result = await live.command(do, arguments, PATIENCE_S.get(do, 30.0))
+        except TimeoutError:
+            self._site.audit.write("timeout", session=session.name, do=do)
+            return JSONResponse({"ok": False, "error": "no answer from the training yet"}, 504)
+        self._site.audit.write("result", session=session.name, do=do, ok=bool(result.ok))
+        return Response(
+            Answer(facts={"ok": bool(result.ok), "value": result.value, "error": result.error}).body(),
+            media_type="application/json",
+        )
+
+    async def bookmark(self, request: Request) -> Response:
+        """Keep a bookmark in the recording."""
+        session, value = await self._controlling(request, "bookmark")
+        mark = Bookmark(**checked(value, BOOKMARK))
+        keep = self._site.bookmark or self._site.context.source.bookmark
+        try:
+            await to_thread.run_sync(keep, mark)
+        except OSError as error:
+            return JSONResponse({"ok": False, "error": f"the recording cannot be written: {error}"}, 507)
+        self._site.audit.write("bookmark", session=session.name, step=mark.step, text=mark.text)
+        return JSONResponse({"ok": True})
+
+    async def leave(self, request: Request) -> Response:
+        """End the session."""
+        cookie = request.cookies.get(cookie_name(request.scope), "")
+        self._site.access.end(cookie)
+        self._site.audit.write("left", session=request.scope["session"].name)
+        return JSONResponse({"ok": True})
+
+    async def sockets(self, socket: WebSocket) -> None:
+        """Notices."""
+        await self._site.sockets.serve(socket)
+
+    async def _controlling(self, request: Request, what: str) -> tuple[Session, Any]:
+        """Session and body of a request that has the control token. Raises ``Refused`` or 403, 429."""
+        session: Session = request.scope["session"]
+        rate = self._rates.get(session.name)
+        if rate is None:
+            rate = Rate(COMMANDS_PER_S, COMMANDS_BURST)
+            self._rates.put(session.name, rate)
+        if not rate.take():
+            raise HTTPException(429, "too many commands")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise Refused("expected JSON")
+        tokens = request.headers.getlist("x-scope-control")
+        if len(tokens) != 1 or not self._site.access.controls(tokens[0]):
+            self._site.audit.refused("wrong control token", session=session.name, path=what)
+            raise HTTPException(403, "this needs the control token")
+        return session, parse_json(await request.body())
+
+
+_GO_ON = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>MegaScope</title>'
+    '<script src="/assets/open.js"></script><p>MegaScope</p></html>'
+)
+
+
+def _short(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value[:200] if isinstance(value, str | list) else value for key, value in arguments.items()}
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 400)
+
+
+async def _too_large(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("too large\n", 413)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    # The traceback is for the sidecar's log; a browser learns nothing of it.
+    with contextlib.suppress(Exception):
+        _LOG.error("%s failed", request.url.path, exc_info=error)
+    return JSONResponse({"error": "this view failed; the sidecar's log says why"}, 500)

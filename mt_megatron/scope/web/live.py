@@ -1,0 +1,160 @@
+"""The websocket: notices of what is new, from a bounded queue per browser.
+
+Notices are small; the data itself is asked for by HTTP when the page draws it. So a browser that stands still
+holds at most ``QUEUE`` notices here and one message in its socket; the rest is dropped and counted, and it is
+disconnected when it answers no ping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from .audit import Audit
+from .limits import Rate
+from .messages import MOST_BYTES, Refused, parse_json, parse_socket
+from .source import Live, Subscription
+
+QUEUE = 256
+"""Notices that wait for one browser."""
+
+MESSAGES_PER_S, MESSAGES_BURST = 10.0, 40.0
+"""Of one browser."""
+
+MOST_SOCKETS = 32
+
+SEND_S = 60.0
+"""A browser that takes no notice for so long is disconnected."""
+
+POLICY_VIOLATION, TRY_LATER = 1008, 1013
+
+_LONGEST = 4_000
+_KINDS = frozenset(
+    {
+        "step",
+        "stats",
+        "tensor",
+        "tokens",
+        "alert",
+        "dropped",
+        "result",
+        "requests",
+        "ranks",
+        "bookmark",
+        "changed",
+    }
+)
+_LEFT_OUT = frozenset(
+    {"data", "scale", "low", "values", "ids", "loss_rows", "entropy", "top_ids", "top_logprobs"}
+)
+
+
+class Sockets:
+    """All open websockets of a server."""
+
+    def __init__(self, live: Live | None, audit: Audit) -> None:
+        self._live = live
+        self._audit = audit
+        self.open = 0
+        self.dropped = 0
+        """Notices that browsers did not take, of all of them."""
+
+    async def serve(self, socket: WebSocket) -> None:
+        """One browser, until it leaves."""
+        if self._live is None or self.open >= MOST_SOCKETS:
+            await socket.close(TRY_LATER)
+            return
+        await socket.accept()
+        self.open += 1
+        subscription = self._live.subscribe(QUEUE)
+        wanted: set[str] = set(_KINDS)
+        tasks = [
+            asyncio.create_task(self._send(socket, subscription, wanted)),
+            asyncio.create_task(self._receive(socket, wanted)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.exception()  # taken: a browser may leave at any moment, in any way
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.dropped += subscription.dropped
+            subscription.close()
+            self.open -= 1
+            with contextlib.suppress(Exception):  # closed already
+                await socket.close()
+
+    async def _send(self, socket: WebSocket, subscription: Subscription, wanted: set[str]) -> None:
+        told = 0
+        async for event in subscription:
+            if event.get("k") not in wanted:
+                continue
+            notice = small(event)
+            if subscription.dropped > told:
+                told = subscription.dropped
+                notice["browser_dropped"] = told
+            text = json.dumps(notice, separators=(",", ":"))
+            await asyncio.wait_for(socket.send_text(text), SEND_S)
+
+    async def _receive(self, socket: WebSocket, wanted: set[str]) -> None:
+        rate = Rate(MESSAGES_PER_S, MESSAGES_BURST)
+        while True:
+            message = await socket.receive()
+            if message["type"] != "websocket.receive":
+                raise WebSocketDisconnect
+            text = message.get("text")
+            why = None
+            try:
+                if not rate.take():
+                    why = "too many messages"
+                elif not isinstance(text, str) or len(text) > MOST_BYTES:
+                    why = "no text"
+                else:
+                    do, fields = parse_socket(parse_json(text))
+                    if do == "kinds":
+                        wanted.clear()
+                        wanted.update(_KINDS.intersection(fields["kinds"].split(",")))
+            except Refused as refused:
+                why = str(refused)
+            if why is not None:
+                self._audit.refused("message", says=why)
+                await socket.close(POLICY_VIOLATION)
+                return
+
+
+def small(event: Mapping[str, Any]) -> dict[str, Any]:
+    """``event`` without arrays and long texts, as JSON takes it."""
+    found: dict[str, Any] = {}
+    for key, value in event.items():
+        if key in _LEFT_OUT:
+            continue
+        plain = _plain(value, 0)
+        if plain is not _NOTHING:
+            found[str(key)] = plain
+    return found
+
+
+_NOTHING = object()
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value[:_LONGEST]
+    if depth < 5 and isinstance(value, Mapping):
+        pairs = {str(key): _plain(each, depth + 1) for key, each in list(value.items())[:256]}
+        return {key: each for key, each in pairs.items() if each is not _NOTHING}
+    if depth < 5 and isinstance(value, list | tuple):
+        return [each for each in (_plain(one, depth + 1) for one in value[:512]) if each is not _NOTHING]
+    return _NOTHING
