@@ -1,0 +1,128 @@
+// Data of the server by name, out of a bounded cache; in an exported page out of its archive.
+
+const MOST_BYTES = 160 * 2 ** 20;
+const cache = new Map(); // key -> {promise, bytes}
+let cached = 0;
+let archive = null; // key -> base64 of the answer's body
+const TYPES = {
+  float32: Float32Array, float64: Float64Array, int32: Int32Array, uint32: Uint32Array,
+  int16: Int16Array, uint16: Uint16Array, uint8: Uint8Array,
+};
+
+export class ApiError extends Error {
+  constructor(text, status) {
+    super(text);
+    this.status = status;
+  }
+}
+
+export function keyOf(name, query = {}) {
+  const pairs = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
+  pairs.sort(([a], [b]) => (a < b ? -1 : 1));
+  const text = new URLSearchParams(pairs.map(([k, v]) => [k, String(v)])).toString();
+  return text ? `${name}?${text}` : name;
+}
+
+// `fresh`: a number that grows with the recording; another one asks again.
+export function get(name, query = {}, fresh = 0) {
+  const url = keyOf(name, query);
+  const key = `${url} ${fresh}`;
+  const known = cache.get(key);
+  if (known) {
+    cache.delete(key);
+    cache.set(key, known);
+    return known.promise;
+  }
+  const entry = { bytes: 2_000, promise: null };
+  entry.promise = load(url).then(
+    ({ value, bytes }) => {
+      entry.bytes += bytes;
+      cached += bytes;
+      trim();
+      return value;
+    },
+    (error) => {
+      if (cache.get(key) === entry) {
+        cache.delete(key);
+        cached -= entry.bytes;
+      }
+      throw error;
+    },
+  );
+  cache.set(key, entry);
+  cached += entry.bytes;
+  return entry.promise;
+}
+
+function trim() {
+  for (const [key, entry] of cache) {
+    if (cached <= MOST_BYTES) return;
+    cache.delete(key);
+    cached -= entry.bytes;
+  }
+}
+
+async function load(url) {
+  if (archive) {
+    const text = archive[url];
+    if (text === undefined) throw new ApiError('not in this export', 404);
+    const bytes = Uint8Array.from(atob(text.data), (each) => each.charCodeAt(0));
+    return { value: text.binary ? unpack(bytes.buffer) : JSON.parse(new TextDecoder().decode(bytes)), bytes: bytes.length };
+  }
+  let answer = await fetch(`/api/${url}`, { credentials: 'same-origin' });
+  for (let tries = 0; answer.status === 503 && tries < 4; tries++) {
+    await new Promise((done) => setTimeout(done, 150 * 2 ** tries));
+    answer = await fetch(`/api/${url}`, { credentials: 'same-origin' });
+  }
+  if (!answer.ok) {
+    const said = await answer.json().catch(() => ({}));
+    throw new ApiError(said.error || (answer.status === 401 ? 'the session has ended' : answer.statusText), answer.status);
+  }
+  const binary = answer.headers.get('content-type').startsWith('application/vnd');
+  const buffer = await answer.arrayBuffer();
+  raw.set(url, { buffer, binary });
+  while (raw.size > 400) raw.delete(raw.keys().next().value);
+  return { value: binary ? unpack(buffer) : JSON.parse(new TextDecoder().decode(buffer)), bytes: buffer.byteLength };
+}
+
+// Bodies as they came, for the export.
+export const raw = new Map();
+
+function unpack(buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const start = 4 + length;
+  for (const row of header.arrays) {
+    const count = row.shape.reduce((a, b) => a * b, 1);
+    const array = new TYPES[row.dtype](buffer, start + row.offset, count);
+    array.shape = row.shape;
+    header[row.name === 'rows' && header.rows ? 'table' : row.name] = array;
+  }
+  return header;
+}
+
+// Commands.
+
+export async function post(path, body, token) {
+  const answer = await fetch(`/api/${path}`, {
+    method: 'POST',
+    credentials: 'same-origin',
+    headers: { 'Content-Type': 'application/json', 'X-Scope-Control': token || '' },
+    body: JSON.stringify(body),
+  });
+  const said = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new ApiError(said.error || answer.statusText, answer.status);
+  return said;
+}
+
+// Exported pages.
+
+export function archived() {
+  return document.getElementById('archive') !== null;
+}
+
+export async function loadArchive() {
+  const packed = Uint8Array.from(atob(document.getElementById('archive').textContent.trim()), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip'));
+  archive = JSON.parse(await new Response(stream).text());
+}

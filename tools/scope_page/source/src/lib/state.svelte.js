@@ -1,0 +1,170 @@
+// What all views share: where we are (the address behind #), what is new, who may command.
+import { untrack } from 'svelte';
+import { archived, get, post } from './api.js';
+
+export const VIEWS = ['run', 'topology', 'timeline', 'model', 'tensor', 'attention', 'tokens', 'experts', 'generate', 'replay', 'lab'];
+
+export const place = $state({ view: 'run', query: {} });
+export const ui = $state({
+  theme: stored('theme') || 'auto', language: stored('language') || (navigator.language.startsWith('zh') ? 'zh' : 'en'),
+  help: false, asking: false, exporting: '', message: null, dark: false,
+});
+export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, alerts: 0, result: null, paused: false });
+export const control = $state({ token: kept('control') });
+const holder = $state({ facts: null, error: null });
+export { holder as about };
+
+function stored(name) {
+  try { return localStorage.getItem(`mt-scope-${name}`); } catch { return null; }
+}
+function kept(name) {
+  try { return sessionStorage.getItem(`mt-scope-${name}`) || ''; } catch { return ''; }
+}
+export function store(name, value) {
+  try { localStorage.setItem(`mt-scope-${name}`, value); } catch { /* private window */ }
+}
+
+// Address.
+
+export function readAddress() {
+  const [path, text = ''] = location.hash.replace(/^#\/?/, '').split('?');
+  const view = VIEWS.includes(path) ? path : 'run';
+  place.view = view;
+  place.query = Object.fromEntries(new URLSearchParams(text));
+}
+
+export function address(view, query) {
+  const pairs = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== '');
+  const text = new URLSearchParams(pairs).toString();
+  return `#/${view}${text ? `?${text}` : ''}`;
+}
+
+export function go(view, query = {}) {
+  const step = place.query.step;
+  location.hash = address(view, { ...(step ? { step } : {}), ...query });
+}
+
+// Changes parameters of the view without a new entry of the history.
+export function set(query) {
+  const next = { ...place.query, ...query };
+  for (const key of Object.keys(next)) if (next[key] === null || next[key] === undefined || next[key] === '') delete next[key];
+  place.query = Object.fromEntries(Object.entries(next).map(([key, value]) => [key, String(value)]));
+  history.replaceState(null, '', address(place.view, place.query));
+}
+
+export const at = {
+  // The step that is looked at; the newest where none is chosen.
+  get step() { return place.query.step !== undefined ? Number(place.query.step) : (holder.facts?.last ?? null); },
+  get follows() { return place.query.step === undefined; },
+};
+
+// The last of `steps` (ascending) up to the step that is looked at.
+export function upTo(steps, step = at.step) {
+  if (!steps?.length) return null;
+  if (step === null) return steps[steps.length - 1];
+  let low = 0, high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle + 1; else high = middle;
+  }
+  return low ? steps[low - 1] : steps[0];
+}
+
+// Data that follows what `request` (a function of reactive values) asks for; `growing`: ask again when the
+// recording has grown. The old value stays until the new one is there.
+export function data(request, { growing = false } = {}) {
+  let state = $state.raw({ value: null, error: null, loading: true });
+  $effect(() => {
+    const wanted = request();
+    const fresh = growing ? live.revision : 0;
+    if (!wanted) {
+      state = { value: null, error: null, loading: false };
+      return;
+    }
+    let gone = false;
+    const before = untrack(() => state);
+    state = { ...before, loading: true };
+    get(wanted[0], wanted[1] || {}, fresh).then(
+      (value) => { if (!gone) state = { value, error: null, loading: false }; },
+      (error) => { if (!gone) state = { value: null, error, loading: false }; },
+    );
+    return () => { gone = true; };
+  });
+  return {
+    get value() { return state.value; },
+    get error() { return state.error; },
+    get loading() { return state.loading; },
+  };
+}
+
+// Run and notices.
+
+export async function refresh() {
+  try {
+    holder.facts = await get('run', {}, live.revision);
+    holder.error = null;
+  } catch (error) {
+    holder.error = error;
+  }
+}
+
+let socket = null;
+let grown = false;
+
+export function connect() {
+  if (archived() || socket) return;
+  socket = new WebSocket(`${location.protocol === 'https:' ? 'wss' : 'ws'}://${location.host}/live`);
+  socket.onopen = () => { live.connected = true; };
+  socket.onmessage = (message) => {
+    const event = JSON.parse(message.data);
+    if (event.browser_dropped) live.dropped = event.browser_dropped;
+    if (event.k === 'result') live.result = event;
+    if (event.k === 'alert') live.alerts += 1;
+    if (event.k === 'step' && typeof event.paused === 'boolean') live.paused = event.paused;
+    grown = true;
+  };
+  socket.onclose = () => {
+    live.connected = false;
+    socket = null;
+    setTimeout(connect, 3_000);
+  };
+}
+
+// At most once a second, and not in a hidden tab: a page that nobody sees asks for nothing.
+setInterval(() => {
+  if (!grown || document.hidden) return;
+  grown = false;
+  live.revision += 1;
+  refresh();
+}, 1_000);
+
+// Control.
+
+export async function command(what, args = {}) {
+  if (!control.token) {
+    ui.asking = true;
+    throw new Error('control token needed');
+  }
+  try {
+    const answer = await post('command', { do: what, arguments: args }, control.token);
+    if (answer.value && typeof answer.value.paused === 'boolean') live.paused = answer.value.paused;
+    else if (answer.ok && what === 'pause') live.paused = true;
+    else if (answer.ok && what === 'resume') live.paused = false;
+    if (!answer.ok) ui.message = { bad: true, text: answer.error };
+    return answer;
+  } catch (error) {
+    if (error.status === 403) { takeControl(''); ui.asking = true; }
+    ui.message = { bad: true, text: error.message };
+    throw error;
+  }
+}
+
+export function takeControl(token) {
+  control.token = token;
+  try { sessionStorage.setItem('mt-scope-control', token); } catch { /* private window */ }
+}
+
+// A pause ends by itself where no controller says that it is there.
+setInterval(() => {
+  if (control.token && live.connected && live.paused) post('command', { do: 'hold', arguments: {} }, control.token).catch(() => {});
+}, 30_000);
