@@ -50,8 +50,11 @@ class Context:
 
 
 def thinned(steps: NDArray[np.int64], points: int) -> NDArray[np.int64]:
-    """Indices of at most about ``points`` of ``steps``: the first, the last and evenly spaced ones."""
+    """Indices of at most ``points`` of ``steps``: the first, the last and evenly spaced ones; of one point the
+    last."""
     count = len(steps)
+    if points == 1:
+        return np.arange(count)[-1:]
     if count <= points:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, points).round().astype(np.int64))
