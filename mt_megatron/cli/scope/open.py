@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ from mt_megatron.errors import ConfigError
 _EXAMPLE = """examples:
   mt-megatron scope open RUN
   mt-megatron scope open RUN --port 8700
+  mt-megatron scope open RUN --control
 
-exit codes: 0 ended with Ctrl-C, 1 the page cannot be served or there is no such recording, 2 wrong use"""
+exit codes: 0 a link was printed, or ended with Ctrl-C, 1 the page cannot be served or there is no such
+recording, 2 wrong use"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the action."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "open",
-        help="serve the page on a recording and print its address",
-        description="Serve the page on a run's recording, on loopback only, and print the address that\n"
-        "opens it, until Ctrl-C. A run that trains serves its own page.\n"
+        help="print a link that opens the page of a run; serve it where no training does",
+        description="Print a link that opens the page once, within two minutes. Where the run trains, its\n"
+        "own page is meant; else the page is served on the recording, on loopback only, until Ctrl-C.\n"
         "Needs: pip install 'mt_megatron[scope]'",
         epilog=_EXAMPLE,
     )
@@ -33,19 +36,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="write the address with its token here, too"
     )
+    parser.add_argument(
+        "--control", action="store_true", help="also print the token that the page asks for before commands"
+    )
     parser.set_defaults(func=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; returns the exit code."""
-    from mt_megatron.scope.recording.files import existing_recording
+    """Print a link to a page that is served, or serve it until Ctrl-C; returns the exit code."""
+    from mt_megatron.scope.recording.files import existing_recording, scope_files
     from mt_megatron.scope.recording.reader import open_recording
     from mt_megatron.scope.sidecar.hub import ServeOptions, recording_hub
     from mt_megatron.scope.sidecar.sidecar import served
 
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port is {args.port}; expected 0 (a free one) to 65535")
+    if _printed_link(scope_files(args.run).root / "page.json", args):
+        return 0
     files = existing_recording(args.run)
     open_recording(args.run).close()  # a damaged file is told before anything listens
 
@@ -59,3 +67,30 @@ def run(args: argparse.Namespace) -> int:
         print("mt-megatron: the page is not served", file=sys.stderr)
         return 1
     return 0
+
+
+def _printed_link(path: Path, args: argparse.Namespace) -> bool:
+    """Whether a page is served already; its link is printed then."""
+    from mt_megatron.scope.web.access import link_to, read_token_file, write_secret
+
+    if not path.exists():
+        return False
+    tokens = read_token_file(path)
+    here = tokens.host == socket.gethostname()
+    if here and not _listens(tokens.port):
+        return False  # its process was killed
+    link = link_to(tokens)
+    if not here:
+        print(f"the page is served on {tokens.host}; first: ssh -L {tokens.port}:127.0.0.1:{tokens.port} ...")
+    print(link, flush=True)
+    if args.token_file is not None:
+        write_secret(args.token_file, link + "\n")
+    if args.control:
+        print(f"control token: {tokens.control}", flush=True)
+    return True
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2):
+        return True
+    return False

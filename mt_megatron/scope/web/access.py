@@ -74,10 +74,15 @@ class TokenFile:
 
 def write_token_file(path: Path, tokens: TokenFile) -> None:
     """Replace ``path``, mode 0600 from its first byte on. Raises ``OSError``."""
+    write_secret(path, json.dumps(vars(tokens)))
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``, mode 0600 from its first byte on. Raises ``OSError``."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp: 0600, O_EXCL
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(vars(tokens), file)
+            file.write(text)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -113,9 +118,8 @@ def new_ticket(view_token: str, now: float | None = None) -> str:
     return base64.urlsafe_b64encode(head + _mac(view_token, head)).decode().rstrip("=")
 
 
-def one_time_url(path: Path) -> str:
-    """A link to the page whose token file is ``path``, for ``TICKET_S`` seconds. Raises ``ConfigError``."""
-    tokens = read_token_file(path)
+def link_to(tokens: TokenFile) -> str:
+    """A link that opens the page of ``tokens`` once, for ``TICKET_S`` seconds."""
     return f"http://127.0.0.1:{tokens.port}/open?ticket={new_ticket(tokens.view)}"
 
 

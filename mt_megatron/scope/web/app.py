@@ -17,6 +17,9 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.scope.watch import requests
+
 from .access import Access, Session
 from .assets import Asset
 from .audit import Audit
@@ -188,6 +191,7 @@ class _Routes:
                 "live": bool(live is not None and live.live),
                 "sockets": self._site.sockets.open,
                 "browser_dropped": self._site.sockets.dropped,
+                "state": self._site.sockets.state,
             }
         )
 
@@ -205,7 +209,9 @@ class _Routes:
             return JSONResponse({"ok": False, "error": "no training is connected"}, 409)
         self._site.audit.write("command", session=session.name, do=do, arguments=_short(arguments))
         try:
-            result = await live.command(do, arguments, PATIENCE_S.get(do, 30.0))
+            if do == "request":
+                return await self._request(live, session, arguments["texts"])
+            result = await live.command(do, arguments, timeout_s=PATIENCE_S.get(do, 30.0))
         except TimeoutError:
             self._site.audit.write("timeout", session=session.name, do=do)
             return JSONResponse({"ok": False, "error": "no answer from the training yet"}, 504)
@@ -214,6 +220,19 @@ class _Routes:
             Answer(facts={"ok": bool(result.ok), "value": result.value, "error": result.error}).body(),
             media_type="application/json",
         )
+
+    async def _request(self, live: Live, session: Session, texts: list[str]) -> Response:
+        """Ask the ranks of all nodes for ``texts``, by the file that their sidecars read."""
+        try:
+            for text in texts:
+                requests.parse(text)
+            live.set_requests(texts)
+        except MtMegatronError as error:
+            return JSONResponse({"ok": False, "error": str(error)}, 400)
+        except OSError as error:
+            return JSONResponse({"ok": False, "error": f"requests cannot be written: {error}"}, 507)
+        self._site.audit.write("result", session=session.name, do="request", ok=True)
+        return JSONResponse({"ok": True, "value": {"texts": texts}, "error": None})
 
     async def bookmark(self, request: Request) -> Response:
         """Keep a bookmark in the recording."""

@@ -47,7 +47,7 @@ _KINDS = frozenset(
         "requests",
         "ranks",
         "bookmark",
-        "changed",
+        "lost",
     }
 )
 _LEFT_OUT = frozenset(
@@ -64,6 +64,22 @@ class Sockets:
         self.open = 0
         self.dropped = 0
         """Notices that browsers did not take, of all of them."""
+
+        self.state: dict[str, Any] | None = None
+        """What the training last said of itself: paused, steps_left, armed ... None: nothing yet."""
+
+    async def listen(self) -> None:
+        """Keep ``state`` up to date, for browsers that come later. Until cancelled."""
+        if self._live is None:
+            return
+        subscription = self._live.subscribe(QUEUE)
+        try:
+            async for event in subscription:
+                if event.get("k") == "result" and event.get("id") == "state" and event.get("ok"):
+                    value = small(event).get("value")
+                    self.state = value if isinstance(value, dict) else None
+        finally:
+            subscription.close()
 
     async def serve(self, socket: WebSocket) -> None:
         """One browser, until it leaves."""

@@ -16,7 +16,7 @@ import uvicorn
 
 from mt_megatron.errors import ConfigError
 
-from .access import TokenFile, new_ticket, write_token_file
+from .access import TokenFile, new_ticket, write_secret, write_token_file
 from .app import Site, application
 from .guard import is_loopback
 from .messages import MOST_BYTES
@@ -99,9 +99,19 @@ class Page:
         """A new one-time link."""
         return f"http://127.0.0.1:{self.port}/open?ticket={new_ticket(self.site.access.view)}"
 
-    def line(self, run: str) -> str:
-        """What listens where, and how to open it."""
+    def write_address(self, path: Path) -> None:
+        """Replace ``path``, mode 0600, by a new one-time link. Raises ``OSError``."""
+        write_secret(path, self.url() + "\n")
+
+    def line(self, run: str, *, live: bool = True) -> str:
+        """What listens where, and how to open it: of a training by a command, as its log is read by many;
+        of a recording by the link itself."""
         note = f" ({self.note})" if self.note else ""
+        if not live:
+            return (
+                f"scope: the page listens on 127.0.0.1:{self.port}, loopback only{note}; open within two "
+                f"minutes, once: {self.url()} (for another link: mt-megatron scope open {run})"
+            )
         return (
             f"scope: the live page listens on 127.0.0.1:{self.port}, loopback only{note}; open it with "
             f"'mt-megatron scope open {run}', from elsewhere after "

@@ -226,18 +226,22 @@ class CommandResult(Protocol):
     def value(self) -> Any: ...
 
     @property
-    def error(self) -> str: ...
+    def error(self) -> str | None: ...
 
 
 class Live(Protocol):
     """The running training behind a recording: the sidecar's hub."""
 
-    @property
-    def live(self) -> bool:
-        """Whether a training is connected."""
+    live: bool
+    """Whether a training may be connected."""
 
     def subscribe(self, most: int = 256) -> Subscription:
         """Events from now on: ``k`` is step, stats, tensor, tokens, alert, dropped, result, ..."""
 
-    async def command(self, do: str, arguments: Mapping[str, Any], timeout_s: float = 30.0) -> CommandResult:
+    async def command(
+        self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0
+    ) -> CommandResult:
         """Send a command to global rank 0 and wait for its result."""
+
+    def set_requests(self, texts: Sequence[str]) -> None:
+        """Ask the ranks of all nodes for ``texts`` instead of what they were asked for before."""

@@ -1,0 +1,125 @@
+"""What the sidecar and ``mt-megatron scope open`` call: the page on a hub and a recording."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mt_megatron.errors import ConfigError, ScopeError
+from mt_megatron.scope.recording.files import existing_recording
+from mt_megatron.scope.recording.reader import Recording, open_recording
+from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
+
+from .access import Access
+from .app import Site
+from .assets import assets
+from .audit import Audit
+from .recorded import RecordedSource
+from .server import Page
+from .source import Bookmark
+from .views.context import Context
+
+TOKEN_FILE = "page.json"
+"""``RUN/scope/page.json``, mode 0600: port and tokens of the page that is served now."""
+
+MOST_RUNS = 200
+"""Neighbouring runs that are offered for comparison."""
+
+FIRST_S = 30.0
+"""The sidecar writes its file a moment after it starts; so long is waited for it."""
+
+
+async def serve(hub: Hub, open_recording: Callable[[], Recording], options: ServeOptions) -> None:
+    """Serve until cancelled. Says one line: what listens where, and how to open it.
+
+    Raises ``ScopeError`` where there is no recording and ``ConfigError`` where no port can be had or the
+    build is missing.
+    """
+    recording = await _opened(open_recording, wait=hub.live)
+    root = hub.files.root
+    name = options.run.resolve().name or "run"
+    page: Page | None = None
+    try:
+        source = RecordedSource(recording, name, is_live=lambda: hub.live)
+        site = Site(
+            context=Context(source=source, folder=options.run),
+            access=Access(),
+            audit=Audit(root / "audit.jsonl"),
+            files=assets(),
+            live=hub,
+            neighbours=lambda: neighbours(options.run),
+            bookmark=_kept_by(hub, asyncio.get_running_loop()),
+        )
+        try:
+            page = Page(site, port=options.port, token_file=root / TOKEN_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"{root / TOKEN_FILE} cannot be written ({error}); expected a folder that this user writes to"
+            ) from None
+        if options.token_file is not None:
+            page.write_address(options.token_file)
+        options.say(page.line(str(options.run), live=hub.live))
+        listening = asyncio.create_task(site.sockets.listen())
+        try:
+            await page.run()
+        finally:
+            listening.cancel()
+    finally:
+        if page is not None:
+            page.close()
+        recording.close()
+
+
+async def _opened(opens: Callable[[], Recording], *, wait: bool) -> Recording:
+    until = asyncio.get_running_loop().time() + (FIRST_S if wait else 0)
+    while True:
+        try:
+            return await asyncio.to_thread(opens)
+        except ScopeError:
+            if asyncio.get_running_loop().time() >= until:
+                raise
+            await asyncio.sleep(0.2)
+
+
+def _kept_by(hub: Hub, loop: asyncio.AbstractEventLoop) -> Callable[[Bookmark], None]:
+    """A hub's bookmarks belong to its loop; a view's function runs in a thread of its own."""
+
+    def keep(mark: Bookmark) -> None:
+        async def within() -> None:
+            hub.bookmark(mark.step, mark.text)
+
+        try:
+            asyncio.run_coroutine_threadsafe(within(), loop).result(10)
+        except ScopeError as error:
+            raise OSError(str(error)) from None
+
+    return keep
+
+
+def neighbours(run: Path) -> Mapping[str, Callable[[], Context]]:
+    """Runs with a recording beside ``run``, by the name of their folder, and how each is opened."""
+    own = run.resolve()
+    found: dict[str, Callable[[], Context]] = {}
+    with contextlib.suppress(OSError):
+        for folder in sorted(own.parent.iterdir()):
+            if len(found) >= MOST_RUNS:
+                break
+            if folder != own and folder.is_dir() and not folder.is_symlink():
+                with contextlib.suppress(ScopeError, OSError):
+                    existing_recording(folder)
+                    found[folder.name] = _Neighbour(folder)
+    return found
+
+
+class _Neighbour:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self) -> Context:
+        try:
+            recording = open_recording(self._folder)
+        except ScopeError as error:
+            raise KeyError(str(error)) from None
+        return Context(source=RecordedSource(recording, self._folder.name), folder=self._folder)
