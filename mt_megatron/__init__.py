@@ -27,10 +27,10 @@ seams         where features plug in
 parallel      rank layouts
 errors        exceptions
 near_names    suggestions for slips of the finger
+version       of the package
 """
 
 from ._session import backend, compare_plan_across_ranks, patch, patched, report, unpatch
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = ["__version__", "backend", "compare_plan_across_ranks", "patch", "patched", "report", "unpatch"]

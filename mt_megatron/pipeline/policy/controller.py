@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import mt_megatron
-
 from ...errors import ConfigError
+from ...version import __version__
 from ..actions import Placement
 from ..simulate.costs import Costs, Edge, Link, PerStage
 from .candidates import Candidate, default_of
@@ -386,7 +385,7 @@ class Controller:
         given = self.cap if self._cap_is_given else None
         decided = None if self._decided is None else self._decided[0]
         return {
-            OPTIONS: repr((mt_megatron.__version__, self.placement, self.microbatches, self.splits, given)),
+            OPTIONS: repr((__version__, self.placement, self.microbatches, self.splits, given)),
             RUNNING: repr((self.current.digest, self._last, decided, self._again)),
             "times of stages": repr(means),
             "delays of links": repr(links),

@@ -361,7 +361,7 @@ class RecordedSource:
         return Dropped(
             frames=sum(each.frames for each in rows),
             bytes=sum(each.bytes for each in rows),
-            notes=tuple([*notes, *missing]),
+            notes=(*notes, *missing),
         )
 
     def _missing(self) -> list[str]:

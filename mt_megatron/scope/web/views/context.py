@@ -50,7 +50,7 @@ class Context:
 
 
 def thinned(steps: NDArray[np.int64], points: int) -> NDArray[np.int64]:
-    """Indices of at most ``points`` of ``steps``: the first, the last and evenly spaced ones; of one point the
+    """Indices of at most ``points`` of ``steps``: the first, the last and evenly spaced ones; of one, the
     last."""
     count = len(steps)
     if points == 1:
