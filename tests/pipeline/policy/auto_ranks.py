@@ -56,15 +56,14 @@ def adapting(folder: str, flags: str, seconds: float) -> dict[str, Any]:
 
 
 def rounding_otherwise(observe: Any) -> Any:
-    """``Controller.observe`` of a processor that rounds the mean of a delay otherwise from the first step
+    """``Controller.observe`` of a processor that rounds the mean of a time otherwise from the first step
     over the slow link on: on rank 1."""
     import torch.distributed as dist
 
     def observed(control: Any, measured: Any) -> Any:
         outcome = observe(control, measured)
         if dist.get_rank() == 1 and measured.step >= SLOW_FROM:
-            for each in control._delay.values():
-                each.mean = math.nextafter(each.mean, 2.0)
+            control._forward[0].mean = math.nextafter(control._forward[0].mean, 2.0)
         return outcome
 
     return observed
