@@ -120,6 +120,8 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
         "temperature": number(0.0, 100.0, 1.0),
         "top_k": whole(0, 1_000_000, 0),
         "seed": whole(0, 2**63 - 1, 0),
+        "report": whole(1, 50, 10),
+        "attention": Field(kind="map", most=64),
     },
     "arm": {"perturbation": _PERTURBATION},
     "preview": {"perturbation": _PERTURBATION},
@@ -127,7 +129,7 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
     "status": {},
     "hold": {},
     "disarm": {"id": text(100, needed=True)},
-    "undo": {"id": text(100, needed=True)},
+    "undo": {"id": text(100)},
     "request": {"texts": Field(kind="map", most=64, needed=True)},
 }
 """Commands to the training (scope/format/frames.py, ``command``) -> their arguments."""

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,8 @@ class Page:
             ws_ping_timeout=PING_S,
             ws_per_message_deflate=False,
         )
+        # This implementation answers pings and bounds messages in all versions that the extra allows.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(uvicorn|websockets)\b")
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         logging.getLogger("websockets").setLevel(logging.CRITICAL)
         self._loop = asyncio.get_running_loop()

@@ -96,7 +96,7 @@ function unpack(buffer) {
     const count = row.shape.reduce((a, b) => a * b, 1);
     const array = new TYPES[row.dtype](buffer, start + row.offset, count);
     array.shape = row.shape;
-    header[row.name === 'rows' && header.rows ? 'table' : row.name] = array;
+    header[row.name === 'rows' ? 'table' : row.name] = array;
   }
   return header;
 }

@@ -9,7 +9,7 @@ export const ui = $state({
   theme: stored('theme') || 'auto', language: stored('language') || (navigator.language.startsWith('zh') ? 'zh' : 'en'),
   help: false, asking: false, exporting: '', message: null, dark: false,
 });
-export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, alerts: 0, result: null, paused: false });
+export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, alerts: 0, result: null, paused: false, state: null });
 export const control = $state({ token: kept('control') });
 const holder = $state({ facts: null, error: null });
 export { holder as about };
@@ -108,19 +108,30 @@ export async function refresh() {
   }
 }
 
+function takeState(state) {
+  if (!state) return;
+  live.state = state;
+  live.paused = Boolean(state.paused);
+}
+
 let socket = null;
 let grown = false;
 
 export function connect() {
   if (archived() || socket) return;
   socket = new WebSocket(`${location.protocol === 'https:' ? 'wss' : 'ws'}://${location.host}/live`);
-  socket.onopen = () => { live.connected = true; };
+  socket.onopen = () => {
+    live.connected = true;
+    get('server', {}, Math.random()).then((server) => takeState(server.state), () => {});
+  };
   socket.onmessage = (message) => {
     const event = JSON.parse(message.data);
     if (event.browser_dropped) live.dropped = event.browser_dropped;
+    if (event.k === 'lost') live.dropped += event.events;
     if (event.k === 'result') live.result = event;
     if (event.k === 'alert') live.alerts += 1;
-    if (event.k === 'step' && typeof event.paused === 'boolean') live.paused = event.paused;
+    if (event.k === 'result' && event.id === 'state') takeState(event.value);
+    if (event.k === 'result' && event.id === 'token') return;
     grown = true;
   };
   socket.onclose = () => {
