@@ -151,7 +151,7 @@ def plain_hooks(recompute: bool, model: str = "dense") -> dict[str, Any]:
 
     for path, module in pipeline.bare[0].named_modules():
         # On the output layer it would switch the blocked loss off.
-        if path != "output_layer":
+        if path not in ("", "output_layer"):
             handles.append(module.register_forward_hook(hook(path), with_kwargs=True))
     pipeline.step(2)
     for each in handles:
@@ -184,7 +184,7 @@ def plain_hooks(recompute: bool, model: str = "dense") -> dict[str, Any]:
     return {
         "differ": differ,
         "compared": compared,
-        "unseen": sorted(gradients - watched_paths - {""}),
+        "unseen": sorted(gradients - watched_paths),
         "blocked": not any(key.startswith("output output_layer") for key in seen.values),
         "paths": len(paths),
     }

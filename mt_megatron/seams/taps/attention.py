@@ -178,7 +178,8 @@ def _scale(core: Any) -> float:
     factor = getattr(core, "norm_factor", None)
     if factor is not None:
         # Upstream divides by the layer's number before the softmax and multiplies by it within.
-        return float(getattr(core, "coeff", None) or 1.0) / float(factor)
+        within = getattr(getattr(core, "scale_mask_softmax", None), "scale", None)
+        return (1.0 if within is None else float(within)) / float(factor)
     return 1.0 / math.sqrt(core.config.kv_channels)
 
 

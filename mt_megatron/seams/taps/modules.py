@@ -143,8 +143,9 @@ def watch(
     - ``output_gradient(call, gradient, index)``: the gradient of the loss (as scaled) with respect to the
       ``index``-th tensor of the output, counted through its structure; once per call, also where the call
       is recomputed for backward.
-    - ``input_gradient(call, gradient, index)``: the same for the tensors of ``args`` and then ``kwargs``. It
-      is the gradient of the tensor, summed over all that use it, not this module's share.
+    - ``input_gradient(call, gradient, index)``: the same for the tensors of ``args`` and then ``kwargs``,
+      parameters left out. It is the gradient of the tensor, summed over all that use it, not this module's
+      share.
     - ``around()``: a context manager entered around the forward, recomputed ones included.
     - ``backward(begins)``: without tensors, when the gradient of the output is complete (True) and when that
       of the input is (False); only where both can be seen.
@@ -394,11 +395,20 @@ def _tell_all(watches: tuple[_ModuleWatch, ...], name: str, call: Call, values: 
             each.tell(getattr(each, name), call, *seen)
 
 
+_HOOKED = "_mt_megatron_taps"
+
+
 def _hook_all(watches: tuple[_ModuleWatch, ...], name: str, call: Call, values: Any) -> None:
     for index, tensor in enumerate(tensors(values)):
-        if not tensor.requires_grad:
+        # A hook on a parameter (tied embeddings are an argument) would outlive the step.
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             continue
+        hooked = vars(tensor).setdefault(_HOOKED, set())
         for each in watches:
+            if not call.recomputing:
+                hooked.add((each, name))
+            elif (each, name) in hooked:
+                continue  # The first pass had gradients, and got the same tensor.
             if name == "output_gradient" and each.changed_gradient is not None:
                 tensor.register_hook(partial(_changed, each, call, index))
             elif not each.closed:
