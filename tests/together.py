@@ -47,6 +47,7 @@ SECONDS: dict[str, int] = {
     "tests/training/test_fp16.py": 13,
     "tests/examples/test_emulated_musa.py": 13,
     "tests/patches/optimizer/test_fused_adam.py": 13,
+    "tests/seams/test_taps_ranks.py": 30,
 }
 """Files that take longer than the rest, with about what they take on two cores."""
 

@@ -11,45 +11,43 @@ from tests.launch import run_ranks
 HERE = "tests.seams.taps_ranks"
 TWO: list[dict[str, Any]] = [
     {"tp": 2, "sequence_parallel": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-    {"tp": 2, "cross_entropy_loss_fusion": True, "bf16": True},
     {"pp": 2, "model": "recompute", "hidden_dropout": 0.1, "attention_dropout": 0.1},
     {"pp": 2, "chunks": 2, "cross_entropy_loss_fusion": True},
+]
+MORE: list[dict[str, Any]] = [
+    {"tp": 2, "cross_entropy_loss_fusion": True, "bf16": True},
     {"pp": 2, "chunks": 2, "model": "moe", "schedule": "breadth_first"},
     {"pp": 2, "model": "mtp", "cross_entropy_loss_fusion": True, "schedule": "zb_h1"},
     {"cp": 2, "model": "recompute"},
 ]
 
 
-@pytest.fixture(scope="module")
-def on_two() -> list[list[dict[str, Any]]]:
-    ranks = run_ranks(2, f"{HERE}:same_bits", TWO)
-    return [[rank[index] for rank in ranks] for index in range(len(TWO))]
+def test_a_watched_step_is_an_unwatched_one_to_the_bit() -> None:
+    check(TWO)
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=[str(each) for each in TWO])
-def test_a_watched_step_is_an_unwatched_one_to_the_bit(on_two: Any, index: int) -> None:
-    for rank in on_two[index]:
-        assert rank["differ"] == []
-        assert rank["left"] == []
-        assert rank["more than once"] == []
-        assert rank["outputs"] > 20 and rank["gradients"] > 20
+@pytest.mark.daily
+def test_so_it_is_in_further_layouts_and_schedules() -> None:
+    check(MORE)
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=[str(each) for each in TWO])
-def test_micro_batches_and_layers_have_the_whole_models_numbers(on_two: Any, index: int) -> None:
-    case = TWO[index]
-    chunks, layers = case.get("chunks", 1), max(2, case.get("pp", 1) * case.get("chunks", 1))
-    for rank in on_two[index]:
-        assert rank["microbatches"] == [[chunk, each] for chunk in range(chunks) for each in range(4)]
-    of_ranks = [{int(path.split(".")[2]) for path in rank["paths"]} for rank in on_two[index]]
-    if case.get("pp", 1) > 1:
-        assert not of_ranks[0] & of_ranks[1] and of_ranks[0] | of_ranks[1] == set(range(layers))
-        if chunks > 1:
-            assert of_ranks == [{0, 2}, {1, 3}]
-        blocks = [rank["blocks"] for rank in on_two[index]]
-        assert blocks[0] == 0 and blocks[1] == 4 * (3 if case.get("model") == "mtp" else 1)
-    else:
-        assert of_ranks == [set(range(layers))] * 2
+def check(cases: list[dict[str, Any]]) -> None:
+    """Nothing differs or is left; micro-batches and layers have the whole model's numbers."""
+    found = run_ranks(2, f"{HERE}:same_bits", cases)
+    for index, case in enumerate(cases):
+        ranks = [each[index] for each in found]
+        chunks, pp = case.get("chunks", 1), case.get("pp", 1)
+        for rank in ranks:
+            assert (rank["differ"], rank["left"], rank["more than once"]) == ([], [], []), case
+            assert rank["outputs"] > 20 and rank["gradients"] > 20
+            assert rank["microbatches"] == [[chunk, each] for chunk in range(chunks) for each in range(4)]
+        layers = [{int(path.split(".")[2]) for path in rank["paths"]} for rank in ranks]
+        if pp == 1:
+            assert layers == [{0, 1}, {0, 1}]
+            continue
+        assert layers == ([{0, 2}, {1, 3}] if chunks == 2 else [{0}, {1}])
+        losses = 3 if case.get("model") == "mtp" else 1
+        assert [rank["blocks"] for rank in ranks] == [0, 4 * losses], case
 
 
 @pytest.mark.parametrize("recompute", [False, True])
