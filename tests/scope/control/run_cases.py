@@ -28,13 +28,13 @@ from mt_megatron.training.loop import train
 from mt_megatron.training.validate import validate
 from tests.training.loop_cases import MODEL, TRAINING, start
 
-SMALL = f"{MODEL} {TRAINING} --num-layers 2 --eval-iters 0 --scope record --scan off"
+SMALL = f"{MODEL} {TRAINING} --num-layers 2 --eval-iters 0 --scope record --global-batch-size 4"
 
 Commander = Callable[[Path], None]
 """What somebody else does beside rank 0, in a thread, with the folder RUN/scope."""
 
 
-def run(flags: str, folder: Path, commander: Commander | None = None) -> dict[str, Any]:
+def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: str = "off") -> dict[str, Any]:
     """One run: its lines, losses by step (the last attempt's), final weights' digest, and how it ended."""
     lines, problems = io.StringIO(), []
     digest: list[str] = []
@@ -62,7 +62,7 @@ def run(flags: str, folder: Path, commander: Commander | None = None) -> dict[st
     error = None
     try:
         with contextlib.redirect_stdout(lines):
-            config = load_config(f"{SMALL} --save {folder} {flags}".split())
+            config = load_config(f"{SMALL} --scan {scan} --save {folder} {flags}".split())
             validate(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
             outcome = train(config)
     except MtMegatronError as raised:
@@ -189,6 +189,27 @@ def ended(folder: str) -> dict[str, Any]:
     diverging = _file(root / "diverging.yaml", nan)
     found["diverged"] = run(f"--train-iters 8 --scope-lab {diverging}", root / "diverged")
     return found
+
+
+def watched(folder: str, seconds: float) -> dict[str, Any]:
+    """A run that is traced and watched, with a watchdog of one second, and paused for longer than any
+    patience."""
+    start()
+    root, paused = Path(folder), [0.0]
+    alone = run("--train-iters 6", root / "alone")
+
+    def pauses(scope: Path) -> None:
+        tell(scope, "pause")
+        began = time.monotonic()
+        time.sleep(seconds)
+        tell(scope, "resume")
+        paused[0] = time.monotonic() - began
+
+    found = run("--train-iters 6 --watchdog-seconds 5", root / "watched", pauses, scan="base")
+    findings = root / "watched" / "scan" / "findings.jsonl"
+    told = [json.loads(line) for line in findings.read_text().splitlines()] if findings.exists() else []
+    hangs = [each for each in told if each.get("finding", each).get("cause") in ("hang", "stopped", "pause")]
+    return {"alone": alone, "run": found, "findings": hangs, "seconds": paused[0]}
 
 
 def trials(folder: str, count: int, seed: int) -> list[dict[str, Any]]:

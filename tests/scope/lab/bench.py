@@ -35,7 +35,7 @@ SMALL = MODEL.replace("--num-layers 4", "--num-layers 2").replace("--hidden-size
 SMALL = SMALL.replace("--ffn-hidden-size 176", "--ffn-hidden-size 48")
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TRAINING = (
-    "--lr 1e-2 --train-iters 100 --micro-batch-size 1 --global-batch-size 4 --eval-iters 0 --mock-data "
+    "--lr 1e-2 --train-iters 200 --micro-batch-size 1 --global-batch-size 4 --eval-iters 0 --mock-data "
     "--tokenizer-type NullTokenizer --num-workers 0 --scan off"
 )
 FLAGS = {"small": SMALL, "model": MODEL, "mixture": MIXTURE}
@@ -75,7 +75,7 @@ class Bench:
             job,
             self.trainable,
             self.step_function,
-            Chain(5, 100 * size),
+            Chain(5, 200 * size),
             Progress(),
             shape=self.shape,
             sizes=batch_sizes(None, size),

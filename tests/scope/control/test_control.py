@@ -1,0 +1,220 @@
+"""Pause, step, resume and their ends, on one rank with a trainer that only counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scope.control.control import Control
+from mt_megatron.scope.lab.audit import read_audit
+from mt_megatron.scope.lab.lab import Lab
+from mt_megatron.seams import events
+
+
+class Counting:
+    """A trainer without a model."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.rested: list[str] = []
+        self.heeded: list[Sequence[int]] = []
+        self.aside_seconds = 0.0
+        self.stop = False
+        self.layout = SimpleNamespace(world_size=1)
+        self.backend = SimpleNamespace(device=lambda: "cpu")
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return values
+
+    def rest(self, where: str) -> None:
+        self.rested.append(where)
+
+    def wishes(self) -> tuple[bool, ...]:
+        return (self.stop,)
+
+    def heed(self, counts: Sequence[int]) -> bool:
+        self.heeded.append(counts)
+        return bool(counts[0])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.aside_seconds += time.monotonic() - began
+
+
+class Run:
+    """A training loop, and what it said."""
+
+    def __init__(self, folder: Path | None = None, *, pause_minutes: float = 30.0, **handlers: Any) -> None:
+        self.trainer = Counting()
+        self.said: list[str] = []
+        self.answers: list[Mapping[str, Any]] = []
+        trainer: Any = self.trainer
+        self.control = Control(
+            trainer,
+            lab=Lab(trainer, say=self.said.append),
+            folder=folder,
+            say=self.said.append,
+            answer=self.answers.append,
+            handlers=handlers,
+            pause_minutes=pause_minutes,
+            period=0.02,
+        )
+        self._numbers = iter(range(1000))
+
+    def put(self, do: str, **arguments: Any) -> str:
+        identity = f"c{next(self._numbers)}"
+        self.control.put({"id": identity, "do": do, "arguments": arguments})
+        return identity
+
+    def later(self, seconds: float, action: Callable[[], Any]) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+
+    def step(self) -> bool:
+        """One step; whether it was attended to afterwards."""
+        self.control.begin_step(self.trainer.iteration + 1)
+        wants = self.control.wants_attention
+        self.control.end_step(self.trainer.iteration + 1)
+        self.trainer.iteration += 1
+        if wants:
+            self.control.attend()
+        return wants
+
+    def answer(self, identity: str) -> Mapping[str, Any]:
+        (found,) = [each for each in self.answers if each["id"] == identity]
+        return found
+
+
+def test_a_pause_is_heard_in_the_step_and_ends_at_once_by_command() -> None:
+    run = Run()
+    assert not run.step()
+    pause = run.put("pause")
+    assert run.control.wants_attention
+    run.later(0.2, lambda: run.put("resume"))
+    began = time.monotonic()
+    assert run.step() and not run.step()
+    assert 0.2 <= time.monotonic() - began < 10
+    assert run.answer(pause)["value"] == {"paused": True, "steps_left": None, "step": 2}
+    assert len(run.trainer.heeded) >= 3 and set(run.trainer.rested) == {"paused by command"}
+    assert run.trainer.aside_seconds >= 0.2, "a pause is no training"
+    assert [line.split(";")[0] for line in run.said][:1] == ["scope: paused after step 2"]
+    states = [each["value"]["paused"] for each in run.answers if each["id"] == "state"]
+    assert states[0] and not states[-1]
+
+
+def test_steps_are_counted() -> None:
+    run = Run()
+    run.put("pause")
+    run.later(0.05, lambda: run.put("step", n=3))
+    assert run.step()
+    attended = []
+    for _ in range(3):
+        if len(attended) == 2:
+            run.later(0.05, lambda: run.put("resume"))
+        attended.append(run.step())
+    assert attended == [False, False, True] and not run.step()
+    assert sum("paused after step" in line for line in run.said) == 2
+    assert any("paused after step 4" in line for line in run.said)
+
+
+def test_a_pause_that_nobody_holds_ends_by_itself() -> None:
+    run = Run(pause_minutes=0.3 / 60)
+    run.put("pause")
+    for number in range(1, 5):
+        run.later(0.1 * number, lambda: run.put("hold"))
+    began = time.monotonic()
+    assert run.step()
+    assert time.monotonic() - began >= 0.7, "held four times, the last after 0.4 seconds"
+    assert any("nobody has held the pause" in line for line in run.said)
+    assert not run.control.paused and not run.step()
+
+
+def test_a_run_that_ends_leaves_its_pause() -> None:
+    run = Run()
+    run.put("pause")
+
+    def stop() -> None:
+        run.trainer.stop = True
+
+    run.later(0.1, stop)
+    assert run.step() and not run.control.paused
+
+
+def test_what_fails_is_answered_and_training_goes_on() -> None:
+    def breaks(arguments: Mapping[str, Any]) -> None:
+        raise ZeroDivisionError("of a handler")
+
+    def refuses(arguments: Mapping[str, Any]) -> None:
+        raise ConfigError("found nothing; expected something")
+
+    run = Run(request=breaks, pair=refuses)
+    first, second = run.put("request", texts=[]), run.put("pair")
+    unknown, wrong = run.put("stop"), run.put("step", n=0)
+    undo = run.put("undo")
+    status = run.put("status")
+    assert run.answer(status)["value"]["waiting"], "answered at once"
+    assert run.step() and not run.step()
+    assert run.answer(first)["error"] == "ZeroDivisionError: of a handler"
+    assert run.answer(second)["error"] == "found nothing; expected something"
+    assert (
+        "expected one of pause" in run.answer(unknown)["error"] and "found n: 0" in run.answer(wrong)["error"]
+    )
+    assert "nothing that can be undone" in run.answer(undo)["error"]
+
+
+def test_commands_and_answers_are_audited(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.control.start()
+    try:
+        run.put("pause")
+        run.put("resume")
+        assert run.step()
+        whats = [(each["what"], each.get("do"), each["step"]) for each in read_audit(tmp_path)]
+        assert whats == [("command", "pause", 1), ("command", "resume", 1)]
+        assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+        assert any(thread.name == "scope-commands" for thread in threading.enumerate())
+    finally:
+        run.control.close()
+    assert not any(thread.name == "scope-commands" for thread in threading.enumerate())
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "scope").write_text("in the way")
+    run = Run(tmp_path / "scope")
+    run.control.start()
+    assert len(run.said) == 1 and "no commands are heard from" in run.said[0]
+    run.put("pause")
+    run.put("resume")
+    assert run.step()
+    run.control.close()
+
+
+def test_a_pause_is_an_event_of_its_own() -> None:
+    run, heard = Run(), []
+    stop = events.subscribe(lambda phase, name, attrs: heard.append((phase, name, dict(attrs))), {"pause"})
+    run.put("pause")
+    run.later(0.05, lambda: run.put("resume"))
+    run.step()
+    stop()
+    assert heard == [("begin", "pause", {"op": "commanded"}), ("end", "pause", {})]
+
+
+@pytest.mark.parametrize("identity", ["", "a" * 81, "../x"])
+def test_ids_that_are_none_are_answered(identity: str) -> None:
+    run = Run()
+    run.control.put({"id": identity, "do": "pause"})
+    assert len(run.answers) == 1 and "found id" in run.answers[0]["error"]
+    assert not run.step()
