@@ -132,7 +132,7 @@ def shown(figures: dict[str, Any]) -> str:
     about = (
         f"{figures['shape']}, {figures['layout']}: {figures['ranks']} process(es) of {figures['threads']} "
         f"thread(s){where}; a step of {figures['tokens_per_step']} tokens takes "
-        f"{1e3 * figures['step_seconds']:.0f} ms."
+        f"{1e3 * figures['step_seconds']:.0f} ms. What takes the frames is {figures['sidecar']}."
     )
     return f"{table(header, rows)}\n\n{about}"
 
@@ -144,17 +144,25 @@ def main() -> int:
     parser.add_argument("--layout", choices=("dp", "tp"), default="dp", help="how they share the work (dp)")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
     parser.add_argument("--pin", choices=("auto", "yes", "no"), default="auto", help="processes on own cores")
+    parser.add_argument(
+        "--sidecar",
+        choices=("drained", "frozen", "dead"),
+        default="drained",
+        help="what takes the frames: a process that drops them, one that is stopped, or none (drained)",
+    )
     parser.add_argument("--rounds", type=int, default=150, help="of five blocks and as many unwatched ones")
     parser.add_argument("--timeout", type=float, default=3600.0)
     parser.add_argument("--record", type=Path, help="folder for a dated record")
     args = parser.parse_args()
     threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
     arguments = [f"--rounds={args.rounds}", f"--pin={args.pin}", f"--layout={args.layout}"]
+    arguments.append(f"--sidecar={args.sidecar}")
     figures = {"machine": machine(), "training": judged(train(args.ranks, threads, arguments, args.timeout))}
     text = shown(figures["training"])
     print(text)
     if args.record:
-        for path in record(args.record, "scope-cost", "What watching costs", figures, text):
+        name = "scope-cost" if args.sidecar == "drained" else f"scope-cost-{args.sidecar}"
+        for path in record(args.record, name, "What watching costs", figures, text):
             print(path)
     return 0 if all(each == "met" for each in figures["training"]["verdicts"].values()) else 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -70,6 +71,14 @@ class Drain:
         command = [sys.executable, "-c", _DRAIN, str(self.socket), str(os.getpid())]
         self._process = subprocess.Popen(command)
 
+    def end_as(self, sidecar: str) -> None:
+        """Freeze it, or kill it."""
+        assert self._process is not None
+        if sidecar == "frozen":
+            self._process.send_signal(signal.SIGSTOP)
+        elif sidecar == "dead":
+            self._process.kill()
+
     def close(self) -> None:
         assert self._process is not None
         self._process.kill()
@@ -79,8 +88,7 @@ class Drain:
 class Training:
     """Steps of one training, watched or not."""
 
-    def __init__(self, ranks: int, layout: str, run: Path, *, drained: bool) -> None:
-        """``drained``: nobody works on what is sent; else the sidecar does."""
+    def __init__(self, ranks: int, layout: str, run: Path) -> None:
         import mt_megatron
         from mt_megatron.scope.interfaces import Facts, Options
         from mt_megatron.scope.session import Session
@@ -111,9 +119,24 @@ class Training:
                 vocab_size=case.vocabulary,
                 model={"name": case.name},
             ),
-            sidecar=(lambda run, node, **options: Drain()) if drained else None,
+            sidecar=self._drain,
         )
+        self._drained: Drain | None = None
+        self._waits = True
         self.session.start()
+
+    def _drain(self, run: Path, node: int, **options: Any) -> Drain:
+        self._drained = Drain()
+        return self._drained
+
+    def sidecar_is(self, sidecar: str) -> None:
+        """From now on: ``drained``, ``frozen`` or ``dead``; all ranks are connected."""
+        while self.session.waiting:
+            time.sleep(0.01)
+        together()
+        self._waits = sidecar == "drained"
+        if self._drained is not None:
+            self._drained.end_as(sidecar)
 
     def timed(self, numbers: tuple[int | None, ...] | int) -> tuple[float, float]:
         """Seconds of steps that begin together on all ranks, with what is sent of them encoded: by the wall,
@@ -123,7 +146,7 @@ class Training:
         began, used = time.perf_counter(), time.process_time()
         for number in each:
             self._step(number)
-        while self.session.waiting:
+        while self._waits and self.session.waiting:
             time.sleep(0.0002)
         return time.perf_counter() - began, time.process_time() - used
 
@@ -174,10 +197,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--layout", choices=("dp", "tp"), required=True)
     parser.add_argument("--pin", choices=("auto", "yes", "no"), required=True)
+    parser.add_argument("--sidecar", choices=("drained", "frozen", "dead"), required=True)
     args = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    training: Any = Training(ranks, args.layout, args.scratch / "run", drained=True)
+    training: Any = Training(ranks, args.layout, args.scratch / "run")
     training.timed(5)
+    training.timed((1, 1))
+    training.sidecar_is(args.sidecar)
     unrest = pilot(training, rank) if args.pin == "auto" else {}
     pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
     Cores().pin(rank if pinned else None)
@@ -187,6 +213,7 @@ def main() -> None:
     about = {
         "shape": SHAPE.name,
         "layout": f"{args.layout}{ranks}",
+        "sidecar": args.sidecar,
         "tokens_per_step": training.case.tokens,
         "ranks": ranks,
         "pinned": pinned,

@@ -47,10 +47,10 @@ class Observed:
     def __init__(self, session: Session) -> None:
         self.gradients_ready = session.gradients_ready
         self.updated = session.updated
-        self._session = session
+        self.session = session
 
     def begin(self, iteration: int) -> None:
-        self._session.begin_step(iteration)
+        self.session.begin_step(iteration)
 
     def end(self, iteration: int, result: Any) -> None:
         figures = StepFigures(
@@ -60,7 +60,7 @@ class Observed:
             tokens=result.tokens,
             skipped=result.skipped,
         )
-        self._session.end_step(iteration, figures)
+        self.session.end_step(iteration, figures)
 
 
 def train(
