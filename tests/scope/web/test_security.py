@@ -1,0 +1,461 @@
+"""Nothing but a browser that was let in, on this machine, by this page, sees or does anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import stat
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from mt_megatron.errors import ConfigError
+from mt_megatron.scope.web.access import (
+    TICKET_S,
+    Access,
+    link_to,
+    new_ticket,
+    read_token_file,
+    write_secret,
+    write_token_file,
+)
+from mt_megatron.scope.web.guard import is_loopback
+from mt_megatron.scope.web.messages import COMMANDS, MOST_BYTES, QUERIES
+from mt_megatron.scope.web.server import loopback_socket
+from tests.scope.web.support import Served
+
+FUZZED = 100_000 if os.environ.get("MT_MEGATRON_SOAK") else 2_000
+
+
+# Who may look.
+
+
+def test_opens_nothing_without_a_session(page: Served) -> None:
+    for path in ("/", "/api/run", "/api/server", "/assets/page.js", "/api/tile?tensor=x&step=1"):
+        assert page.ask(path).status == 401, path
+        assert page.ask(path, cookie=f"mt_scope_{page.port}=wrong").status == 401, path
+    cookie = page.enter()
+    assert page.ask("/", cookie=cookie).status == 200
+    assert page.ask("/api/run", cookie=cookie).status == 200
+    # The same secret under another name, or given twice, is none.
+    assert page.ask("/", cookie=cookie.replace("mt_scope", "scope")).status == 401
+    assert page.ask("/", cookie=f"{cookie}; {cookie}").status == 401
+
+
+def test_ticket_opens_once_and_not_when_wrong_or_late(page: Served) -> None:
+    path = link_to(page.tokens).removeprefix(page.origin)
+    assert page.ask(path).status == 200
+    second = page.ask(path)
+    assert second.status == 403 and b"used" in second.body and not second.header("set-cookie")
+    late = new_ticket(page.tokens.view, time.time() - TICKET_S - 1)
+    early = new_ticket(page.tokens.view, time.time() + 60)
+    changed = new_ticket(page.tokens.view)
+    changed = changed[:-2] + ("AA" if changed[-2:] != "AA" else "BB")
+    others = (late, early, changed, new_ticket("another token"), "", "%00", "a" * 400)
+    for ticket in others:
+        reply = page.ask(f"/open?ticket={ticket}")
+        assert reply.status in (400, 403) and not reply.header("set-cookie"), ticket
+    assert page.ask("/open").status == 403
+    good = [new_ticket(page.tokens.view) for _ in range(2)]
+    assert page.ask(f"/open?ticket={good[0]}&ticket={good[1]}").status == 403
+
+
+def test_cookie_is_for_this_site_alone(page: Served) -> None:
+    cookie = page.ask(link_to(page.tokens).removeprefix(page.origin)).header("set-cookie")
+    parts = [part.strip().lower() for part in cookie.split(";")]
+    assert "httponly" in parts and "samesite=strict" in parts and "path=/" in parts
+    assert not any(part.startswith("domain") for part in parts)
+    assert len(cookie.partition("=")[2].partition(";")[0]) >= 43  # 256 bits in base64
+
+
+def test_session_ends(page: Served) -> None:
+    now = [1e9]
+    access = Access(clock=lambda: now[0])
+    found = access.redeem(new_ticket(access.view, now[0]))
+    assert not isinstance(found, str)
+    assert not isinstance(access.session(found[0]), str)
+    now[0] += 12 * 3600 + 1
+    assert access.session(found[0]) == "expired session"
+    assert access.session(found[0]) == "unknown session"
+    # Used all the time, it ends after a week.
+    found = access.redeem(new_ticket(access.view, now[0]))
+    assert not isinstance(found, str)
+    for _ in range(7 * 24):
+        now[0] += 3600
+        assert not isinstance(access.session(found[0]), str)
+    now[0] += 3600
+    assert access.session(found[0]) == "expired session"
+    # And when the browser says so.
+    cookie = page.enter()
+    assert page.post("/api/leave", {}, cookie).status == 200
+    assert page.ask("/api/run", cookie=cookie).status == 401
+
+
+def test_token_file_is_private(page: Served, tmp_path: Path) -> None:
+    path = page.run / "scope" / "page.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    row = json.loads(path.read_text())
+    assert len(row["view"]) >= 43 and len(row["control"]) >= 43 and row["view"] != row["control"]
+    assert not any(row["view"] in line or row["control"] in line for line in page.said)
+    umask = os.umask(0)
+    try:
+        write_token_file(tmp_path / "page.json", page.tokens)
+        write_secret(tmp_path / "link", "x")
+    finally:
+        os.umask(umask)
+    for name in ("page.json", "link"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert read_token_file(tmp_path / "page.json") == page.tokens
+    (tmp_path / "page.json").chmod(0o644)
+    with pytest.raises(ConfigError, match="0644"):
+        read_token_file(tmp_path / "page.json")
+    (tmp_path / "link2").symlink_to(path)
+    with pytest.raises(ConfigError):
+        read_token_file(tmp_path / "link2")
+
+
+# Where requests come from.
+
+
+def test_refuses_foreign_hosts(page: Served) -> None:
+    """DNS rebinding: another name that points here."""
+    cookie = page.enter()
+    evil = (
+        "evil.example",
+        f"evil.example:{page.port}",
+        f"127.0.0.1.evil.example:{page.port}",
+        f"localhost.evil.example:{page.port}",
+        "127.0.0.1@evil.example",
+        "0.0.0.0",
+        "",
+        None,
+    )
+    for host in evil:
+        for path in ("/", "/api/run", link_to(page.tokens).removeprefix(page.origin)):
+            reply = page.ask(path, cookie=cookie, host=host)
+            assert reply.status in (400, 421), (host, path, reply.status)
+            assert not reply.header("set-cookie")
+    assert page.ask("/", cookie=cookie, host=f"localhost:{page.port}").status == 200
+
+
+def test_refuses_foreign_origins(page: Served) -> None:
+    cookie = page.enter()
+    for origin in (
+        "http://evil.example",
+        "null",
+        f"https://127.0.0.1:{page.port}",
+        f"http://127.0.0.1:{page.port + 1}",
+        f"http://localhost:{page.port}",
+        f"{page.origin}.evil.example",
+    ):
+        assert page.ask("/api/run", cookie=cookie, origin=origin).status == 403, origin
+        control = page.tokens.control
+        reply = page.post("/api/control", {}, cookie, control=control, origin=origin)
+        assert reply.status == 403, origin
+        with pytest.raises(InvalidStatus):
+            page.connect(cookie, origin)
+    reply = page.post("/api/control", {}, cookie, control=page.tokens.control, origin=None)
+    assert reply.status == 403
+    for site in ("cross-site", "same-site"):
+        assert page.ask("/api/run", cookie=cookie, sec_fetch_site=site).status == 403
+    # A control: the page's own are taken.
+    assert page.ask("/api/run", cookie=cookie, origin=page.origin, sec_fetch_site="same-origin").status == 200
+    with pytest.raises(InvalidStatus):
+        page.connect(cookie, None)  # without an origin
+    with pytest.raises(InvalidStatus):
+        page.connect(None)
+
+
+def test_listens_on_loopback_only(page: Served) -> None:
+    own = [
+        each.laddr.ip
+        for each in psutil.Process().net_connections(kind="inet")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == page.port
+    ]
+    assert own == ["127.0.0.1"]
+    for address in ("0.0.0.0", "::", "192.168.1.5", "example.org", ""):
+        with pytest.raises(ConfigError, match="loopback"):
+            loopback_socket(0, address)
+    assert is_loopback("::1") and is_loopback("127.3.2.1") and is_loopback("::ffff:127.0.0.1")
+    assert not is_loopback("::ffff:8.8.8.8") and not is_loopback("127.0.0.1.evil.example")
+
+
+def test_taken_port_is_replaced_and_told(page: Served) -> None:
+    found, said = loopback_socket(page.port)
+    with found:
+        assert found.getsockname()[1] != page.port
+        assert str(page.port) in said
+
+
+# What may be asked.
+
+
+def test_serves_no_file_but_the_build(page: Served) -> None:
+    cookie = page.enter()
+    for path in (
+        "/../pyproject.toml",
+        "/assets/../../app.py",
+        "/assets/..%2f..%2fapp.py",
+        "/assets/%2e%2e/app.py",
+        "/assets/....//app.py",
+        "/assets//etc/passwd",
+        "//etc/passwd",
+        "/etc/passwd",
+        "/assets/..\\app.py",
+        "/source.json",
+        "/page.json",
+        "/scope/page.json",
+        "/api/../page.json",
+        "/" + "a" * 5_000,
+    ):
+        reply = page.ask(path, cookie=cookie)
+        assert reply.status in (400, 404), path
+        assert page.tokens.view.encode() not in reply.body and b"root:" not in reply.body
+    for name in ("../page", "/etc", "..", "run/../..", "page"):
+        assert page.ask(f"/api/run?run={name}", cookie=cookie).status == 404, name
+    assert page.ask("/api/run?run=other", cookie=cookie).status == 200
+
+
+def test_answers_keep_browsers_from_running_or_framing_anything_else(page: Served) -> None:
+    cookie = page.enter()
+    for path in ("/", "/assets/page.js", "/api/run", "/nothing", "/open"):
+        reply = page.ask(path, cookie=cookie)
+        policy = reply.header("content-security-policy")
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy, path
+        assert "unsafe" not in policy and "http" not in policy and "frame-ancestors 'none'" in policy
+        assert reply.header("x-content-type-options") == "nosniff"
+        assert reply.header("referrer-policy") == "no-referrer"
+        assert not reply.header("access-control-allow-origin")
+        assert not reply.header("server")
+    assert page.ask("/", method="OPTIONS", cookie=cookie, origin=page.origin).status == 405
+    assert page.ask("/", method="TRACE", cookie=cookie, origin=page.origin).status == 405
+
+
+def test_refuses_what_is_too_large(page: Served) -> None:
+    cookie = page.enter()
+    control = page.tokens.control
+    assert page.post("/api/control", b"[" * (MOST_BYTES + 1), cookie, control=control).status == 413
+    reply = page.post("/api/control", b"", cookie, control=control, content_length=str(10**12))
+    assert reply.status == 413
+    # In pieces, without a length.
+    head = (
+        f"POST /api/command HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.origin}\r\n"
+        f"Cookie: {cookie}\r\nContent-Type: application/json\r\nX-Scope-Control: {control}\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n"
+    ).encode()
+    piece = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+    assert b" 413 " in page.raw(head + piece * 12 + b"0\r\n\r\n").splitlines()[0]
+    assert page.ask("/api/run?" + "a" * 3_000, cookie=cookie).status == 414
+    many = page.raw(b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n")
+    assert many == b"" or b" 400 " in many.splitlines()[0] or b" 431 " in many.splitlines()[0]
+    with page.connect(cookie) as link:
+        link.send("x" * (MOST_BYTES * 2))
+        with pytest.raises(ConnectionClosed):
+            link.recv(timeout=10)
+    assert page.ask("/api/run", cookie=cookie).status == 200
+
+
+# Who may command.
+
+
+def test_session_alone_commands_nothing(page: Served) -> None:
+    cookie = page.enter()
+    before = len(page.commands)
+    for control in (None, "", "wrong", page.tokens.view, page.tokens.control[:-1]):
+        for do in COMMANDS:
+            reply = page.post("/api/command", {"do": do}, cookie, control=control)
+            assert reply.status in (403, 429)
+        assert page.post("/api/bookmark", {"step": 1, "text": "x"}, cookie, control=control).status in (
+            403,
+            429,
+        )
+    assert page.ask("/api/command", cookie=cookie).status in (404, 405)
+    assert len(page.commands) == before
+    mine = page.enter()
+    assert page.post("/api/control", {}, mine, control=page.tokens.control).status == 200
+    reply = page.post("/api/command", {"do": "pause"}, mine, control=page.tokens.control)
+    assert reply.status == 200 and reply.json()["ok"], reply.body
+    assert [frame["do"] for frame in page.commands[before:]] == ["pause"]
+    # A form of another page cannot be JSON.
+    reply = page.post(
+        "/api/command", {"do": "pause"}, mine, control=page.tokens.control, content_type="text/plain"
+    )
+    assert reply.status == 400
+    whats = [row["what"] for row in page.audit()]
+    assert "opened" in whats and "refused" in whats and "command" in whats and "result" in whats
+    text = json.dumps(page.audit())
+    assert page.tokens.control not in text and page.tokens.view not in text
+
+
+def test_commands_are_checked_before_they_are_sent(page: Served) -> None:
+    before = len(page.commands)
+    wrong: list[object] = [
+        {"do": "exec", "arguments": {}},
+        {"do": "step", "arguments": {"n": 0}},
+        {"do": "step", "arguments": {"n": True}},
+        {"do": "step", "arguments": {"n": "1"}},
+        {"do": "step", "arguments": {"n": 1, "more": 1}},
+        {"do": "pause", "arguments": []},
+        {"do": "generate", "arguments": {}},
+        {"do": "generate", "arguments": {"prompt": "x", "ids": [1]}},
+        {"do": "generate", "arguments": {"prompt": "x\x00"}},
+        {"do": "generate", "arguments": {"ids": [2**40]}},
+        {"do": "generate", "arguments": {"prompt": "x", "temperature": -1}},
+        {"do": "arm"},
+        {"do": "arm", "arguments": {"perturbation": "os.system"}},
+        {
+            "do": "arm",
+            "arguments": {"perturbation": {"a": {"b": {"c": {"d": {"e": {"f": {"g": {"h": 1}}}}}}}}},
+        },
+        {"do": "request", "arguments": {"texts": ["nothing@**"]}},
+        {"do": "request", "arguments": {"texts": ["attention@layers"] * 65}},
+        {"do": "pause", "extra": 1},
+        [],
+        7,
+        None,
+    ]
+    cookie = page.enter()
+    for number, value in enumerate(wrong):
+        if number % 12 == 0:
+            cookie = page.enter()  # each session has a rate of its own
+        reply = page.post("/api/command", value, cookie, control=page.tokens.control)
+        assert reply.status == 400, (value, reply.status, reply.body)
+    for body in (b'{"do":"pause","do":"resume"}', b'{"do":NaN}', b"{", b"\xff\xfe", b"[" * 30_000):
+        reply = page.post("/api/command", body, page.enter(), control=page.tokens.control)
+        assert reply.status == 400, body[:20]
+    assert len(page.commands) == before
+
+
+def test_floods_are_bounded(page: Served) -> None:
+    cookie = page.enter()
+    found = [
+        page.post("/api/command", {"do": "status"}, cookie, control=page.tokens.control).status
+        for _ in range(40)
+    ]
+    assert 429 in found and found[0] == 200
+    with page.connect(page.enter()) as link, pytest.raises(ConnectionClosed):
+        for _ in range(5_000):
+            link.send('{"do":"ping"}')
+        link.recv(timeout=10)
+    sizes = (page.run / "scope" / "audit.jsonl").stat().st_size
+    assert sizes < 2**20
+
+
+# Anything at all.
+
+
+def _value(draw: random.Random, depth: int = 0) -> object:
+    kind = draw.randrange(9 if depth < 4 else 6)
+    if kind == 0:
+        return draw.choice([None, True, False])
+    if kind == 1:
+        return draw.choice([0, -1, 1, 2**31, 2**53, 2**63, 2**64, -(2**70), draw.randrange(1000)])
+    if kind == 2:
+        return draw.choice([0.5, -1e300, 1e308, 1e-320])
+    if kind in (3, 4, 5):
+        return "".join(
+            chr(draw.choice([0, 7, 34, 46, 47, 60, 92, 65, 0x4E2D, 0x1F600, 0xD800]))
+            for _ in range(draw.randrange(12))
+        )
+    if kind == 6:
+        return [_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    keys = [
+        "do",
+        "arguments",
+        "n",
+        "prompt",
+        "perturbation",
+        "texts",
+        "id",
+        "kinds",
+        "__proto__",
+        "",
+        "step",
+        "text",
+    ]
+    return {draw.choice(keys): _value(draw, depth + 1) for _ in range(draw.randrange(4))}
+
+
+def test_fuzzed_messages_are_refused_and_break_nothing(page: Served) -> None:
+    """Bodies, queries, raw bytes and websocket messages. The default lane sends 2,000, the soak 100,000."""
+    draw = random.Random(20)
+    site_commands = len(page.commands)
+    served_before = page.ask("/api/run", cookie=page.enter()).status
+    assert served_before == 200
+    counts: dict[int, int] = {}
+    cookie, uses = page.enter(), 0
+    link, said = None, 0
+    for number in range(FUZZED):
+        if uses >= 300:  # below a session's burst
+            cookie, uses = page.enter(), 0
+        way = number % 10
+        if way < 5:
+            name = draw.choice([*QUERIES, "x", "server", "runs"])
+            fields = [*QUERIES.get(name, {}), "run", "zz"]
+            pairs = "&".join(f"{draw.choice(fields)}={_text(draw)}" for _ in range(draw.randrange(4)))
+            status = page.ask(f"/api/{name}?{pairs}", cookie=cookie).status
+            uses += 1
+            assert status in (200, 400, 404, 414, 429), (name, pairs, status)
+        elif way < 8:
+            body = json.dumps(_value(draw)).encode() if way < 7 else draw.randbytes(draw.randrange(200))
+            path = draw.choice(["/api/command", "/api/bookmark", "/api/control", "/api/leave2", "/live"])
+            control = page.tokens.control if path == "/api/command" and way == 6 else draw.choice([None, "x"])
+            status = page.post(path, body, cookie, control=control).status
+            uses += 1
+            assert status in (400, 403, 404, 405, 429), (path, body, status)
+        elif way == 8 and number % 50 == 8:
+            line = draw.choice(
+                [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"PRI * HTTP/2.0\r\n\r\n", draw.randbytes(40)]
+            )
+            answer = page.raw(line + draw.randbytes(draw.randrange(100)) + b"\r\n\r\n")
+            status = int(answer.split()[1]) if answer[:5] == b"HTTP/" else 0
+            assert status == 0 or 400 <= status < 500
+        else:
+            if link is None or said > 30:
+                if link is not None:
+                    link.close()
+                link, said = page.connect(cookie), 0  # type: ignore[arg-type]
+                uses += 1
+            try:
+                link.send(draw.choice([json.dumps(_value(draw)), draw.randbytes(20), "", "{}", '{"do":"x"}']))
+                link.recv(timeout=5)
+            except ConnectionClosed as closed:
+                assert closed.rcvd is not None and closed.rcvd.code == 1008, closed
+                link = None
+            status = 1008
+            said += 1
+        counts[status] = counts.get(status, 0) + 1
+    if link is not None:
+        link.close()
+    assert not counts.get(500) and len(page.commands) == site_commands
+    assert counts.get(400, 0) > FUZZED // 10
+    # It still does what it is there for.
+    assert page.ask("/api/run", cookie=page.enter()).status == 200
+    with page.connect(page.enter()) as again:
+        page.publish({"k": "step", "step": 7})
+        assert json.loads(again.recv(timeout=10))["step"] == 7
+
+
+def _text(draw: random.Random) -> str:
+    values = [
+        "0",
+        "-1",
+        "1e9",
+        "999999999999999999999",
+        "",
+        "..%2f",
+        "%00",
+        "x",
+        "NaN",
+        "1",
+        "decoder",
+        "%ff",
+        "max",
+        "20",
+        "attention",
+    ]
+    return draw.choice(values)
