@@ -22,9 +22,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scan"))
 
 from scan_cost_held import Cores  # noqa: E402
-from scan_cost_worker import SHAPE, pilot, together  # noqa: E402
+from scan_cost_worker import SHAPE as BF16_SHAPE  # noqa: E402
 from scan_cost_worker import _agreed as agreed  # noqa: E402
+from scan_cost_worker import pilot, together  # noqa: E402
 from throughput_sides import Ours, token_ids  # noqa: E402
+
+SHAPE = replace(BF16_SHAPE, dtype=torch.float32)
+"""In fp32: many processors have no bf16 arithmetic and take seconds a step."""
 
 INTERVAL = 20
 _LIVE = 7
