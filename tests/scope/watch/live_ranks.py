@@ -1,0 +1,79 @@
+"""The rank's side: requests and commands that arrive while a training runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mt_megatron
+from mt_megatron.config.parse import load_config
+from mt_megatron.models.families import family_of
+from mt_megatron.scope.interfaces import NoControl
+from mt_megatron.training.distributed import joined
+from mt_megatron.training.model import build
+from mt_megatron.training.step import Shape, make_forward_step, train_step
+from tests.parity.case import MICRO_BATCH, MODEL, OPTIMIZER, SEQUENCE
+from tests.scope.watch.ranks import batches_of, begin, watched
+
+STEPS = 8
+FLAGS = f"{MODEL} {OPTIMIZER} --untie-embeddings-and-output-weights"
+
+
+class Heard(NoControl):
+    """A control that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+
+    def put(self, command: Any) -> None:
+        self.commands.append(command)
+
+
+def told_while_training() -> dict[str, Any]:
+    """What came of messages after step 2 and after step 5."""
+    begin()
+    config = load_config([*FLAGS.split(), "--seed", "5", "--mock-data"])
+    with joined(config, mt_megatron.backend()) as job:
+        family = family_of(config)
+        trainable = build(config, job, family)
+        watch = ("mlp@decoder.layers.0",)
+        with watched(config, job, trainable, watch=watch, interval=1) as (observed, reader):
+            assert reader is not None
+            session, control = observed.session, Heard()
+            session.control = control
+            shape = Shape(
+                num_microbatches=config.num_microbatches(1), micro_batch_size=MICRO_BATCH, seq_length=SEQUENCE
+            )
+            batches = [batches_of(job, 5, STEPS)]
+            forward_step = make_forward_step(family, job.backend.device())
+            for iteration in range(1, STEPS + 1):
+                observed.begin(iteration)
+                result = train_step(
+                    trainable, forward_step, batches, shape, job, iteration=iteration, observer=observed
+                )
+                observed.end(iteration, result)
+                if iteration == 2:
+                    _until(lambda: 0 in reader.frames)
+                    requests = ["residual@decoder.layers.1", "mlp@nowhere", "no request", "context@embedding"]
+                    reader.tell(0, {"k": "watch", "requests": requests})
+                    _until(lambda: session._texts is not None)
+                elif iteration == 5:
+                    reader.tell(0, {"k": "watch", "requests": []})
+                    reader.tell(0, {"k": "unheard of"})
+                    reader.tell(0, {"k": "command", "id": "7", "do": "pause", "arguments": {}})
+                    _until(lambda: bool(control.commands))
+                    session.answer({"id": "7", "ok": True, "value": 3})
+        return {
+            "tensors": sorted({(f["i"], f["path"], f["what"]) for _, f in reader.of("tensor")}),
+            "lines": reader.lines,
+            "commands": [each["do"] for each in control.commands],
+            "results": [f for _, f in reader.of("result")],
+        }
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

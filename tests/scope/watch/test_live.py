@@ -1,0 +1,35 @@
+"""Requests and commands that arrive while a training runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.scope.watch.live_ranks import STEPS
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    told: dict[str, Any] = run_ranks(1, "tests.scope.watch.live_ranks:told_while_training")[0]
+    return told
+
+
+def test_requests_are_watched_from_the_next_step_on_beside_those_of_the_start(found: dict[str, Any]) -> None:
+    path, steps = "decoder.layers.0.mlp", range(1, STEPS + 1)
+    always = {(step, path, what) for step in steps for what in ("mlp", "mlp_hidden")}
+    asked = {(step, "decoder.layers.1", "residual") for step in (3, 4, 5)}
+    assert {tuple(each) for each in found["tensors"]} == always | asked
+
+
+def test_what_cannot_be_watched_is_a_line_each(found: dict[str, Any]) -> None:
+    lines = found["lines"]
+    assert len(lines) == 3
+    assert any("nowhere" in line for line in lines) and any("'no request'" in line for line in lines)
+    assert any("context@embedding" in line and "core attention" in line for line in lines)
+
+
+def test_commands_reach_the_control_and_are_answered(found: dict[str, Any]) -> None:
+    assert found["commands"] == ["pause"]
+    assert found["results"] == [{"k": "result", "id": "7", "ok": True, "value": 3}]
