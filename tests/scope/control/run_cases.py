@@ -38,11 +38,17 @@ def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: s
     """One run: its lines, losses by step (the last attempt's), final weights' digest, and how it ended."""
     lines, problems = io.StringIO(), []
     digest: list[str] = []
-    original = loop._Run.close
+    original, take = loop._Run.close, loop.Steps.take
 
     def closed(self: Any) -> None:
         digest.append(_digest(self))
         original(self)
+
+    def slow(self: Any, *given: Any, **named: Any) -> Any:
+        # Rank 0 looks for commands twice a second: a run of milliseconds would be over before.
+        if self.progress.iteration < 3:
+            time.sleep(0.6)
+        return take(self, *given, **named)
 
     def command() -> None:
         try:
@@ -54,6 +60,8 @@ def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: s
             problems.append(f"{type(error).__name__}: {error}")
 
     loop._Run.close = closed  # type: ignore[method-assign]
+    if commander is not None:
+        loop.Steps.take = slow  # type: ignore[method-assign]
     # Nothing here is about what a sidecar records, and it takes a second to start.
     session._sidecar_process = lambda run, *others, **options: _NoSidecar(Path(run) / "nowhere")
     thread = threading.Thread(target=command, daemon=True)
@@ -68,7 +76,7 @@ def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: s
     except MtMegatronError as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
-        loop._Run.close = original  # type: ignore[method-assign]
+        loop._Run.close, loop.Steps.take = original, take  # type: ignore[method-assign]
     if thread.is_alive() or thread.ident is not None:
         thread.join(20)
     metrics = folder / "metrics.jsonl"
