@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -61,8 +62,14 @@ def run(args: argparse.Namespace) -> int:
         print(text, flush=True)
 
     options = ServeOptions(run=files.root.parent, port=args.port, token_file=args.token_file, say=say)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(served(recording_hub(files), options))
+    async def until_ended() -> None:
+        task = asyncio.ensure_future(served(recording_hub(files), options))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await task
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(until_ended())
         # It serves until it is cancelled: it has told why it does not.
         print("mt-megatron: the page is not served", file=sys.stderr)
         return 1

@@ -142,7 +142,7 @@ class Page:
             ws_per_message_deflate=False,
         )
         # This implementation answers pings and bounds messages in all versions that the extra allows.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(uvicorn|websockets)\b")
+        warnings.filterwarnings("ignore", message=r"[^\n]*websockets")
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         logging.getLogger("websockets").setLevel(logging.CRITICAL)
         self._loop = asyncio.get_running_loop()

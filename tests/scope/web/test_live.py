@@ -1,0 +1,98 @@
+"""Events reach browsers that read; a browser that does not read costs the sidecar a bounded queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+import psutil
+
+from mt_megatron.scope.web.live import QUEUE, small
+from tests.scope.web.support import Served
+
+EVENTS = 40_000 if os.environ.get("MT_MEGATRON_DAILY") else 6_000
+
+
+def test_events_come_without_arrays(page: Served) -> None:
+    with page.connect(page.enter()) as link:
+        time.sleep(0.2)
+        page.publish({"k": "tensor", "step": 3, "path": "x", "data": b"secret", "value": float("inf")})
+        found = json.loads(link.recv(timeout=10))
+        assert found == {"k": "tensor", "step": 3, "path": "x", "value": None}
+        link.send('{"do":"kinds","kinds":"step"}')
+        time.sleep(0.3)
+        page.publish({"k": "alert", "step": 4})
+        page.publish({"k": "step", "step": 5})
+        assert json.loads(link.recv(timeout=10))["step"] == 5
+
+
+def test_state_is_kept_for_browsers_that_come_later(page: Served) -> None:
+    value = {"paused": True, "step": 9}
+    page.answer({"k": "result", "id": "state", "ok": True, "value": value, "error": None})
+    cookie, until = page.enter(), time.monotonic() + 10
+    while page.ask("/api/server", cookie=cookie).json()["state"] != value:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_requests_reach_the_file_that_all_sidecars_read(page: Served) -> None:
+    texts = ["attention@decoder.layers.*.self_attention:heads=0:every=1"]
+    body = {"do": "request", "arguments": {"texts": texts}}
+    reply = page.post("/api/command", body, page.enter(), control=page.tokens.control)
+    assert reply.status == 200 and reply.json()["ok"], reply.body
+    assert json.loads((page.run / "scope" / "requests.json").read_text())["requests"] == texts
+
+
+def test_bookmarks_are_kept(page: Served) -> None:
+    cookie = page.enter()
+    for text, status in (("here", 200), ("x" * 250, 507)):
+        mark = {"step": 7, "text": text}
+        assert page.post("/api/bookmark", mark, cookie, control=page.tokens.control).status == status
+    marks = page.ask("/api/run", cookie=cookie).json()["bookmarks"]
+    assert {"step": 7, "text": "here", "view": ""} in marks
+
+
+def test_browser_that_reads_nothing_costs_a_bounded_queue(page: Served) -> None:
+    """Its socket is open and never read; another browser gets everything meanwhile."""
+    cookie = page.enter()
+    frozen = socket.create_connection(("127.0.0.1", page.port))
+    frozen.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    frozen.sendall(
+        (
+            f"GET /live HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.origin}\r\n"
+            f"Cookie: {cookie}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        ).encode()
+    )
+    assert b" 101 " in frozen.recv(4096)
+    text, got = "x" * 3_000, 0
+    with frozen, page.connect(page.enter()) as reader:
+        time.sleep(0.3)
+        subscriptions = list(page.hub._subscriptions)
+        memory = psutil.Process().memory_info().rss
+        for number in range(EVENTS):
+            page.publish({"k": "step", "step": number, "text": text})
+            if number % 50 == 49:
+                for _ in range(50):
+                    assert json.loads(reader.recv(timeout=20))["step"] == got
+                    got += 1
+        worst = max(subscriptions, key=lambda each: each.dropped)
+        assert worst.dropped > EVENTS // 3
+        assert all(len(each._events) <= QUEUE + 1 for each in subscriptions)
+        assert psutil.Process().memory_info().rss - memory < 64 * 2**20
+        assert page.ask("/api/run", cookie=cookie).status == 200
+    until = time.monotonic() + 20
+    while page.ask("/api/server", cookie=cookie).json()["browser_dropped"] < worst.dropped:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_notices_are_small() -> None:
+    deep: dict[str, object] = {"k": "x"}
+    for _ in range(20):
+        deep = {"k": "x", "inner": deep}
+    assert len(json.dumps(small(deep))) < 200
+    assert len(small({"k": "x", "list": list(range(10_000))})["list"]) == 512
+    assert small({"k": "x", "data": [1], "function": print}) == {"k": "x"}
