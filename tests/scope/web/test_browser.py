@@ -1,0 +1,242 @@
+"""The page in Chromium: every view on a recording and on a run that goes on, without an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.scope.web.access import TokenFile, link_to, read_token_file
+from mt_megatron.scope.web.assets import PAGE
+from tests.launch import ROOT
+from tests.scope.sidecar.fake_ranks import FakeRank, start_sidecar, until
+from tests.scope.synthetic import RunShape, frames_of, hello, schema, write_run
+from tests.scope.web.support import Served, served
+from tools.scan_simulator import Job, parse_layout, simulate
+from tools.scope_page.build import build_into
+
+DRIVER = Path(__file__).with_name("browser.mjs")
+VIEWS = {
+    "run": "#/run",
+    "topology": "#/topology",
+    "timeline": "#/timeline",
+    "model": "#/model?module=decoder.layers.1.mlp",
+    "tensor": "#/tensor",
+    "attention": "#/attention",
+    "tokens": "#/tokens?token=20",
+    "experts": "#/experts",
+    "replay": "#/replay?step=40&with=other",
+    "generate": "#/generate",
+    "lab": "#/lab",
+}
+PICTURES = {"run", "timeline", "model", "tensor", "attention", "tokens", "experts", "replay"}
+
+
+def node_folder() -> Path | None:
+    """Folder whose ``node_modules`` has playwright-core."""
+    given = os.environ.get("MT_SCOPE_NODE")
+    for folder in (Path(given) if given else None, ROOT / "tools" / "scope_page" / "source"):
+        if folder is not None and (folder / "node_modules" / "playwright-core").is_dir():
+            return folder
+    return None
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+MISSING = [
+    text
+    for text, there in (
+        ("node (Node.js) on PATH", shutil.which("node")),
+        ("chromium on PATH", CHROMIUM),
+        ("playwright-core: run 'npm ci' in tools/scope_page/source, or set MT_SCOPE_NODE", node_folder()),
+    )
+    if not there
+]
+pytestmark = [
+    pytest.mark.daily,
+    pytest.mark.skipif(bool(MISSING), reason=f"expected {'; '.join(MISSING)}"),
+]
+
+
+def drive(
+    link: str, folder: Path, actions: Sequence[Sequence[Any]], *, errors: str = "", **more: Any
+) -> Mapping[str, Any]:
+    """What the browser found. No request to elsewhere, and no error on its console without ``errors``."""
+    request = {"modules": str(node_folder()), "chromium": CHROMIUM, "url": link, "actions": actions, **more}
+    path = folder / "request.json"
+    path.write_text(json.dumps(request))
+    done = subprocess.run(["node", str(DRIVER), str(path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["failure"] is None, found["failure"]
+    assert found["foreign"] == []
+    assert [line for line in found["errors"] if not errors or errors not in line] == []
+    return found
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    shape = RunShape(
+        steps=60,
+        experts=4,
+        tensor_every=20,
+        token_every=20,
+        attention_tokens=300,
+        attention_layers=2,
+    )
+    write_run(folder, shape)
+    other = RunShape(steps=60, experts=4, differs_from=20, tensor_every=0, token_every=0)
+    write_run(folder.parent / "other", other)
+    simulate(folder, Job(layout=parse_layout("dp=1,tp=2,pp=2"), steps=6, microbatches=4), [], seed=1)
+    with served(folder) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "theme,width,height,language",
+    [
+        ("light", 1280, 800, "en"),
+        ("dark", 1280, 800, "zh"),
+        ("light", 3840, 2160, "zh"),
+        ("dark", 3840, 2160, "en"),
+    ],
+)
+def test_every_view_on_a_recording(
+    recording: Served, tmp_path: Path, theme: str, width: int, height: int, language: str
+) -> None:
+    actions = [["view", address, 100, name in PICTURES] for name, address in VIEWS.items()]
+    link = link_to(recording.tokens)
+    found = drive(link, tmp_path, actions, theme=theme, width=width, height=height, language=language)
+    for name, seen in zip(VIEWS, found["results"], strict=True):
+        assert not seen["wide"], f"{name} is wider than the window"
+        assert len(seen["text"]) > 10, name
+        if name in PICTURES:
+            assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (name, seen["canvases"])
+
+
+def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:
+    address = "#/model?step=30&module=decoder.layers.2.mlp&statistic=activation_rms"
+    actions = [
+        ["press", "3"],
+        ["press", "?"],
+        ["text", "[role=dialog]"],
+        ["press", "Escape"],
+        ["press", "6"],
+        ["press", "["],
+        ["press", "f"],
+        ["press", "l"],
+        ["text", "nav"],
+        ["view", address],
+        ["reload"],
+        ["evaluate", "location.hash"],
+        ["text", "main"],
+    ]
+    results = drive(link_to(recording.tokens), tmp_path, actions)["results"]
+    assert results[0].startswith("#/timeline") and "Esc" in results[2]
+    assert results[4].startswith("#/attention") and "step=" in results[5] and "step=" not in results[6]
+    assert "注意力" in results[8]
+    assert results[11] == address and "decoder.layers.2.mlp" in results[12]
+
+
+def test_exported_page_shows_the_same_without_a_server(recording: Served, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    views = [["view", VIEWS[name], 100, True] for name in VIEWS if name in PICTURES]
+    download = ["download", "button[title=e]", str(target)]
+    drive(link_to(recording.tokens), tmp_path, [*views, download], language="en")
+    text = target.read_text()
+    assert recording.tokens.view not in text and recording.tokens.control not in text
+    assert "connect-src" not in text and "unsafe-eval" not in text
+    found = drive(target.as_uri(), tmp_path, views)
+    for (_, address, *_), seen in zip(views, found["results"], strict=True):
+        assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (address, seen)
+
+
+def test_view_only_until_the_control_token_is_given(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
+    buttons = "[...document.querySelectorAll('.top button')]"
+    submit = "document.querySelector('.over form').requestSubmit()"
+    with served(tmp_path / "run", live=True) as page:
+        actions = [
+            ["evaluate", f"{buttons}.map((b) => b.innerText).join('|')"],
+            ["press", "p"],
+            ["fill", "input[type=password]", "wrong"],
+            ["evaluate", submit],
+            ["until", "document.querySelector('.over .bad')"],
+            ["fill", "input[type=password]", page.tokens.control],
+            ["evaluate", submit],
+            ["until", f"{buttons}.some((b) => b.innerText === 'Pause')"],
+            ["press", "p"],
+            ["until", f"{buttons}.some((b) => b.innerText === 'Resume' && !b.disabled)"],
+        ]
+        # The browser itself writes a line for the answer 403.
+        found = drive(link_to(page.tokens), tmp_path, actions, errors="403", language="en")
+        assert [frame["do"] for frame in page.commands if frame["do"] != "status"] == ["pause"]
+    assert "Pause" not in found["results"][0] and "View only" in found["results"][0]
+
+
+def test_every_view_while_ranks_send(tmp_path: Path) -> None:
+    """A sidecar as training starts it, with two ranks of a made-up run: curves grow without a reload."""
+    run = tmp_path / "run"
+    shape = RunShape(tp=2, pp=1, experts=4, interval=2, tensor_every=4, token_every=4, attention_tokens=128)
+    simulate(run, Job(layout=parse_layout("dp=1,tp=2,pp=1"), steps=6, microbatches=4), [], seed=1)
+    path = Path("/tmp") / f"mt-page-{os.getpid()}" / "s"
+    process = start_sidecar(run, path, "--serve", error=subprocess.DEVNULL)
+    stop = threading.Event()
+    try:
+        ranks = [FakeRank(path, hello(shape, rank), schema(shape, rank)) for rank in range(2)]
+        sender = threading.Thread(target=_send, args=(ranks, shape, stop), daemon=True)
+        sender.start()
+        tokens = _tokens(run)
+        now = "Number(document.querySelector('.scrub .now').innerText.match(/\\d+/)?.[0])"
+        names = [name for name in VIEWS if name != "replay"]
+        actions = [
+            ["until", f"{now} > 8", 60_000],
+            *(["view", VIEWS[name], 1_200, name in PICTURES] for name in names),
+            ["evaluate", f"window.before = {now}"],
+            ["until", f"{now} > window.before", 30_000],
+        ]
+        found = drive(link_to(tokens), tmp_path, actions, language="en")
+        for name, seen in zip(names, found["results"][1:], strict=False):
+            assert len(seen["text"]) > 10, name
+            if name in PICTURES:
+                assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (name, seen)
+    finally:
+        stop.set()
+        process.terminate()
+        process.wait(20)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _send(ranks: Sequence[FakeRank], shape: RunShape, stop: threading.Event) -> None:
+    step = 0
+    while not stop.wait(0.2):
+        step += 1
+        for number, rank in enumerate(ranks):
+            rank.send(*frames_of(shape, number, step))
+
+
+def _tokens(run: Path) -> TokenFile:
+    path = run / "scope" / "page.json"
+    until(path.exists, 30)
+    return read_token_file(path)
+
+
+def test_rebuild_is_what_is_committed(tmp_path: Path) -> None:
+    """With the packages that the lock file names, the source becomes the committed files byte for byte."""
+    folder = node_folder()
+    assert folder is not None
+    if not (folder / "node_modules" / "vite").is_dir():
+        pytest.skip("expected vite beside playwright-core: run 'npm ci' in tools/scope_page/source")
+    build_into(tmp_path / "page", modules=folder / "node_modules")
+    for path in sorted(PAGE.rglob("*")):
+        if path.is_file():
+            made = tmp_path / "page" / path.relative_to(PAGE)
+            assert made.read_bytes() == path.read_bytes(), path.name
