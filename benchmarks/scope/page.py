@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.web.access import link_to, read_token_file
@@ -28,6 +27,9 @@ from mt_megatron.scope.web.assets import PAGE
 from tests.scope.synthetic import RunShape, write_run
 from tools.scan_simulator import Job, parse_layout, simulate
 from tools.scope_page.build import compressed_bytes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
 
 DRIVER = ROOT / "tests" / "scope" / "web" / "browser.mjs"
 
