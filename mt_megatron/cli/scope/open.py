@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         print(text, flush=True)
 
     options = ServeOptions(run=files.root.parent, port=args.port, token_file=args.token_file, say=say)
+
     async def until_ended() -> None:
         task = asyncio.ensure_future(served(recording_hub(files), options))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
