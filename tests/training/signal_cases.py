@@ -23,5 +23,5 @@ def asked_on_one_rank(folder: str) -> dict[str, Any]:
     stop_listening = events.subscribe(listener)
     result = run(f"--save {folder}/asked --train-iters 50 --num-workers 1", folder, "asked")
     stop_listening()
-    # It was asked after the wishes of step 3 were read, so step 4 is the first to carry them.
-    return {**result, "asked_in": 4}
+    # Wishes are asked just before the step's reduction, so step 3 itself carries it.
+    return {**result, "asked_in": 3}

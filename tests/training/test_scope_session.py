@@ -69,7 +69,10 @@ def test_without_a_place_it_says_so(found: list[dict[str, Any]]) -> None:
 
 def test_a_folder_that_cannot_be_made_ends_the_recording_and_not_the_run(found: list[dict[str, Any]]) -> None:
     lines = [line for line in found[0]["blocked"]["lines"] if line.startswith("scope: ")]
-    assert 1 <= len(lines) <= 2, lines
+    # The cause, the end of the sidecar, and of this rank's part of it: who is first differs.
+    assert 1 <= len(lines) == len(set(lines)) <= 3 and any("cannot be written" in line for line in lines), (
+        lines
+    )
 
 
 def test_missing_packages_are_one_line(found: list[dict[str, Any]], folder: Path) -> None:

@@ -34,12 +34,13 @@ def test_ranks_that_round_otherwise_go_on_without_adapting(found: tuple[Path, di
     folder, runs = found
     assert runs["mixed"] == runs["upstream"]
     log = records(folder / "mixed" / FILE)
-    (note,) = [each for each in log if each["record"] == "note"]
+    # A loaded machine may have other notes.
+    (note,) = [each for each in log if each["record"] == "note" and "reckoned" in each["text"]]
     assert note["text"].startswith("1f1b from step ") and "to the end: after step" in note["text"]
     assert "reckoned different times of stages" in note["text"] and "(rank 1)" in note["text"]
     assert SLOW_FROM < note["step"] < STEPS
     assert max(each["step"] for each in decisions(folder / "mixed")) <= note["step"]
-    assert all(each["record"] != "note" for each in records(folder / "auto" / FILE))
+    assert not any("reckoned" in each.get("text", "") for each in records(folder / "auto" / FILE))
 
 
 def decisions(folder: Path) -> list[dict[str, Any]]:
