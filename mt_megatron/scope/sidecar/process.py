@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+SECONDS_FOR_OTHERS = 5.0
+"""At the end, for ranks that have not ended yet; then it is told to end."""
+
 SECONDS_TO_END = 10.0
 """For what waits to be written after the ranks' bye; then the process is killed."""
 
@@ -48,6 +51,7 @@ class SidecarProcess:
         """``say`` gets its lines, from a thread. ``socket``: where ranks connect, in a folder that does not
         exist or is private; by default in a new private folder under TMPDIR."""
         self._say = say
+        self._ranks = ranks
         self._folder: Path | None = None
         if socket is None:
             self._folder = Path(tempfile.mkdtemp(prefix="mtscope-"))
@@ -97,9 +101,14 @@ class SidecarProcess:
         return True
 
     def close(self) -> None:
-        """End it, with what it still has to write, within ``SECONDS_TO_END``."""
+        """End it, with what it still has to write, within ``SECONDS_FOR_OTHERS`` and
+        ``SECONDS_TO_END``."""
         self._closing = True
         if self.process is not None:
+            if self._ranks > 1:
+                # The node's other ranks may still send: it ends by itself when all have said so.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(SECONDS_FOR_OTHERS)
             self.process.terminate()
             try:
                 self.process.wait(SECONDS_TO_END)
