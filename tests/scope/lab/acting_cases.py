@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from typing import Any
 
 import ml_dtypes
@@ -284,3 +287,113 @@ def previewed() -> dict[str, Any]:
         size = run.trainable.parameters_on_this_rank()
         modules = run.lab.handlers["preview"](entry(kind="mask", on="activation", module="*.linear_qkv"))
     return {"weights": told, "parameters": size, "modules": modules}
+
+
+def paired() -> dict[str, Any]:
+    """A pair: what it says, that it leaves everything as it was, and that the step itself says the same."""
+    start()
+    found: dict[str, Any] = {}
+    with bench() as run:
+        run.step()
+        before = run.digest()
+        given = {"kind": "gaussian", "sigma": 0.2, "on": "activation", "module": "decoder.layers.1.mlp"}
+        found["told"] = run.lab.handlers["pair"]({**entry(**given), "microbatches": [0, 1]})
+        found["nothing"] = run.lab.handlers["pair"](entry(**{**given, "sigma": 0}))
+        found["untouched"] = run.digest() == before and _forwards(run) == [] and run.lab.perturbed is None
+        found["clean"] = run.step().loss
+    with bench() as run:
+        run.step()
+        run.lab.handlers["arm"](entry(**given))
+        found["perturbed"] = run.step().loss
+    return found
+
+
+def forgetful() -> dict[str, bool]:
+    """Whether a run that goes back without a part of the snapshot is told from one that was not perturbed."""
+    start()
+    flags = (
+        "--hidden-dropout 0.1 --attention-dropout 0.1 --bf16 --fp8-recipe delayed --no-first-last-layers-bf16"
+    )
+    original = {name: getattr(Snapshot, name) for name in ("_keep_modules", "_keep_optimizer", "_keep_rest")}
+    found = {}
+    with bench(flags) as run:
+        states = []
+        for _ in range(4):
+            run.step()
+            states.append(run.digest())
+    for name in (*original, "none"):
+        if name != "none":
+            setattr(Snapshot, name, lambda *ignored: None)
+        with bench(flags) as run:
+            run.step()
+            run.lab.handlers["arm"](entry(kind="scale", factor=2, on="weight", module="*.linear_fc1"))
+            run.step()
+            snapshot = run.lab._earliest()
+            assert snapshot is not None
+            snapshot.restore()
+            run.lab.close()
+            for _ in range(2):
+                run.step()
+            # Without the trainer's own part the run goes on from the step at which it is.
+            found[name] = run.digest() != states[run.trainer.iteration - 1]
+        for each, value in original.items():
+            setattr(Snapshot, each, value)
+    return found
+
+
+def promptly(count: int, seed: int) -> dict[str, Any]:
+    """Commands that come in the middle of a step's forward, and at random moments: steps until each acts, and
+    seconds; rank 0 of two is commanded."""
+    start()
+    found: dict[str, Any] = {"in forward": [], "at random": [], "seconds": []}
+    rng = random.Random(seed)
+    with bench() as run:
+        layer = dict(taps.named_modules(run.trainable.bare_chunks()))["decoder.layers.1"]
+        asked: dict[str, tuple[int, float]] = {}
+        began: dict[str, tuple[int, float]] = {}
+        waiting: list[str] = []
+        note = run.lab._audit.note
+
+        def audited(what: str, step: int, **values: Any) -> None:
+            if what == "acts":
+                began[values["id"]] = step + 1, time.monotonic()
+            note(what, step, **values)
+
+        run.lab._audit.note = audited  # type: ignore[method-assign]
+
+        def command(name: str) -> None:
+            if run.job.rank == 0:
+                asked[name] = run.trainer.iteration + 1, time.monotonic()
+                given = {
+                    "kind": "scale",
+                    "factor": 1,
+                    "on": "weight",
+                    "module": "*.linear_proj",
+                    "name": name,
+                }
+                run.control.put({"id": name, "do": "arm", "arguments": {"perturbation": given}})
+
+        def in_forward(call: taps.Call, args: Any, kwargs: Any) -> None:
+            if call.microbatch == 0 and not waiting:
+                waiting.append(f"f{len(found['in forward'])}")
+                command(waiting[0])
+
+        for kind in ("in forward", "at random"):
+            for number in range(count):
+                waiting.clear()
+                if kind == "in forward":
+                    with taps.watch(layer, before=in_forward):
+                        run.run(run.trainer.iteration + 1)
+                else:
+                    threading.Timer(rng.random() * 0.2, command, [f"r{number}"]).start()
+                until = run.trainer.iteration + 60
+                while run.trainer.sum_over_ranks([float(not began)])[0]:
+                    run.run(run.trainer.iteration + 1)
+                    assert run.trainer.iteration < until
+                if run.job.rank == 0:
+                    (name,) = began
+                    found[kind].append(began[name][0] - asked[name][0])
+                    found["seconds"].append(began[name][1] - asked[name][1])
+                run.lab.undo()
+                began.clear()
+    return found

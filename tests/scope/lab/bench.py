@@ -27,7 +27,7 @@ from mt_megatron.training.health.recovery import Recovery
 from mt_megatron.training.health.watchdog import NoWatchdog
 from mt_megatron.training.model import build
 from mt_megatron.training.scope_trainer import ScopeTrainer
-from mt_megatron.training.step import Shape, StepResult, make_forward_step, no_wishes
+from mt_megatron.training.step import Shape, StepResult, Wishes, make_forward_step, no_wishes
 from mt_megatron.training.steps import Steps
 from tests.parity.case import MIXTURE, MODEL, SEQUENCE, VOCABULARY, Chain
 
@@ -110,10 +110,10 @@ class Bench:
         while self.trainer.iteration < until:
             number = self.trainer.iteration + 1
             self.control.begin_step(number)
-            losses.append(self.steps.take(no_wishes).loss)
-            wants = self.control.wants_attention
+            result = self.steps.take(lambda: Wishes(attend=self.control.wants_attention))
+            losses.append(result.loss)
             self.control.end_step(number)
-            if self.trainer.sum_over_ranks([float(wants)])[0]:
+            if result.wishes.attend:
                 self.control.attend()
         return losses
 

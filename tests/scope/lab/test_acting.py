@@ -100,3 +100,48 @@ def test_a_preview_says_what_it_would_be() -> None:
     # Weights and two moments of Adam; what counts steps is little.
     assert weights["snapshot_mib"] == pytest.approx(12 * found["parameters"] / 2**20, rel=0.01)
     assert [each["shape"] for each in found["modules"]["targets"]] == [["tokens", "samples", 64]] * 2
+
+
+def test_a_pair_is_the_step_without_and_with() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:paired", timeout=300)
+    told = found["told"]
+    assert told["baseline"]["loss"] == found["clean"] and told["perturbed"]["loss"] == found["perturbed"]
+    assert found["untouched"]
+    modules = {each["path"]: each for each in told["modules"]}
+    assert list(modules) == ["decoder.layers.0", "decoder.layers.1.mlp", "decoder.layers.1"]
+    assert told["first_difference"] == "decoder.layers.1.mlp"
+    assert modules["decoder.layers.0"]["changed_share"] == 0
+    assert modules["decoder.layers.1.mlp"]["changed_share"] > 0.99
+    inner, layer = (
+        modules[name]["relative_difference"] for name in ("decoder.layers.1.mlp", "decoder.layers.1")
+    )
+    assert 0 < layer < inner
+    nothing = found["nothing"]
+    assert nothing["baseline"] == nothing["perturbed"] and nothing["first_difference"] is None
+
+
+@pytest.mark.daily
+def test_every_part_of_the_snapshot_is_needed() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:forgetful", timeout=300)
+    assert found == {"_keep_modules": True, "_keep_optimizer": True, "_keep_rest": True, "none": False}
+
+
+def _promptly(count: int, seed: int) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(2, "tests.scope.lab.acting_cases:promptly", count, seed, timeout=400)[0]
+    assert len(found["in forward"]) == len(found["at random"]) == count
+    assert set(found["in forward"]) == {1}, (
+        "what is asked for before the reduction acts from the next step on"
+    )
+    assert set(found["at random"]) <= {1, 2}, "what comes in the update waits for one more"
+    return found
+
+
+def test_acts_from_the_next_step_on() -> None:
+    _promptly(3, 1)
+
+
+@pytest.mark.soak
+def test_two_hundred_commands_act_promptly(record_property: Any) -> None:
+    found = _promptly(100, 2)
+    record_property("acted one step later of 100 at random", found["at random"].count(2))
+    record_property("most seconds", round(max(found["seconds"]), 2))
