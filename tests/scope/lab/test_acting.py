@@ -142,6 +142,9 @@ def test_acts_from_the_next_step_on() -> None:
 
 @pytest.mark.soak
 def test_two_hundred_commands_act_promptly(record_property: Any) -> None:
-    found = _promptly(100, 2)
-    record_property("acted one step later of 100 at random", found["at random"].count(2))
-    record_property("most seconds", round(max(found["seconds"]), 2))
+    # Samples of a run last for so many.
+    found = [_promptly(20, seed) for seed in range(2, 7)]
+    record_property(
+        "steps later than the next, of 100 at random", sum(each["at random"].count(2) for each in found)
+    )
+    record_property("most seconds", round(max(second for each in found for second in each["seconds"]), 2))
