@@ -77,8 +77,10 @@ def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: s
         error = f"{type(raised).__name__}: {raised}"
     finally:
         loop._Run.close, loop.Steps.take = original, take  # type: ignore[method-assign]
+    _over.set()
     if thread.is_alive() or thread.ident is not None:
         thread.join(20)
+    _over.clear()
     metrics = folder / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [each for each in records if each["event"] == "train"]
@@ -132,8 +134,14 @@ def tell(folder: Path, do: str, timeout: float = 60.0, **arguments: Any) -> Any:
             if not found["ok"]:
                 raise RuntimeError(found["error"])
             return found.get("value")
+        if _over.is_set():
+            break
         time.sleep(0.01)
-    raise RuntimeError(f"no answer to {do} within {timeout:g} s")
+    raise RuntimeError(f"no answer to {do} within {timeout:g} s, or before the run was over")
+
+
+_over = threading.Event()
+"""Set when a run has ended: nobody answers any more."""
 
 
 def paused_and_perturbed(folder: str) -> dict[str, Any]:
