@@ -194,11 +194,26 @@ def _wait_for_first_steps(running: Job) -> None:
         time.sleep(0.2)
 
 
+def _shares(groups: dict[str, list[Trial]]) -> dict[str, dict[str, Any]]:
+    """Per group how many were named rightly, and what was named."""
+    return {
+        name: {
+            "trials": len(ones),
+            "right": sum(one.right for one in ones),
+            "right_in_time": sum(one.in_time for one in ones),
+            "named": dict(Counter(str(one.named_cause) for one in ones)),
+        }
+        for name, ones in sorted(groups.items())
+    }
+
+
 def summary(trials: list[Trial]) -> dict[str, Any]:
-    """Shares of all and per fault."""
+    """Shares of all, per fault and per layout."""
     by_fault: dict[str, list[Trial]] = defaultdict(list)
+    by_layout: dict[str, list[Trial]] = defaultdict(list)
     for one in trials:
         by_fault[one.fault].append(one)
+        by_layout[one.layout].append(one)
     quiet = sum(one.quiet_seconds for one in trials)
     alarms = sum(one.alarms_before for one in trials)
     times = sorted(one.seconds for one in trials if one.right and one.seconds is not None)
@@ -213,15 +228,8 @@ def summary(trials: list[Trial]) -> dict[str, Any]:
         "unnamed": sum(one.named_cause is None for one in trials),
         "median_seconds": times[len(times) // 2] if times else None,
         "longest_seconds": times[-1] if times else None,
-        "by_fault": {
-            name: {
-                "trials": len(ones),
-                "right": sum(one.right for one in ones),
-                "right_in_time": sum(one.in_time for one in ones),
-                "named": dict(Counter(str(one.named_cause) for one in ones)),
-            }
-            for name, ones in sorted(by_fault.items())
-        },
+        "by_fault": _shares(by_fault),
+        "by_layout": _shares(by_layout),
     }
 
 
@@ -271,13 +279,17 @@ def main() -> int:
 
 
 def _record(options: argparse.Namespace, figures: dict[str, Any], trials: list[Trial], load: str) -> None:
-    rows = [
-        [name, str(one["trials"]), str(one["right"]), str(one["right_in_time"]), str(one["named"])]
-        for name, one in figures["by_fault"].items()
-    ]
+    rows, by_layout = (
+        [
+            [name, str(one["trials"]), str(one["right"]), str(one["right_in_time"]), str(one["named"])]
+            for name, one in figures[key].items()
+        ]
+        for key in ("by_fault", "by_layout")
+    )
     rows.append(["all", *(str(figures[key]) for key in ("trials", "right", "right_in_time")), ""])
     whole = {"machine": machine(), **figures, "each": [asdict(one) for one in trials]}
-    tables = table(["fault", "trials", "right", f"within {STEPS} steps and {SECONDS:g} s", "named"], rows)
+    columns = ["trials", "right", f"within {STEPS} steps and {SECONDS:g} s", "named"]
+    tables = table(["fault", *columns], rows) + "\n\n" + table(["layout", *columns], by_layout)
     tables += (
         f"\n\n{figures['alarms_without_fault']} alarms in {figures['minutes_without_fault']} minutes of "
         f"training without a fault. Beside the ranks: {load}."
