@@ -24,6 +24,8 @@ from mt_megatron.comm.transport import Edge, Label
 
 THERE, BACK = Edge(0, 1, 0), Edge(1, 0, 0)
 SMALL = RingSize(4096, 8)
+RING = SMALL.slots * SMALL.slot_bytes
+FLOAT = torch.float32
 
 DTYPES = [dtype for name, dtype in sorted((str(each), each) for each in message._DTYPES.values())]
 
@@ -104,6 +106,23 @@ def run_pair(first: Role, second: Role, edges: list[Edge] | None = None, **optio
         if failed:
             raise AssertionError("\n".join(map(str, failed)))
         return results
+
+
+def signal_ready(transport: SharedMemoryTransport) -> None:
+    """Let the peer's ``await_ready`` return."""
+    transport.post_send(THERE if transport._own == 0 else BACK, torch.ones(1))
+
+
+def await_ready(transport: SharedMemoryTransport) -> None:
+    transport.post_recv(BACK if transport._own == 0 else THERE, (1,), FLOAT).wait()
+
+
+def raises(kind: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
 
 
 _MOST_LONG = 200_000

@@ -73,6 +73,6 @@ _found: dict[str, dict[str, Any]] = {}
 @pytest.mark.parametrize("name", NAMES)
 def test_it_holds(name: str, helper: str) -> None:
     if helper not in _found:
-        [_found[helper]] = run_ranks(1, "tests.comm.behaviour:several", list(NAMES), helper, timeout=120)
+        [_found[helper]] = run_ranks(1, "tests.comm.shared_memory.ranks:several", list(NAMES), helper, timeout=120)
     found = _found[helper][name]
     assert SAYS[name](found) if name in SAYS else found is None, found
