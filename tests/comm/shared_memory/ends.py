@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+import tempfile
 import threading
 import time
+from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from mt_megatron.comm.errors import PeerLost, TransferTimeout, TransportError
+from mt_megatron.comm.bootstrap import StoreBootstrap
+from mt_megatron.comm.errors import PeerLost, TransferTimeout, TransportError, TransportUnavailable
+from mt_megatron.comm.shared_memory import memory
 from mt_megatron.comm.shared_memory.ring import RingSize
 from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport as Transport
 from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import MtMegatronError
-from tests.comm.pairs import BACK, FLOAT, RING, THERE, await_ready, raises, run_pair, signal_ready
+from tests.comm.pairs import (
+    BACK,
+    FLOAT,
+    RING,
+    THERE,
+    Child,
+    await_ready,
+    connected,
+    raises,
+    run_pair,
+    signal_ready,
+)
 
 
 def ends_are_clean(helper: str) -> dict[str, str]:
@@ -61,11 +82,6 @@ def an_abandoned_peer_says_so(helper: str) -> str:
 
 def sizes_must_agree(helper: str) -> str:
     """A rank with another ring is refused, before anything is sent."""
-    import tempfile
-    from pathlib import Path
-
-    from mt_megatron.comm.errors import TransportUnavailable
-    from tests.comm.pairs import Child, connected
 
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -82,10 +98,6 @@ def sizes_must_agree(helper: str) -> str:
 
 def a_rank_without_memory_is_refused_by_both(helper: str) -> list[str]:
     """One rank cannot make, or cannot map, a ring: both get the reason at once; later edges work."""
-    from unittest import mock
-
-    from mt_megatron.comm.errors import TransportUnavailable
-    from mt_megatron.comm.shared_memory import memory
 
     def refuse(*unused: object) -> int:
         raise TransportUnavailable("shm", "no memory today", "wait")
@@ -107,17 +119,6 @@ def a_rank_without_memory_is_refused_by_both(helper: str) -> list[str]:
 
 def a_rank_that_never_connects_is_named(helper: str) -> dict[str, float]:
     """Killed, or given up, before it connects: who waits for it learns of it within 2 s."""
-    import os
-    import signal
-    import tempfile
-    from pathlib import Path
-
-    import torch.distributed as dist
-
-    from mt_megatron.comm.bootstrap import StoreBootstrap
-    from mt_megatron.comm.errors import PeerLost
-    from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport
-    from tests.comm.pairs import Child, connected
 
     found = {}
     for end, said in (("killed", "its process ended before it connected"), ("abandon", "it gave up")):
@@ -126,7 +127,7 @@ def a_rank_that_never_connects_is_named(helper: str) -> dict[str, float]:
 
             def leave(end: str = end, store: str = store) -> None:
                 bootstrap = StoreBootstrap(dist.FileStore(store, 2), 0, "pair")
-                transport = SharedMemoryTransport(bootstrap, helper=helper)
+                transport = Transport(bootstrap, helper=helper)
                 time.sleep(0.3)  # The other rank waits by now.
                 if end == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -148,15 +149,6 @@ def a_rank_that_never_connects_is_named(helper: str) -> dict[str, float]:
 def strangers_are_ignored(helper: str) -> list[str]:
     """Connections that say nothing, something else or another name, before the peer's own; and an address at
     which nobody listens any more."""
-    import json
-    import socket
-    import tempfile
-    from pathlib import Path
-
-    import torch.distributed as dist
-
-    from mt_megatron.comm.bootstrap import StoreBootstrap
-    from tests.comm.pairs import Child, connected
 
     def knock(address: str, said: bytes) -> socket.socket:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.launch import run_ranks
 
+ROOM = "tests.comm.shared_memory"
 NAMES = (
     "posting_waits_for_nobody",
     "eight_messages_are_in_flight",
@@ -16,6 +17,7 @@ NAMES = (
     "slots_passed_over_count",
     "a_rank_that_never_connects_is_named",
     "leases_are_in_place",
+    "help_leaves_leases_in_place",
     "leases_of_what_does_not_fit",
     "written_before_it_was_copied",
     "every_dtype_and_shape",
@@ -73,6 +75,8 @@ _found: dict[str, dict[str, Any]] = {}
 @pytest.mark.parametrize("name", NAMES)
 def test_it_holds(name: str, helper: str) -> None:
     if helper not in _found:
-        [_found[helper]] = run_ranks(1, "tests.comm.shared_memory.ranks:several", list(NAMES), helper, timeout=120)
+        [_found[helper]] = run_ranks(
+            1, "tests.comm.shared_memory.ranks:several", list(NAMES), helper, timeout=120
+        )
     found = _found[helper][name]
     assert SAYS[name](found) if name in SAYS else found is None, found
