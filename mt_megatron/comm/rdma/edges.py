@@ -43,8 +43,15 @@ class Source(Protocol):
     def header(self, sequence: int) -> bytes:
         """``HEADER_BYTES`` for the message of this number."""
 
+    def hold(self) -> None:
+        """It is read after its post: keep what that needs."""
+
     def read(self, offset: int, slot: Slot, nbytes: int) -> None:
         """Copy bytes from ``offset`` on into the staging memory ``slot``; complete on return."""
+
+    def finish(self, target: int) -> None:
+        """All bytes are read. Raises TransportError if they were written to since the post; ``target``: the
+        rank that gets them."""
 
 
 class Sink(Protocol):
@@ -159,10 +166,14 @@ class Outgoing:
     def post(self, source: Source) -> Departure:
         """Queue a message."""
         with self.changed:
+            if self.failure is not None:
+                raise self.failure
             departure = Departure(self._sequence, source)
             self._sequence += 1
             self._queue.append(departure)
             self._advance()
+            if not departure.is_staged:
+                source.hold()
             return departure
 
     def credit(self, low_bits: int) -> None:
@@ -242,6 +253,11 @@ class Outgoing:
         self.link.write_fragment(self, number, parts)
         departure.staged += nbytes
         if departure.staged == departure.source.nbytes:
+            try:
+                departure.source.finish(self.link.peer)
+            except TransportError as error:
+                self.abandon(error)
+                return
             departure.is_staged = True
             self._queue.popleft()
             self.changed.notify_all()

@@ -20,7 +20,7 @@ from mt_megatron.comm.message import Header
 from mt_megatron.comm.rdma.edges import Slot
 from mt_megatron.comm.rdma.ports import Unusable
 from mt_megatron.comm.rdma.verbs import Bytes, Device
-from mt_megatron.comm.shared_memory.tensors import in_rows
+from mt_megatron.comm.shared_memory.tensors import Unwritten, in_rows, is_part
 from mt_megatron.comm.transport import Label
 
 VARIABLE = "MT_MEGATRON_GPU_DIRECT"
@@ -171,6 +171,7 @@ class DirectSource:
     def __init__(self, tensor: Tensor, label: Label, memory: DirectMemory) -> None:
         self.waits = True
         self._tensor = in_rows(tensor)
+        self._unwritten = Unwritten(self._tensor, tensor)
         self._bytes = self._tensor.reshape(-1).view(torch.uint8)
         self.nbytes = self._bytes.numel()
         self._label = label
@@ -187,6 +188,13 @@ class DirectSource:
     def read(self, offset: int, slot: Slot, nbytes: int) -> None:
         target = _memory_of(slot)[slot.offset : slot.offset + nbytes]
         self._memory.copy(target, self._bytes[offset : offset + nbytes], self._ready)
+
+    def hold(self) -> None:
+        """Nothing: a copy would need memory of the device, and a part of a storage has no guard."""
+
+    def finish(self, target: int) -> None:
+        if not is_part(self._tensor):
+            self._unwritten.require(target)
 
 
 class DirectSink:

@@ -16,7 +16,7 @@ from mt_megatron.comm.rdma.edges import Arrival, Departure, Incoming, Outgoing, 
 from mt_megatron.comm.rdma.gpu_direct import DirectMemory, DirectSink, DirectSource
 from mt_megatron.comm.rdma.verbs import Bytes
 from mt_megatron.comm.shared_memory.staging import Staged, Staging
-from mt_megatron.comm.shared_memory.tensors import bytes_of, in_rows
+from mt_megatron.comm.shared_memory.tensors import Unwritten, bytes_of, copy_of, in_rows, is_part
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Owned
 from mt_megatron.errors import MtMegatronError
 
@@ -65,7 +65,7 @@ def source_of(
     # A dtype or shape without a code is refused here, not in another thread.
     Header(0, tensor.dtype, tuple(tensor.shape), label).encode()
     if tensor.device.type == "cpu":
-        return _HostSource(in_rows(tensor), label, crc)
+        return _HostSource(tensor, label, crc)
     if direct is not None:
         return DirectSource(tensor, label, direct)
     return _DeviceSource(tensor, label, crc, staging.to_host(tensor))
@@ -77,14 +77,21 @@ class _HostSource:
     waits = False
 
     def __init__(self, tensor: Tensor, label: Label, crc: bool) -> None:
-        self._tensor = tensor
+        self._tensor = in_rows(tensor)
         self._label = label
         self._crc = crc
-        self._bytes = _as_array(tensor)
+        self._bytes = _as_array(self._tensor)
         self.nbytes = self._bytes.nbytes
+        self._unwritten: Unwritten | None = Unwritten(self._tensor, tensor)
 
     def await_device(self) -> None:
         """Nothing: it is the host's."""
+
+    def hold(self) -> None:
+        """Copy what is a part of a storage, whose other parts may be written to."""
+        if is_part(self._tensor):
+            self._tensor, self._unwritten = copy_of(self._tensor), None
+            self._bytes = _as_array(self._tensor)
 
     def header(self, sequence: int) -> bytes:
         crc = zlib.crc32(self._bytes.data) if self._crc else None
@@ -92,6 +99,10 @@ class _HostSource:
 
     def read(self, offset: int, slot: Slot, nbytes: int) -> None:
         slot.region.bytes[slot.offset : slot.offset + nbytes] = self._bytes[offset : offset + nbytes]
+
+    def finish(self, target: int) -> None:
+        if self._unwritten is not None:
+            self._unwritten.require(target)
 
 
 class _DeviceSource:
@@ -116,6 +127,12 @@ class _DeviceSource:
     def read(self, offset: int, slot: Slot, nbytes: int) -> None:
         assert self._host is not None
         self._host.read(offset, slot, nbytes)
+
+    def hold(self) -> None:
+        """Nothing: what is read is a copy."""
+
+    def finish(self, target: int) -> None:
+        """Nothing: the copy is nobody else's."""
 
 
 class Sent:

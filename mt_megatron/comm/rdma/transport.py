@@ -228,6 +228,8 @@ class RdmaTransport:
                 wait_until(
                     edge, edge.is_over, link.end, deadline, f"messages to rank {link.peer}", edge.waiting
                 )
+                if edge.failure is not None:
+                    raise edge.failure
 
     def abandon(self) -> None:
         with self._preparing:

@@ -20,7 +20,7 @@ from mt_megatron.comm.message import FRONT, description, encode
 from mt_megatron.comm.shared_memory.peers import Peer
 from mt_megatron.comm.shared_memory.ring import Producer
 from mt_megatron.comm.shared_memory.staging import Staged, Staging
-from mt_megatron.comm.shared_memory.tensors import Unwritten, bytes_of, in_rows, is_in_rows
+from mt_megatron.comm.shared_memory.tensors import Unwritten, bytes_of, copy_of, in_rows, is_in_rows, is_part
 from mt_megatron.comm.transport import Edge, Label
 
 SLICE_SECONDS = 0.1
@@ -50,13 +50,14 @@ class Queued:
         tensor: Tensor | Staged,
         label: Label,
         message: tuple[bytes, int, int] | None,
+        unwritten: Unwritten | None,
     ) -> None:
         self._outgoing = outgoing
         self._tensor: Tensor | Staged | None = tensor
         self._number = number
         self._label = label
         self._parts = message
-        self._unwritten = Unwritten(tensor) if isinstance(tensor, Tensor) else None
+        self._unwritten = unwritten
         self.is_done = False
 
     def parts(self, crc: bool) -> tuple[bytes, int, int]:
@@ -71,7 +72,7 @@ class Queued:
     def require_unwritten(self) -> None:
         """Raise TransportError if the tensor was written to since its post."""
         if self._unwritten is not None:
-            self._unwritten.require(self._outgoing.edge)
+            self._unwritten.require(self._outgoing.edge.target)
 
     def done(self) -> None:
         self._unwritten = None
@@ -126,18 +127,23 @@ class Outgoing:
                 self._number = number + 1
                 if self._producer.send(*message, 0):
                     return SENT
-                # Behind the tensor's back its ``.data`` may be exchanged: an alias keeps the storage.
-                return self._append(Queued(self, number, tensor.detach(), label, message))
-        return self._queued(tensor.detach(), label)
+                kept, unwritten = _kept(tensor)
+                # Its first chunks may be out: the header stays.
+                message = message[0], kept.data_ptr(), message[2]
+                return self._append(Queued(self, number, kept, label, message, unwritten))
+        return self._queued(tensor, label)
 
     def _queued(self, tensor: Tensor | Staged, label: Label) -> Queued:
+        unwritten = None
+        if isinstance(tensor, Tensor):
+            tensor, unwritten = _kept(tensor)
         with self._lock:
             self.raise_error()
             number, message = self._number, None
             if isinstance(tensor, Tensor):
                 message = parts(tensor, number, label, self._crc)
             self._number += 1
-            return self._append(Queued(self, number, tensor, label, message))
+            return self._append(Queued(self, number, tensor, label, message, unwritten))
 
     def _append(self, queued: Queued) -> Queued:
         self._queue.append(queued)
@@ -224,6 +230,13 @@ def parts(tensor: Tensor, number: int, label: Label, crc: bool) -> tuple[bytes, 
     else:
         header = FRONT.pack(number, 0, 0) + description(tensor.dtype, tensor.shape, label)
     return header, tensor.data_ptr(), tensor.nbytes
+
+
+def _kept(tensor: Tensor) -> tuple[Tensor, Unwritten | None]:
+    """What a queue holds of ``tensor``, in rows on the host, and its guard: a copy of a part of a storage,
+    which needs none, or an alias, as the ``.data`` of ``tensor`` may be exchanged."""
+    alias = tensor.detach()
+    return (copy_of(alias), None) if is_part(alias) else (alias, Unwritten(alias, tensor))
 
 
 def closed(edge: Edge, why: str) -> TransportError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
+import weakref
 
 import torch
 from torch import Tensor
 
 from mt_megatron.comm.errors import TransportError
-from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import MtMegatronError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,11 +26,14 @@ def in_rows(tensor: Tensor) -> Tensor:
     if is_in_rows(tensor):
         return tensor.detach()
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
-        return tensor
+    return tensor if tensor.is_contiguous() else copy_of(tensor)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in rows."""
     # Not every dtype has a kernel that copies: its bits do.
     bits = _BITS.get(tensor.dtype.itemsize, tensor.dtype)
-    return tensor.view(bits).contiguous().view(tensor.dtype)
+    return tensor.view(bits).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
 def is_in_rows(tensor: Tensor) -> bool:
@@ -37,28 +41,44 @@ def is_in_rows(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class Unwritten:
-    """Notices that a tensor was written to in place between its post and the copy of it.
+def is_part(tensor: Tensor) -> bool:
+    """Whether its storage holds more than ``tensor``, such as other rows of a buffer."""
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
 
-    Autograd's version counter tells: views and ``detach`` share it, an exchanged ``.data`` keeps it. What was
-    written through numpy or another library, and tensors of inference mode, it does not see.
+
+class Unwritten:
+    """Guard against in-place writes to a tensor between its post and the copy of it.
+
+    Autograd's version counter counts them: views and ``detach`` share it, an exchanged ``.data`` keeps it. It
+    counts writes anywhere in a storage, so a part of one (``is_part``) is copied at its post instead. Writes
+    by ``.data``, numpy or another library are not counted, nor those to tensors of inference mode.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, posted: Tensor) -> None:
+        """``tensor``: an alias of ``posted`` that keeps its storage."""
         self._tensor = tensor
         self._version = _version(tensor)
+        self._posted = weakref.ref(posted)
 
-    def require(self, edge: Edge) -> None:
-        """Raises TransportError if it was."""
-        now = _version(self._tensor)
-        if now != self._version:
-            raise TransportError(
-                f"a tensor of shape {tuple(self._tensor.shape)} was written to in place "
-                f"{now - self._version} time(s) between its post to rank {edge.target} and the copy of it, "
-                "so that the receiver may have got either value; expected it unchanged until its handle was "
-                "waited for, or the step is over. Send a copy (tensor.clone()), or take --p2p-transport "
-                "collective"
-            )
+    def require(self, target: int) -> None:
+        """Raise TransportError if the storage was written to; ``target``: the rank that it goes to."""
+        times = _version(self._tensor) - self._version
+        if not times:
+            return
+        found = (
+            f"a tensor of shape {tuple(self._tensor.shape)} was written to in place {times} time(s) between "
+            f"its post to rank {target} and the copy of it"
+        )
+        posted = self._posted()
+        if posted is not None and posted.data_ptr() != self._tensor.data_ptr():
+            # The counter goes on with the new storage: the write may be there, where it does no harm.
+            warnings.warn(f"{found}; its .data was exchanged, so what was sent may be right", stacklevel=2)
+            return
+        raise TransportError(
+            f"{found}, so that the receiver may have got either value; expected it unchanged until its "
+            "handle was waited for, or the step is over. Send a copy (tensor.clone()), or take "
+            "--p2p-transport collective"
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -198,6 +198,45 @@ def test_what_is_sent_is_held_when_data_is_exchanged_and_may_change_once_staged(
     assert handle.test()
 
 
+def test_a_write_before_it_is_staged_ends_the_edge(pair: Pair) -> None:
+    sender, receiver = pair.ranks
+    for _ in range(4):
+        sender.post_send(FORTH, torch.zeros(1))
+    waiting = torch.arange(3000.0)
+    handle = sender.post_send(FORTH, waiting)
+    behind = sender.post_send(FORTH, torch.zeros(1))
+    waiting.view(-1)[3:].mul_(2.0)
+    for _ in range(4):
+        receiver.post_recv(FORTH, (1,), torch.float32).wait()
+    receiver.post_recv(FORTH, (3000,), torch.float32).wait()
+    for call in (handle.wait, behind.wait, lambda: sender.post_send(FORTH, waiting), sender.finish):
+        with pytest.raises(
+            TransportError, match=r"\(3000,\) was written to in place 1 time.* post to rank 1"
+        ):
+            call()
+
+
+def test_writes_elsewhere_end_nothing(pair: Pair) -> None:
+    """To other rows of a buffer, of which the waiting one is copied, and to a storage that ``.data`` was
+    exchanged for."""
+    sender, receiver = pair.ranks
+    for _ in range(4):
+        sender.post_send(FORTH, torch.zeros(1))
+    rows, whole = torch.ones(2, 3000), torch.ones(3000)
+    handles = [sender.post_send(FORTH, each) for each in (rows[0], whole)]
+    rows.fill_(-1.0)
+    whole.data = torch.zeros(3000)
+    whole.add_(5.0)
+    for _ in range(4):
+        receiver.post_recv(FORTH, (1,), torch.float32).wait()
+    with pytest.warns(UserWarning, match="its .data was exchanged"):
+        expected = [receiver.post_recv(FORTH, (3000,), torch.float32) for _ in handles]
+        assert all(bool((each.wait() == 1.0).all()) for each in expected)
+        for handle in handles:
+            handle.wait()
+    sender.finish()
+
+
 def test_edges_do_not_wait_for_each_other() -> None:
     pair = Pair()
     other = Edge(0, 1, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import time
+import warnings
 from contextlib import suppress
 
 import torch
@@ -13,6 +13,8 @@ from mt_megatron.comm.shared_memory.transport import SharedMemoryTransport as Tr
 from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge, Label
 from mt_megatron.errors import MtMegatronError
 from tests.comm.pairs import BACK, DTYPES, FLOAT, SMALL, THERE, as_bytes, raises, run_pair
+
+SIGNAL = Edge(0, 1, 1)
 
 
 def every_dtype_and_shape(helper: str) -> int:
@@ -133,14 +135,62 @@ def written_before_it_was_copied(helper: str) -> None:
         whole.add_(1.0)
         transport.post_send(THERE, whole)
         whole.view(-1)[3:].mul_(2.0)
-        return raises(TransportError, transport.finish)
+        transport.post_send(SIGNAL, torch.ones(1))
+        said = raises(TransportError, transport.finish)
+        assert raises(TransportError, lambda: transport.post_send(THERE, torch.ones(1))) == said
+        return said
 
     def second(transport: Transport) -> bool:
         kept = transport.post_recv(THERE, (50_000,), FLOAT).wait()
-        time.sleep(0.5)
+        transport.post_recv(SIGNAL, (1,), FLOAT).wait()
         with suppress(TransportError):
             transport.post_recv(THERE, (50_000,), FLOAT).wait()
         return bool((kept == torch.arange(50_000.0)).all())
 
-    said, same = run_pair(first, second, helper=helper)
+    said, same = run_pair(first, second, [THERE, SIGNAL], helper=helper)
     assert same and "(50000,) was written to in place 1 time(s) between its post to rank 1" in said, said
+
+
+def writes_elsewhere_are_none(helper: str) -> None:
+    """Writes beside what waits to be sent end nothing: to other rows of its buffer, which is copied; to the
+    storage that its ``.data`` was exchanged for; by an optimizer and a backward that read it."""
+    count = 50_000
+    expected = [float(each) for each in range(6)]
+
+    def first(transport: Transport) -> list[str]:
+        tensors = [torch.full((count,), value) for value in expected]
+        rows = torch.stack([tensors[0], tensors[0]])
+        parameter = torch.nn.Parameter(torch.zeros(count))
+        parameter.grad = tensors[2]
+        doubled = torch.full((count,), expected[3] / 2, requires_grad=True) * 2.0
+        with torch.inference_mode():
+            inferred = tensors[4].clone()
+        given = [rows[0], tensors[1], parameter.grad, doubled, inferred, tensors[5]]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handles = [transport.post_send(THERE, each) for each in given]
+            rows[1].fill_(-1.0)
+            rows[0].fill_(-1.0)
+            tensors[1].data = torch.zeros(count)
+            tensors[1].add_(1.0)
+            torch.optim.SGD([parameter], lr=0.1).step()
+            parameter.grad = None
+            doubled.sum().backward()
+            tensors[5].data = torch.empty(1)
+            assert not any(each.test() for each in handles)
+            transport.post_send(SIGNAL, torch.ones(1))
+            for each in handles:
+                each.wait()
+            # Once waited for, all may be written to.
+            tensors[2].zero_()
+            transport.finish()
+        return [str(each.message) for each in caught]
+
+    def second(transport: Transport) -> bool:
+        transport.post_recv(SIGNAL, (1,), FLOAT).wait()
+        return all(
+            bool((transport.post_recv(THERE, (count,), FLOAT).wait() == each).all()) for each in expected
+        )
+
+    (said,), same = run_pair(first, second, [THERE, SIGNAL], helper=helper)
+    assert same and "its .data was exchanged, so what was sent may be right" in said, said

@@ -20,6 +20,7 @@ NAMES = (
     "help_leaves_leases_in_place",
     "leases_of_what_does_not_fit",
     "written_before_it_was_copied",
+    "writes_elsewhere_are_none",
     "every_dtype_and_shape",
     "waits_have_limits",
     "wrong_messages_are_refused",
