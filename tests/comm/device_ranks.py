@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.transport import Edge, Label, Owned
 
 
@@ -73,9 +74,25 @@ def exchange(streams: bool) -> dict[str, Any]:
         "calls": calls,
         "own stream": transport._staging._outwards is not transport._staging._inwards,
     }
+    if streams:
+        found["written"] = _written(transport, there, back)
     dist.barrier()
     transport.close()
     return found
+
+
+def _written(transport: Any, there: Edge, back: Edge) -> str:
+    """The error of a write to a tensor of the device behind its post, before its handle was waited for."""
+    tensor = torch.zeros(20_000, device=transport._device)
+    handle = transport.post_send(there, tensor)
+    tensor.add_(1.0)
+    dist.barrier()
+    transport.post_recv(back, (20_000,), torch.float32).wait()
+    try:
+        handle.wait()
+    except TransportError as error:
+        return str(error)
+    return ""
 
 
 def _with_streams(staging: Any, calls: list[str]) -> None:

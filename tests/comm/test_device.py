@@ -16,3 +16,5 @@ def test_emulated_musa(streams: bool) -> None:
         assert found["equal"] == [True] * 5
         assert len(found["calls"]) == (8 if streams else 0)
         assert found["own stream"] is True
+        if streams:
+            assert "(20000,) was written to in place 1 time(s) between its post to rank" in found["written"]

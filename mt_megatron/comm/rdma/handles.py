@@ -132,7 +132,8 @@ class _DeviceSource:
         """Nothing: what is read is a copy."""
 
     def finish(self, target: int) -> None:
-        """Nothing: the copy is nobody else's."""
+        if self._staged.unwritten is not None:
+            self._staged.unwritten.require(target)
 
 
 class Sent:

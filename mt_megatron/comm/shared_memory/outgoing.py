@@ -134,9 +134,10 @@ class Outgoing:
         return self._queued(tensor, label)
 
     def _queued(self, tensor: Tensor | Staged, label: Label) -> Queued:
-        unwritten = None
         if isinstance(tensor, Tensor):
             tensor, unwritten = _kept(tensor)
+        else:
+            unwritten = tensor.unwritten
         with self._lock:
             self.raise_error()
             number, message = self._number, None

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.comm.shared_memory.tensors import in_rows
+from mt_megatron.comm.shared_memory.tensors import Unwritten, in_rows, is_part
 
 
 class Staged:
     """A copy to the host that is under way; keeps its source, whose memory must not be given to others."""
 
-    def __init__(self, source: Tensor, host: Tensor, event: Any) -> None:
+    def __init__(self, source: Tensor, host: Tensor, event: Any, unwritten: Unwritten | None = None) -> None:
+        """``unwritten``: of ``source``, where work that is queued later may write to it too soon."""
+        self.unwritten = unwritten
         self._source: Tensor | None = source
         self._host = host
         self._event = event
@@ -64,7 +66,7 @@ class Staging:
             host.copy_(source, non_blocking=True)
             event = module.Event()
             event.record(stream)
-        return Staged(source, host, event)
+        return Staged(source, host, event, None if is_part(source) else Unwritten(source, tensor))
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host for a tensor of the device: pinned where that is possible."""
