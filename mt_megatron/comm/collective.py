@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_megatron.comm.errors import TransferTimeout
+from mt_megatron.comm.errors import ANEW, TransferTimeout, TransportError, given_up
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Owned
 from mt_megatron.errors import MtMegatronError
 
@@ -45,8 +45,10 @@ class CollectiveTransport:
         self._sendings: deque[_Sending] = deque()
         self._receivings: list[_Receiving] = []
         self._unknown: dict[Edge, deque[_Receiving]] = {}
+        self._ended: str | None = None
 
     def prepare(self, edges: Iterable[Edge]) -> None:
+        self.require_open()
         if self._tagged:
             return
         own = dist.get_rank()
@@ -104,7 +106,13 @@ class CollectiveTransport:
         while self._sendings:
             self._sendings.popleft().wait()
 
-    def abandon(self) -> None:
+    def require_open(self) -> None:
+        if self._ended is not None:
+            raise TransportError(f"this transport {self._ended}; {ANEW}")
+
+    def abandon(self, cause: BaseException | None = None) -> None:
+        # Messages of the step that failed may be on their way: a receive of a later step would take them.
+        self._ended = self._ended or given_up(cause)
         # Gloo writes into these buffers as long as the connection lives.
         _abandoned.extend(self._sendings)
         _abandoned.extend(self._receivings)

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from mt_megatron.errors import MtMegatronError
 
+ANEW = "start the processes anew, or destroy the model parallel groups and make them again"
+"""Way to new channels: a resumed run goes on from its last checkpoint, new groups open new ones."""
+
+_LONGEST = 300
+"""Characters of an error's text that other errors repeat."""
+
+
+def given_up(cause: BaseException | None) -> str:
+    """State of a transport that was abandoned because of ``cause``, for a sentence about it. Text alone: an
+    error that is kept would keep the tensors of its frames."""
+    why = "was given up after an error"
+    return why if cause is None else f"{why} ({told(cause)})"
+
+
+def told(cause: BaseException) -> str:
+    """Type and first line of an error."""
+    line = next(iter(str(cause).splitlines()), "")
+    return f"{type(cause).__name__}: {line}"[:_LONGEST].removesuffix(": ")
+
 
 class TransportError(MtMegatronError):
     """A channel between two ranks cannot be made, or a transfer did not come to its end."""

@@ -39,6 +39,7 @@ class PerEdgeTransport:
         self.preparing = None
 
     def prepare(self, edges: Iterable[Edge]) -> None:
+        self.require_open()
         edges = tuple(edges)
         self.make(edges)
         new = [edge for edge in edges if edge not in self._of]
@@ -74,9 +75,13 @@ class PerEdgeTransport:
         for each in self._made.values():
             each.finish()
 
-    def abandon(self) -> None:
+    def abandon(self, cause: BaseException | None = None) -> None:
         for each in self._made.values():
-            each.abandon()
+            each.abandon(cause)
+
+    def require_open(self) -> None:
+        for each in self._made.values():
+            each.require_open()
 
     def close(self) -> None:
         while self._made:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge, Label, Receiving, Sending, Transport
-from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.errors import ConfigError
 
 _FORWARD, _BACKWARD = Label(direction=FORWARD), Label(direction=BACKWARD)
 
@@ -42,7 +42,6 @@ class StageExchange:
         self._device = device
         self._neighbours = _neighbours()
         self._rank = torch.distributed.get_rank()
-        self._failed = False
         # Schedules drop handles; a step is over when each of them was waited for.
         self._expected: list[_Later] = []
         self._unsent: deque[Sending] = deque()
@@ -146,15 +145,13 @@ class StageExchange:
             self._unsent.popleft().wait()
         self.transport.finish()
 
-    def abandon(self) -> None:
-        self._failed = True
+    def abandon(self, cause: BaseException | None = None) -> None:
         self._expected.clear()
         self._unsent.clear()
-        self.transport.abandon()
+        self.transport.abandon(cause)
 
     def close(self) -> None:
-        if not self._failed:
-            self._drain()
+        self._drain()
         self.transport.close()
 
     def _drain(self) -> None:
@@ -171,11 +168,7 @@ class StageExchange:
         self._expected.remove(later)
 
     def _check(self, config: Any) -> None:
-        if self._failed:
-            raise MtMegatronError(
-                "a step failed and its transfers were abandoned; expected no further step. Start the "
-                "processes anew, or destroy the model parallel groups and make them again"
-            )
+        self.transport.require_open()
         if config.use_ring_exchange_p2p:
             raise ConfigError(
                 f"found use_ring_exchange_p2p with the transport {self.transport.name}; expected one of the "

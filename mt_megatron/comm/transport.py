@@ -136,8 +136,12 @@ class Transport(Protocol):
     def finish(self) -> None:
         """Return when everything that was posted is over: the end of a step."""
 
-    def abandon(self) -> None:
-        """Let go of everything that was posted, after an error; the edges must not be used again."""
+    def abandon(self, cause: BaseException | None = None) -> None:
+        """Let go of everything that was posted, after an error, ``cause``. Ranks may have stopped at
+        different messages, so every later use is refused with the error's text. Again: nothing."""
+
+    def require_open(self) -> None:
+        """Raise TransportError if it was abandoned or closed. Waits for nobody."""
 
     def close(self) -> None:
         """Give back memory, connections and threads, after ``finish`` or ``abandon``. Again: nothing."""

@@ -49,8 +49,9 @@ class Exchange(Protocol):
     def finish(self) -> None:
         """Return when all transfers of a step are over."""
 
-    def abandon(self) -> None:
-        """Let go of the transfers of a step that failed."""
+    def abandon(self, cause: BaseException | None = None) -> None:
+        """Let go of the transfers of a step that failed with ``cause``; later steps are refused with its
+        text."""
 
     def close(self) -> None:
         """Give back memory, connections and threads."""

@@ -246,7 +246,10 @@ def refusals(pp: int) -> dict[str, Any]:
         def prepare(self, edges: Any) -> None:
             raise OSError(24, "Too many open files")
 
-        def abandon(self) -> None:
+        def abandon(self, cause: BaseException | None = None) -> None:
+            pass
+
+        def require_open(self) -> None:
             pass
 
         def close(self) -> None:

@@ -105,11 +105,14 @@ def test_a_rank_that_fails_ends_the_others(found: list[dict[str, Any]], name: st
     other, failed = (rank["one_fails"][name] for rank in found)
     assert "must match the size" in failed["errors"][0]
     assert "PeerLost: rank 1 (process" in other["errors"][0]
-    assert "it gave up its channels after an error of its own" in other["errors"][0]
+    assert "it gave up its channels after an error of its own (RuntimeError: The size" in other["errors"][0]
     # The clock is the machine's.
     assert other["moments"][0] - failed["moments"][0] < 2
     for rank in (other, failed):
-        assert len(rank["errors"]) == 2, "a further step is refused"
+        # A further step is refused at once, with the first error of all.
+        assert "this transport was given up after an error (" in rank["errors"][1]
+        assert "RuntimeError: The size of tensor" in rank["errors"][1]
+        assert "start the processes anew, or destroy the model parallel groups" in rank["errors"][1]
         assert rank["same"], "and new channels work"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.comm.bootstrap import Bootstrap, Place, own_place
-from mt_megatron.comm.errors import TransportError, TransportUnavailable
+from mt_megatron.comm.errors import ANEW, TransportError, TransportUnavailable, given_up
 from mt_megatron.comm.rdma import ports, verbs
 from mt_megatron.comm.rdma.edges import Incoming, Memory, Outgoing
 from mt_megatron.comm.rdma.engine import Engine
@@ -125,7 +125,7 @@ class RdmaTransport:
 
     def prepare(self, edges: Iterable[Edge]) -> None:
         with self._preparing:
-            self._require_open()
+            self.require_open()
             new = sorted({edge for edge in edges if self._own in edge[:2] and not self._knows(edge)})
             for edge in new:
                 if edge.source == edge.target or not 0 <= edge.lane < _LANES:
@@ -177,7 +177,7 @@ class RdmaTransport:
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
     ) -> Sent:
-        self._require_open()
+        self.require_open()
         link = self._links.get(edge.target)
         outgoing = None if link is None or edge.source != self._own else link.outgoing.get(edge.lane)
         if outgoing is None:
@@ -194,7 +194,7 @@ class RdmaTransport:
         label: Label = UNLABELLED,
         out: Tensor | None = None,
     ) -> Expected:
-        self._require_open()
+        self.require_open()
         link = self._links.get(edge.source)
         incoming = None if link is None or edge.target != self._own else link.incoming.get(edge.lane)
         if incoming is None:
@@ -215,7 +215,7 @@ class RdmaTransport:
         return expected
 
     def finish(self) -> None:
-        self._require_open()
+        self.require_open()
         missing = list(self._untaken)
         if missing:
             raise MtMegatronError(
@@ -231,9 +231,9 @@ class RdmaTransport:
                 if edge.failure is not None:
                     raise edge.failure
 
-    def abandon(self) -> None:
+    def abandon(self, cause: BaseException | None = None) -> None:
         with self._preparing:
-            self._end("was given up after an error")
+            self._end(given_up(cause))
             for link in self._links.values():
                 link.say_bye()
 
@@ -354,7 +354,7 @@ class RdmaTransport:
     def _end(self, why: str) -> None:
         if self._ended is None:
             self._ended = why
-        error = TransportError(f"this transport {why}; make a new one")
+        error = TransportError(f"this transport {self._ended}; {ANEW}")
         for link in self._links.values():
             for edge in link.outgoing.values():
                 edge.abandon(error)
@@ -369,9 +369,9 @@ class RdmaTransport:
                 if not link.progress():
                     time.sleep(0.001)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         if self._ended is not None:
-            raise TransportError(f"this transport {self._ended}; make a new one")
+            raise TransportError(f"this transport {self._ended}; {ANEW}")
 
     def _unknown(self, edge: Edge) -> MtMegatronError:
         return MtMegatronError(

@@ -45,6 +45,12 @@ _FAREWELLS = {
 }
 
 
+def _seen(message: dict[str, Any]) -> str:
+    """End of a peer by its last words."""
+    seen = _FAREWELLS.get(str(message.get("farewell")), "its process ended or its connection broke")
+    return f"{seen} ({message['said']})" if message.get("said") else seen
+
+
 class Peer:
     """The process at the other end, and the connection to it."""
 
@@ -74,11 +80,12 @@ class Peer:
             raise PeerLost(self.place.rank, self.place.host, self.place.pid, self._lost)
 
     def _why(self) -> str:
-        farewell = None
+        message: dict[str, Any] = {}
         with contextlib.suppress(OSError):
             while data := self._connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT):
-                farewell = json.loads(data).get("farewell", farewell)
-        return _FAREWELLS.get(str(farewell), "its process ended or its connection broke")
+                found = json.loads(data)
+                message = found if "farewell" in found else message
+        return _seen(message)
 
     def send(self, message: dict[str, Any], descriptors: Collection[int] = ()) -> None:
         """Raises PeerLost if the connection is broken."""
@@ -115,15 +122,15 @@ class Peer:
                 data, descriptors = b"", []
             message = json.loads(data) if data else {"farewell": "ended"}
             if "farewell" in message:
-                why = _FAREWELLS.get(message["farewell"], "its process ended or its connection broke")
-                self._lost = why
-                raise PeerLost(self.place.rank, self.place.host, self.place.pid, why)
+                self._lost = _seen(message)
+                raise PeerLost(self.place.rank, self.place.host, self.place.pid, self._lost)
             return message, descriptors
 
-    def leave(self, farewell: str) -> None:
-        """Close the connection; ``farewell``: a key of ``_FAREWELLS``. Again: nothing."""
+    def leave(self, farewell: str, said: str | None) -> None:
+        """Close the connection; ``farewell``: a key of ``_FAREWELLS``, ``said``: the error behind it. Again:
+        nothing."""
         with contextlib.suppress(OSError):
-            message = json.dumps({"farewell": farewell}).encode()
+            message = json.dumps({"farewell": farewell, "said": said}).encode()
             self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         with self._lock:
             self._lost = self._lost or "this rank closed its channels"
@@ -251,15 +258,15 @@ class Peers:
     def __getitem__(self, rank: int) -> Peer:
         return self._connected[rank]
 
-    def close(self, farewell: str) -> None:
-        """Close all connections; ``farewell``: a key of ``_FAREWELLS``."""
+    def close(self, farewell: str, said: str | None = None) -> None:
+        """Close all connections; ``farewell``: a key of ``_FAREWELLS``, ``said``: the error behind it."""
         self._listener.close()
         if farewell == "abandon":
             # For ranks that wait for this one to connect. The store may be gone with the rank that serves it.
             with contextlib.suppress(Exception):
                 self._bootstrap.publish(f"gave_up/{self.own.rank}", b"true")
         for peer in self._connected.values():
-            peer.leave(farewell)
+            peer.leave(farewell, said)
 
     def drop(self) -> None:
         """Close this process's descriptors after a fork."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.comm.bootstrap import Bootstrap
-from mt_megatron.comm.errors import TransportError, TransportUnavailable
+from mt_megatron.comm.errors import ANEW, TransportError, TransportUnavailable, given_up, told
 from mt_megatron.comm.shared_memory import memory, native
 from mt_megatron.comm.shared_memory.incoming import Expected, Incoming
 from mt_megatron.comm.shared_memory.native import NativeConsumer, NativeProducer
@@ -86,7 +86,7 @@ class SharedMemoryTransport:
 
     def prepare(self, edges: Iterable[Edge]) -> None:
         with self._preparing:
-            self._require_open()
+            self.require_open()
             known = self._outgoing.keys() | self._incoming.keys()
             new = sorted({edge for edge in edges if self._own in edge[:2]} - known)
             if not new:
@@ -131,7 +131,7 @@ class SharedMemoryTransport:
         return incoming.post(shape, dtype, label, out)
 
     def finish(self) -> None:
-        self._require_open()
+        self.require_open()
         missing = {edge: each.unfinished() for edge, each in self._incoming.items() if each.unfinished()}
         if missing:
             raise MtMegatronError(
@@ -141,8 +141,8 @@ class SharedMemoryTransport:
         for outgoing in self._outgoing.values():
             outgoing.wait(None, None)
 
-    def abandon(self) -> None:
-        self._end("abandon", "was given up after an error")
+    def abandon(self, cause: BaseException | None = None) -> None:
+        self._end("abandon", given_up(cause), None if cause is None else told(cause))
 
     def close(self) -> None:
         self._end("close", "is closed")
@@ -155,7 +155,8 @@ class SharedMemoryTransport:
             end.forget(closed(end.edge, self._ended))
         self._peers.drop()
 
-    def _end(self, farewell: str, why: str) -> None:
+    def _end(self, farewell: str, why: str, said: str | None = None) -> None:
+        """``said``: to the peers, beside ``farewell``."""
         with self._preparing:
             if self._ended is not None:
                 return
@@ -163,17 +164,17 @@ class SharedMemoryTransport:
             ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
             for end in ends:
                 end.end(closed(end.edge, why))
-            self._peers.close(farewell)
+            self._peers.close(farewell, said)
             # The memory goes with its last tensor.
             self._outgoing.clear()
             self._incoming.clear()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         if self._ended is not None:
-            raise TransportError(f"this transport {self._ended}; make a new one")
+            raise TransportError(f"this transport {self._ended}; {ANEW}")
 
     def _unknown(self, edge: Edge) -> MtMegatronError:
-        self._require_open()
+        self.require_open()
         return MtMegatronError(
             f"found a message for {edge} on rank {self._own}, which was not prepared; give all edges of a "
             "schedule to prepare()"

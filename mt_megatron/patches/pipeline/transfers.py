@@ -45,9 +45,9 @@ def _one_step(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         reports = upstream(*args, **kwargs)
         exchange.finish()
-    except BaseException:
+    except BaseException as error:
         # The peers learn of it at once, and wait no longer.
-        exchange.abandon()
+        exchange.abandon(error)
         raise
     return reports
 

@@ -147,8 +147,8 @@ class StepRun:
                     self._reduction.before(index)
                 do[action.kind](action)
             self._finish()
-        except BaseException:
-            self._undo()
+        except BaseException as error:
+            self._undo(error)
             raise
         if self._interleaved:
             # As upstream's interleaved schedule leaves it.
@@ -293,14 +293,14 @@ class StepRun:
         if self._times is not None:
             self._times.end()
 
-    def _undo(self) -> None:
+    def _undo(self, error: BaseException) -> None:
         for queue in self._queues.values():
             queue.discard()
         if self._reduction is not None:
             self._reduction.undo()
         if self._random is not None:
             self._random.undo()
-        self._transport.abandon()
+        self._transport.abandon(error)
 
     def _at(self, action: Action) -> int:
         """Megatron-Core's virtual rank and the random states of ``action``; its chunk."""

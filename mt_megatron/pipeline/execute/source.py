@@ -147,7 +147,8 @@ def forward_backward(
     ``get_forward_backward_func()`` of Megatron-Core.
 
     Raises ConfigError, before anything is sent, for a schedule that is invalid, does not fit the process
-    groups or the number of micro-batches, and for what cannot be executed.
+    groups or the number of micro-batches, and for what cannot be executed; TransportError after a step that
+    failed.
     """
 
     def left_to_upstream() -> list[Any]:
@@ -164,6 +165,7 @@ def forward_backward(
             first_val_step=first_val_step,
         )
 
+    _require_open()
     schedule = _chosen(num_microbatches, forward_only)
     if schedule is None:
         if stage_order.is_v():
@@ -226,6 +228,17 @@ def _ready(schedule: Schedule) -> ReadySchedule:
             _checked.popitem(last=False)
     _checked.move_to_end(id(schedule))
     return known[1]
+
+
+def _require_open() -> None:
+    """Raise TransportError if an earlier step failed: before a source asks the other ranks anything."""
+    from megatron.core import parallel_state
+
+    exchange = seam.installed()
+    if exchange is not None and _make_transport is None:
+        exchange.transport.require_open()
+    elif _transport is not None and _transport[0]() is parallel_state.get_pipeline_model_parallel_group():
+        _transport[1].require_open()
 
 
 def _transport_of_pipeline() -> Transport:

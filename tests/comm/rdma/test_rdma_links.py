@@ -400,7 +400,7 @@ def test_misuse_is_refused(pair: Pair) -> None:
     with pytest.raises(MtMegatronError, match="1 transfer.*not taken, the first from rank 1"):
         pair.ranks[0].finish()
     pair.ranks[0].abandon()
-    with pytest.raises(TransportError, match="was given up after an error; make a new one"):
+    with pytest.raises(TransportError, match="was given up after an error; start the processes anew"):
         pair.ranks[0].post_send(FORTH, torch.zeros(1))
     assert MOST_SLOTS == 16384
 

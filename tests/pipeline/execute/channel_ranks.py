@@ -260,9 +260,11 @@ def refused(pp: int) -> dict[str, str]:
 
 
 def one_fails(pp: int) -> dict[str, Any]:
-    """Rank 1 fails in its third forward pass and ends; what the others get, and after how many seconds."""
+    """Rank 1 fails in its third forward pass and ends; what the others get, and after how many seconds; and
+    what a step gets that is tried all the same, over channels that would pair messages of two steps."""
     import torch.distributed as dist
 
+    from mt_megatron.comm.errors import TransportError
     from mt_megatron.patches.device.process_groups import end_groups
 
     small_models.start(pp)
@@ -279,9 +281,14 @@ def one_fails(pp: int) -> dict[str, Any]:
     except RuntimeError as error:
         found = str(error)
     seconds = time.monotonic() - began
+    try:
+        pipeline.step(8)
+        again = None
+    except TransportError as error:
+        again = str(error)
     # As a process does that ends.
     end_groups()
-    return {"error": found, "seconds": seconds}
+    return {"error": found, "seconds": seconds, "again": again}
 
 
 def several(pp: int, names: list[str]) -> dict[str, Any]:

@@ -97,3 +97,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     assert "must match the size" in failed["error"]
     # By the connection that was closed, long before the groups' own limit of minutes.
     assert other["error"] is not None and other["seconds"] < 20
+    for rank in (other, failed):
+        assert "this transport was given up after an error (RuntimeError: " in rank["again"]
+        assert "start the processes anew" in rank["again"]
+    assert "must match the size" in failed["again"]

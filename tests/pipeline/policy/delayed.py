@@ -63,8 +63,11 @@ class Delayed:
         self._posted.join()
         self._channel.finish()
 
-    def abandon(self) -> None:
-        self._channel.abandon()
+    def abandon(self, cause: BaseException | None = None) -> None:
+        self._channel.abandon(cause)
+
+    def require_open(self) -> None:
+        self._channel.require_open()
 
     def close(self) -> None:
         self._channel.close()
