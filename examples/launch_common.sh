@@ -231,10 +231,14 @@ Exit codes: 0 trained, 1 a problem was found, 2 wrong use, 79 ended because of a
 EOF
 }
 
-# torch multiplies bf16 matrices one element at a time on x86 processors without AVX-512.
+# torch multiplies bf16 matrices one element at a time on x86 processors whose instructions oneDNN has no
+# bf16 kernels for: it has some for AVX-512 with BW (AMX has both) and for AVX-NE-CONVERT. Only x86 has a
+# line of flags; of other processors, and where /proc says nothing, nothing is assumed.
 bf16_is_slow() {
-    [[ $BACKEND == cpu && -z ${FP8:-} && -r /proc/cpuinfo ]] &&
-        grep -q '^flags' /proc/cpuinfo && ! grep -q -w 'avx512f' /proc/cpuinfo
+    local cpuinfo="${1:-/proc/cpuinfo}" flags
+    if [[ $BACKEND != cpu || -n ${FP8:-} || ! -r $cpuinfo ]]; then return 1; fi
+    flags="$(grep -m 1 '^flags[[:blank:]]*:' "$cpuinfo")" || return 1
+    [[ " $flags " != *" avx512bw "* && " $flags " != *" avx_ne_convert "* ]]
 }
 
 model_names() {
@@ -280,8 +284,13 @@ launch() {
     )
     if [[ -n ${FP8:-} ]] && ! given --fp8-recipe -- "${extra[@]}"; then command+=(--fp8-recipe "$FP8"); fi
     if bf16_is_slow && ! given --bf16 --no-bf16 --fp16 --fp8-recipe --fp8-format -- "${extra[@]}"; then
-        say "this processor has no AVX-512, without which bf16 takes about 35 times as long: fp32 instead (--bf16 insists)"
-        command+=(--no-bf16)
+        if [[ ${NNODES:-1} == 1 ]]; then
+            say "this processor has no AVX-512, without which bf16 takes 20 to 35 times as long: fp32 instead (--bf16 insists)"
+            command+=(--no-bf16)
+        else
+            # Another node may have another processor, and all ranks must train in one precision.
+            say "this node's processor has no AVX-512, without which bf16 takes 20 to 35 times as long: --no-bf16 on all nodes avoids it"
+        fi
     fi
     if ! given --save -- "${extra[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
     if ! given --data-cache-path -- "${extra[@]}"; then command+=(--data-cache-path "$RUN_DIR/index-cache"); fi

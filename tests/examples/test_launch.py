@@ -104,6 +104,40 @@ def test_dry_run_shows_the_command_and_changes_nothing(checkout: Path, tmp_path:
     assert str(checkout).replace(" ", "\\ ") in run, "blanks are quoted: the line can be pasted"
 
 
+_PLAIN = "processor\t: 0\nflags\t\t: fpu sse2 avx2"
+CPUS = {
+    "avx2": (f"{_PLAIN} fma\nvmx flags\t: avx512bw\n", {}, True),
+    "avx512": (f"{_PLAIN} avx512f avx512dq avx512bw avx512vl\nbugs\t\t:\n", {}, False),
+    "avx512 without bw": (f"{_PLAIN} avx512f avx512er\n", {}, True),
+    "amx": (f"{_PLAIN} avx512f avx512bw amx_bf16 amx_tile\n", {}, False),
+    "e-cores": (f"{_PLAIN} avx_vnni avx_ne_convert\n", {}, False),
+    "arm64": ("processor\t: 0\nFeatures\t: fp asimd bf16\n", {}, False),
+    "power": ("processor\t: 0\ncpu\t\t: POWER9\n", {}, False),
+    "no flags": ("", {}, False),
+    "no /proc": (None, {}, False),
+    "fp8": (f"{_PLAIN}\n", {"FP8": "delayed"}, False),
+    "cuda": (f"{_PLAIN}\n", {"BACKEND": "cuda"}, False),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_bf16_is_slow_on_x86_without_its_kernels_alone(name: str, tmp_path: Path) -> None:
+    text, changes, slow = CPUS[name]
+    cpuinfo = tmp_path / "cpu info"
+    if text is not None:
+        cpuinfo.write_text(text)
+    # As in a launch script: any command that fails where that is not looked at ends it.
+    program = 'set -euo pipefail; source "$0"; if bf16_is_slow "$1"; then echo slow; else echo fast; fi'
+    found = subprocess.run(
+        ["bash", "-c", program, str(ROOT / "examples" / "launch_common.sh"), str(cpuinfo)],
+        env={"PATH": os.environ["PATH"], "BACKEND": "cpu", **changes},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (found.stdout, found.stderr) == ("slow\n" if slow else "fast\n", "")
+
+
 def test_dry_run_without_an_environment_shows_how_it_would_be_made(checkout: Path, tmp_path: Path) -> None:
     bare = tmp_path / "python"
     # An interpreter that has nothing installed: the base of this one, isolated.
