@@ -96,7 +96,8 @@ PLANTED: dict[str, tuple[Callable[[Table], Table], str]] = {
         without("producer.publish_fence"),
         "nobody wakes",
     ),
-    "no fence between the flag and the sleep": (without("consumer.flag_fence"), "nobody wakes"),
+    "no fence between the consumer's flag and its sleep": (without("consumer.flag_fence"), "nobody wakes"),
+    "no fence between the producer's flag and its sleep": (without("producer.flag_fence"), "nobody wakes"),
     "no fence between credit and looking for sleepers": (
         without("consumer.credit_fence"),
         "nobody wakes",
