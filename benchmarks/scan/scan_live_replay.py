@@ -1,4 +1,4 @@
-"""What the diagnosis would have said, step by step, of live runs that ``scan_live.py --keep FOLDER`` left.
+"""Diagnosis, repeated step by step, of live runs that ``scan_live.py --keep FOLDER`` left.
 
     python benchmarks/scan/scan_live_replay.py FOLDER/pp4-1 [FOLDER/dp4-5 ...]
 

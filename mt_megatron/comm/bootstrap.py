@@ -93,7 +93,7 @@ _made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's process runs: what decides which transports reach it, and how an error names it."""
+    """Home of a rank's process: what decides which transports reach it, and how an error names it."""
 
     rank: int
     host: str

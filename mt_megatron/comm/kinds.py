@@ -22,7 +22,7 @@ from mt_megatron.seams.transport import COLLECTIVE
 
 @dataclass(frozen=True)
 class Setting:
-    """What a transport of this rank is made from."""
+    """Inputs from which a transport of this rank is made."""
 
     group: Any
     """The pipeline's process group; of several the first."""

@@ -76,7 +76,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class Header(NamedTuple):
-    """What is known of a message before its elements. Made for every message: a tuple is made fastest."""
+    """Description of a message, before its elements. Made for every message: a tuple is made fastest."""
 
     sequence: int
     dtype: torch.dtype

@@ -30,7 +30,7 @@ class Edge(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a message is part of. A transport with message headers carries it, and compares it with the
+    """Place of a message in a step. A transport with message headers carries it, and compares it with the
     receiver's."""
 
     micro_batch: int = NOT_SAID

@@ -97,7 +97,7 @@ begun yet: a blocking exchange."""
 
 
 class Style(str, Enum):
-    """How stages are laid over ranks."""
+    """Order in which stages are laid over ranks."""
 
     LOOP = "loop"
     """Stage s lies on rank s mod P as its chunk s div P (Megatron-Core's placement)."""
@@ -107,7 +107,7 @@ class Style(str, Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each of ``stages`` = ranks x chunks stages lies. Ranks count within one pipeline."""
+    """Rank and chunk of each of ``stages`` = ranks x chunks stages. Ranks count within one pipeline."""
 
     ranks: int
     chunks: int = 1

@@ -1,4 +1,4 @@
-"""Whether a schedule keeps the rules that ``validate`` has sentences for, by arrays of all its actions.
+"""Quick check of the rules that ``validate`` has sentences for, by arrays of all actions of a schedule.
 
 ``validate`` looks for what is wrong, action by action, only where this says that something is.
 """

@@ -1,4 +1,4 @@
-"""What the memory of activations depends on beside the model's shape."""
+"""Options that the memory of activations depends on beside the model's shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What is computed again in the backward pass; the values are Megatron-Core's."""
+    """Parts that are computed again in the backward pass; the values are Megatron-Core's."""
 
     granularity: Literal["selective", "full"] | None = None
     """None: nothing; ``selective``: core attention; ``full``: layers."""
@@ -44,7 +44,7 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
-    """What decides how much one micro-batch keeps."""
+    """Options that decide how much one micro-batch keeps."""
 
     sequence: int
     """Tokens of a whole sequence."""

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage gets so that the slowest one is as fast as can be."""
+"""Layers of each pipeline stage so that the slowest one is as fast as can be."""
 
 from __future__ import annotations
 

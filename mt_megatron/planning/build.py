@@ -1,4 +1,4 @@
-"""What is built from a configuration: Megatron-Core's own objects, and the shape to count.
+"""Objects built from a configuration: Megatron-Core's own, and the shape to count.
 
 torch and megatron are imported by the functions that need them, when they are called.
 """

@@ -1,4 +1,4 @@
-"""Which linears of a run compute in FP8, in what, and what share of the operations that is."""
+"""Linears of a run that compute in FP8, their formats, and their share of the operations."""
 
 from __future__ import annotations
 

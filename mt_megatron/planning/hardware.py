@@ -1,4 +1,4 @@
-"""What ``plan --suggest`` assumes of a machine: published figures of devices, and stated rules of thumb."""
+"""Assumptions of ``plan --suggest`` about a machine: published figures of devices and rules of thumb."""
 
 from __future__ import annotations
 

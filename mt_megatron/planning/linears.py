@@ -44,7 +44,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Casts:
-    """What a rank keeps of cast weights during a step."""
+    """Cast weights that a rank keeps during a step."""
 
     bytes_per_weight: float
     """Codes and scales in all layouts that are kept, and what they were decoded to."""

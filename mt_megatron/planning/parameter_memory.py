@@ -20,7 +20,7 @@ _FP32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StateOptions:
-    """What decides how much is kept for each parameter."""
+    """Options that decide how much is kept for each parameter."""
 
     parameter_bytes: int
     """Bytes of one weight: 2 for bf16 and fp16, 4 for fp32."""

@@ -32,7 +32,7 @@ class ParameterTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPlace:
-    """Which part of the model a chunk is."""
+    """Part of the model that a chunk is."""
 
     layers: int
     """Transformer layers in it."""

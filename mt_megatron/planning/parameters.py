@@ -11,7 +11,7 @@ from mt_megatron.layers.transformer_fields import moe_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What decides how many parameters Megatron-Core's ``GPTModel`` has; the names are its own."""
+    """Sizes that decide how many parameters Megatron-Core's ``GPTModel`` has; the names are its own."""
 
     num_layers: int
     """Transformer layers."""

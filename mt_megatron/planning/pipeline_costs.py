@@ -1,4 +1,4 @@
-"""What the pipeline simulator is given for a configuration: the cost model's times, bytes and links.
+"""Inputs of the pipeline simulator for a configuration: the cost model's times, bytes and links.
 
 Estimates, not measurements; ``mt_megatron.scan.analysis.pipeline_steps`` has the same from a traced run.
 """

@@ -1,4 +1,4 @@
-"""Which layouts of a training run fit a device's memory, in the order of the time that they should take."""
+"""Layouts of a training run that fit a device's memory, in the order of the time that they should take."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class NearMiss:
 
 @dataclass(kw_only=True)
 class Suggestion:
-    """What was tried and what came of it."""
+    """Layouts that were tried, and what came of them."""
 
     config: TrainingConfig
     """The configuration with what was assumed filled in."""

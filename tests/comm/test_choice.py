@@ -1,4 +1,4 @@
-"""Which transport ``auto`` takes for which ranks, and what is refused; computed from what ranks say."""
+"""Transports that ``auto`` takes for ranks, and refusals; computed from what ranks say."""
 
 from __future__ import annotations
 

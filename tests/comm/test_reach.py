@@ -1,4 +1,4 @@
-"""Where shared memory does not reach, or cannot be had, the reason is named; how the helper is found."""
+"""Reasons where shared memory does not reach or cannot be had; the search for the helper."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ VERSION = 1
 
 
 class Do(Enum):
-    """What a step does."""
+    """Kind of a step."""
 
     LOAD = "load"
     STORE = "store"

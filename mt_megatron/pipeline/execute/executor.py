@@ -45,7 +45,7 @@ from mt_megatron.seams.gemm import DeferredWgrad, deferred_wgrad, finding_shared
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """What ``get_forward_backward_func()`` of Megatron-Core is called with, in lists by chunk."""
+    """Arguments of ``get_forward_backward_func()`` of Megatron-Core, in lists by chunk."""
 
     forward_step_func: Callable[..., Any]
     batches: list[Iterator[Any]]

@@ -1,4 +1,4 @@
-"""When the data-parallel reduction of a stage's gradients starts.
+"""Starts of the data-parallel reductions of stages' gradients.
 
 Upstream reduces nothing (``no_sync``) until a chunk's last backward, during which the hooks of
 ``DistributedDataParallel`` start each bucket that is complete. The same holds here where a REDUCE follows the

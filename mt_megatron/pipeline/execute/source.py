@@ -1,4 +1,4 @@
-"""Which schedule a step runs: ``set_pipeline_schedule`` says it, upstream's entry point asks.
+"""Source of the schedule of each step: ``set_pipeline_schedule`` sets it, upstream's entry point asks it.
 
 ``megatron.core.pipeline_parallel.get_forward_backward_func``, patched, returns ``forward_backward`` of this
 module while a source is set and there is a pipeline; so both scripts and ``seams.schedule.run_schedule`` come

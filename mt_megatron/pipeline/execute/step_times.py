@@ -1,4 +1,4 @@
-"""When the actions of one step began and ended on this rank.
+"""Begin and end of the actions of one step on this rank.
 
 Marks are host times where the host computes; on a device that queues its work they are events in the current
 stream, which cost no waiting and are read once the device has passed them. Times of one rank share a clock;

@@ -87,7 +87,7 @@ _DELAY_FLOOR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a switch brought."""
+    """Result of a switch."""
 
     decided_at: int
     """Step whose measurements led to the decision."""

@@ -25,7 +25,7 @@ bandwidth is scarce."""
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was decided, with what it follows from."""
+    """Schedule that was chosen, with what the choice follows from."""
 
     chosen: Candidate
     seconds: float

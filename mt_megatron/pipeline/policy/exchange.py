@@ -1,4 +1,4 @@
-"""What ranks tell each other about a step: one vector of integers, summed over all ranks.
+"""Exchange of measured times between ranks: one vector of integers, summed over all ranks.
 
 Each rank writes into places of its own, so the sum is a collection of what all of them know, equal to the
 bit on every rank. Times are nanoseconds on the clock of the rank that wrote them. Clocks of two ranks
@@ -69,8 +69,8 @@ def _places(schedule: Schedule) -> dict[Action, int]:
 
 
 class Vector:
-    """Where each rank writes what it knows: for each pipeline and rank its stages' times, the step and
-    memory; for each edge the times of its watched messages. 0 stands for what is not known."""
+    """Places in which each rank writes what it knows: for each pipeline and rank its stages' times, the step
+    and memory; for each edge the times of its watched messages. 0 stands for what is not known."""
 
     def __init__(self, schedule: Schedule, watch: Watched, pipelines: int) -> None:
         self._schedule, self._watch, self._pipelines = schedule, watch, pipelines

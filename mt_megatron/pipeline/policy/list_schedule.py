@@ -51,7 +51,7 @@ _Found = tuple[float, float, int, int]
 
 
 class Rule(NamedTuple):
-    """How urgent tasks are, and which of them may run."""
+    """Urgency of tasks, and which of them may run."""
 
     pace: float = PACE[0]
     """Time from one micro-batch to the next, by which the latest start of the earlier one is earlier; in the

@@ -1,4 +1,4 @@
-"""What the policy knows of a run: measured times, links and memory, smoothed."""
+"""Knowledge of the policy about a run: measured times, links and memory, smoothed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW_EDGE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeTime:
-    """What one message between two ranks took in one step."""
+    """Time of one message between two ranks in one step."""
 
     delay: float
     """Seconds from the send to the arrival of a message that waits for no other one."""

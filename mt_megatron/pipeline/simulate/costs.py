@@ -56,7 +56,7 @@ PERFECT = Link()
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the computations, transfers and reductions of one step cost."""
+    """Costs of the computations, transfers and reductions of one step."""
 
     forward: PerStage = 1.0
     """Seconds of an F."""

@@ -1,4 +1,4 @@
-"""What a schedule demands of its links: the least bandwidth and the longest delay that cost next to nothing.
+"""Demands of a schedule on its links: the least bandwidth and the longest delay that cost next to nothing.
 
 Makespans never fall when a link gets slower, so both are found by bisection.
 """

@@ -1,4 +1,4 @@
-"""What every computation, transfer and reduction of a schedule waits for, as arrays in topological order.
+"""Dependencies of every computation, transfer and reduction of a schedule, as arrays in topological order.
 
 Actions of all ranks are rows of arrays, one rank after another: schedules of a million actions are compiled
 while a run starts.

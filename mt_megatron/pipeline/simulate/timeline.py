@@ -1,4 +1,4 @@
-"""When everything of a simulated step begins and ends, and what follows from it.
+"""Begin and end of everything in a simulated step, and what follows from them.
 
 Times are in seconds from the step's start, sizes in bytes.
 """

@@ -1,4 +1,4 @@
-"""What RDMA says where it cannot be used, from folders laid out as sysfs does it."""
+"""Refusals of RDMA where it cannot be used, from folders laid out as sysfs does it."""
 
 from __future__ import annotations
 

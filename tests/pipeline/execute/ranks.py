@@ -1,4 +1,4 @@
-"""What the ranks of the executor's tests run; each function returns JSON-able results."""
+"""Work of the ranks of the executor's tests; each function returns JSON-able results."""
 
 from __future__ import annotations
 

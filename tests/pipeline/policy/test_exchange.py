@@ -1,4 +1,4 @@
-"""What ranks tell each other: their clocks differ, and the delay of a link is found all the same."""
+"""Exchange of measured times: clocks differ, and the delay of a link is found all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy gains in simulation where one link is slow and another one later.
+"""Gain of the policy in simulation where one link is slow and another one later.
 
 The whole measurement is ``benchmarks/pipeline/policy_gain.py``; here a few short histories.
 """
