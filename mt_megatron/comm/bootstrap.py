@@ -6,14 +6,10 @@ fixed size: nothing is unpickled.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import os
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -76,19 +72,6 @@ def default_bootstrap(name: str) -> StoreBootstrap:
 
     store = distributed_c10d._get_default_store()
     return StoreBootstrap(store, dist.get_rank(), name)
-
-
-def group_bootstrap(group: Any, kind: str) -> StoreBootstrap:
-    """For a transport between the ranks of ``group``, all of which call this equally often for each ``kind``
-    (such as ``shm``); collective in nothing. Each call has keys of its own."""
-    import torch.distributed as dist
-
-    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-    members = f"{kind}/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
-    return default_bootstrap(f"{members}/{next(_made[members])}")
-
-
-_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True)
