@@ -40,12 +40,6 @@ class _Rank:
         if self.deferred:
             self.actions.append(self.deferred.popleft())
 
-    def add_weights_of(self, chunk: int) -> None:
-        """All deferred W of ``chunk``."""
-        own = [action for action in self.deferred if action.stage == self._stages[chunk]]
-        self.actions += own
-        self.deferred = deque(action for action in self.deferred if action not in own)
-
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """No bubble where F, B and W take equal times and there are at least 2 P - 1 micro-batches; with fewer,
