@@ -294,13 +294,14 @@ class StepRun:
             self._times.end()
 
     def _undo(self, error: BaseException) -> None:
+        # First, whatever else goes wrong: the peers wait.
+        self._transport.abandon(error)
         for queue in self._queues.values():
             queue.discard()
         if self._reduction is not None:
             self._reduction.undo()
         if self._random is not None:
             self._random.undo()
-        self._transport.abandon(error)
 
     def _at(self, action: Action) -> int:
         """Megatron-Core's virtual rank and the random states of ``action``; its chunk."""
