@@ -13,15 +13,14 @@ from tests.comm.pairs import BACK, FLOAT, RING, THERE, await_ready, raises, run_
 
 
 def posting_waits_for_nobody(helper: str) -> None:
-    """64 MiB are posted while the peer does nothing; their storage is exchanged at once."""
+    """64 MiB are posted while the peer takes nothing, as the word of it comes later: a post that waited would
+    wait for ever. Their storage is exchanged at once."""
     count = 1 << 24
 
-    def first(transport: Transport) -> float:
+    def first(transport: Transport) -> None:
         await_ready(transport)
         tensors = [torch.arange(count, dtype=FLOAT), torch.full((3,), 7.0)]
-        began = time.monotonic()
         handles = [transport.post_send(THERE, each) for each in tensors]
-        seconds = time.monotonic() - began
         assert not any(each.test() for each in handles)
         for each in tensors:  # As upstream's deallocate_output_tensor.
             each.data = torch.empty((1,), dtype=each.dtype)
@@ -29,7 +28,6 @@ def posting_waits_for_nobody(helper: str) -> None:
         for handle in handles:
             handle.wait()
         assert all(each.test() for each in handles)
-        return seconds
 
     def signal_ready_again(transport: Transport) -> None:
         transport.post_send(Edge(0, 1, 1), torch.ones(1))
@@ -41,8 +39,7 @@ def posting_waits_for_nobody(helper: str) -> None:
         assert torch.equal(got, torch.arange(count, dtype=FLOAT))
         assert transport.post_recv(THERE, (3,), FLOAT).wait().tolist() == [7.0] * 3
 
-    seconds, _ = run_pair(first, second, [THERE, BACK, Edge(0, 1, 1)], helper=helper)
-    assert seconds < 1.0, seconds
+    run_pair(first, second, [THERE, BACK, Edge(0, 1, 1)], helper=helper)
 
 
 def eight_messages_are_in_flight(helper: str) -> None:
