@@ -71,7 +71,7 @@ def exchange(streams: bool) -> dict[str, Any]:
             in_out,
             isinstance(lease, Owned),
         ],
-        "calls": calls,
+        "calls": list(calls),
         "own stream": transport._staging._outwards is not transport._staging._inwards,
     }
     if streams:
