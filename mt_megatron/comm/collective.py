@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_megatron.comm.errors import ANEW, TransferTimeout, TransportError, given_up
+from mt_megatron.comm.errors import TransferTimeout, TransportError, given_up
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Owned
 from mt_megatron.errors import MtMegatronError
 
@@ -108,7 +108,7 @@ class CollectiveTransport:
 
     def require_open(self) -> None:
         if self._ended is not None:
-            raise TransportError(f"this transport {self._ended}; {ANEW}")
+            raise TransportError(f"this transport {self._ended}")
 
     def abandon(self, cause: BaseException | None = None) -> None:
         # Messages of the step that failed may be on their way: a receive of a later step would take them.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from mt_megatron.errors import MtMegatronError
 
-ANEW = "start the processes anew, or destroy the model parallel groups and make them again"
-"""Way to new channels: a resumed run goes on from its last checkpoint, new groups open new ones."""
-
 _LONGEST = 300
 """Characters of an error's text that other errors repeat."""
 
 
 def given_up(cause: BaseException | None) -> str:
-    """State of a transport that was abandoned because of ``cause``, for a sentence about it. Text alone: an
-    error that is kept would keep the tensors of its frames."""
-    why = "was given up after an error"
-    return why if cause is None else f"{why} ({told(cause)})"
+    """State of a transport that was abandoned because of ``cause``, and what to do, for a sentence about it.
+    Text alone: an error that is kept would keep the tensors of its frames."""
+    why = "" if cause is None else f" ({told(cause)})"
+    return (
+        f"was given up after an error{why}; start the processes anew, or destroy the model parallel groups "
+        "and make them again"
+    )
 
 
 def told(cause: BaseException) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.comm.bootstrap import Bootstrap, Place, own_place
-from mt_megatron.comm.errors import ANEW, TransportError, TransportUnavailable, given_up
+from mt_megatron.comm.errors import TransportError, TransportUnavailable, given_up
 from mt_megatron.comm.rdma import ports, verbs
 from mt_megatron.comm.rdma.edges import Incoming, Memory, Outgoing
 from mt_megatron.comm.rdma.engine import Engine
@@ -137,7 +137,7 @@ class RdmaTransport:
                 self._connect_all(new)
             except BaseException:
                 # Half of the links are made: no message must be posted to one that is not connected.
-                self._end("failed to connect all its edges")
+                self._end("failed to connect all its edges; make a new one")
                 raise
 
     def _connect_all(self, new: Sequence[Edge]) -> None:
@@ -242,7 +242,7 @@ class RdmaTransport:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._end("is closed")
+            self._end("is closed; make a new one")
             # In this order: data, farewell, threads, queue pairs, memory, device.
             self._wait_for_writes()
             for link in self._links.values():
@@ -257,7 +257,7 @@ class RdmaTransport:
 
     def left_by_fork(self) -> None:
         """In a forked process: the channels are the parent's, whose threads and memory are not here."""
-        self._ended = "belongs to the process that this one was forked from"
+        self._ended = "belongs to the process that this one was forked from; make a new one"
         self._is_closed = True
         # Destroying these objects would tell the kernel to destroy the parent's.
         _of_parents.append(self)
@@ -354,7 +354,7 @@ class RdmaTransport:
     def _end(self, why: str) -> None:
         if self._ended is None:
             self._ended = why
-        error = TransportError(f"this transport {self._ended}; {ANEW}")
+        error = TransportError(f"this transport {self._ended}")
         for link in self._links.values():
             for edge in link.outgoing.values():
                 edge.abandon(error)
@@ -371,7 +371,7 @@ class RdmaTransport:
 
     def require_open(self) -> None:
         if self._ended is not None:
-            raise TransportError(f"this transport {self._ended}; {ANEW}")
+            raise TransportError(f"this transport {self._ended}")
 
     def _unknown(self, edge: Edge) -> MtMegatronError:
         return MtMegatronError(

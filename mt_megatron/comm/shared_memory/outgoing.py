@@ -15,7 +15,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from mt_megatron.comm.errors import ANEW, TransferTimeout, TransportError
+from mt_megatron.comm.errors import TransferTimeout, TransportError
 from mt_megatron.comm.message import FRONT, description, encode
 from mt_megatron.comm.shared_memory.peers import Peer
 from mt_megatron.comm.shared_memory.ring import Producer
@@ -243,5 +243,5 @@ def _kept(tensor: Tensor) -> tuple[Tensor, Unwritten | None]:
 def closed(edge: Edge, why: str) -> TransportError:
     """For calls of an edge that is no more."""
     return TransportError(
-        f"the channel from rank {edge.source} to rank {edge.target}, lane {edge.lane}, {why}; {ANEW}"
+        f"the channel from rank {edge.source} to rank {edge.target}, lane {edge.lane}, {why}"
     )

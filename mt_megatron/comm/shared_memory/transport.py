@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.comm.bootstrap import Bootstrap
-from mt_megatron.comm.errors import ANEW, TransportError, TransportUnavailable, given_up, told
+from mt_megatron.comm.errors import TransportError, TransportUnavailable, given_up, told
 from mt_megatron.comm.shared_memory import memory, native
 from mt_megatron.comm.shared_memory.incoming import Expected, Incoming
 from mt_megatron.comm.shared_memory.native import NativeConsumer, NativeProducer
@@ -145,11 +145,11 @@ class SharedMemoryTransport:
         self._end("abandon", given_up(cause), None if cause is None else told(cause))
 
     def close(self) -> None:
-        self._end("close", "is closed")
+        self._end("close", "is closed; make a new one")
 
     def left_by_fork(self) -> None:
         """In a forked process: the channels are the parent's, and their memory is not mapped here."""
-        self._ended = "belongs to the process that this one was forked from"
+        self._ended = "belongs to the process that this one was forked from; make a new one"
         ends: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
         for end in ends:
             end.forget(closed(end.edge, self._ended))
@@ -171,7 +171,7 @@ class SharedMemoryTransport:
 
     def require_open(self) -> None:
         if self._ended is not None:
-            raise TransportError(f"this transport {self._ended}; {ANEW}")
+            raise TransportError(f"this transport {self._ended}")
 
     def _unknown(self, edge: Edge) -> MtMegatronError:
         self.require_open()
