@@ -87,8 +87,10 @@ def test_a_step_that_diverges_perturbed_is_undone(ended: list[dict[str, Any]]) -
     assert any("step 4 diverged under nan" in line for line in ended[0]["diverged"]["lines"])
 
 
-def _trials(tmp_path: Path, count: int, seed: int) -> None:
-    for rank in run_ranks(2, f"{CASES}:trials", str(tmp_path), count, seed, timeout=60 + 30 * count):
+def _trials(tmp_path: Path, count: int, seed: int) -> dict[str, int]:
+    """Pauses of all trials, and how many of them ended without their commander."""
+    ranks = run_ranks(2, f"{CASES}:trials", str(tmp_path), count, seed, timeout=60 + 30 * count)
+    for rank in ranks:
         alone, *others = rank
         assert len(others) == count
         for number, each in enumerate(others):
@@ -96,6 +98,11 @@ def _trials(tmp_path: Path, count: int, seed: int) -> None:
             # A commander may come too late for a short run; nothing else goes wrong.
             assert not [text for text in each["problems"] if "no answer" not in text], each["problems"]
             assert each["digest"] == alone["digest"] and each["losses"] == alone["losses"], number
+    trials = ranks[0][1:]
+    pauses = sum(each["audit"].count("paused") for each in trials)
+    assert pauses >= count and pauses == sum(each["audit"].count("resumed") for each in trials)
+    lines = [line for each in trials for line in each["lines"]]
+    return {"pauses": pauses, "left": sum("nobody has held the pause" in line for line in lines)}
 
 
 def test_random_pauses(tmp_path: Path) -> None:
@@ -104,5 +111,6 @@ def test_random_pauses(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
-def test_two_hundred_random_pauses(tmp_path: Path, seed: int) -> None:
-    _trials(tmp_path, 20, seed + 2)
+def test_two_hundred_random_pauses(tmp_path: Path, seed: int, record_property: Any) -> None:
+    for name, number in _trials(tmp_path, 20, seed + 2).items():
+        record_property(name, number)
