@@ -7,6 +7,7 @@ gathered first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from mt_megatron.scope.lab.specification import (
     LabFile,
     Perturbation,
     Steps,
+    is_over,
     perturbation_from,
     starting_at,
 )
@@ -60,6 +62,8 @@ class _Armed:
 
     over: bool = False
     """Whether its steps are over, or it was disarmed."""
+
+    disarmed: bool = False
 
 
 @dataclass
@@ -92,16 +96,17 @@ class Lab:
         self._around_step = around_step
         self._armed: list[_Armed] = []
         self._step: int | None = None
-        self._kept_perturbed: list[str] = []
-        """Texts of what was made without a snapshot, or became the run's own: it cannot be undone."""
+        self._disarmed: list[tuple[str, int]] = []
+        """Names of what was disarmed and has no snapshot, with the completed steps when it first acted."""
 
     # What others ask.
 
     @property
     def perturbed(self) -> str | None:
         """What the run is under, for frames; None when it is as it would be without the lab."""
-        texts = [*self._kept_perturbed, *(each.one.name for each in self._armed if each.began is not None)]
-        return "; ".join(dict.fromkeys(texts)) or None
+        names = [name for name, _ in self._disarmed]
+        names += [each.one.name for each in self._armed if each.began is not None]
+        return "; ".join(dict.fromkeys(names)) or None
 
     @property
     def withholds_checkpoints(self) -> bool:
@@ -150,7 +155,12 @@ class Lab:
         """Arm what ``--scope-lab`` asks for, before the first step. Raises ``ConfigError`` on every rank."""
         if given.snapshot_limit_mib is not None:
             self.limit_mib = given.snapshot_limit_mib
+        done = self._trainer.iteration
         for one in given.perturbations:
+            if done and is_over(one, done):
+                # A run that goes on from a checkpoint has the same options as the one before.
+                self._say(f"scope: {one.name} is left out: its steps are over at step {done}: {one.text()}")
+                continue
             told = self.arm(one)
             self._say(f"scope: {self._line(told)}")
 
@@ -177,17 +187,19 @@ class Lab:
         self._audit.note(
             "armed", self._trainer.iteration, id=one.name, text=one.text(), perturbation=one.to_dict()
         )
-        return {**told, "id": one.name, "starts_at": one.steps.first}
+        starts = max(one.steps.first or 0, self._trainer.iteration + 1)
+        return {**told, "id": one.name, "starts_at": starts}
 
     def disarm(self, identity: str) -> dict[str, Any]:
         """End the perturbation; what it did stays until it is undone. Raises ``ConfigError``."""
         armed = self._named(identity)
         self._close(armed)
+        armed.disarmed = True
         if armed.began is None:
             self._armed.remove(armed)
         elif armed.snapshot is None:
             self._armed.remove(armed)
-            self._kept_perturbed.append(armed.one.name)
+            self._disarmed.append((armed.one.name, armed.began))
         self._audit.note("disarmed", self._trainer.iteration, id=identity)
         return {"id": identity, "perturbed": self.perturbed}
 
@@ -250,18 +262,17 @@ class Lab:
         self._step = step
         if not self._armed:
             return
-        snapshot: Snapshot | None = None
-        for each in self._armed:
-            if each.over or step not in each.one.steps:
-                continue
-            if each.began is None:
-                if each.one.snapshot:
-                    snapshot = snapshot or Snapshot(self._trainer)
-                each.snapshot = snapshot if each.one.snapshot else None
-                each.began = step - 1
-                each.acting = self._acting(each.one, each.targets)
-                self._audit.note("acts", step - 1, id=each.one.name, can_undo=each.snapshot is not None)
-                self._say(f"scope: {each.one.name} acts from step {step}: {each.one.text()}")
+        now = [each for each in self._armed if not each.over and step in each.one.steps]
+        first = [each for each in now if each.began is None]
+        # Before anything acts in this step: what is kept is the state between two steps.
+        snapshot = Snapshot(self._trainer) if any(each.one.snapshot for each in first) else None
+        for each in first:
+            each.snapshot = snapshot if each.one.snapshot else None
+            each.began = step - 1
+            each.acting = self._acting(each.one, each.targets)
+            self._audit.note("acts", step - 1, id=each.one.name, can_undo=each.snapshot is not None)
+            self._say(f"scope: {each.one.name} acts from step {step}: {each.one.text()}")
+        for each in now:
             self._begin_acting(each.one, each.acting, step)
 
     def end_step(self, step: int) -> None:
@@ -323,7 +334,7 @@ class Lab:
             share = Share(
                 rank=self._trainer.rank,
                 items=items_of(one, targets),
-                snapshot_bytes=bytes_of(self._trainer) + self._held(),
+                snapshot_bytes=bytes_of(self._trainer) * self._at_once(one) + self._held(),
                 limit_bytes=limit * MIB,
             )
         except MtMegatronError as error:
@@ -402,6 +413,19 @@ class Lab:
         kept = {id(each.snapshot): each.snapshot.bytes for each in self._armed if each.snapshot is not None}
         return sum(kept.values())
 
+    def _at_once(self, one: Perturbation) -> int:
+        """How many snapshots ``one`` and those that wait may come to hold at a time: those that begin in one
+        step share theirs, and an undo lets it go."""
+        until: dict[int, float] = {}
+        for each in (one, *(known.one for known in self._armed if known.began is None)):
+            if each.snapshot:
+                first = max(each.steps.first or 0, self._trainer.iteration + 1)
+                until[first] = max(until.get(first, 0.0), math.inf if each.undo_at is None else each.undo_at)
+        return max(
+            (sum(first <= at <= last for first, last in until.items()) for at in until),
+            default=0,
+        )
+
     def _require_room(self, told: Mapping[str, Any]) -> None:
         if told["snapshot_mib_of_a_rank"] > (told["limit_mib_of_a_rank"] or 0.0):
             raise ConfigError(
@@ -425,7 +449,15 @@ class Lab:
         for each in rewind.concerned:
             self._close(each)
         rewind.snapshot.restore()
+        step = rewind.snapshot.step
         self._armed = [each for each in self._armed if each not in rewind.concerned]
+        self._disarmed = [(name, began) for name, began in self._disarmed if began < step]
+        for each in self._armed:
+            last = each.one.steps.last
+            if each.over and not each.disarmed and last is not None and last > step:
+                # It acted in steps that are now made again.
+                each.over = False
+                each.acting = self._acting(each.one, each.targets)
 
     def _close(self, armed: _Armed) -> None:
         armed.over = True
@@ -452,7 +484,7 @@ def _identity(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _for_one_step(one: Perturbation, step: int) -> Perturbation:
-    return replace(one, steps=Steps(first=step, last=step), undo_at=None, snapshot=True)
+    return replace(one, steps=Steps(first=step, last=step), undo_at=step, snapshot=True)
 
 
 def _gathered(own: Any) -> list[Any]:

@@ -285,6 +285,12 @@ def perturbation_from(given: Any, *, default_name: str = "p0", default_seed: int
     return one
 
 
+def is_over(one: Perturbation, done: int) -> bool:
+    """Whether all that ``one`` asks for lies in the first ``done`` steps."""
+    last = one.steps.last
+    return (last is not None and last <= done) or (one.undo_at is not None and one.undo_at <= done)
+
+
 def starting_at(one: Perturbation, step: int) -> Perturbation:
     """``one`` with its first step said: ``step`` where it leaves that open. Raises ``ConfigError`` where its
     steps are over before ``step``."""

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ConfigError
-from mt_megatron.scope.lab.snapshot import Snapshot
-from mt_megatron.scope.lab.specification import perturbation_from
+from mt_megatron.scope.lab.snapshot import MIB, Snapshot, bytes_of
+from mt_megatron.scope.lab.specification import lab_file_from, perturbation_from
 from mt_megatron.seams import events, taps
 from tests.parity.case import SEQUENCE
 from tests.scope.lab import oracle
@@ -396,4 +396,78 @@ def promptly(count: int, seed: int) -> dict[str, Any]:
                     found["seconds"].append(began[name][1] - asked[name][1])
                 run.lab.undo()
                 began.clear()
+    return found
+
+
+def together() -> dict[str, Any]:
+    """Several perturbations of one run: what an undo of the later leaves of the earlier, what it takes of
+    those that came after, how much memory they need, and which of a file are over."""
+    start()
+    found: dict[str, Any] = {}
+    doubled = {"kind": "scale", "factor": 2, "on": "weight", "module": "*.linear_fc1", "steps": "2-3"}
+    noise = {"kind": "gaussian", "sigma": 0.3, "on": "activation", "module": "decoder.layers.0"}
+    with bench() as run:
+        clean = []
+        for _ in range(4):
+            run.step()
+            clean.append(run.digest())
+    for snapshot in (False, True):
+        given = {**doubled, "snapshot": snapshot, "name": "early"}
+        with bench() as run:
+            run.lab.handlers["arm"](entry(**given))
+            alone = []
+            for _ in range(4):
+                run.step()
+                alone.append(run.digest())
+        with bench() as run:
+            run.lab.handlers["arm"](entry(**given))
+            run.lab.handlers["arm"](entry(**noise, name="late", steps="3-"))
+            for _ in range(4):
+                run.step()
+            both = run.digest()
+            told = run.lab.handlers["undo"]({"id": "late"})
+            marked, back = run.lab.perturbed, run.digest() == alone[1]
+            for _ in range(2):
+                run.step()
+            found[f"snapshot {snapshot}"] = {
+                "undone": told["undone"],
+                "step": told["step"],
+                "marked": marked,
+                "back": back,
+                "as alone": run.digest() == alone[3],
+                "differ": len({both, alone[3], clean[3]}) == 3,
+            }
+    with bench() as run:
+        run.lab.handlers["arm"](entry(**noise, name="first", steps="2-"))
+        run.lab.handlers["arm"](entry(**{**doubled, "steps": "3"}, name="then", snapshot=False))
+        for _ in range(3):
+            run.step()
+        found["disarmed"] = run.lab.handlers["disarm"]({"id": "then"})["perturbed"]
+        run.lab.undo()
+        found["clean again"] = [run.lab.perturbed, run.digest() == clean[0]]
+    with bench() as run:
+        run.step()
+        run.step()
+        size = bytes_of(run.trainer) / MIB
+        run.lab.limit_mib = 1.5 * size
+        needed = {}
+        for name, steps, undo_at in (("a", "5", 6), ("b", "6", None), ("c", "5", None), ("d", "7", None)):
+            try:
+                told = run.lab.handlers["arm"](entry(**noise, name=name, steps=steps, undo_at=undo_at))
+                needed[name] = told["snapshot_mib_of_a_rank"] / size
+            except ConfigError as error:
+                needed[name] = str(error)
+        found["needed"] = needed
+    with bench() as run:
+        run.step()
+        run.step()
+        run.said.clear()
+        entries = [
+            {**noise, "name": "old", "steps": "1-2"},
+            {**noise, "name": "undone", "undo_at": 2},
+            {**noise, "name": "new", "steps": "1-3"},
+        ]
+        run.lab.arm_file(lab_file_from({"perturbations": entries}))
+        found["of a file"] = [each["id"] for each in run.lab.status()["armed"]]
+        found["said"] = list(run.said)
     return found

@@ -120,6 +120,27 @@ def test_a_pair_is_the_step_without_and_with() -> None:
     assert nothing["baseline"] == nothing["perturbed"] and nothing["first_difference"] is None
 
 
+def test_an_undo_concerns_what_came_since_alone() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:together", timeout=300)
+    for snapshot in (False, True):
+        assert found[f"snapshot {snapshot}"] == {
+            "undone": ["late"],
+            "step": 2,
+            "marked": "early",
+            "back": True,
+            "as alone": True,
+            "differ": True,
+        }
+    assert found["disarmed"] == "then; first" and found["clean again"] == [None, True]
+    needed = found["needed"]
+    assert needed["a"] == pytest.approx(1) and needed["c"] == pytest.approx(1), "those of one step share"
+    assert "Raise snapshot_limit_mib" in needed["b"] and "Raise snapshot_limit_mib" in needed["d"]
+    assert found["of a file"] == ["new"]
+    assert any("old is left out: its steps are over at step 2" in line for line in found["said"])
+    assert any("undone is left out" in line for line in found["said"])
+    assert any("new is armed for step 3" in line for line in found["said"])
+
+
 @pytest.mark.daily
 def test_every_part_of_the_snapshot_is_needed() -> None:
     (found,) = run_ranks(1, "tests.scope.lab.acting_cases:forgetful", timeout=300)
