@@ -80,6 +80,9 @@ class Save:
     def __init__(self, saver: Saver, trainable: Trainable, progress: Progress, *, background: bool) -> None:
         self.iteration = progress.iteration
         self._saver = saver
+        self._manifest = saver.manifest
+        """As it is now: it may say other things when this is written."""
+
         self._trainable = trainable
         self._progress = progress
         self._background = background
@@ -206,8 +209,8 @@ class Save:
             self._see(listed, parts)
             write_metadata(self._partial, plan.metadata, results)
             own = [".metadata", "metadata.json"]
-            if "config" in self._saver.manifest:
-                text = yaml.safe_dump(self._saver.manifest["config"], sort_keys=False)
+            if "config" in self._manifest:
+                text = yaml.safe_dump(self._manifest["config"], sort_keys=False)
                 files.write_durably(self._partial / CONFIG_FILE, text)
                 own.append(CONFIG_FILE)
             listed |= {name: files.checksum(self._partial / name) for name in own}
@@ -244,7 +247,7 @@ class Save:
             "layout": asdict(self._saver.job.layout),
             "padded_vocab_size": padded_vocab_size(self._trainable),
             "files": dict(listed),
-            **self._saver.manifest,
+            **self._manifest,
         }
 
 

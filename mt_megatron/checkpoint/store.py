@@ -77,6 +77,9 @@ class Resumed:
     notes: tuple[str, ...] = ()
     """What is not continued exactly."""
 
+    perturbed: str | None = None
+    """What its weights were under when they were saved, as the manifest says; None: nothing."""
+
 
 class CheckpointStore:
     """The checkpoints of one run; every method but ``has_written`` and ``close`` is collective."""
@@ -128,16 +131,25 @@ class CheckpointStore:
             progress, notes = load_checkpoint(
                 folder, self._trainable, self._job, verify=verify and options.resume != "auto"
             )
-            if verify and "files" not in files.read_manifest(folder):
+            manifest = files.read_manifest(folder)
+            if verify and "files" not in manifest:
                 notes.append(f"{folder} was written without checksums: its files are taken as they are")
             self.newest = folder
             self._superseding(folder)
             lines.append(f"continuing from {folder} at step {progress.iteration}")
-            return Resumed(progress=progress, folder=folder, lines=tuple(lines), notes=tuple(notes))
+            return Resumed(
+                progress=progress,
+                folder=folder,
+                lines=tuple(lines),
+                notes=tuple(notes),
+                perturbed=manifest.get("perturbed"),
+            )
         if options.load is not None:
             start = on_main(self._job, lambda: files.resolve_checkpoint(Path(options.load or "")))
             load_weights(start, self._trainable, verify=verify)
             lines.append(f"starting from the weights of {start}")
+            perturbed = files.read_manifest(start).get("perturbed")
+            return Resumed(progress=Progress(), lines=tuple(lines), perturbed=perturbed)
         return Resumed(progress=Progress(), lines=tuple(lines))
 
     @property

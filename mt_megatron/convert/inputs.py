@@ -53,6 +53,9 @@ class Input:
     notes: tuple[str, ...] = ()
     """What the log should say."""
 
+    perturbed: str | None = None
+    """What the weights were under when a run saved them; None: nothing."""
+
 
 def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Input:
     """A folder in Hugging Face's form. Raises ``CheckpointError``."""
@@ -101,6 +104,10 @@ def _distributed(folder: Path) -> Input:
         config = document.get("config", {})
         options = _model_options(config)
         found["end"] = end_of_run(document)
+        perturbed = document.get("perturbed")
+        if perturbed is not None:
+            found["perturbed"] = perturbed
+            found["notes"] = (f"{folder} is of a perturbed run ({perturbed}): so is the result",)
         progress = document.get("progress", {})
         found["iteration"] = int(progress.get("iteration", 0))
         tokenizer = config.get("data", {}).get("tokenizer_model")

@@ -191,6 +191,7 @@ def write_our_manifest(
             "files": dict(output.entries),
             "config": config.to_dict(),
             **({} if given.end is None else {"tokenizer": given.end.to_dict()}),
+            **({} if given.perturbed is None else {"perturbed": given.perturbed}),
             "converted_from": str(given.path.name),
             "versions": {"torch": torch.__version__, "mt_megatron": mt_megatron.__version__},
         },

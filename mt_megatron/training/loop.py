@@ -126,6 +126,9 @@ class _Run:
             config.checkpoint, self.trainable, job, self.manifest, self.display.say, alone=alone
         )
         self.checkpoint: Path | None = None
+        self.began_perturbed: str | None = None
+        """What the weights that the run begins with were saved under."""
+
         self.validation: Validation | None = None
         self.steps = Steps(
             config,
@@ -171,7 +174,10 @@ class _Run:
             paused=self,
         )
         self.scope.command(
-            self.scope_trainer, pause_minutes=config.scope.scope_pause_minutes, say=self.display.say
+            self.scope_trainer,
+            pause_minutes=config.scope.scope_pause_minutes,
+            say=self.display.say,
+            began_perturbed=self.began_perturbed,
         )
         self.stop_requested: threading.Event | None = None
 
@@ -189,7 +195,7 @@ class _Run:
         try:
             outcome = self._train(stop_requested)
         except Exception as error:
-            self.steps.undo_first = self.scope.undo_before_end
+            self.steps.undo_first = self._undo_perturbations
             self._saved(save_last_sound_step(error, self.steps, self.store, self.display.say))
             raise
         self.store.raise_if_lost()
@@ -296,14 +302,20 @@ class _Run:
             f"({self.scope.perturbed})"
         )
 
+    def _undo_perturbations(self) -> int | None:
+        """Take back what can be; manifests of later checkpoints say what cannot. The step that the run is at
+        then; None where nothing was taken back."""
+        step = self.scope.undo_before_end()
+        self.store.note("perturbed", self.scope.perturbed)
+        return step
+
     def _end_perturbations(self) -> None:
-        before, step = self.progress.iteration, self.scope.undo_before_end()
+        before, step = self.progress.iteration, self._undo_perturbations()
         if step is not None:
             self.display.say(
                 f"the run ends after step {before} under a perturbation, which is undone: what is saved is "
                 f"step {step}"
             )
-        self.store.note("perturbed", self.scope.perturbed)
 
     def _datasets(self) -> Datasets:
         config, train = self.config, self.config.train
@@ -351,7 +363,7 @@ class _Run:
             raise CheckpointError(
                 f"{resumed.folder} cannot be continued exactly (--strict): {'; '.join(notes)}"
             )
-        self.checkpoint = resumed.folder
+        self.checkpoint, self.began_perturbed = resumed.folder, resumed.perturbed
         require_samples(
             len(self.datasets.train), resumed.progress, self.train_iters, self.batch_sizes, self.config.data
         )
@@ -415,9 +427,13 @@ class _Run:
             "loss_scale": float(self.trainable.optimizer.get_loss_scale()),
             **depth_values(window.results),
             **self.expert_loads.collect(),
-            **({} if self.scope.perturbed is None else {"perturbed": self.scope.perturbed}),
+            **self._mark(),
         }
         self.output.report(self.progress.iteration, window, values)
+
+    def _mark(self) -> dict[str, str]:
+        perturbed = self.scope.perturbed
+        return {} if perturbed is None else {"perturbed": perturbed}
 
     def _evaluate(self) -> None:
         iters, dataset = self.config.train.eval_iters, self.datasets.valid
@@ -437,6 +453,7 @@ class _Run:
             "perplexity": perplexity(self.validation.loss),
             "tokens": self.validation.tokens,
             "seconds": time.monotonic() - began,
+            **self._mark(),
         }
         self.metrics.record("valid", self.progress.iteration, values)
         self.display.validation(self.validation.loss)

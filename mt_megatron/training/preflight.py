@@ -118,9 +118,15 @@ def check_checkpoint(config: TrainingConfig) -> list[str]:
 def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
     """``check_checkpoint`` for the checkpoint ``folder``."""
     manifest = read_manifest(folder)
+    perturbed = manifest.get("perturbed")
+    marked = (
+        []
+        if perturbed is None
+        else [f"the checkpoint {folder} is of a perturbed run ({perturbed}): so is this"]
+    )
     document = manifest.get("config")
     if not isinstance(document, Mapping) or not isinstance(document.get("model"), Mapping):
-        return []
+        return marked
     before, now = flat(document), flat(config.to_dict())
     vocabulary, ours = before.get("vocab_size"), config.model.vocab_size
     alike = (
@@ -139,7 +145,7 @@ def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
     if manifest.get("weights_only"):
         # A conversion wrote it: its options of training are defaults, which nobody chose.
         found = [each for each in found if each.kind is not Kind.OBJECTIVE]
-    return notes(found, config, f"the checkpoint {folder}")
+    return [*marked, *notes(found, config, f"the checkpoint {folder}")]
 
 
 def _start_folder(config: TrainingConfig) -> Path | None:

@@ -31,9 +31,19 @@ class Scope:
         """Commands and perturbations; None before ``command``."""
 
         self._lab_file = lab_file
+        self._began_perturbed: str | None = None
 
-    def command(self, trainer: ScopeTrainer, *, pause_minutes: float, say: Callable[[str], None]) -> None:
-        """Let the run be commanded and perturbed; before ``start``."""
+    def command(
+        self,
+        trainer: ScopeTrainer,
+        *,
+        pause_minutes: float,
+        say: Callable[[str], None],
+        began_perturbed: str | None = None,
+    ) -> None:
+        """Let the run be commanded and perturbed; before ``start``. ``began_perturbed``: what the weights
+        that it begins with were saved under."""
+        self._began_perturbed = began_perturbed
         session = self.session
         if session is None:
             return
@@ -41,7 +51,13 @@ class Scope:
         from mt_megatron.scope.lab.lab import Lab
 
         folder = session.run / "scope"
-        lab = Lab(trainer, folder=folder, say=say, around_step=session.around_step)
+        lab = Lab(
+            trainer,
+            folder=folder,
+            say=say,
+            around_step=session.around_step,
+            began_perturbed=began_perturbed,
+        )
         self.control = session.control = Control(
             trainer,
             lab=lab,
@@ -112,7 +128,7 @@ class Scope:
     @property
     def perturbed(self) -> str | None:
         """What the run is under; None: nothing."""
-        return None if self.control is None else self.control.lab.perturbed
+        return self._began_perturbed if self.control is None else self.control.lab.perturbed
 
     @property
     def withholds_checkpoints(self) -> bool:

@@ -85,15 +85,18 @@ class Lab:
         say: Callable[[str], None] = lambda text: None,
         limit_mib: float | None = None,
         around_step: AroundStep = lambda step, mark: nullcontext(),
+        began_perturbed: str | None = None,
     ) -> None:
         """``folder``: RUN/scope. ``limit_mib``: of the snapshots of a rank together; None: half of the
-        free memory, shared among the ranks of the machine."""
+        free memory, shared among the ranks of the machine. ``began_perturbed``: what the weights that the
+        run begins with were under when they were saved."""
         self.limit_mib = limit_mib
         self._trainer = trainer
         self._say = say if trainer.rank == 0 else lambda text: None
         self._folder = folder
         self._audit = Audit(folder if trainer.rank == 0 else None, say)
         self._around_step = around_step
+        self._began_perturbed = began_perturbed
         self._armed: list[_Armed] = []
         self._step: int | None = None
         self._disarmed: list[tuple[str, int]] = []
@@ -104,7 +107,8 @@ class Lab:
     @property
     def perturbed(self) -> str | None:
         """What the run is under, for frames; None when it is as it would be without the lab."""
-        names = [name for name, _ in self._disarmed]
+        names = [] if self._began_perturbed is None else self._began_perturbed.split("; ")
+        names += [name for name, _ in self._disarmed]
         names += [each.one.name for each in self._armed if each.began is not None]
         return "; ".join(dict.fromkeys(names)) or None
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mt_megatron.checkpoint.files import read_manifest
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import MtMegatronError
 from mt_megatron.scope import session
@@ -95,6 +96,8 @@ def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: s
         "iteration": None if error else outcome.progress.iteration,
         "finished": None if error else outcome.finished,
         "checkpoints": sorted(path.name for path in folder.glob("iter_*")),
+        "marks": {path.name: read_manifest(path).get("perturbed") for path in folder.glob("iter_*")},
+        "validated": [each.get("perturbed") for each in records if each["event"] == "valid"],
         "audit": _audit(folder),
     }
 
@@ -168,6 +171,11 @@ def paused_and_perturbed(folder: str) -> dict[str, Any]:
     found["paused"] = run("--train-iters 8", root / "paused", pauses)
     lab = _file(root / "lab.yaml", NOISE)
     found["undone"] = run(f"--train-iters 8 --scope-lab {lab} --save-interval 2", root / "undone")
+    kept = _file(root / "kept.yaml", NOISE.replace("undo_at: 6", "snapshot: false"))
+    also = f"--train-iters 6 --save-interval 2 --async-save --eval-iters 1 --scope-lab {kept}"
+    found["kept"] = run(f"--exit-interval 4 {also}", root / "kept")
+    found["goes on"] = run(also, root / "kept")
+    found["from its weights"] = run(f"--train-iters 2 --scope off --load {root / 'kept'}", root / "later")
     return found
 
 
@@ -204,6 +212,13 @@ def ended(folder: str) -> dict[str, Any]:
     nan = "- {name: nan, kind: stuck, value: .nan, on: weight, steps: 4, module: '*.linear_fc2'}\n"
     diverging = _file(root / "diverging.yaml", nan)
     found["diverged"] = run(f"--train-iters 8 --scope-lab {diverging}", root / "diverged")
+    scaled = "- {name: scaled, kind: scale, factor: 1.5, on: weight, steps: 2, module: '*.linear_fc2'}\n"
+    failing = (scaled + nan.replace("on: weight", "on: activation")).replace(
+        "kind:", "snapshot: false, kind:"
+    )
+    found["failed"] = run(
+        f"--train-iters 8 --scope-lab {_file(root / 'failing.yaml', failing)}", root / "failed"
+    )
     return found
 
 

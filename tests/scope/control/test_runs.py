@@ -53,6 +53,32 @@ def test_perturbed_steps_are_marked_and_undone_by_themselves(found: list[dict[st
     assert found[0]["undone"]["audit"] == ["armed", "acts", "over", "undone"]
 
 
+def test_what_was_saved_under_a_perturbation_stays_marked(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        kept, later = _whole(each, "kept"), _whole(each, "goes on")
+        assert kept["marks"] == {"iter_0000002": None, "iter_0000004": "noise"} and kept["perturbed"] == [
+            3,
+            4,
+        ]
+        assert later["marks"] == {**kept["marks"], "iter_0000006": "noise"}
+        assert later["perturbed"] == [3, 4, 5, 6] and later["attempts"] == 6, (
+            "its steps are over: nothing acts"
+        )
+        assert set(later["validated"]) == {"noise"}
+        assert _whole(each, "from its weights")["marks"] == {"iter_0000002": "noise"}
+    lines = found[0]["goes on"]["lines"]
+    assert any("is of a perturbed run (noise)" in line for line in lines)
+    assert any("noise is left out: its steps are over at step 4" in line for line in lines)
+
+
+@pytest.mark.daily
+def test_a_run_that_fails_perturbed_says_so_in_what_it_saves(ended: list[dict[str, Any]]) -> None:
+    for each in ended:
+        failed = each["failed"]
+        assert failed["error"].startswith("DivergenceError") and failed["problems"] == []
+        assert failed["marks"] == {"iter_0000003": "scaled; nan"}
+
+
 @pytest.mark.daily
 def test_a_run_that_ends_perturbed_saves_what_it_was_before(ended: list[dict[str, Any]]) -> None:
     for each in ended:
