@@ -253,7 +253,8 @@ class Writer:
 
     def _step(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         step = frame["i"]
-        if step <= known.last_step:
+        # A step's statistics come after it: those before it are of one that was made beside the run.
+        if step <= max((known.last_step, *known.last_stats.values())):
             self._rewound(rank, known)
         if known.last_step < 0:
             self._begun(known, step)

@@ -181,6 +181,29 @@ def test_frames_before_hello_and_of_no_kind_are_left_out(tmp_path: Path) -> None
     assert recording.steps().perturbed.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_pair_beside_the_run_leaves_the_step_itself_unmarked(tmp_path: Path, sampled: bool) -> None:
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0)
+    for step in (1, 2, 3):
+        if step == 2:
+            for text in ("pair noise: baseline", "pair noise: gaussian"):
+                writer.tick([(0, {**stats_frame(SHAPE, 0, step), "perturbed": text})])
+        writer.tick([(0, step_frame(SHAPE, 0, step))])
+        if sampled:
+            writer.tick([(0, stats_frame(SHAPE, 0, step))])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert recording.perturbed() == ()
+    steps = recording.steps()
+    assert steps.step.tolist() == [1, 2, 3] and not steps.perturbed.any()
+    assert len(set(steps.session[1:].tolist())) == 1
+    found = recording.series("decoder.layers.0", "activation_rms")
+    assert found.step.tolist() == ([1, 2, 3] if sampled else []) and not found.perturbed.any()
+    marked = {text for each in recording.sessions() for _, text in recording.perturbed(each.number)}
+    assert marked == {"pair noise: baseline", "pair noise: gaussian"}
+
+
 def test_the_file_is_private_and_has_a_log_only_while_it_is_written(tmp_path: Path) -> None:
     writer = a_writer(tmp_path)
     greet(writer, SHAPE, 0)
