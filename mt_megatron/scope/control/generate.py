@@ -32,6 +32,9 @@ from mt_megatron.seams.schedule import run_schedule
 
 MOST_TOKENS = 1024
 MOST_REPORTED = 50
+MOST_ATTENTION = 1 << 21
+"""Weights of attention in one answer."""
+
 _ROUND = 32
 """Sequences are padded to a multiple of so many tokens for each rank that shares them: kernels want that."""
 
@@ -90,7 +93,16 @@ def request_from(arguments: Mapping[str, Any], trainer: Trainer) -> Request:
     attention = arguments.get("attention") or {}
     if not isinstance(attention, Mapping) or set(attention) - {"layers", "heads"}:
         raise ConfigError(f"found attention: {attention!r}; expected a map with layers and maybe heads")
-    heads = attention.get("heads")
+    layers = _numbers(attention.get("layers", []), "layers", _count(trainer, "num_layers"))
+    count = _count(trainer, "num_attention_heads")
+    given = attention.get("heads")
+    heads = None if given is None else _numbers(given, "heads", count)
+    weights = n * (len(ids) + n) * len(layers) * (count if heads is None else len(heads))
+    if weights > MOST_ATTENTION:
+        raise ConfigError(
+            f"found attention of some {weights:,} weights; expected at most {MOST_ATTENTION:,}. Ask for "
+            "fewer layers, heads or tokens"
+        )
     return Request(
         ids=ids,
         n=n,
@@ -99,8 +111,8 @@ def request_from(arguments: Mapping[str, Any], trainer: Trainer) -> Request:
         seed=_whole(arguments, "seed", 0, 0, 2**63 - 1),
         report=_whole(arguments, "report", 10, 1, MOST_REPORTED),
         stop_at_end=bool(arguments.get("stop_at_end", True)),
-        layers=_numbers(attention.get("layers", []), "layers"),
-        heads=None if heads is None else _numbers(heads, "heads"),
+        layers=layers,
+        heads=heads,
     )
 
 
@@ -412,11 +424,15 @@ def _whole(arguments: Mapping[str, Any], name: str, default: int, least: int, mo
     return value
 
 
-def _numbers(given: Any, name: str) -> tuple[int, ...]:
+def _count(trainer: Trainer, name: str) -> int:
+    return int(getattr(trainer.core, name))
+
+
+def _numbers(given: Any, name: str, count: int) -> tuple[int, ...]:
     if (
         not isinstance(given, list)
-        or len(given) > 1024
-        or any(type(each) is not int or each < 0 for each in given)
+        or len(given) > count
+        or any(type(each) is not int or not 0 <= each < count for each in given)
     ):
-        raise ConfigError(f"found {name}: {given!r:.60}; expected a list of numbers from 0")
+        raise ConfigError(f"found {name}: {given!r:.60}; expected a list of numbers from 0 to {count - 1}")
     return tuple(given)

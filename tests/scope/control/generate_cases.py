@@ -10,6 +10,7 @@ import torch
 
 from mt_megatron.checkpoint.load import load_weights
 from mt_megatron.errors import ConfigError
+from mt_megatron.scope.control import generate as generating
 from mt_megatron.scope.control.generate import generate
 from tests.parity.case import VOCABULARY
 from tests.scope.lab import bench as benches
@@ -157,11 +158,20 @@ def refused() -> list[str]:
             {"ids": [1], "temperature": -1},
             {"ids": [1], "top_k": "all"},
             {"ids": [1], "attention": {"layer": 1}},
+            {"ids": [1], "attention": {"layers": [2]}},
+            {"ids": [1], "attention": {"layers": [0], "heads": [4]}},
             {"ids": [1], "beam": 4},
         ):
             try:
                 generate(run.trainer, given)
             except ConfigError as error:
                 found.append(str(error))
+        made, generating.MOST_ATTENTION = generating.MOST_ATTENTION, 100
+        try:
+            generate(run.trainer, {"ids": [1], "n": 5, "attention": {"layers": [0]}})
+        except ConfigError as error:
+            found.append(str(error))
+        finally:
+            generating.MOST_ATTENTION = made
         assert run.digest() == before and torch.equal(state, torch.get_rng_state())
     return found

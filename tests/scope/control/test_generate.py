@@ -103,7 +103,10 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         "found temperature: -1",
         "found top_k: 'all'",
         "expected a map with layers",
+        "found layers: [2]; expected a list of numbers from 0 to 1",
+        "found heads: [4]; expected a list of numbers from 0 to 3",
         "found 'beam' for generate",
+        "found attention of some 120 weights; expected at most 100",
     ]
     assert len(found) == len(parts)
     for said, part in zip(found, parts, strict=True):
