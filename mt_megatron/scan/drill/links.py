@@ -33,6 +33,9 @@ class LinkDelays:
     """Holds up the ``collective`` and ``p2p`` events of one rank that go over its slow links."""
 
     def __init__(self, rank: int, links: Sequence[SlowLink]) -> None:
+        self.held = 0
+        """Operations that were held up so far."""
+
         self._links = [
             (link, next((each for each in link.ranks if each != rank), -1))
             for link in links
@@ -58,6 +61,7 @@ class LinkDelays:
             keys = _crossing(attrs, link, peer)
             if not keys:
                 continue
+            self.held += 1
             part = attrs.get("asynchronous")
             if part == "start":
                 until = time.perf_counter() + link.seconds

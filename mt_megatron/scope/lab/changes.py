@@ -18,7 +18,7 @@ from mt_megatron.scope.lab.placement import Geometry, activation_places
 from mt_megatron.scope.lab.random_numbers import key_of
 from mt_megatron.scope.lab.specification import Perturbation
 from mt_megatron.scope.lab.targets import ModuleTarget, ParameterTarget
-from mt_megatron.scope.lab.values import Places, Selection, changed, derivative, require_type
+from mt_megatron.scope.lab.values import Places, Selection, Tally, changed, derivative, require_type
 from mt_megatron.seams import taps
 
 Told = Callable[[str], None]
@@ -26,6 +26,10 @@ Told = Callable[[str], None]
 
 class Acting(Protocol):
     """A perturbation at work."""
+
+    @property
+    def acted(self) -> int:
+        """Elements that were changed on this rank, or operations that were held up or changed."""
 
     def before_step(self, step: int) -> None:
         """``step`` begins; the perturbation acts in it."""
@@ -48,6 +52,7 @@ class ChangedModules:
         self._rank = rank
         self._step: int | None = None
         self._known: dict[tuple[Any, ...], tuple[Places, Selection]] = {}
+        self._tally = Tally()
         gradients = one.on == "gradient"
         self._taps = [
             taps.change(
@@ -58,6 +63,10 @@ class ChangedModules:
             )
             for target in targets
         ]
+
+    @property
+    def acted(self) -> int:
+        return self._tally.count
 
     def before_step(self, step: int) -> None:
         self._step = step
@@ -83,7 +92,7 @@ class ChangedModules:
             if index != 0 or not self._acts(call):
                 return None
             places, selection, key = self._at(target, call, gradient)
-            return changed(gradient, places, selection, self._one, key)
+            return changed(gradient, places, selection, self._one, key, self._tally)
 
         return change
 
@@ -96,7 +105,7 @@ class ChangedModules:
         places, selection, key = self._at(target, call, tensor)
 
         def compute(given: Tensor) -> Tensor:
-            return changed(given, places, selection, one, key)
+            return changed(given, places, selection, one, key, self._tally)
 
         if not tensor.requires_grad:
             return compute(tensor)
@@ -150,13 +159,18 @@ class ChangedWeights:
         self._one = one
         self._targets = [(target, *target.selection(one)) for target in targets]
         self._masters = MasterWeights(optimizer) if one.master else None
+        self._tally = Tally()
+
+    @property
+    def acted(self) -> int:
+        return self._tally.count
 
     def before_step(self, step: int) -> None:
         with torch.no_grad():
             for target, places, selection in self._targets:
                 weights = target.parameter.data
                 key = key_of(self._one.seed, self._one.name, target.path, step)
-                values = changed(weights, places.to(weights.device), selection, self._one, key)
+                values = changed(weights, places.to(weights.device), selection, self._one, key, self._tally)
                 if self._masters is not None:
                     self._masters.follow(target.parameter, weights, values)
                 weights.copy_(values)
@@ -177,7 +191,9 @@ class ChangedGradients:
         self._one = one
         self._targets = [(target, *target.selection(one)) for target in targets]
         self._core = core
+        self._tally = Tally()
         self._step: int | None = None
+        self._closed = False
         self._original = core.finalize_model_grads_func
 
         def finalize(*args: Any, **kwargs: Any) -> Any:
@@ -186,8 +202,12 @@ class ChangedGradients:
                 self._change(self._step)
             return result
 
-        self._own = finalize
+        finalize.perturbation = self  # type: ignore[attr-defined]
         core.finalize_model_grads_func = finalize
+
+    @property
+    def acted(self) -> int:
+        return self._tally.count
 
     def before_step(self, step: int) -> None:
         self._step = step
@@ -196,9 +216,10 @@ class ChangedGradients:
         self._step = None
 
     def close(self) -> None:
-        self._step = None
-        if self._core.finalize_model_grads_func is self._own:
-            self._core.finalize_model_grads_func = self._original
+        self._step, self._closed = None, True
+        # Those that were opened later may be closed earlier, and the other way round.
+        while (last := getattr(self._core.finalize_model_grads_func, "perturbation", None)) and last._closed:
+            self._core.finalize_model_grads_func = last._original
 
     def _change(self, step: int) -> None:
         with torch.no_grad():
@@ -208,7 +229,8 @@ class ChangedGradients:
                 if gradient is None:
                     continue
                 key = key_of(self._one.seed, self._one.name, target.path, step)
-                gradient.copy_(changed(gradient, places.to(gradient.device), selection, self._one, key))
+                where = places.to(gradient.device)
+                gradient.copy_(changed(gradient, where, selection, self._one, key, self._tally))
 
 
 class MasterWeights:

@@ -64,6 +64,11 @@ class _Armed:
     """Whether its steps are over, or it was disarmed."""
 
     disarmed: bool = False
+    acted: int | None = None
+    """What it changed in its first step on this rank; None before that step is over."""
+
+    judged: bool = False
+    """Whether all ranks know if it changed anything in that step."""
 
 
 @dataclass
@@ -119,10 +124,11 @@ class Lab:
 
     @property
     def wants_attention(self) -> bool:
-        """Whether something is to be undone after the step under way; the same on all ranks."""
+        """Whether something is to be undone or said after the step under way; the same on all ranks."""
         return self._step is not None and any(
-            each.one.undo_at is not None and each.began is not None and self._step >= each.one.undo_at
+            not each.judged or (each.one.undo_at is not None and self._step >= each.one.undo_at)
             for each in self._armed
+            if each.began is not None
         )
 
     @property
@@ -283,6 +289,8 @@ class Lab:
         """``step`` is over: nothing acts until the next begins, in validation or generation."""
         self._step = None
         for each in self._armed:
+            if each.began is not None and each.acted is None:
+                each.acted = 0 if each.acting is None else each.acting.acted
             if each.acting is not None:
                 each.acting.rest()
             last = each.one.steps.last
@@ -291,7 +299,8 @@ class Lab:
                 self._audit.note("over", step, id=each.one.name)
 
     def attend(self) -> None:
-        """Undo what is to be undone by itself."""
+        """Say what changed nothing, and undo what is to be undone by itself."""
+        self._judge()
         due = [
             each
             for each in self._armed
@@ -301,6 +310,21 @@ class Lab:
         ]
         if due:
             self.undo(min(due, key=lambda each: each.began or 0).one.name)
+
+    def _judge(self) -> None:
+        new = [each for each in self._armed if each.acted is not None and not each.judged]
+        if not new:
+            return
+        counts = self._trainer.sum_over_ranks([float(each.acted or 0) for each in new])
+        for each, count in zip(new, counts, strict=True):
+            each.judged = True
+            if not count:
+                step = (each.began or 0) + 1
+                self._audit.note("no effect", step, id=each.one.name)
+                self._say(
+                    f"scope: {each.one.name} has changed nothing in step {step}: what it means did not come "
+                    "by (a module that is not called, a micro-batch, sample or link that no step has)"
+                )
 
     def diverged(self, step: int, reason: str) -> bool:
         """A step diverged: where it was perturbed and that can be undone, the run goes back. Whether it

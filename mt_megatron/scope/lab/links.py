@@ -56,6 +56,10 @@ class _Delay:
         self._on = False
         self._stop = events.subscribe(self._hear, {"collective", "p2p"})
 
+    @property
+    def acted(self) -> int:
+        return self._delays.held
+
     def before_step(self, step: int) -> None:
         self._on = True
 
@@ -88,6 +92,10 @@ class _OnWire:
         )
         self._close = open_wire(self._wire)
 
+    @property
+    def acted(self) -> int:
+        return self._wire.dropped + self._wire.arrived
+
     def before_step(self, step: int) -> None:
         self._wire.on = True
 
@@ -106,6 +114,10 @@ class _HostFault:
         self._fault = parse_fault(one.fault, trainer.layout.world_size)
         scratch.mkdir(parents=True, exist_ok=True)
         self._injector = Injector(trainer.rank, scratch, trainer.backend)
+
+    @property
+    def acted(self) -> int:
+        return len(self._injector.faults)
 
     def before_step(self, step: int) -> None:
         self._injector.set([self._fault])

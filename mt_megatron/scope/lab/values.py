@@ -115,8 +115,23 @@ def require_type(one: Perturbation, dtype: torch.dtype, path: str) -> None:
         )
 
 
-def changed(values: Tensor, places: Places, selection: Selection, one: Perturbation, key: int) -> Tensor:
-    """A new tensor: ``values`` with the elements of ``selection`` changed as ``one`` says.
+@dataclass(kw_only=True)
+class Tally:
+    """How much a perturbation has changed on this rank."""
+
+    count: int = 0
+
+
+def changed(
+    values: Tensor,
+    places: Places,
+    selection: Selection,
+    one: Perturbation,
+    key: int,
+    tally: Tally | None = None,
+) -> Tensor:
+    """A new tensor: ``values`` with the elements of ``selection`` changed as ``one`` says; ``tally`` counts
+    them.
 
     ``places`` are on the device of ``values`` and number as many elements as it has.
     """
@@ -126,11 +141,12 @@ def changed(values: Tensor, places: Places, selection: Selection, one: Perturbat
     for start, block in places.blocks():
         chosen = selection.chosen(key, block)
         part = flat[start : start + block.numel()]
-        if chosen is None:
+        at = None if chosen is None else chosen.nonzero().squeeze(1)
+        if tally is not None:
+            tally.count += block.numel() if at is None else at.numel()
+        if at is None:
             part.copy_(_changed(part, block, one, key))
-            continue
-        at = chosen.nonzero().squeeze(1)
-        if at.numel():
+        elif at.numel():
             part[at] = _changed(part[at], block[at], one, key)
     return result
 

@@ -63,6 +63,9 @@ class Wire:
     dropped: int = 0
     """Attempts that were lost so far."""
 
+    arrived: int = 0
+    """Tensors that arrived changed so far."""
+
     _counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
 
     @property
@@ -91,6 +94,13 @@ class Wire:
         lost = self.lost if drawn < round(self.rate * 2**53) else 0
         self.dropped += lost
         return lost
+
+    def add_to(self, tensor: Tensor) -> None:
+        """Change what has arrived, where there is an offset."""
+        if self.offset is not None:
+            self.arrived += 1
+            with torch.no_grad():
+                tensor.data.add_(self.offset)
 
 
 _wires: tuple[Wire, ...] = ()
@@ -227,7 +237,7 @@ def _collective(name: str, original: Any) -> Callable[..., Any]:
                 if wire.offset is not None and wire.peer is not None:
                     for part, source in _arrivals(name, given.arguments, values, ranks):
                         if source in (None, wire.peer):
-                            _add(part, wire.offset)
+                            wire.add_to(part)
 
         collected = getattr(_inside, "collected", None)
         if coalesced and collected is not None:
@@ -317,8 +327,7 @@ def _irecv(original: Any) -> Callable[..., Any]:
                     attempt.wait()
             time.sleep(max(0.0, until - time.perf_counter()))
             for wire in wires:
-                if wire.offset is not None:
-                    _add(tensor, wire.offset)
+                wire.add_to(tensor)
 
         batch = getattr(_inside, "batch", None)
         if batch is not None:
@@ -435,8 +444,7 @@ class _Receiving:
         time.sleep(max(0.0, self._until - time.perf_counter()))
         tensor: Tensor = self._receiving.wait(timeout)
         for wire in self._wires:
-            if wire.offset is not None:
-                _add(tensor, wire.offset)
+            wire.add_to(tensor)
         return tensor
 
     def lease(self, timeout: float | None = None) -> Any:
@@ -461,11 +469,6 @@ def _is_data(value: Any) -> bool:
 
 def _is_type(dtype: torch.dtype) -> bool:
     return bool(dtype.is_floating_point) and dtype is not torch.float64
-
-
-def _add(tensor: Tensor, value: float) -> None:
-    with torch.no_grad():
-        tensor.data.add_(value)
 
 
 def _after(result: Any, then: Callable[[], None]) -> Any:

@@ -399,6 +399,30 @@ def promptly(count: int, seed: int) -> dict[str, Any]:
     return found
 
 
+def in_vain() -> list[str]:
+    """What is said of perturbations that meet nothing in their first step, and of one that does."""
+    start()
+    module = {"on": "activation", "module": "decoder.layers.0"}
+    given: dict[str, dict[str, Any]] = {
+        "micro-batch": {"kind": "mask", **module, "microbatches": [99]},
+        "sample": {"kind": "mask", **module, "index": [0, 999, 0]},
+        "no tensor": {"kind": "mask", "on": "activation", "module": "decoder.layers.0.cross_attn_bda"},
+        "rate": {"kind": "drop", "rate": 1e-9, "ranks": [0, 1], "on": "communication"},
+        "offset": {"kind": "offset", "value": 0.5, "ranks": [0, 1], "group": "tp", "on": "communication"},
+        "delay": {"kind": "delay", "ms": 1, "ranks": [0, 1], "group": "tp", "on": "communication"},
+        "weight": {"kind": "mask", "on": "weight", "module": "*.linear_fc1", "index": [0, 0]},
+        "reduced": {"kind": "mask", "on": "weight_gradient", "module": "*.linear_fc1"},
+        "gradient": {"kind": "mask", "on": "gradient", "module": "decoder.layers.0", "index": [0, 0, 0]},
+        "link": {"kind": "offset", "value": 0.5, "ranks": [0, 1], "on": "communication"},
+        "slow link": {"kind": "delay", "ms": 1, "ranks": [0, 1], "on": "communication"},
+    }
+    with bench() as run:
+        for name, each in given.items():
+            run.lab.handlers["arm"](entry(**{**each, "name": name}))
+        run.run(3)
+        return list(run.said)
+
+
 def together() -> dict[str, Any]:
     """Several perturbations of one run: what an undo of the later leaves of the earlier, what it takes of
     those that came after, how much memory they need, and which of a file are over."""
@@ -468,6 +492,16 @@ def together() -> dict[str, Any]:
             {**noise, "name": "new", "steps": "1-3"},
         ]
         run.lab.arm_file(lab_file_from({"perturbations": entries}))
+        finalize = run.trainable.core.finalize_model_grads_func
+        halved = {"kind": "scale", "factor": 0.5, "on": "weight_gradient", "module": "*.linear_proj"}
+        run.lab.arm_file(
+            lab_file_from(
+                {"perturbations": [{**halved, "steps": "3"}, {**halved, "steps": "3-4", "name": "longer"}]}
+            )
+        )
+        run.run(4)
+        found["gradients left"] = run.trainable.core.finalize_model_grads_func is finalize
+        run.lab.undo()
         found["of a file"] = [each["id"] for each in run.lab.status()["armed"]]
         found["said"] = list(run.said)
     return found

@@ -120,6 +120,14 @@ def test_a_pair_is_the_step_without_and_with() -> None:
     assert nothing["baseline"] == nothing["perturbed"] and nothing["first_difference"] is None
 
 
+def test_what_changes_nothing_says_so_once() -> None:
+    said = run_ranks(2, "tests.scope.lab.acting_cases:in_vain", timeout=300)[0]
+    nothing = [line.split(" has changed nothing in step 1")[0] for line in said if "changed nothing" in line]
+    assert nothing == [
+        f"scope: {name}" for name in ("micro-batch", "sample", "no tensor", "rate", "offset", "delay")
+    ]
+
+
 def test_an_undo_concerns_what_came_since_alone() -> None:
     (found,) = run_ranks(1, "tests.scope.lab.acting_cases:together", timeout=300)
     for snapshot in (False, True):
@@ -135,7 +143,7 @@ def test_an_undo_concerns_what_came_since_alone() -> None:
     needed = found["needed"]
     assert needed["a"] == pytest.approx(1) and needed["c"] == pytest.approx(1), "those of one step share"
     assert "Raise snapshot_limit_mib" in needed["b"] and "Raise snapshot_limit_mib" in needed["d"]
-    assert found["of a file"] == ["new"]
+    assert found["of a file"] == ["new"] and found["gradients left"]
     assert any("old is left out: its steps are over at step 2" in line for line in found["said"])
     assert any("undone is left out" in line for line in found["said"])
     assert any("new is armed for step 3" in line for line in found["said"])
