@@ -109,7 +109,7 @@ def _commands(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.do == "generate":
         return [_generation(args)]
     if args.do in _OF_FILES:
-        return [{"perturbation": each} for each in _perturbations(args)]
+        return _perturbations(args)
     if args.do in ("undo", "disarm"):
         if args.do == "disarm" and args.what is None:
             raise ConfigError("found no ID for disarm; expected the name of a perturbation (see status)")
@@ -141,12 +141,13 @@ def _perturbations(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     if args.what is None:
         raise ConfigError(f"found no file for {args.do}; expected the YAML file of perturbations")
-    found = [one.to_dict() for one in read_lab_file(args.what).perturbations]
-    if args.name is not None:
-        found = [each for each in found if each["name"] == args.name]
-        if not found:
-            raise ConfigError(f"found no perturbation named {args.name!r} in {args.what}")
-    return found
+    given = read_lab_file(args.what)
+    found = [one for one in given.perturbations if args.name in (None, one.name)]
+    if not found:
+        raise ConfigError(f"found no perturbation named {args.name!r} in {args.what}")
+    limit = given.snapshot_limit_mib
+    common = {} if limit is None else {"snapshot_limit_mib": limit}
+    return [{"perturbation": one.to_dict(), **common} for one in found]
 
 
 def _one(folder: Path, args: argparse.Namespace, arguments: dict[str, Any]) -> int:

@@ -34,6 +34,7 @@ from mt_megatron.scope.lab.specification import (
     Steps,
     is_over,
     perturbation_from,
+    snapshot_limit_of,
     starting_at,
 )
 from mt_megatron.scope.lab.targets import (
@@ -46,6 +47,8 @@ from mt_megatron.scope.lab.targets import (
 )
 from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives
+
+Handler = Callable[[Mapping[str, Any]], Any]
 
 AroundStep = Callable[[int, str], AbstractContextManager[Any]]
 """(step, mark) -> a context around a step that is made beside the run, whose frames carry the mark."""
@@ -132,14 +135,14 @@ class Lab:
         )
 
     @property
-    def handlers(self) -> Mapping[str, Callable[[Mapping[str, Any]], Any]]:
+    def handlers(self) -> Mapping[str, Handler]:
         """Commands by name."""
         return {
-            "preview": lambda arguments: self.preview(_given(arguments)),
-            "arm": lambda arguments: self.arm(_given(arguments)),
+            "preview": self._limited(lambda arguments: self.preview(_given(arguments))),
+            "arm": self._limited(lambda arguments: self.arm(_given(arguments))),
             "disarm": lambda arguments: self.disarm(str(arguments.get("id", ""))),
             "undo": lambda arguments: self.undo(_identity(arguments)),
-            "pair": lambda arguments: self.pair(_given(arguments), arguments),
+            "pair": self._limited(lambda arguments: self.pair(_given(arguments), arguments)),
         }
 
     def status(self) -> dict[str, Any]:
@@ -436,6 +439,19 @@ class Lab:
     def _earliest(self) -> Snapshot | None:
         kept = [each.snapshot for each in self._armed if each.snapshot is not None]
         return min(kept, key=lambda each: each.step, default=None)
+
+    def _limited(self, handler: Handler) -> Handler:
+        """``handler`` under the ``snapshot_limit_mib`` of its command, where that has one."""
+
+        def handle(arguments: Mapping[str, Any]) -> Any:
+            before, limit = self.limit_mib, snapshot_limit_of(arguments)
+            try:
+                self.limit_mib = before if limit is None else limit
+                return handler(arguments)
+            finally:
+                self.limit_mib = before
+
+        return handle
 
     def _held(self) -> int:
         kept = {id(each.snapshot): each.snapshot.bytes for each in self._armed if each.snapshot is not None}

@@ -21,12 +21,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.near_names import hint
+
+_Read = TypeVar("_Read")
 
 Kind = Literal[
     "bit_flip", "gaussian", "uniform", "mask", "scale", "stuck", "delay", "drop", "offset", "fault"
@@ -234,11 +236,12 @@ def lab_file_from(given: Any) -> LabFile:
                 f"perturbations[{number}]: found the name {one.name!r} twice; give each its own"
             )
         found.append(one)
-    limit = given.get("snapshot_limit_mib")
-    return LabFile(
-        perturbations=tuple(found),
-        snapshot_limit_mib=None if limit is None else _number(limit, "snapshot_limit_mib", least=0.0),
-    )
+    return LabFile(perturbations=tuple(found), snapshot_limit_mib=snapshot_limit_of(given))
+
+
+def snapshot_limit_of(given: Mapping[str, Any]) -> float | None:
+    """``snapshot_limit_mib`` of a file or a command. Raises ``ConfigError``."""
+    return _optional(given, "snapshot_limit_mib", lambda value: _number(value, "snapshot_limit_mib", least=0))
 
 
 def perturbation_from(given: Any, *, default_name: str = "p0", default_seed: int = 0) -> Perturbation:
@@ -443,7 +446,7 @@ def _share(given: Any) -> float:
     return share
 
 
-def _optional(entry: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> Any:
+def _optional(entry: Mapping[str, Any], name: str, read: Callable[[Any], _Read]) -> _Read | None:
     value = entry.get(name)
     return None if value is None else read(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.cli.scope.control import _commands, add_parser
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.control.commands import (
     MOST_BYTES,
@@ -96,6 +98,21 @@ def test_answers_do_not_pile_up(spool: Spool, tmp_path: Path) -> None:
 def test_what_is_no_command_is_refused(given: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         command_from(given)
+
+
+def test_a_file_s_perturbations_are_a_command_each(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    mask = "{kind: mask, on: weight, module: '*', name: "
+    file.write_text(f"snapshot_limit_mib: 7\nperturbations: [{mask}a}}, {mask}b}}]")
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    for options, names in (([], ["a", "b"]), (["--name", "b"], ["b"])):
+        args = parser.parse_args(["control", "RUN", "arm", str(file), *options])
+        commands = _commands(args)
+        assert [each["perturbation"]["name"] for each in commands] == names
+        assert {each["snapshot_limit_mib"] for each in commands} == {7}
+    with pytest.raises(ConfigError, match="no perturbation named 'c'"):
+        _commands(parser.parse_args(["control", "RUN", "arm", str(file), "--name", "c"]))
 
 
 def test_a_queue_wakes_who_waits_and_has_an_end() -> None:

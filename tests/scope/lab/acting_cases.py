@@ -481,7 +481,9 @@ def together() -> dict[str, Any]:
                 needed[name] = told["snapshot_mib_of_a_rank"] / size
             except ConfigError as error:
                 needed[name] = str(error)
-        found["needed"] = needed
+        more = {**entry(**noise, name="e", steps="8"), "snapshot_limit_mib": 9 * size}
+        needed["e"] = run.lab.handlers["arm"](more)["snapshot_mib_of_a_rank"] / size
+        found["needed"], found["limit stays"] = needed, run.lab.limit_mib == 1.5 * size
     with bench() as run:
         run.step()
         run.step()

@@ -143,6 +143,7 @@ def test_an_undo_concerns_what_came_since_alone() -> None:
     needed = found["needed"]
     assert needed["a"] == pytest.approx(1) and needed["c"] == pytest.approx(1), "those of one step share"
     assert "Raise snapshot_limit_mib" in needed["b"] and "Raise snapshot_limit_mib" in needed["d"]
+    assert needed["e"] == pytest.approx(2) and found["limit stays"]
     assert found["of a file"] == ["new"] and found["gradients left"]
     assert any("old is left out: its steps are over at step 2" in line for line in found["said"])
     assert any("undone is left out" in line for line in found["said"])
