@@ -169,6 +169,12 @@ def scopes() -> dict[str, Any]:
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             {},
         ),
+        ("gradient", "", {"on": "gradient"}),
+        (
+            "gradient recomputed",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            {"on": "gradient"},
+        ),
         ("differentiated", "", {"kind": "mask", "fraction": 0.5, "differentiate": True}),
         ("passed on", "", {"kind": "mask", "fraction": 0.5}),
     ):

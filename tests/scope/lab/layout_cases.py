@@ -22,6 +22,15 @@ from tests.scope.lab.bench import Bench, bench, start
 
 NORMS = {"kind": "gaussian", "sigma": 0.5, "fraction": 0.1, "seed": 3, "name": "p"}
 
+ALL = {key: value for key, value in NORMS.items() if key != "fraction"}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "": NORMS,
+    "heads": {**ALL, "heads": [3]},
+    "index": {**ALL, "index": [[70, 5]]},
+    "token": {**ALL, "index": [[20, 3, 70]]},
+}
+"""Which elements are perturbed, by the word after ``on``."""
+
 Wholes = dict[str, torch.Tensor]
 
 
@@ -39,7 +48,8 @@ def saved(folder: str, model: str) -> str:
 @contextmanager
 def loaded(checkpoint: str, model: str, flags: str) -> Iterator[Bench]:
     # Every token weighs the same, so that gradients do not depend on how many micro-batches a rank has.
-    with bench(f"{flags} --vocab-size 4352 --calculate-per-token-loss", model=model) as run:
+    also = "--vocab-size 4352 --calculate-per-token-loss --clip-grad 0"
+    with bench(f"{flags} {also}", model=model) as run:
         load_weights(Path(checkpoint), run.trainable)
         yield run
 
@@ -118,12 +128,31 @@ def activations(run: Bench, pattern: str, entry: dict[str, Any] | None, on: str 
     return put_together(parts)
 
 
+def weight_gradients(run: Bench, pattern: str, entry: dict[str, Any] | None) -> Wholes:
+    """Reduced gradients of the parameters that ``pattern`` meets, in one step, perturbed by ``entry``."""
+    one = perturbation_from({**(entry or NORMS), "on": "weight_gradient", "module": pattern})
+    if entry is not None:
+        run.lab.arm(one)
+        run.lab.begin_step(1)
+    run.steps.rehearse()
+    if entry is not None:
+        run.lab.end_step(1)
+        run.lab.close()
+    targets = parameter_targets(one, run.trainable.bare_chunks())
+    return put_together(
+        [
+            (each.path, each.place.places().all(), each.parameter.main_grad.flatten().clone())  # type: ignore[attr-defined]
+            for each in targets
+        ]
+    )
+
+
 def same_elements(
     folder: str, model: str, layouts: dict[str, str], patterns: dict[str, str]
 ) -> dict[str, Any]:
     """For each layout and pattern: whether whole tensors are those of the first layout, and whether the
-    same elements of them are perturbed to the same values. ``patterns``: pattern -> weight, activation or
-    gradient."""
+    same elements of them are perturbed to the same values. ``patterns``: pattern -> weight, activation,
+    gradient or weight_gradient, and maybe a word of ``ENTRIES``."""
     start()
     checkpoint = saved(folder, model)
     reference: dict[str, Any] = {}
@@ -131,14 +160,21 @@ def same_elements(
     for name, flags in layouts.items():
         with loaded(checkpoint, model, flags) as run:
             snapshot = Snapshot(run.trainer)
-            for pattern, on in patterns.items():
+            for pattern, wanted in patterns.items():
+                on, _, word = wanted.partition(" ")
+                entry = ENTRIES[word]
                 if on == "weight":
-                    before, after = weights(run, pattern, NORMS)
+                    before, after = weights(run, pattern, entry)
                 else:
-                    before = activations(run, pattern, None, on)
-                    snapshot.restore()
-                    after = activations(run, pattern, NORMS, on)
-                    snapshot.restore()
+                    found = []
+                    for given in (None, entry):
+                        found.append(
+                            weight_gradients(run, pattern, given)
+                            if on == "weight_gradient"
+                            else activations(run, pattern, given, on)
+                        )
+                        snapshot.restore()
+                    before, after = found
                 first = reference.setdefault(pattern, (before, after))
                 told[f"{name} {pattern}"] = _compared(first, (before, after), exact=on == "weight")
     return told

@@ -38,6 +38,7 @@ def test_acts_when_and_where_it_is_asked_to() -> None:
     assert losses["none of these"] == clean
     assert len({str(losses[name]) for name in ("none", "all", "first", "differentiated", "passed on")}) == 5
     assert losses["recomputed"] == losses["all"], "recomputation meets the same change"
+    assert losses["gradient recomputed"] == losses["gradient"] != clean, "and backward changes it once"
     assert losses["differentiated"][0] == losses["passed on"][0], "the same forward"
     # The learning rate of the first step is 0.
     assert losses["differentiated"][2] != losses["passed on"][2], "another backward"
