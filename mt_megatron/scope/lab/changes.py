@@ -120,7 +120,10 @@ class ChangedModules:
         found = self._known.get(known)
         if found is None:
             places = activation_places(target.module, target.path, tensor, call.microbatch, self._geometry)
-            found = self._known[known] = places, target.selection(one, places)
+            found = places, target.selection(one, places)
+            if places.whole:
+                # Experts have another number of tokens each time: what is kept of them would pile up.
+                self._known[known] = found
         places, selection = found
         # Where the whole tensor is not known, ranks and micro-batches must not draw alike.
         own = () if places.whole else (self._rank, call.microbatch, call.chunk)

@@ -429,6 +429,18 @@ def in_vain() -> list[str]:
         return list(run.said)
 
 
+def of_experts() -> list[int]:
+    """Experts' outputs in two steps: elements that were changed, and places that are kept of them."""
+    start()
+    with bench(model="mixture") as run:
+        given = {"kind": "mask", "fraction": 0.5, "on": "activation", "module": "*.local_experts.*"}
+        run.lab.handlers["arm"](entry(**given))
+        run.step()
+        run.step()
+        acting: Any = run.lab._armed[0].acting
+        return [acting.acted, len(acting._known)]
+
+
 def together() -> dict[str, Any]:
     """Several perturbations of one run: what an undo of the later leaves of the earlier, what it takes of
     those that came after, how much memory they need, and which of a file are over."""

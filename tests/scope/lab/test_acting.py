@@ -129,6 +129,12 @@ def test_what_changes_nothing_says_so_once() -> None:
     ]
 
 
+@pytest.mark.daily
+def test_what_is_kept_of_experts_does_not_pile_up() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:of_experts", timeout=300)
+    assert found[0] > 1000 and found[1] == 0
+
+
 def test_an_undo_concerns_what_came_since_alone() -> None:
     (found,) = run_ranks(1, "tests.scope.lab.acting_cases:together", timeout=300)
     for snapshot in (False, True):
