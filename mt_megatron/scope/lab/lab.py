@@ -7,6 +7,7 @@ gathered first.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +48,8 @@ from mt_megatron.scope.lab.targets import (
 )
 from mt_megatron.scope.trainer import Trainer
 from mt_megatron.seams import collectives
+
+logger = logging.getLogger("mt_megatron")
 
 Handler = Callable[[Mapping[str, Any]], Any]
 
@@ -101,6 +104,9 @@ class Lab:
         self.limit_mib = limit_mib
         self._trainer = trainer
         self._say = say if trainer.rank == 0 else lambda text: None
+        self._tell = say if trainer.rank == 0 else logger.warning
+        """Gets what this rank alone knows."""
+
         self._folder = folder
         self._audit = Audit(folder if trainer.rank == 0 else None, say)
         self._around_step = around_step
@@ -405,7 +411,13 @@ class Lab:
             return ChangedWeights(one, targets, trainer.optimizer)
         if one.on == "weight_gradient":
             return ChangedGradients(one, targets, trainer.core)
-        return ChangedModules(one, targets, self._geometry(), trainer.rank, self._say)
+        return ChangedModules(
+            one,
+            targets,
+            self._geometry(),
+            trainer.rank,
+            lambda text: self._tell(f"scope: rank {trainer.rank}: {text}"),
+        )
 
     def _begin_acting(self, one: Perturbation, acting: Acting | None, step: int) -> None:
         if one.on == "weight":
