@@ -1,4 +1,4 @@
-"""What pause, generation and lab need of the program that trains; ``training.scope_trainer`` has it."""
+"""The trainer as pause, generation and lab see it; ``training.scope_trainer`` is one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What a step came to, the same on every rank."""
+    """Loss and norm of a step, the same on every rank."""
 
     loss: float
     """Nats per counted token; NaN where the step had none."""
@@ -27,7 +27,7 @@ class StepOutcome:
 
 
 class Tokenizer(Protocol):
-    """What generation needs to take and give text."""
+    """The part of a tokenizer that generation needs."""
 
     vocab_size: int
     eod: int

@@ -41,7 +41,7 @@ _ROUND = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be generated."""
+    """A request for tokens, checked."""
 
     ids: tuple[int, ...]
     """Of the prompt."""

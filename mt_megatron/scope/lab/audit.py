@@ -1,4 +1,4 @@
-"""Who changed what and when: RUN/scope/audit.jsonl, one JSON object a line, written by rank 0."""
+"""The audit log RUN/scope/audit.jsonl: who changed what and when, an object a line, written by rank 0."""
 
 from __future__ import annotations
 

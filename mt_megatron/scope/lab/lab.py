@@ -79,7 +79,7 @@ class _Armed:
 
 @dataclass
 class _Rewind:
-    """Where an undo goes back to."""
+    """The state that an undo goes back to."""
 
     snapshot: Snapshot
     concerned: list[_Armed] = field(default_factory=list)

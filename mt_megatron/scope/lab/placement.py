@@ -23,7 +23,7 @@ from mt_megatron.scope.lab.values import Places
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What a step looks like on this rank."""
+    """Sequences and micro-batches of a step on this rank."""
 
     layout: RankLayout
     at: Coordinates
@@ -58,7 +58,7 @@ def parameter_places(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn
 
 
 class ParameterPlace:
-    """Where a parameter lies in the whole one; worked out when asked for."""
+    """Places of a parameter in the whole one; worked out when asked for."""
 
     def __init__(self, name: str, parameter: nn.Parameter, sharded: Any) -> None:
         """``sharded``: its entry in the state dict."""

@@ -1,4 +1,4 @@
-"""What a perturbation would change: modules, shapes, elements and ranks, before anything does."""
+"""Preview of a perturbation: modules, shapes, elements and ranks, before anything is changed."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Perturbation:
 
 @dataclass(frozen=True, kw_only=True)
 class LabFile:
-    """What ``--scope-lab FILE`` asks for."""
+    """Perturbations of one file, and how much memory their undo may take."""
 
     perturbations: tuple[Perturbation, ...]
 

@@ -1,4 +1,4 @@
-"""What a perturbation's pattern, layers and heads mean in this rank's part of the model."""
+"""Modules, parameters and heads of this rank that a perturbation's pattern, layers and heads mean."""
 
 from __future__ import annotations
 

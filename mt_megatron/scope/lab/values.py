@@ -82,7 +82,7 @@ class Along:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which elements are meant; all where nothing is said."""
+    """Elements that are meant; all where nothing is said."""
 
     places: Tensor | None = None
     """int64: these places alone."""
@@ -117,7 +117,7 @@ def require_type(one: Perturbation, dtype: torch.dtype, path: str) -> None:
 
 @dataclass(kw_only=True)
 class Tally:
-    """How much a perturbation has changed on this rank."""
+    """Count of the elements that a perturbation has changed on this rank."""
 
     count: int = 0
 

@@ -1,4 +1,4 @@
-"""What the trace and its diagnosis make of a run that stands still by command."""
+"""Trace and diagnosis of a run that stands still by command."""
 
 from __future__ import annotations
 

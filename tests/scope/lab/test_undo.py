@@ -1,4 +1,4 @@
-"""What is undone leaves nothing: the run afterwards equals the one that was never perturbed, to the bit."""
+"""Undo leaves nothing behind: the run afterwards equals the one that was never perturbed, to the bit."""
 
 from __future__ import annotations
 
