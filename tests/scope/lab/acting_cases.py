@@ -414,8 +414,6 @@ def in_vain() -> list[str]:
         "sample": {"kind": "mask", **module, "index": [0, 999, 0]},
         "no tensor": {"kind": "mask", "on": "activation", "module": "decoder.layers.0.cross_attn_bda"},
         "rate": {"kind": "drop", "rate": 1e-9, "ranks": [0, 1], "on": "communication"},
-        "offset": {"kind": "offset", "value": 0.5, "ranks": [0, 1], "group": "tp", "on": "communication"},
-        "delay": {"kind": "delay", "ms": 1, "ranks": [0, 1], "group": "tp", "on": "communication"},
         "weight": {"kind": "mask", "on": "weight", "module": "*.linear_fc1", "index": [0, 0]},
         "reduced": {"kind": "mask", "on": "weight_gradient", "module": "*.linear_fc1"},
         "gradient": {"kind": "mask", "on": "gradient", "module": "decoder.layers.0", "index": [0, 0, 0]},
@@ -512,6 +510,8 @@ def together() -> dict[str, Any]:
             {**noise, "name": "new", "steps": "1-3"},
         ]
         run.lab.arm_file(lab_file_from({"perturbations": entries}))
+        found["of a file"] = [each["id"] for each in run.lab.status()["armed"]]
+        found["said"] = list(run.said)
         finalize = run.trainable.core.finalize_model_grads_func
         halved = {"kind": "scale", "factor": 0.5, "on": "weight_gradient", "module": "*.linear_proj"}
         run.lab.arm_file(
@@ -521,7 +521,4 @@ def together() -> dict[str, Any]:
         )
         run.run(4)
         found["gradients left"] = run.trainable.core.finalize_model_grads_func is finalize
-        run.lab.undo()
-        found["of a file"] = [each["id"] for each in run.lab.status()["armed"]]
-        found["said"] = list(run.said)
     return found
