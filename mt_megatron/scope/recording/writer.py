@@ -37,6 +37,9 @@ class _Rank:
 
     last_step: int = -1
     last_stats: dict[int, int] = field(default_factory=dict)
+    last_mark: str | None = None
+    """Perturbation that the latest statistics were under."""
+
     attempt: int = 0
 
 
@@ -253,8 +256,9 @@ class Writer:
 
     def _step(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         step = frame["i"]
-        # A step's statistics come after it: those before it are of one that was made beside the run.
-        if step <= max((known.last_step, *known.last_stats.values())):
+        # Statistics with another mark are of the same step made beside the run.
+        beside = step in known.last_stats.values() and known.last_mark != frame["perturbed"]
+        if step <= known.last_step or beside:
             self._rewound(rank, known)
         if known.last_step < 0:
             self._begun(known, step)
@@ -338,7 +342,7 @@ class Writer:
             self._rewound(rank, known)
         if not known.last_stats:
             self._begun(known, step)
-        known.last_stats[frame["id"]] = step
+        known.last_stats[frame["id"]], known.last_mark = step, frame["perturbed"]
         now, at = time.monotonic(), 0
         for entry, statistic, length in entries:
             if entry:
