@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ TICK_SECONDS = 0.25
 
 @dataclass(kw_only=True)
 class _Rank:
-    """What this process knows of a rank's session."""
+    """Session of a rank: its schemas and how far it is."""
 
     session: int
     name: str
@@ -95,10 +95,19 @@ class Writer:
         self.frames = 0
         """Written since the start."""
 
-        self.lost = 0
-        """Frames after the recording stopped, or that could not be kept."""
+        self._lost: dict[int, tuple[int, int]] = {}
 
         self._execute = self._connection.execute
+        last = "ifnull((SELECT max(step) FROM {} WHERE session = session.id), -1)"
+        self.before: Mapping[tuple[str, int], tuple[int, int]] = {
+            (name, attempt): (step, sample)
+            for name, attempt, step, sample in self._execute(
+                f"SELECT name, attempt, {last.format('step')}, {last.format('sampled')} FROM session"
+            )
+        }
+        """Sessions that the file had already, by name and attempt: the last step of each and its last one
+        with statistics (-1: none)."""
+
         self._execute("BEGIN IMMEDIATE")
         self._execute(
             "INSERT OR REPLACE INTO about VALUES ('node', ?), ('host', ?), ('opened_ns', ?)",
@@ -106,11 +115,17 @@ class Writer:
         )
         self._execute("COMMIT")
 
+    @property
+    def lost(self) -> Mapping[int, tuple[int, int]]:
+        """Frames and bytes of arrays by rank, since the start: those after the recording stopped, wrong ones,
+        and tensors beyond the file's bound. Any thread."""
+        return dict(self._lost)
+
     def tick(self, frames: list[tuple[int, Frame]], *, final: bool = False) -> None:
         """Write ``frames`` (rank, frame) and the parts that are whole, in one transaction. Frames that are
         wrong are told once for each cause and left out."""
         if self.stopped is not None:
-            self.lost += len(frames)
+            self._lose(frames)
             return
         try:
             self._execute("BEGIN IMMEDIATE")
@@ -120,17 +135,17 @@ class Writer:
             self._execute("COMMIT")
             self.frames += len(frames)
             self._retention.apply()
-        except (sqlite3.Error, OSError) as error:
-            self._stop(error, len(frames))
+        except Exception as error:  # noqa: BLE001 - whatever it is ends the recording with a line, not the thread
+            self._stop(error)
+            self._lose(frames)
 
     def alert(self, alert: Alert, session: tuple[str, int]) -> None:
         """Keep an alert of the ``session`` (name, attempt); written at once."""
-        found = self._execute("SELECT id FROM session WHERE name=? AND attempt=?", session).fetchone()
         self._outside(
             "INSERT INTO alert(session, step, t, kind, path, statistic, value, low, high, text) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "VALUES ((SELECT id FROM session WHERE name=? AND attempt=?), ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                found[0] if found else None,
+                *session,
                 *(alert.step, alert.time_ns or time.time_ns(), alert.kind, alert.path, alert.statistic),
                 *(alert.value, alert.low, alert.high, alert.text),
             ),
@@ -141,7 +156,7 @@ class Writer:
         self._outside("INSERT OR REPLACE INTO request VALUES (?, ?)", (time.time_ns(), json.dumps(texts)))
 
     def dropped(self, source: str, rank: int, frames: int, size: int) -> None:
-        """Keep that ``source`` (``sidecar`` or ``page``) dropped ``frames`` of ``size`` bytes of ``rank`` so
+        """Keep that ``source`` (``sidecar``) dropped ``frames`` of ``size`` bytes of ``rank`` so
         far."""
         known = self._ranks.get(rank) or next(iter(self._ranks.values()), None)
         if known is not None:
@@ -162,7 +177,7 @@ class Writer:
             found = checked(frame)
             self._written(rank, found)
         except FrameError as error:
-            self.lost += 1
+            self._lose([(rank, frame)])
             self._tell_once(f"a frame of rank {rank} is left out: {error}")
 
     def _written(self, rank: int, frame: dict[str, Any]) -> None:
@@ -404,7 +419,7 @@ class Writer:
 
     def _tensor(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         if self._retention.full_of_tensors:
-            self.lost += 1
+            self._lose([(rank, frame)])
             return
         data, indices = frame["data"], json.dumps(frame["index"], separators=(",", ":"))
         key = (
@@ -457,7 +472,7 @@ class Writer:
 
     def _tokens(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         if self._retention.full_of_tensors:
-            self.lost += 1
+            self._lose([(rank, frame)])
             return
         top = frame["top_ids"]
 
@@ -504,11 +519,16 @@ class Writer:
             try:
                 self._execute(statement, values)
             except sqlite3.Error as error:
-                self._stop(error, 0)
+                self._stop(error)
 
-    def _stop(self, error: Exception, lost: int) -> None:
-        self.lost += lost
-        self.stopped = "the disk is full" if is_full(error) else str(error)
+    def _lose(self, frames: Iterable[tuple[int, Frame]]) -> None:
+        for rank, frame in frames:
+            count, size = self._lost.get(rank, (0, 0))
+            arrays = sum(each.nbytes for each in frame.values() if isinstance(each, np.ndarray))
+            self._lost[rank] = (count + 1, size + arrays)
+
+    def _stop(self, error: Exception) -> None:
+        self.stopped = "the disk is full" if is_full(error) else f"{type(error).__name__}: {error}"
         try:
             if self._connection.in_transaction:
                 self._execute("ROLLBACK")

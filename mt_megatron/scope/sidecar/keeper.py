@@ -72,9 +72,13 @@ class Keeper:
             self._calls.append(what)
 
     def dropped(self) -> dict[int, tuple[int, int]]:
-        """Frames and bytes that were dropped here, by rank."""
+        """Frames and bytes that were dropped here or by the writer, by rank."""
         with self._lock:
-            return {rank: (count[0], count[1]) for rank, count in self._dropped.items()}
+            here = {rank: (count[0], count[1]) for rank, count in self._dropped.items()}
+        for rank, (frames, size) in self._writer.lost.items():
+            count = here.get(rank, (0, 0))
+            here[rank] = (count[0] + frames, count[1] + size)
+        return here
 
     @property
     def stopped(self) -> str | None:
@@ -110,11 +114,10 @@ class Keeper:
         with self._lock:
             frames, self._frames = self._frames, deque()
             calls, self._calls = self._calls, deque()
-            dropped = {rank: (count[0], count[1]) for rank, count in self._dropped.items()}
         self._writer.tick([(rank, frame) for rank, frame, _ in frames])
         for what in calls:
             what(self._writer)
-        for rank, count in dropped.items():
+        for rank, count in self.dropped().items():
             if self._told.get(rank) != count:
                 self._told[rank] = count
                 self._writer.dropped("sidecar", rank, *count)

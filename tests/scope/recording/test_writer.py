@@ -163,7 +163,7 @@ def test_a_full_disk_ends_the_recording_with_one_line(tmp_path: Path) -> None:
         writer.tick([(0, frame) for frame in frames_of(shape, 0, step)])
     writer.close()
     assert len(said) == 1 and "the disk is full" in said[0] and "training goes on" in said[0]
-    assert writer.lost > 20 and writer.stopped == "the disk is full"
+    assert writer.lost[0][0] > 20 and writer.stopped == "the disk is full"
     # What was there before is still whole.
     assert open_recording(tmp_path).steps().step.tolist()[0] == 1
 
@@ -172,7 +172,7 @@ def test_frames_before_hello_and_of_no_kind_are_left_out(tmp_path: Path) -> None
     said: list[str] = []
     writer = a_writer(tmp_path, said)
     writer.tick([(3, step_frame(SHAPE, 1, 1)), (3, {"k": "nonsense"}), (3, {"k": "hello"})])
-    assert writer.lost == 3 and len(said) == 3
+    assert writer.lost == {3: (3, 0)} and len(said) == 3
     greet(writer, SHAPE, 0)
     writer.tick([(0, {**step_frame(SHAPE, 0, 1), "perturbed": "noise"}), (0, step_frame(SHAPE, 0, 2))])
     writer.close()
