@@ -31,7 +31,11 @@ SHORT = 8
 """Elements of a part that a row of ``value`` keeps itself."""
 
 BUSY_SECONDS = 5.0
-"""Longest wait for a lock; readers of a file with a write-ahead log never wait."""
+"""Longest wait of a reader for a lock; of a file with a write-ahead log readers never wait."""
+
+WRITER_SECONDS = 60.0
+"""Longest wait of the writer for a lock. Without a write-ahead log a reader holds it up, as a long query
+does; meanwhile ranks drop and count."""
 
 _JOURNAL_BYTES = 16 * 2**20
 
@@ -82,7 +86,7 @@ CREATE TABLE tokens(session INTEGER, step INTEGER, path INTEGER, rank INTEGER, m
   ids BLOB NOT NULL, loss BLOB, entropy BLOB,
   lse BLOB, top_ids BLOB, top_logprobs BLOB,
   PRIMARY KEY(session, step, path, rank, microbatch, sample, position)) WITHOUT ROWID;
--- Sums since the session's start; source is 'rank', 'sidecar' or 'page'.
+-- Sums since the session's start; source is 'rank' or 'sidecar'.
 CREATE TABLE dropped(session INTEGER, source TEXT, rank INTEGER, step INTEGER, t INTEGER NOT NULL,
   frames INTEGER NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY(session, source, rank, step)) WITHOUT ROWID;
 CREATE TABLE alert(id INTEGER PRIMARY KEY, session INTEGER, step INTEGER NOT NULL, t INTEGER NOT NULL,
@@ -102,24 +106,18 @@ def connect_writer(path: Path, *, page_bytes: int = 4096) -> sqlite3.Connection:
     locks network file systems keep. Raises ``ScopeError`` for a file that is not ours or of another version
     and ``sqlite3.Error`` where it cannot be written.
     """
-    os.close(open_private(path, os.O_RDWR | os.O_CREAT))
-    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    if path.exists() and not path.stat().st_size:
+        path.unlink()  # left by a disk that was full
+    if not path.exists():
+        _make(path, page_bytes)
+    connection = sqlite3.connect(path, timeout=WRITER_SECONDS, isolation_level=None, check_same_thread=False)
     try:
-        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if tables:
-            check(connection, path)
-        else:
-            connection.execute(f"PRAGMA page_size={page_bytes}")
-            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        check(connection, path)
         mode = "WAL" if keeps_shared_memory(path.parent) else "TRUNCATE"
         connection.execute(f"PRAGMA journal_mode={mode}").fetchone()
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_BYTES}")
         connection.execute("PRAGMA trusted_schema=OFF")
-        if not tables:
-            connection.executescript(
-                f"BEGIN;{TABLES}PRAGMA application_id={APPLICATION};PRAGMA user_version={VERSION};COMMIT;"
-            )
         return connection
     except sqlite3.DatabaseError as error:
         connection.close()
@@ -129,6 +127,32 @@ def connect_writer(path: Path, *, page_bytes: int = 4096) -> sqlite3.Connection:
     except ScopeError:
         connection.close()
         raise
+
+
+def _make(path: Path, page_bytes: int) -> None:
+    """Make ``path`` with all tables; readers see the whole file or none, and of two processes that make it at
+    once the first one's stays."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.unlink(missing_ok=True)
+        os.close(open_private(draft, os.O_RDWR | os.O_CREAT))
+        connection = sqlite3.connect(draft, isolation_level=None)
+        try:
+            connection.execute(f"PRAGMA page_size={page_bytes}")
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.executescript(
+                f"BEGIN;{TABLES}PRAGMA application_id={APPLICATION};PRAGMA user_version={VERSION};COMMIT;"
+            )
+        finally:
+            connection.close()
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            os.rename(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:

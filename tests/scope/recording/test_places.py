@@ -1,0 +1,143 @@
+"""Where files come from and who else uses them: two jobs in one folder, slow readers, half-made files."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from mt_megatron.errors import ScopeError
+from mt_megatron.scope.recording import schema as tables
+from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Writer
+from tests.scope.synthetic import RunShape, frames_of, hello, schema, write_run
+
+SHAPE = RunShape(steps=20, tp=1, pp=1, interval=5, tensor_every=0, token_every=0)
+
+
+def a_writer(run: Path, said: list[str] | None = None) -> Writer:
+    files = scope_files(run)
+    files.root.mkdir(exist_ok=True)
+    say = (said if said is not None else []).append
+    return Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26, say=say)
+
+
+def test_two_jobs_in_one_folder_are_two_sessions(tmp_path: Path) -> None:
+    """Their sidecars write the same file in turn; nothing of either is lost or added to the other's."""
+    jobs = [
+        RunShape(tp=1, pp=1, interval=5, tensor_every=0, token_every=0, session=name, scale=scale)
+        for name, scale in (("one", 1.0), ("two", 3.0))
+    ]
+    writers = [a_writer(tmp_path) for _ in jobs]
+    for writer, job in zip(writers, jobs, strict=True):
+        writer.tick([(0, hello(job, 0)), (0, schema(job, 0))])
+    for step in range(1, 31):
+        for writer, job in zip(writers, jobs, strict=True):
+            writer.tick([(0, frame) for frame in frames_of(job, 0, step)])
+    for writer in writers:
+        writer.close()
+        assert writer.stopped is None and not writer.lost
+    with open_recording(tmp_path) as recording:
+        assert [each.name for each in recording.sessions()] == ["one", "two"]
+        one, two = (
+            recording.series("decoder.layers.1", "activation_rms", session=session) for session in (0, 1)
+        )
+        assert one.step.tolist() == two.step.tolist() == [5, 10, 15, 20, 25, 30]
+        assert one.parts.tolist() == two.parts.tolist() == [1] * 6
+        assert two.value == pytest.approx(3 * one.value)
+        assert len(recording.steps(session=0).step) == len(recording.steps(session=1).step) == 30
+
+
+def test_a_writer_knows_what_earlier_ones_recorded(tmp_path: Path) -> None:
+    write_run(tmp_path, SHAPE, extras=False)
+    files = scope_files(tmp_path)
+    (path,) = files.nodes()
+    writer = Writer(path, node=0, host="node0", retain_bytes=1 << 26)
+    assert dict(writer.before) == {("first", 0): (20, 20)}
+    writer.close()
+    assert not dict(a_writer(tmp_path).before)
+
+
+def test_readers_never_see_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second node's file appears while the first one is read: whole, or not at all."""
+    write_run(tmp_path, SHAPE, extras=False)
+    monkeypatch.setattr("mt_megatron.scope.recording.reader.LOOK_SECONDS", 0.0)
+    seen: list[int] = []
+    link = tables.os.link
+
+    def looking(draft: Path, path: Path) -> None:
+        with open_recording(tmp_path) as recording:
+            seen.append(len(recording.nodes()))
+        link(draft, path)
+
+    monkeypatch.setattr(tables.os, "link", looking)
+    a_writer(tmp_path).close()
+    assert seen == [1]
+    with open_recording(tmp_path) as recording:
+        assert len(recording.nodes()) == 2
+    assert not [each for each in scope_files(tmp_path).root.iterdir() if each.name.startswith(".node")]
+
+
+def test_a_folder_without_hard_links_and_an_empty_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(tables.os, "link", refused)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    files.node("a", 0).touch()
+    a_writer(tmp_path).close()
+    with open_recording(tmp_path) as recording:
+        assert recording.sessions() == ()
+        with pytest.raises(ScopeError, match="found no rank in the recording"):
+            recording.facts()
+
+
+def test_a_slow_reader_without_a_shared_log_does_not_end_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On network file systems a query holds the writer up: it waits for longer than readers wait."""
+    monkeypatch.setattr(tables, "keeps_shared_memory", lambda _: False)
+    monkeypatch.setattr(tables, "BUSY_SECONDS", 0.05)
+    said: list[str] = []
+    writer = a_writer(tmp_path, said)
+    writer.tick([(0, hello(SHAPE, 0)), (0, schema(SHAPE, 0))])
+    reader = sqlite3.connect(scope_files(tmp_path).nodes()[0], isolation_level=None, check_same_thread=False)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM step").fetchone()
+    with pytest.raises(sqlite3.OperationalError, match="locked"):  # it does hold others up
+        other = sqlite3.connect(scope_files(tmp_path).nodes()[0], timeout=0.05, isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+    timer = threading.Timer(0.5, lambda: reader.execute("COMMIT"))
+    timer.start()
+    writer.tick([(0, frame) for frame in frames_of(SHAPE, 0, 1)])
+    timer.join()
+    writer.close()
+    assert writer.stopped is None and not said
+    assert open_recording(tmp_path).steps().step.tolist() == [1]
+
+
+def test_an_error_of_any_kind_ends_the_recording_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    writer = a_writer(tmp_path, said)
+    writer.tick([(0, hello(SHAPE, 0)), (0, schema(SHAPE, 0))])
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a mistake of the code")
+
+    monkeypatch.setattr(writer, "_step", broken)
+    for step in (1, 2):
+        writer.tick([(0, frame) for frame in frames_of(SHAPE, 0, step)])
+    writer.close()
+    assert said == [
+        f"scope: {scope_files(tmp_path).nodes()[0]} is written no further (RuntimeError: a mistake of the "
+        "code); training goes on, what was recorded stays"
+    ]
+    assert writer.lost == {0: (2, 0)}
