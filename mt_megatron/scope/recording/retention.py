@@ -1,8 +1,8 @@
 """Bound of a node's file: oldest tensors and tokens are thinned first, then old vectors, scalars last.
 
 Thinning removes every second step of the older half of what is there, so that after many rounds the density
-falls with age and no stretch of the run is empty; the newest steps stay whole. Pages that become free are
-used again, so the file stays at its bound.
+falls with age and no stretch of the run is empty; the newest steps stay whole. Pages that become free go
+back to the disk.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _OTHERS = (
 
 
 class Retention:
-    """Keeps ``connection``'s file below its bound."""
+    """Bound of ``connection``'s file."""
 
     def __init__(
         self, connection: sqlite3.Connection, path: Path, most_bytes: int, say: Callable[[str], None]
@@ -125,7 +125,8 @@ class Retention:
         self._remove_single_tensors()
         for kind in _OTHERS:
             self._thin(kind, kind.keep)
-        self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+        # ``execute`` would take one step of it, which frees one page.
+        self._connection.executescript("PRAGMA incremental_vacuum")
         self.full_of_tensors = self.used_bytes() > FULL * self._most
         if self.full_of_tensors and not self._told:
             self._told = True
