@@ -1,10 +1,10 @@
-"""How often the recording's alerts are wrong, and what they find.
+"""Measurement of the recording's alerts: false ones in quiet runs, planted faults that are found.
 
 ``python benchmarks/scope/alerts.py tune``   series of a generator, on which the model's constants were chosen
 ``python benchmarks/scope/alerts.py judge``  trainings of a small transformer, which it had not seen
 
-``judge`` writes ``results/scope-alerts-DATE``. Both count alerts of quiet runs and planted faults that are
-found. A fault is found where an alert comes within ``WITHIN`` samples of it.
+``judge --write`` writes ``results/scope-alerts-DATE``. A fault is found where an alert comes within
+``WITHIN`` samples of it.
 """
 
 from __future__ import annotations

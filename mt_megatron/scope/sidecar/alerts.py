@@ -113,12 +113,12 @@ class Band:
             return None
         self._inside = 0
         self._outside.append(sample)
+        first, self._alerted = not self._alerted, True
         if len(self._outside) >= ACCEPT:
             self._window.clear()
             self._window.extend(self._outside)
             self._outside.clear()
             self._alerted = False
-        first, self._alerted = not self._alerted, True
         if not first:
             return None
         return Outside(
@@ -261,7 +261,7 @@ class AlertModel:
 
 def _banded(step: int, path: str, name: str, outside: Outside, *, others: int) -> Alert:
     of = f" of {path}" if path else ""
-    more = f"; {others} more modules leave theirs" if others else ""
+    more = f"; {others} more module{'s leave' if others > 1 else ' leaves'} theirs" if others else ""
     return Alert(
         step=step,
         kind="band",
