@@ -35,6 +35,7 @@ from mt_megatron.scan.format.run_files import RunFiles, read_run, run_files
 
 from .alert_policy import AT_ONCE, Telling
 from .alerts import Alerts
+from .child_process import is_alive
 from .incremental_reader import RankTail
 from .metrics_endpoint import LOOPBACK
 from .watcher_process import WEBHOOK_VARIABLE
@@ -262,20 +263,6 @@ def _until(steps: RankSteps, last: int) -> RankSteps:
     )
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with contextlib.suppress(OSError):
-        # One that has ended stays in the table for as long as nobody asks how, in a container for ever.
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        return state.split()[0] != "Z"
-    return True
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Watch until the parent is gone or a signal ends it; what is in hand is judged a last time."""
     parser = argparse.ArgumentParser(prog="python -m mt_megatron.scan.monitor.watch", description=__doc__)
@@ -314,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with alerts:
         watch = Watch(files, alerts, hang_after_s=options.hang_seconds)
-        while not ended and (options.parent_pid is None or _alive(options.parent_pid)):
+        while not ended and (options.parent_pid is None or is_alive(options.parent_pid)):
             begun, used = time.monotonic(), time.process_time()
             watch.look()
             took = time.process_time() - used

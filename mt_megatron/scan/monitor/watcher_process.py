@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .child_process import end_child, relay_lines, start_child
+
 logger = logging.getLogger("mt_megatron")
 
 START_AFTER_SECONDS = 10.0
@@ -89,23 +91,8 @@ class WatcherProcess:
     def _run(self) -> None:
         if self._closed.wait(self._start_after):
             return
-        # It must not take part in what this process is told by environment: ranks, threads, faults.
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        }
-        environment |= {"OMP_NUM_THREADS": "1", **self._variables}
         try:
-            # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
-            self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
+            self.process = start_child(self._command, self._variables)
         except OSError as error:
             logger.warning("scan: nobody watches this run (%s); it is diagnosed afterwards", error)
             return
@@ -114,7 +101,7 @@ class WatcherProcess:
         # Asleep until it is told to end, or the watcher's last word was heard: no polling beside training.
         self._stir.wait()
         if self._closed.is_set():
-            self._end(self.process)
+            end_child(self.process, _SECONDS_TO_END)
             relay.join(1.0)
             return
         logger.warning(
@@ -124,18 +111,7 @@ class WatcherProcess:
         )
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stderr is not None
         try:
-            with process.stderr as lines:
-                for line in lines:
-                    self._say(line.decode(errors="replace").rstrip())
+            relay_lines(process, self._say)
         finally:
             self._stir.set()
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        process.terminate()
-        try:
-            process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

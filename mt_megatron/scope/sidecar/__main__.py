@@ -15,6 +15,7 @@ from pathlib import Path
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.permissions import open_private
 from mt_megatron.scope.recording.files import scope_files, this_host
+from mt_megatron.scope.sidecar.process import TOLD
 from mt_megatron.scope.sidecar.sidecar import Options, run_sidecar
 from mt_megatron.scope.sidecar.sinks.base import FORM
 
@@ -22,7 +23,8 @@ _MOST_LOG_BYTES = 2**20
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run until the parent, the ranks or a signal end it. Returns 0, or 1 where it could not begin."""
+    """Run until the parent, the ranks or a signal end it. Returns 0, or ``TOLD`` where it could not begin and
+    has said why."""
     options = parsed(arguments)
     say = _speaker(options)
     with contextlib.suppress(OSError):
@@ -30,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         asyncio.run(_run(options, say))
     except ScopeError as error:
-        say(f"scope: {error}")
-        return 1
+        say(f"scope: nothing is recorded on this node; training goes on: {error}")
+        return TOLD
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Starts and ends the sidecar of a node, from its local rank 0."""
+"""Sidecar process of a node, as its local rank 0 starts and ends it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_megatron.scan.monitor.child_process import end_child, relay_lines, start_child
+
 SECONDS_FOR_OTHERS = 5.0
 """At the end, for ranks that have not ended yet; then it is told to end."""
 
 SECONDS_TO_END = 10.0
 """For what waits to be written after the ranks' bye; then the process is killed."""
 
-_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TOLD = 3
+"""Exit code of a sidecar that could not begin and has said why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +76,8 @@ class SidecarProcess:
 
     def start(self) -> None:
         """Returns at once."""
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-        environment["OMP_NUM_THREADS"] = "1"
         try:
-            # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
-            self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
+            self.process = start_child(self._command)
         except OSError as error:
             self._say(f"scope: no sidecar, so nothing is recorded ({error}); training goes on")
             return
@@ -109,27 +102,20 @@ class SidecarProcess:
                 # The node's other ranks may still send: it ends by itself when all have said so.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(SECONDS_FOR_OTHERS)
-            self.process.terminate()
-            try:
-                self.process.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            end_child(self.process, SECONDS_TO_END)
         if self._relay is not None:
             self._relay.join(1.0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stderr is not None
-        with process.stderr as lines, contextlib.suppress(ValueError):
-            for line in lines:
-                self._say(line.decode(errors="replace").rstrip())
+        with contextlib.suppress(ValueError):
+            relay_lines(process, self._say)
         code = process.wait()
         if not self._closing and self._folder is not None:
             # Ranks that still try to connect see by this that nobody will listen.
             shutil.rmtree(self._folder, ignore_errors=True)
-        if not self._closing and code:
+        if not self._closing and code not in (0, TOLD):
             self._say(
                 f"scope: the sidecar ended with code {code}: nothing more is recorded; training goes on"
             )

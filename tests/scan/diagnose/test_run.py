@@ -18,8 +18,9 @@ from mt_megatron.scan.format.records import KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import read_run, run_files, segment_path, segment_paths, write_run
 from mt_megatron.scan.format.segments import Group, SegmentWriter, read_rank
 from mt_megatron.scan.monitor.alerts import Alerts
+from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scan.monitor.incremental_reader import RankTail
-from mt_megatron.scan.monitor.watch import Watch, _alive
+from mt_megatron.scan.monitor.watch import Watch
 from tests.scan.handmade import DP, MS, NAME, STRINGS, HandmadeRun, write_handmade
 
 
@@ -227,12 +228,12 @@ def test_the_watcher_tells_a_hang_once(slow: Path, tmp_path: Path) -> None:
 def test_a_parent_that_nobody_has_asked_for_its_end_is_gone() -> None:
     parent = subprocess.Popen([sys.executable, "-S", "-c", ""])
     try:
-        assert _alive(os.getpid())
+        assert is_alive(os.getpid())
         os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
-        assert not _alive(parent.pid)
+        assert not is_alive(parent.pid)
     finally:
         parent.wait()
-    assert not _alive(parent.pid)
+    assert not is_alive(parent.pid)
 
 
 def test_the_watchers_process_ends_with_its_parent_and_imports_no_torch(slow: Path, tmp_path: Path) -> None:

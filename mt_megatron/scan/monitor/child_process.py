@@ -1,0 +1,63 @@
+"""Child process beside a rank: in a session of its own, its lines relayed, ended in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that the child does not inherit: it is no rank."""
+
+
+def start_child(
+    command: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` with one thread for OpenMP, ``variables`` in its environment, and its error output as
+    a pipe. Raises ``OSError``."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    return subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**environment, "OMP_NUM_THREADS": "1", **(variables or {})},
+        # A session of its own: Ctrl-C at the terminal reaches the training, which ends it.
+        start_new_session=True,
+    )
+
+
+def relay_lines(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
+    """Give ``say`` each line of the error output of ``process`` until it is closed."""
+    assert process.stderr is not None
+    with process.stderr as lines:
+        for line in lines:
+            say(line.decode(errors="replace").rstrip())
+
+
+def end_child(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask ``process`` to end; after ``seconds`` kill it."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, as a child asks of its parent; one that has ended and that nobody waited for
+    does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError):
+        # One that has ended stays in the table for as long as nobody asks how, in a container for ever.
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        return state.split()[0] != "Z"
+    return True
