@@ -65,6 +65,10 @@ class ScopeConfig:
     scope_port: int = 0
     """Port of the live page, on loopback of rank 0's machine; 0: any free one."""
 
+    scope_sink: tuple[str, ...] = ()
+    """Where the recorded numbers also go, from the sidecar of rank 0's node: ``tensorboard[:FOLDER]``,
+    ``wandb[:PROJECT]`` or ``trackio[:PROJECT]``."""
+
     scope_lab: str | None = None
     """YAML file of perturbations that are armed at the start. None: none."""
 

@@ -23,6 +23,8 @@ class Options:
 
     port: int = 0
     retain_mib: int = 512
+    sinks: tuple[str, ...] = ()
+    """Where the sidecar of rank 0's node also sends its numbers, as ``scope.sidecar.sinks.base`` reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,4 +136,4 @@ class NoControl:
 
 
 MakeSidecar = Callable[..., Sidecar]
-"""``(run, node, *, ranks, retain_mib, port, say)``; ``port`` None where no page is served."""
+"""``(run, node, *, ranks, retain_mib, port, sinks, say)``; ``port`` None where no page is served."""

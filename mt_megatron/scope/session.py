@@ -209,6 +209,7 @@ class Session:
             ranks=ranks,
             retain_mib=self._options.retain_mib,
             port=port,
+            sinks=self._options.sinks if self._rank == 0 else (),
             say=self._say if self._rank == 0 else logger.warning,
         )
         self._sidecar = sidecar
@@ -499,12 +500,15 @@ def _sidecar_process(
     ranks: int,
     retain_mib: int,
     port: int | None,
+    sinks: Sequence[str],
     say: Callable[[str], None],
 ) -> Sidecar:
     from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
 
     serve = None if port is None else Serving(port=port)
-    made: Sidecar = SidecarProcess(run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve)
+    made: Sidecar = SidecarProcess(
+        run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks
+    )
     return made
 
 

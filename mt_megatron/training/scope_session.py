@@ -210,6 +210,7 @@ def scope_of(
                 watch=scope.scope_watch,
                 port=scope.scope_port,
                 retain_mib=scope.scope_retain_mib,
+                sinks=scope.scope_sink,
             ),
             facts=Facts(
                 micro_batch_size=config.train.micro_batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -151,6 +152,7 @@ def scope_problems(config: TrainingConfig) -> list[str]:
         "scope_lab": scope.scope_lab is not None,
         "scope_dir": scope.scope_dir is not None,
         "scope_port": scope.scope_port != 0,
+        "scope_sink": bool(scope.scope_sink),
     }
     for name, there in given.items():
         flag = name.replace("_", "-")
@@ -181,6 +183,33 @@ def scope_problems(config: TrainingConfig) -> list[str]:
 
         _, refused = parse_all(scope.scope_watch)
         found += [f"scope_watch: {line}. Change --scope-watch." for line in refused]
+    return found + _sink_problems(scope.scope_sink)
+
+
+def _sink_problems(texts: Sequence[str]) -> list[str]:
+    if not texts:
+        return []
+    from mt_megatron.scope.sidecar.sinks.base import SinkError, is_installed, parsed
+
+    found = []
+    names = []
+    for text in texts:
+        try:
+            name, _ = parsed(text)
+        except SinkError as error:
+            found.append(f"scope_sink: {error}. Change --scope-sink.")
+            continue
+        names.append(name)
+        if not is_installed(name):
+            found.append(
+                f"scope_sink is {text}, and the package {name} is not installed; expected it. Install it "
+                f'with `pip install "mt_megatron[{name}]"`, or leave --scope-sink out.'
+            )
+    found += [
+        f"scope_sink has {name} {names.count(name)} times; expected each sink once. Change --scope-sink."
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
     return found
 
 

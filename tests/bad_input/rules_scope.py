@@ -17,6 +17,7 @@ def scope_options_without_scope(case: Case, rng: Random) -> Promise:
             ("scope_lab", "lab.yaml"),
             ("scope_dir", "watched"),
             ("scope_port", 9000),
+            ("scope_sink", ["tensorboard"]),
         ]
     )
     case[name] = value
@@ -40,6 +41,18 @@ def scope_numbers_that_are_too_small(case: Case, rng: Random) -> Promise:
 def ports_of_the_page_that_are_none(case: Case, rng: Random) -> Promise:
     case["scope_port"] = rng.choice([-1, 65536, 10**9])
     return promise("scope_port", "65535")
+
+
+@rule
+def sinks_that_are_none(case: Case, rng: Random) -> Promise:
+    case["scope_sink"] = [rng.choice(["influx", "tensorboard:", "wandb project", "Tensorboard", ":x", ""])]
+    return promise("scope_sink", "expected tensorboard[:FOLDER]")
+
+
+@rule
+def sinks_that_come_twice(case: Case, rng: Random) -> Promise:
+    case["scope_sink"] = ["tensorboard", rng.choice(["tensorboard", "tensorboard:other"])]
+    return promise("scope_sink", "expected each sink once")
 
 
 @rule

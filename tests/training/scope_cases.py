@@ -27,7 +27,7 @@ def watched_runs(folder: str) -> dict[str, Any]:
     found = {"off": _run(f"--save {folder}/off --scope off")}
     found["off"]["loaded"] = sorted(name for name in sys.modules if name == "mt_megatron.scope.session")
     found["nowhere"] = _run("")
-    recorded = f"--save {folder}/record --scope record --scope-interval 2"
+    recorded = f"--save {folder}/record --scope record --scope-interval 2 --scope-sink tensorboard"
     found["record"] = _run(f"{recorded} --scope-watch mlp@nowhere mlp@decoder.layers.1")
     found["again"] = _run(f"{recorded} --train-iters {STEPS + 2}")
     if dist.get_rank() == 0:

@@ -57,6 +57,19 @@ def test_what_was_recorded_is_read_back(found: list[dict[str, Any]], folder: Pat
     recording.close()
 
 
+def test_a_sink_gets_the_steps_of_both_starts_once(found: list[dict[str, Any]], folder: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "record" / "scope" / "tensorboard")).Reload()
+    assert found[0]["record"]["finished"] and found[0]["again"]["finished"]
+    losses = events.Scalars("scope/run/loss")
+    assert [each.step for each in losses] == list(range(1, STEPS + 3))
+    norms = events.Scalars("scope/gradient_norm/decoder.layers.1")
+    assert [each.step for each in norms] == [2, 4, 6]
+    with open_recording(folder / "record") as recording:
+        series = recording.series("decoder.layers.1", "gradient_norm")
+        assert [each.value for each in norms] == pytest.approx(series.value)
+
+
 def test_an_unknown_module_is_one_line(found: list[dict[str, Any]]) -> None:
     lines = [line for line in found[0]["record"]["lines"] if "nowhere" in line]
     assert len(lines) == 1 and "decoder.layers.*" in lines[0]

@@ -1,6 +1,6 @@
 """Numbers of the recording to other tools; the sidecar writes to them, never a rank.
 
-base         what a sink is; made of the texts of --sink
+base         interface of sinks; made of the texts of --sink
 tensorboard  event files, through the package tensorboard alone
 wandb        Weights & Biases
 trackio      Trackio

@@ -1,0 +1,174 @@
+"""Sinks: what each package is given, by stand-ins that know its interface; TensorBoard's files are read."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.config.parse import load_config
+from mt_megatron.scope.sidecar.sinks import base
+from mt_megatron.scope.sidecar.sinks.base import DEFAULTS, SinkError, made, make, parsed
+from mt_megatron.training.validate import scope_problems
+
+NUMBERS = {"run/loss": 2.5, "gradient_norm/decoder.layers.0": 0.125}
+
+
+class Run:
+    """A run of wandb or trackio as its documentation has it."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+        self.metrics: list[tuple[str, str]] = []
+        self.logged: list[tuple[dict[str, float], int | None]] = []
+        self.finished = False
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.metrics.append((name, step_metric))
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """A package ``name`` whose ``init`` gives runs, which are listed."""
+    runs: list[Run] = []
+    module = types.ModuleType(name)
+
+    def init(**given: Any) -> Run:
+        runs.append(Run(**given))
+        return runs[-1]
+
+    module.init = init  # type: ignore[attr-defined]
+    module.Settings = lambda **given: given  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, module)
+    return runs
+
+
+def absent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(base, "find_spec", lambda asked: None if asked == name else object())
+
+
+def test_wandb_gets_numbers_against_the_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    runs = stand_in("wandb", monkeypatch)
+    sink = make("wandb:pretraining", tmp_path / "llama")
+    (run,) = runs
+    assert (run.given["project"], run.given["name"], run.given["group"]) == (
+        "pretraining",
+        "llama-scope",
+        "llama",
+    )
+    assert run.given["mode"] == "offline" and run.given["dir"] == str(tmp_path / "llama")
+    assert run.metrics == [("scope/*", "iteration")]
+    sink.record(20, NUMBERS)
+    sink.close()
+    named = {f"scope/{name}": value for name, value in NUMBERS.items()}
+    assert run.logged == [({"iteration": 20, **named}, None)] and run.finished
+
+
+@pytest.mark.parametrize("name", ["WANDB_MODE", "WANDB_API_KEY"])
+def test_wandb_is_online_where_the_environment_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "online")
+    runs = stand_in("wandb", monkeypatch)
+    make("wandb", tmp_path)
+    assert runs[0].given["mode"] is None and runs[0].given["project"] == "mt_megatron"
+
+
+def test_trackio_gets_numbers_at_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = stand_in("trackio", monkeypatch)
+    sink = make("trackio:pretraining", tmp_path / "llama")
+    sink.record(20, NUMBERS)
+    sink.record(40, NUMBERS)
+    sink.close()
+    (run,) = runs
+    assert (run.given["project"], run.given["name"]) == ("pretraining", "llama-scope")
+    named = {f"scope/{name}": value for name, value in NUMBERS.items()}
+    assert run.logged == [(named, 20), (named, 40)] and run.finished
+
+
+def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = make("tensorboard", tmp_path)
+    for step in (20, 40):
+        sink.record(step, {name: value * step for name, value in NUMBERS.items()})
+    # Each step is there at once: a killed sidecar leaves what it had written.
+    for closed in (False, True):
+        found = accumulator.EventAccumulator(str(tmp_path / "scope" / "tensorboard")).Reload()
+        assert set(found.Tags()["scalars"]) == {f"scope/{name}" for name in NUMBERS}
+        for name, value in NUMBERS.items():
+            scalars = [(each.step, each.value) for each in found.Scalars(f"scope/{name}")]
+            assert scalars == [(20, value * 20), (40, value * 40)]
+        if not closed:
+            sink.close()
+    make("tensorboard:elsewhere", tmp_path).close()
+    assert any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_missing_package_is_named_with_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    said: list[str] = []
+    assert made([name], tmp_path, said.append) == []
+    (line,) = said
+    assert f"nothing goes to {name}" in line and f"pip install 'mt_megatron[{name}]'" in line
+
+
+def test_a_package_that_refuses_is_one_line_and_the_others_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = stand_in("trackio", monkeypatch)
+    stand_in("wandb", monkeypatch)
+
+    def refuses(**_: Any) -> None:
+        raise PermissionError("api key not configured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuses)
+    said: list[str] = []
+    (sink,) = made(["wandb:p", "trackio:p"], tmp_path, said.append)
+    assert sink.title == "trackio" and len(runs) == 1
+    assert said == ["scope: nothing goes to wandb:p: PermissionError: api key not configured"]
+
+
+@pytest.mark.parametrize("text", ["", "influx:x", "tensorboard:", ":x", "TensorBoard", "wandb:a\nb"])
+def test_texts_that_are_no_sinks(text: str) -> None:
+    with pytest.raises(SinkError, match="expected tensorboard\\[:FOLDER\\]"):
+        parsed(text)
+
+
+def problems(*sinks: str, scope: str = "record") -> list[str]:
+    return scope_problems(load_config(["--scope", scope, "--scope-sink", *sinks]))
+
+
+def test_the_option_is_checked_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "find_spec", lambda _: object())
+    assert problems("tensorboard", "wandb:p", "trackio:a:b") == []
+    assert load_config([]).scope.scope_sink == ()
+    (line,) = problems("influx")
+    assert "found the sink 'influx'" in line and "Change --scope-sink" in line
+    (line,) = problems("wandb:a", "wandb:b")
+    assert "wandb 2 times" in line
+    (line,) = problems("tensorboard", scope="off")
+    assert "scope_sink is given and scope is off" in line
+
+
+def test_a_package_that_is_not_installed_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent("trackio", monkeypatch)
+    (line,) = problems("trackio:p", "tensorboard")
+    assert "the package trackio is not installed" in line and 'pip install "mt_megatron[trackio]"' in line
