@@ -1,4 +1,4 @@
-"""Reads the merged recording of all nodes while it grows: events for the page, alerts, sinks.
+"""Follower of the merged recording of all nodes while it grows: events for the page, alerts, sinks.
 
 Runs in a thread of node 0's sidecar. Steps are taken in order, each once: when all ranks have reported it,
 or ``PATIENCE_SECONDS`` after the last news of it, with what is there.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from mt_megatron.scan.format.permissions import open_private
@@ -33,32 +34,43 @@ LARGEST_SHARE = 0.1
 PATIENCE_SECONDS = 5.0
 """A step that lacks ranks is taken after this time: a rank or its node has no recording."""
 
+CLOSE_SECONDS = 5.0
+"""At the end, for a look under way: a sink may wait for its server."""
+
 MOST_STEPS = 256
 """Taken in one look."""
+
+SessionKey = tuple[str, int]
+"""Name and attempt."""
 
 _COLUMNS = ("seconds", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "memory_bytes")
 
 
 class Follower:
-    """One run's followers: ``look`` once in a while, or ``start`` a thread that does."""
+    """Follower of one run: ``look`` once in a while, or ``start`` a thread that does."""
 
     def __init__(
         self,
         files: ScopeFiles,
         *,
         keeper: Keeper | None = None,
+        before: Mapping[SessionKey, tuple[int, int]] = MappingProxyType({}),
         publish: Callable[[Mapping[str, Any]], None] = lambda _: None,
-        sinks: Sequence[Sink] = (),
+        open_sinks: Callable[[], Sequence[Sink]] = tuple,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """``before``: sessions that another follower has taken, as ``Writer.before`` has them. ``open_sinks``
+        is called at the first look: a package may take its time to reach a server."""
         self._files = files
         self._keeper = keeper
+        self._before = before
         self._publish = publish
-        self._sinks = list(sinks)
+        self._open_sinks = open_sinks
+        self._sinks: list[Sink] | None = None
         self._say = say
         self._recording: Recording | None = None
         self._model = AlertModel()
-        self._session = -1
+        self._session: Session | None = None
         self._step = self._sample = -1
         self._waiting: dict[str, tuple[int, float]] = {}
         self._tensors: dict[str, int] = {}
@@ -76,9 +88,12 @@ class Follower:
         """End the thread and the sinks after a last look."""
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(10.0)
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                self._say("scope: a sink does not answer: it lacks the last steps, and no alert judged them")
+                return
         self._guarded(lambda: self.look(final=True))
-        for sink in self._sinks:
+        for sink in self._sinks or ():
             self._guarded(sink.close)
         if self._recording is not None:
             self._recording.close()
@@ -102,24 +117,39 @@ class Follower:
 
     def look(self, *, final: bool = False) -> None:
         """Take what is new. Raises ``ScopeError`` where the recording cannot be read."""
+        if self._sinks is None:
+            self._sinks = list(self._open_sinks())
         if self._recording is None:
             if not self._files.nodes():
                 return
             self._recording = open_recording(self._files.root)
         sessions = self._recording.sessions()
-        if not sessions:
-            return
-        session = sessions[-1]
-        if session.number != self._session:
-            self._session, self._step, self._sample = session.number, -1, -1
-            self._tensors.clear()
-            self._token_steps.clear()
-            self._model.restart()
-            self._model.modules(())
-        self._take_steps(self._recording, session, final=final)
-        self._take_samples(self._recording, session, final=final)
-        self._take_tensors(self._recording, session)
-        self._take_drops(self._recording)
+        for session in sessions[self._first_of(sessions) :]:
+            if self._session is None or _key(session) != _key(self._session):
+                self._begin(session)
+            self._session = session
+            # A later session is there: whoever lacks in this one sends nothing more.
+            ended = final or session is not sessions[-1]
+            self._take_steps(self._recording, session, final=ended)
+            self._take_samples(self._recording, session, final=ended)
+            self._take_tensors(self._recording, session)
+            self._take_drops(self._recording, session)
+
+    def _first_of(self, sessions: Sequence[Session]) -> int:
+        """Index of the first session that is not taken yet: the one under way, else the first new one."""
+        keys = [_key(each) for each in sessions]
+        if self._session is not None and _key(self._session) in keys:
+            return keys.index(_key(self._session))
+        return next((index for index, key in enumerate(keys) if key not in self._before), len(keys) - 1)
+
+    def _begin(self, session: Session) -> None:
+        self._step, self._sample = self._before.get(_key(session), (-1, -1))
+        self._waiting.clear()
+        self._tensors.clear()
+        self._token_steps.clear()
+        self._drops.clear()
+        self._model.restart()
+        self._model.modules(())
 
     # Steps and statistics.
 
@@ -210,10 +240,10 @@ class Follower:
                 self._token_steps.add(step)
                 self._publish({"k": "tokens", "step": step, "session": session.number})
 
-    def _take_drops(self, recording: Recording) -> None:
+    def _take_drops(self, recording: Recording, session: Session) -> None:
         for each in recording.dropped():
             key = (each.source, each.rank)
-            if each.session == self._session and self._drops.get(key) != each.frames:
+            if each.session == session.number and self._drops.get(key) != each.frames:
                 self._drops[key] = each.frames
                 self._publish(
                     {
@@ -239,12 +269,17 @@ class Follower:
                 os.close(handle)
 
     def _sink(self, step: int, numbers: Mapping[str, float]) -> None:
-        for sink in tuple(self._sinks):
+        sinks = self._sinks or []
+        for sink in tuple(sinks):
             try:
                 sink.record(step, numbers)
             except Exception as error:  # noqa: BLE001 - a foreign package: its troubles end it alone
-                self._sinks.remove(sink)
+                sinks.remove(sink)
                 self._say(f"scope: nothing more goes to {sink.title} ({type(error).__name__}: {error})")
+
+
+def _key(session: Session) -> SessionKey:
+    return session.name, session.attempt
 
 
 def _kept(alert: Alert, session: tuple[str, int], writer: Writer) -> None:

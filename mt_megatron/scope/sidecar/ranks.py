@@ -25,7 +25,7 @@ LONGEST_PATH = 107
 """Bytes of a Unix socket's path, without the zero at its end."""
 
 HELLO_SECONDS = 10.0
-"""Whoever connects and does not greet for so long is sent away."""
+"""A connection that sends no hello for so long is closed."""
 
 _READ_BYTES = 2**18
 _MOST_UNSENT = 2**20
@@ -45,7 +45,7 @@ class _Rank:
 
 
 class Ranks:
-    """Takes frames from ranks and gives them frames. Nothing that a rank sends raises out of here."""
+    """Connections of the node's ranks, both ways. Nothing that a rank sends raises out of here."""
 
     def __init__(self, keeper: Keeper, hub: Hub, say: Callable[[str], None]) -> None:
         self._keeper = keeper
@@ -136,7 +136,7 @@ class Ranks:
             return False
         if writer.transport.get_write_buffer_size() > _MOST_UNSENT:
             self._trouble(f"rank {rank.rank} reads nothing of what it is sent: its connection is closed")
-            writer.close()
+            writer.transport.abort()  # a close would wait for what it does not read
             return False
         writer.write(frame)
         return True

@@ -8,14 +8,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.scan.format.run_files import make_private_folder
+from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scope.recording.files import ScopeFiles, read_requests, scope_files, this_host
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Writer
@@ -43,7 +43,7 @@ _MISSING = "scope: no live page ({}); it needs: pip install 'mt_megatron[scope]'
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """Options of the command line."""
 
     run: Path
     socket: Path
@@ -80,8 +80,14 @@ async def run_sidecar(options: Options, say: Callable[[str], None], stop: asynci
     keeper.start()
     follower: Follower | None = None
     if options.node == 0:
-        sinks = await asyncio.to_thread(made, options.sinks, options.run, say)
-        follower = Follower(files, keeper=keeper, publish=hub.publish_soon, sinks=sinks, say=say)
+        follower = Follower(
+            files,
+            keeper=keeper,
+            before=writer.before,
+            publish=hub.publish_soon,
+            open_sinks=partial(made, options.sinks, options.run, say),
+            say=say,
+        )
         follower.start()
     tasks = [asyncio.create_task(requests.poll())]
     if options.serve:
@@ -112,8 +118,8 @@ def _writer(files: ScopeFiles, options: Options, say: Callable[[str], None]) -> 
         return Writer(path, node=options.node, host=host, retain_bytes=options.retain_mib << 20, say=say)
     except (OSError, sqlite3.Error) as error:
         raise ScopeError(
-            f"{path} cannot be written ({error}); training goes on without a recording. Make room or set "
-            "--scope-dir to another folder"
+            f"{path} cannot be written ({error}); expected a folder with room that this user may write. Make "
+            "room or set --scope-dir to another folder"
         ) from error
 
 
@@ -168,12 +174,16 @@ class _Requests:
             await asyncio.sleep(POLL_SECONDS)
 
     def look(self) -> None:
-        """Read the file if it changed. A damaged one is told and changes nothing."""
+        """Read the file if it changed; a deleted one takes all requests back. A damaged one is told and
+        changes nothing."""
+        mark: tuple[int, int, int] | None = None
         try:
             found = self._files.requests.stat()
+            mark = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except FileNotFoundError:
+            pass
         except OSError:
-            return
-        mark = (found.st_mtime_ns, found.st_size, found.st_ino)
+            return  # of a file system that does not answer
         if mark == self._seen:
             return
         self._seen = mark
@@ -187,13 +197,3 @@ class _Requests:
             self._ranks.watch(texts)
             self._keeper.call(lambda writer: writer.requested(texts))
             self._hub.publish({"k": "requests", "texts": texts})
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody waited for does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True

@@ -1,0 +1,211 @@
+"""The follower: each step once, alerts kept and told, sinks fed, and nothing of an earlier run again."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.sidecar import follow
+from mt_megatron.scope.sidecar.follow import Follower
+from mt_megatron.scope.sidecar.keeper import Keeper
+from tests.scope.synthetic import RunShape, frames_of, hello, schema, step_frame, write_run
+
+SHAPE = RunShape(steps=40, interval=1, tp=1, pp=1, layers=2, tensor_every=20, token_every=20, tokens=64)
+SPIKE = 30
+
+
+class Kept:
+    """A sink that keeps what it is given, until it fails."""
+
+    def __init__(self, title: str = "kept", fails_at: int | None = None) -> None:
+        self.title = title
+        self.fails_at = fails_at
+        self.numbers: dict[int, dict[str, float]] = {}
+        self.calls: list[int] = []
+        self.closed = False
+
+    def record(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self.fails_at is not None and step >= self.fails_at:
+            raise ConnectionError("the server has gone")
+        self.calls.append(step)
+        self.numbers.setdefault(step, {}).update(numbers)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def spiked(shape: RunShape, step: int) -> RunShape:
+    """Of one step all activations are 20 times as large."""
+    return replace(shape, scale=20.0) if step == SPIKE else shape
+
+
+def live_run(run: Path, shape: RunShape, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """A run that is followed while it is written: events and lines."""
+    files = scope_files(run)
+    files.root.mkdir(exist_ok=True)
+    writer = Writer(files.node("node0", 0), node=0, host="node0", retain_bytes=1 << 27)
+    keeper = Keeper(writer)
+    events: list[dict[str, Any]] = []
+    said: list[str] = []
+    follower = Follower(
+        files,
+        keeper=keeper,
+        before=writer.before,
+        publish=lambda event: events.append(dict(event)),
+        say=said.append,
+        **options,
+    )
+    follower.look()
+    writer.tick([(0, hello(shape, 0)), (0, schema(shape, 0))])
+    for step in range(shape.first_step, shape.first_step + shape.steps):
+        writer.tick([(0, frame) for frame in frames_of(spiked(shape, step), 0, step)])
+        if step % 7 == 0:
+            follower.look()
+    follower.close()
+    keeper.close()
+    return events, said
+
+
+def test_events_come_once_and_in_order(tmp_path: Path) -> None:
+    events, said = live_run(tmp_path, SHAPE)
+    assert said == []
+    for kind in ("step", "stats"):
+        assert [each["step"] for each in events if each["k"] == kind] == list(range(1, 41))
+    assert [each["step"] for each in events if each["k"] == "tokens"] == [20, 40]
+    tensors = [(each["step"], each["path"]) for each in events if each["k"] == "tensor"]
+    assert tensors == [(step, f"decoder.layers.{layer}") for step in (20, 40) for layer in (0, 1)]
+    json.dumps(events, allow_nan=False)  # the page sends them as they are
+
+
+def test_a_planted_spike_is_kept_told_and_written(tmp_path: Path) -> None:
+    events, _ = live_run(tmp_path, SHAPE)
+    told = [each for each in events if each["k"] == "alert"]
+    assert told and {each["step"] for each in told} == {SPIKE}
+    assert "activation_rms" in {each["statistic"] for each in told}
+    lines = [json.loads(line) for line in scope_files(tmp_path).alerts.read_text().splitlines()]
+    assert [{"k": "alert", **line} for line in lines] == told
+    with open_recording(tmp_path) as recording:
+        kept = recording.alerts()
+        assert [(each.step, each.text, each.session) for each in kept] == [
+            (each["step"], each["text"], 0) for each in told
+        ]
+    assert scope_files(tmp_path).alerts.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_spike_nothing_is_told(tmp_path: Path) -> None:
+    """The negative control, over as many series."""
+    events, _ = live_run(tmp_path, replace(SHAPE, steps=SPIKE - 1))
+    assert [each for each in events if each["k"] == "alert"] == []
+
+
+def test_a_resumed_run_tells_and_writes_nothing_of_before_again(tmp_path: Path) -> None:
+    first, again = Kept(), Kept()
+    live_run(tmp_path, SHAPE, open_sinks=lambda: [first])
+    before = scope_files(tmp_path).alerts.read_text()
+    second = replace(SHAPE, session="second", first_step=36, steps=10)
+    events, said = live_run(tmp_path, second, open_sinks=lambda: [again])
+    assert said == [] and first.calls and set(first.calls) == set(range(1, 41))
+    assert set(again.calls) == set(range(36, 46))
+    assert [each["step"] for each in events if each["k"] == "step"] == list(range(36, 46))
+    assert {each["session"] for each in events if each["k"] == "step"} == {1}
+    assert [each for each in events if each["k"] == "alert"] == []
+    assert scope_files(tmp_path).alerts.read_text() == before
+    with open_recording(tmp_path) as recording:
+        assert {each.step for each in recording.alerts()} == {SPIKE}
+
+
+def test_the_end_of_a_session_is_taken_before_the_next_one(tmp_path: Path) -> None:
+    """Two starts between two looks: no step of the first is left out."""
+    write_run(tmp_path, replace(SHAPE, steps=12), extras=False)
+    write_run(tmp_path, replace(SHAPE, steps=5, first_step=9, session="second"), extras=False)
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(scope_files(tmp_path), publish=events.append)
+    follower.look()
+    steps = [(each["session"], each["step"]) for each in events if each["k"] == "step"]
+    assert steps == [(0, step) for step in range(1, 13)] + [(1, step) for step in range(9, 14)]
+    follower.close()
+
+
+def test_a_step_that_lacks_ranks_waits_and_is_then_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    shape = replace(SHAPE, tp=2, interval=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    writer.tick([(rank, hello(shape, rank)) for rank in (0, 1)])
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    writer.tick([(0, step_frame(shape, 0, 1))])
+    follower.look()
+    assert not events
+    writer.tick([(1, step_frame(shape, 1, 1)), (0, step_frame(shape, 0, 2))])
+    follower.look()
+    assert [each["step"] for each in events] == [1]
+    now[0] += follow.PATIENCE_SECONDS + 1
+    follower.look()
+    assert [each["step"] for each in events] == [1, 2]
+    follower.close()
+    writer.close()
+
+
+def test_sinks_get_every_number_under_its_name(tmp_path: Path) -> None:
+    sink = Kept()
+    live_run(tmp_path, SHAPE, open_sinks=lambda: [sink])
+    assert sink.closed
+    with open_recording(tmp_path) as recording:
+        steps = recording.steps()
+        for index, step in enumerate(steps.step.tolist()):
+            assert sink.numbers[step]["run/loss"] == steps.loss[index]
+            values = recording.values(step)
+            named = {f"{each.statistic}/{each.path or 'model'}": each.value for each in values}
+            assert named and named.items() <= sink.numbers[step].items()
+            run = set(sink.numbers[step]) - set(named)
+            assert run == {f"run/{name}" for name in follow._COLUMNS}
+
+
+def test_a_sink_that_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> None:
+    bad, good = Kept("bad", fails_at=10), Kept("good")
+    events, said = live_run(tmp_path, SHAPE, open_sinks=lambda: [bad, good])
+    assert said == ["scope: nothing more goes to bad (ConnectionError: the server has gone)"]
+    assert set(bad.calls) == set(range(1, 10)) and set(good.calls) == set(range(1, 41))
+    assert len([each for each in events if each["k"] == "step"]) == 40
+
+
+def test_numbers_that_are_not_finite_reach_sinks_as_they_are(tmp_path: Path) -> None:
+    """A curve with a hole says less than one with NaN; of the run's own numbers unknown ones are left out."""
+    sink = Kept()
+    live_run(tmp_path, replace(SHAPE, layers=4, nan_at=35), open_sinks=lambda: [sink])
+    assert math.isnan(sink.numbers[36]["activation_rms/decoder.layers.2"])
+    assert "run/loss" not in sink.numbers[36] and "run/loss" in sink.numbers[34]
+
+
+def test_a_sink_that_never_answers_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "CLOSE_SECONDS", 0.1)
+    write_run(tmp_path, replace(SHAPE, steps=5), extras=False)
+    answered = threading.Event()
+
+    def opened() -> list[Kept]:
+        answered.wait(20)
+        return []
+
+    said: list[str] = []
+    follower = Follower(scope_files(tmp_path), open_sinks=opened, say=said.append)
+    follower.start()
+    follower.close()
+    answered.set()
+    assert said == ["scope: a sink does not answer: it lacks the last steps, and no alert judged them"]
