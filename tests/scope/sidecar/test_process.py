@@ -1,0 +1,170 @@
+"""The process itself: how it starts, ends with its parent or on a signal, and what its death says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.sidecar.__main__ import parsed
+from mt_megatron.scope.sidecar.process import SidecarProcess
+from tests.scope.sidecar.fake_ranks import FakeRank, start_sidecar, until
+from tests.scope.synthetic import RunShape, frames_of, hello, schema
+
+SHAPE = RunShape(steps=60, interval=5, tp=1, pp=1, tensor_every=10, token_every=0)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="mtscope-") as folder:
+        yield Path(folder)
+
+
+def send_all(path: Path, shape: RunShape = SHAPE) -> FakeRank:
+    rank = FakeRank(path, hello(shape, 0), schema(shape, 0))
+    for step in range(1, shape.steps + 1):
+        rank.send(*frames_of(shape, 0, step))
+    return rank
+
+
+def is_whole(run: Path, shape: RunShape = SHAPE) -> None:
+    with open_recording(run) as recording:
+        assert recording.steps().step.tolist() == list(range(1, shape.steps + 1))
+        assert recording.sampled()[-1] == shape.steps
+        keys = recording.tensors()
+        assert len(keys) == shape.layers * shape.steps // shape.tensor_every
+        assert all(recording.tensor(key).missing == 0 for key in keys[-2:])
+    assert not Path(f"{scope_files(run).nodes()[0]}-wal").exists()
+
+
+def test_it_ends_with_its_parent_and_keeps_what_was_sent(tmp_path: Path, short: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = start_sidecar(tmp_path, short / "a" / "s", parent=parent.pid)
+    try:
+        rank = send_all(short / "a" / "s")
+        parent.kill()
+        parent.wait()
+        assert process.wait(30) == 0
+        rank.close()
+    finally:
+        for each in (parent, process):
+            each.kill()
+            each.wait()
+    assert process.stderr is not None and process.stderr.read() == b""
+    process.stderr.close()
+    is_whole(tmp_path)
+    assert not (short / "a").exists()
+
+
+def test_sigterm_writes_all_that_was_sent(tmp_path: Path, short: Path) -> None:
+    process = start_sidecar(tmp_path, short / "a" / "s")
+    try:
+        rank = send_all(short / "a" / "s")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        rank.close()
+    finally:
+        process.kill()
+        process.wait()
+    is_whole(tmp_path)
+
+
+def test_a_process_of_a_rank_starts_serves_and_ends(tmp_path: Path) -> None:
+    said: list[str] = []
+    process = SidecarProcess(tmp_path, 0, say=said.append, ranks=1)
+    process.start()
+    try:
+        assert process.wait_until_ready(30)
+        rank = send_all(process.socket)
+        rank.send({"k": "bye"})
+        rank.close()
+    finally:
+        process.close()
+    is_whole(tmp_path)
+    assert said == [] and not process.socket.parent.exists()
+
+
+def test_a_killed_sidecar_is_one_line_and_its_folder_goes(tmp_path: Path) -> None:
+    said: list[str] = []
+    process = SidecarProcess(tmp_path, 0, say=said.append, ranks=1)
+    process.start()
+    try:
+        assert process.wait_until_ready(30)
+        rank = send_all(process.socket)
+        assert process.process is not None
+        os.kill(process.process.pid, signal.SIGKILL)
+        until(lambda: said)
+        assert said == ["scope: the sidecar ended with code -9: nothing more is recorded; training goes on"]
+        assert not process.socket.parent.exists()
+        rank.close()
+    finally:
+        process.close()
+    assert len(said) == 1
+
+
+def test_a_sidecar_that_cannot_begin_says_why_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "scope").write_text("in the way")
+    said: list[str] = []
+    process = SidecarProcess(tmp_path, 0, say=said.append)
+    process.start()
+    try:
+        assert process.process is not None
+        assert process.process.wait(30) == 3
+        assert not process.wait_until_ready(0)
+        until(lambda: not process.socket.parent.exists())
+    finally:
+        process.close()
+    (line,) = said
+    assert line.startswith("scope: nothing is recorded on this node; training goes on: ")
+    assert "cannot be written" in line and "--scope-dir" in line
+
+
+def test_an_interpreter_that_cannot_be_started_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    said: list[str] = []
+    process = SidecarProcess(tmp_path, 0, say=said.append)
+    process.start()
+    assert not process.wait_until_ready(0)
+    process.close()
+    (line,) = said
+    assert "nothing is recorded" in line and "training goes on" in line
+    assert not process.socket.parent.exists()
+
+
+def test_its_command_line_says_all_that_it_was_given(tmp_path: Path) -> None:
+    process = SidecarProcess(
+        tmp_path,
+        3,
+        say=print,
+        ranks=8,
+        retain_mib=64,
+        sinks=("tensorboard", "wandb:p"),
+        socket=tmp_path / "s",
+    )
+    options = parsed(process._command[3:])
+    assert (options.run, options.socket, options.node) == (tmp_path, tmp_path / "s", 3)
+    assert (options.ranks, options.retain_mib, options.parent) == (8, 64, os.getpid())
+    assert options.sinks == ("tensorboard", "wandb:p") and not options.serve
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--node", "-1"], ["--retain-mib", "0"], ["--port", "65536"], ["--ranks", "-2"]]
+)
+def test_numbers_that_cannot_be_are_refused(
+    wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed(["--run", str(tmp_path), "--socket", "s", "--node", "0", *wrong])
+    assert caught.value.code == 2 and "expected a node" in capsys.readouterr().err
