@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from mt_megatron.errors import ScopeError
+from mt_megatron.errors import ConfigError, ScopeError
 
 _Run = Callable[[argparse.Namespace], int]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Look at what a run recorded of its inside, while it trains or afterwards, and ask it\n"
         "for more. RUN is the folder of a run's outputs, or its 'scope' folder.",
         epilog="example:\n  mt-megatron scope report RUN\n\n"
-        "exit codes: 0 fine, 1 a problem was found, 2 wrong use",
+        "exit codes: 0 fine, 1 a problem was found, 2 wrong use or no such recording",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for word in WORDS:
@@ -39,20 +39,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _about_places(run: _Run) -> _Run:
-    """``run``; where it cannot read or write is said in a line, without a traceback."""
+    """``run``; a recording that is missing or damaged, and a place that cannot be read or written, is wrong
+    use: exit code 2, told in a line, since 1 is a finding of ``status`` and ``compare``."""
 
     def told(args: argparse.Namespace) -> int:
         try:
             return run(args)
+        except ScopeError as error:
+            raise ConfigError(str(error)) from error
+        except PermissionError as error:
+            raise ConfigError(
+                f"{error.filename}: user {os.geteuid()} has no permission; expected the run's owner. Where "
+                "it is a result, --output puts it elsewhere"
+            ) from error
         except OSError as error:
             if error.filename is None and error.errno not in _FULL:
                 raise  # of pipes and connections
-            if isinstance(error, PermissionError):
-                raise ScopeError(
-                    f"{error.filename}: user {os.geteuid()} has no permission; expected the run's owner. "
-                    "Where it is a result, --output puts it elsewhere"
-                ) from error
-            raise ScopeError(
+            raise ConfigError(
                 f"{error.filename or 'the file being written'}: {error.strerror}; expected a place that can "
                 "be read and written and has room. Give another, or change its permissions"
             ) from error

@@ -18,8 +18,8 @@ _EXAMPLE = """examples:
   mt-megatron scope open RUN --port 8700
   mt-megatron scope open RUN --control
 
-exit codes: 0 a link was printed, or ended with Ctrl-C, 1 the page cannot be served or there is no such
-recording, 2 wrong use"""
+exit codes: 0 a link was printed, or ended with Ctrl-C, 1 the page cannot be served, 2 wrong use or no such
+recording"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ _EXAMPLE = """examples:
   mt-megatron scope report RUN
   mt-megatron scope report RUN --output why.html --first-step 1000
 
-exit codes: 0 written, 1 no such recording or no place to write, 2 wrong use"""
+exit codes: 0 written, 2 wrong use, no such recording, or no place to write"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ _EXAMPLE = """examples:
   mt-megatron scope sql RUN "select step, path, value from stats where statistic = 'not_finite' and value > 0
     order by step limit 1"
 
-exit codes: 0 fine, 1 no such recording, 2 wrong use"""
+exit codes: 0 fine, 2 wrong use or no such recording"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

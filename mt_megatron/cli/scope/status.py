@@ -18,7 +18,7 @@ _EXAMPLE = """examples:
   mt-megatron scope status RUN
   mt-megatron scope status RUN --every 5
 
-exit codes: 0 fine, 1 there are alerts of the last session (or there is no such recording), 2 wrong use"""
+exit codes: 0 fine, 1 there are alerts of the last session, 2 wrong use or no such recording"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ _EXAMPLE = """examples:
   mt-megatron scope watch RUN
   mt-megatron scope watch RUN --clear
 
-exit codes: 0 fine, 1 no such recording, 2 wrong use"""
+exit codes: 0 fine, 2 wrong use or no such recording"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

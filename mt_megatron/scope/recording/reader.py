@@ -104,7 +104,10 @@ class Recording:
         """Layout, model and ranks of a session; of the last one by default."""
         sessions = self.sessions()
         if not sessions:
-            raise ScopeError(f"no rank has reached the recording in {self.files.root} yet; look again later")
+            raise ScopeError(
+                f"found no rank in the recording in {self.files.root}; expected the first within seconds of "
+                "the run's start. Look again later, or read the sidecar's log beside it"
+            )
         chosen = sessions[-1] if session is None else _chosen(sessions, session)
         layout: dict[str, Any] = {}
         model: dict[str, Any] = {}
