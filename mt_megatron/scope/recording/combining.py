@@ -39,7 +39,7 @@ class _Held:
 
 
 class Parts:
-    """Adds parts up; ``ready`` gives what is whole or has waited."""
+    """Parts of statistics that wait for those of other ranks; ``ready`` gives whole ones and late ones."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int, int], _Held] = {}

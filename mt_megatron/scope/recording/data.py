@@ -1,4 +1,4 @@
-"""What a recording is read as: frozen records and arrays, none of which refers to a file."""
+"""Records that readers of a recording get: frozen, with arrays, none of which refers to a file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a run says of itself in one session."""
+    """Facts of a run in one session: layout, model, ranks."""
 
     session: Session
     layout: Mapping[str, Any]
@@ -183,7 +183,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorKey:
-    """Which tensor: what ``tensor`` and ``overview`` take."""
+    """Key of a tensor, as ``tensor`` and ``overview`` take it."""
 
     step: int
     session: int
@@ -282,7 +282,7 @@ class Dropped:
     """Frames that a rank's queue, a sidecar or a page did not take, since the session's start."""
 
     source: str
-    """``rank``, ``sidecar`` or ``page``."""
+    """``rank`` (its queue was full) or ``sidecar`` (wrong frames, a slow disk, tensors beyond the bound)."""
 
     rank: int
     session: int

@@ -135,7 +135,7 @@ CREATE TEMP VIEW vectors AS SELECT session, step, path, layer_of(path) AS layer,
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a question returned."""
+    """Columns and rows of the answer to a statement."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]

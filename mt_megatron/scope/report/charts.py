@@ -45,7 +45,7 @@ MISSING_CODE, NOT_FINITE_CODE = 0, 255
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """What is drawn behind lines."""
+    """Marks that are drawn behind lines."""
 
     perturbed: Sequence[tuple[int, int]] = ()
     """First and last steps."""

@@ -1,4 +1,4 @@
-"""Where two recorded runs part: the first step, and in it the first module in execution order.
+"""Comparison of two recorded runs: the first step and module, in execution order, at which they part.
 
 Within a step values come in this order: what the forward pass makes of each module, as the modules run; the
 loss; gradients, backwards; what the update makes of weights. A value that lacks parts in one of the runs says

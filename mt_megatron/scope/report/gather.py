@@ -1,4 +1,4 @@
-"""What the report shows, out of a recording: series in few enough points, heat maps, experts, first NaN."""
+"""Data of the report, out of a recording: series in few enough points, heat maps, experts, first NaN."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class NotFinite:
-    """Where the first value that is not finite was seen."""
+    """Place of the first value that is not finite."""
 
     step: int
     path: str

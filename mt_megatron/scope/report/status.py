@@ -20,7 +20,7 @@ MOST_ALERTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """How a recording stands."""
+    """State of a recording."""
 
     run: str
     step: int | None

@@ -1,4 +1,4 @@
-"""What the page talks to inside the sidecar: events as they happen, commands, requests, bookmarks.
+"""Hub between the page and the sidecar: events as they happen, commands, requests, bookmarks.
 
 All of it belongs to one asyncio loop; ``Hub.publish_soon`` alone may be called from other threads.
 
@@ -83,7 +83,7 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What ``scope.web.serve`` needs besides hub and recording."""
+    """Options of ``scope.web.serve``."""
 
     run: Path
     """Folder of the run."""
