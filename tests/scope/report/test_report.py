@@ -71,7 +71,8 @@ def text(recording: Recording) -> str:
 def test_it_fetches_nothing(text: str) -> None:
     found = Page(text)
     assert found.addresses and all(each.startswith("data:image/png;base64,") for each in found.addresses)
-    assert not re.search(r"https?:|//[a-z]|@import|url\(", text.replace("http://www.w3.org/2000/svg", ""))
+    plain = re.sub(r"""(data:image/png;base64,|data-[a-z]+=")[A-Za-z0-9+/=]*""", "", text)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", plain)
     assert "default-src 'none'" in text
     assert found.open == [] and found.handlers == []
 
@@ -154,7 +155,7 @@ def test_no_name_becomes_markup(tmp_path: Path) -> None:
         text = page(gathered(recording))
     found = Page(text)
     assert found.open == [] and found.handlers == []
-    assert found.tags.count("script") == 1 and "img" not in found.tags
+    assert found.tags.count("script") == 1 and "x" not in found.addresses
     assert "".join(found.words).count("<script>alert('x')</script>") >= 5  # as text
 
 

@@ -38,13 +38,13 @@ def send_all(path: Path, shape: RunShape = SHAPE) -> FakeRank:
 
 
 def is_whole(run: Path, shape: RunShape = SHAPE) -> None:
+    assert not Path(f"{scope_files(run).nodes()[0]}-wal").exists()  # readers make one
     with open_recording(run) as recording:
         assert recording.steps().step.tolist() == list(range(1, shape.steps + 1))
         assert recording.sampled()[-1] == shape.steps
         keys = recording.tensors()
         assert len(keys) == shape.layers * shape.steps // shape.tensor_every
         assert all(recording.tensor(key).missing == 0 for key in keys[-2:])
-    assert not Path(f"{scope_files(run).nodes()[0]}-wal").exists()
 
 
 def test_it_ends_with_its_parent_and_keeps_what_was_sent(tmp_path: Path, short: Path) -> None:

@@ -54,7 +54,9 @@ def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 
 def absent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
+    """Also its parts, which other tests may have imported."""
+    for each in [name, *(each for each in sys.modules if each.startswith(f"{name}."))]:
+        monkeypatch.setitem(sys.modules, each, None)
     monkeypatch.setattr(base, "find_spec", lambda asked: None if asked == name else object())
 
 
@@ -123,7 +125,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
+    absent(name, monkeypatch)
     said: list[str] = []
     assert made([name], tmp_path, said.append) == []
     (line,) = said
