@@ -34,8 +34,8 @@ LARGEST_SHARE = 0.1
 PATIENCE_SECONDS = 5.0
 """A step that lacks ranks is taken after this time: a rank or its node has no recording."""
 
-CLOSE_SECONDS = 5.0
-"""At the end, for a look under way: a sink may wait for its server."""
+CLOSE_SECONDS = 15.0
+"""At the end, for the last look: a sink may wait for its server."""
 
 MOST_STEPS = 256
 """Taken in one look."""
@@ -87,16 +87,15 @@ class Follower:
     def close(self) -> None:
         """End the thread and the sinks after a last look."""
         self._over.set()
+        if self._thread.ident is None:
+            self._finish()
+            return
+        self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive():
-                self._say("scope: a sink does not answer: it lacks the last steps, and no alert judged them")
-                return
-        self._guarded(lambda: self.look(final=True))
-        for sink in self._sinks or ():
-            self._guarded(sink.close)
-        if self._recording is not None:
-            self._recording.close()
+            self._say(
+                "scope: no alert judged the last steps, and sinks lack them: a sink does not answer, or the "
+                "machine is busy"
+            )
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -104,6 +103,14 @@ class Follower:
             self._guarded(self.look)
             used = time.process_time() - began
             self._over.wait(max(PERIOD_SECONDS, used / LARGEST_SHARE))
+        self._finish()
+
+    def _finish(self) -> None:
+        self._guarded(lambda: self.look(final=True))
+        for sink in self._sinks or ():
+            self._guarded(sink.close)
+        if self._recording is not None:
+            self._recording.close()
 
     def _guarded(self, what: Callable[[], None]) -> None:
         """Whatever goes wrong here is told once and costs the recording nothing."""

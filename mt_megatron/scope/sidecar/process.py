@@ -19,7 +19,7 @@ from mt_megatron.scan.monitor.child_process import end_child, relay_lines, start
 SECONDS_FOR_OTHERS = 5.0
 """At the end, for ranks that have not ended yet; then it is told to end."""
 
-SECONDS_TO_END = 10.0
+SECONDS_TO_END = 25.0
 """For what waits to be written after the ranks' bye; then the process is killed."""
 
 TOLD = 3

@@ -15,18 +15,18 @@ from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.report.compare import Comparison, as_map, compare, difference, text
 from tests.scope.synthetic import RunShape, write_run
 
-SHAPE = RunShape(steps=40, interval=5, experts=4, tensor_every=0, token_every=0)
+SHAPE = RunShape(steps=40, interval=5, tp=1, experts=4, tensor_every=0, token_every=0)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("base")
-    write_run(run, SHAPE, extras=False)
+    write_run(run, SHAPE, extras=False, through_bytes=False)
     return run
 
 
 def compared(base: Path, run: Path, shape: RunShape, **options: Any) -> Comparison:
-    write_run(run, shape, extras=False)
+    write_run(run, shape, extras=False, through_bytes=False)
     with open_recording(base) as a, open_recording(run) as b:
         return compare(a, b, **options)
 

@@ -208,4 +208,5 @@ def test_a_sink_that_never_answers_keeps_nobody_waiting(
     follower.start()
     follower.close()
     answered.set()
-    assert said == ["scope: a sink does not answer: it lacks the last steps, and no alert judged them"]
+    (line,) = said
+    assert "sinks lack them: a sink does not answer" in line
