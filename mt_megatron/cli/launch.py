@@ -362,9 +362,9 @@ def _list_of_excluded(config: TrainingConfig) -> Path | None:
     from mt_megatron.scan.format.run_files import run_files
     from mt_megatron.scan.respond.straggler_policy import excluded_path
     from mt_megatron.training.logging.metrics import metrics_path
-    from mt_megatron.training.scan_session import trace_folder
+    from mt_megatron.training.run_folder import run_folder
 
-    folder = trace_folder(config, metrics_path(config))
+    folder = run_folder(config.scan.scan_dir, metrics_path(config))
     return None if folder is None or config.scan.scan == "off" else excluded_path(run_files(folder))
 
 

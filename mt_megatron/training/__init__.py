@@ -15,6 +15,7 @@ model          model chunks, optimizer and schedule of one rank, wired together
 nan_watch      which module first made a number that is none: the step again, with hooks on every
                module
 preflight      the checks that need the device or an earlier checkpoint
+run_folder     the folder of a run, beside whose metrics its trace and its recording lie
 scan_session   the trainer's part of tracing: where the trace of a run goes, and what a step does for
                it
 scope_session  the trainer's part of MegaScope: where the recording of a run goes, and what a step does
@@ -22,7 +23,6 @@ scope_session  the trainer's part of MegaScope: where the recording of a run goe
 scope_trainer  the trainer as pause, lab and generation see it
 signals        SIGTERM, SIGUSR1 and Ctrl-C ask a run to save and end; a second one ends the process
                at once
-scope_trainer  the trainer as the scope's pause, lab and generation see it
 step           one optimizer step, and what all ranks agree on about it
 steps          the steps of a run one after another: their batches, their size, and what is done
                about a bad one

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.queue_depth import micro_batches_ready
 from mt_megatron.training.distributed import Job
+from mt_megatron.training.run_folder import agreed_folder, run_folder
 
 if TYPE_CHECKING:
     from mt_megatron.scan.session import Session
@@ -55,26 +54,6 @@ class Tracing:
             self._session.close()
 
 
-def trace_folder(config: TrainingConfig, metrics: Path | None) -> Path | None:
-    """The folder under which the trace of this run goes: the given one, else where ``metrics`` lies."""
-    if config.scan.scan_dir is not None:
-        return Path(config.scan.scan_dir)
-    if metrics is None or (metrics.exists() and not metrics.is_file()):
-        # A pipe or a device has neighbours, but none of this run.
-        return None
-    return metrics.parent
-
-
-def _agreed(folder: Path | None, job: Job) -> Path | None:
-    """Rank 0's ``folder``; collective. What is a pipe on one machine may be a file on another, or nothing,
-    and a rank without a trace would leave the others waiting for it."""
-    said = [folder]
-    if job.layout.world_size > 1:
-        # No event: rank 0 may count collectives already, for its own figures, and the others do not yet.
-        dist.broadcast_object_list(said, src=0)
-    return said[0]
-
-
 def tracing_of(
     config: TrainingConfig,
     job: Job,
@@ -88,7 +67,7 @@ def tracing_of(
     file."""
     if config.scan.scan == "off":
         return Tracing()
-    folder = _agreed(trace_folder(config, metrics), job)
+    folder = agreed_folder(run_folder(config.scan.scan_dir, metrics), job)
     if folder is None:
         say("no trace is kept: give --save or --scan-dir (or --scan off)")
         return Tracing()

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
+from mt_megatron.training.run_folder import agreed_folder, run_folder
 from mt_megatron.training.scope_trainer import ScopeTrainer
 from mt_megatron.training.step import StepResult
 
@@ -156,24 +155,6 @@ class Scope:
             self.session.close()
 
 
-def scope_folder(config: TrainingConfig, metrics: Path | None) -> Path | None:
-    """The folder under which the recording of this run goes: the given one, else where ``metrics`` lies."""
-    if config.scope.scope_dir is not None:
-        return Path(config.scope.scope_dir)
-    if metrics is None or (metrics.exists() and not metrics.is_file()):
-        # A pipe or a device has neighbours, but none of this run.
-        return None
-    return metrics.parent
-
-
-def _agreed(folder: Path | None, job: Job) -> Path | None:
-    """Rank 0's ``folder``; collective, since ``Session.start`` is."""
-    said = [folder]
-    if job.layout.world_size > 1:
-        dist.broadcast_object_list(said, src=0)
-    return said[0]
-
-
 def scope_of(
     config: TrainingConfig,
     job: Job,
@@ -188,7 +169,7 @@ def scope_of(
     scope, model = config.scope, config.model
     if scope.scope == "off":
         return Scope(lab_file=scope.scope_lab)
-    folder = _agreed(scope_folder(config, metrics), job)
+    folder = agreed_folder(run_folder(scope.scope_dir, metrics), job)
     if folder is None:
         say("nothing is recorded of the model's inside: give --save or --scope-dir (or --scope off)")
         return Scope(lab_file=scope.scope_lab)

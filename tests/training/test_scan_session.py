@@ -12,7 +12,8 @@ import pytest
 from mt_megatron.config.parse import load_config
 from mt_megatron.scan.clock.fit import fit_clocks
 from mt_megatron.scan.format.records import KIND
-from mt_megatron.training.scan_session import trace_folder, tracing_of
+from mt_megatron.training.run_folder import run_folder
+from mt_megatron.training.scan_session import tracing_of
 from tests.launch import run_ranks
 
 
@@ -112,7 +113,7 @@ def test_a_confirmed_straggler_ends_the_run_with_a_checkpoint(found: list[dict[s
 )
 def test_the_trace_lies_beside_the_metrics(flags: str, metrics: str | None, expected: str | None) -> None:
     config = load_config(flags.split())
-    folder = trace_folder(config, None if metrics is None else Path(metrics))
+    folder = run_folder(config.scan.scan_dir, None if metrics is None else Path(metrics))
     assert folder == (None if expected is None else Path(expected))
 
 

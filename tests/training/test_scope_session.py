@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.scope.recording.reader import open_recording
-from mt_megatron.training.scope_session import scope_folder
+from mt_megatron.training.run_folder import run_folder
+from mt_megatron.training.scope_session import scope_of
 from tests.launch import run_ranks
 from tests.training.scope_cases import STEPS
 
@@ -78,6 +80,12 @@ def test_an_unknown_module_is_one_line(found: list[dict[str, Any]]) -> None:
 
 def test_without_a_place_it_says_so(found: list[dict[str, Any]]) -> None:
     assert found[0]["nowhere"]["during"] == []
+    alone: Any = SimpleNamespace(layout=SimpleNamespace(world_size=1))
+    nothing: Any = None
+    lines: list[str] = []
+    scope = scope_of(load_config([]), alone, nothing, metrics=None, seq_length=8, say=lines.append)
+    assert scope.session is None and len(lines) == 1
+    assert "nothing is recorded" in lines[0] and "--scope-dir" in lines[0]
 
 
 def test_a_folder_that_cannot_be_made_ends_the_recording_and_not_the_run(found: list[dict[str, Any]]) -> None:
@@ -113,7 +121,8 @@ def test_a_statistic_that_fails_ends_itself_and_not_the_run(found: list[dict[str
     ],
 )
 def test_the_recording_lies_beside_the_metrics(flags: str, metrics: str | None, expected: str | None) -> None:
-    folder = scope_folder(load_config(flags.split()), None if metrics is None else Path(metrics))
+    scope = load_config(flags.split()).scope
+    folder = run_folder(scope.scope_dir, None if metrics is None else Path(metrics))
     assert folder == (None if expected is None else Path(expected))
 
 
