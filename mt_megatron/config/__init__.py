@@ -20,5 +20,5 @@ types                  which names can be set, in which section, as which type; 
                        values
 upstream_fields        Megatron-Core's configuration fields, read from its source so that nothing
                        has to be imported
-watching               how a run is watched: the sections scan and scope
+watching               the sections scan and scope
 """

@@ -1,4 +1,4 @@
-"""How a run is watched: traces of what ranks do, and what happens inside the model."""
+"""Sections ``scan`` and ``scope``: traces of what ranks do, recordings of what happens inside the model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ScanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScopeConfig:
-    """What is looked at inside a training (``mt_megatron.scope``). ``--scope off`` leaves nothing of it."""
+    """Recordings from inside the model (``mt_megatron.scope``). ``--scope off`` leaves nothing of it."""
 
     scope: Literal["off", "record", "live"] = "live"
     """record: statistics of layers, and what is asked for, are recorded beside the metrics, in ``scope``.

@@ -1,4 +1,4 @@
-"""The trainer as pause, generation and lab see it; ``training.scope_trainer`` is one."""
+"""Interface of the training program for pause, generation and lab; ``training.scope_trainer`` has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """Loss and norm of a step, the same on every rank."""
+    """Result of a step, the same on every rank."""
 
     loss: float
     """Nats per counted token; NaN where the step had none."""
@@ -27,7 +27,7 @@ class StepOutcome:
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that generation needs."""
+    """Text to token ids and back, for generation."""
 
     vocab_size: int
     eod: int

@@ -12,8 +12,8 @@ logging/       everything a run says: lines, panel, records, picture, other serv
 loop           a run from its configuration to its figures
 lr             learning rate and weight decay over a run
 model          model chunks, optimizer and schedule of one rank, wired together
-nan_watch      which module first made a number that is none: the step again, with hooks on every
-               module
+nan_watch      search for the module that first made a number that is none: the step again, with a
+               tap on every module
 preflight      the checks that need the device or an earlier checkpoint
 run_folder     the folder of a run, beside whose metrics its trace and its recording lie
 scan_session   the trainer's part of tracing: where the trace of a run goes, and what a step does for

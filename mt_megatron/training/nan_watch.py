@@ -1,4 +1,4 @@
-"""Which module first made a number that is none: the step again, with a tap on every module.
+"""Search for the module that first made a number that is none: the step again, with a tap on every module.
 
 Nothing of this runs while all is well. When the ranks have agreed that a step is not finite, all of
 them repeat its forward and backward passes on the same micro-batches and from the same random states,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """What ``--scope`` asks for; with ``off``, and where no folder is known, it does nothing at all."""
+    """The recording that ``--scope`` asks for; with ``off``, or without a folder, it does nothing at all."""
 
     def __init__(self, session: Session | None = None, *, lab_file: str | None = None) -> None:
         self.session = session

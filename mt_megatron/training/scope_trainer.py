@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WhilePaused(Protocol):
-    """What a run does in a pause besides standing still."""
+    """Duties of a run in a pause: to save, to measure, to end."""
 
     def wishes(self) -> Wishes:
         """Of this rank."""

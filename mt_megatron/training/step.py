@@ -128,7 +128,7 @@ class StepResult:
 
 
 class StepObserver(Protocol):
-    """What is told of a step on its way."""
+    """Listener to a step on its way."""
 
     def gradients_ready(self) -> None:
         """Gradients are reduced and unscaled, not yet clipped; not after an fp16 overflow."""

@@ -35,7 +35,7 @@ from mt_megatron.training.update import loss_scales
 
 
 class RunObserver(StepObserver, Protocol):
-    """What is told of steps."""
+    """Listener to the steps of a run."""
 
     def begin_step(self, iteration: int) -> None:
         """``iteration`` begins."""

@@ -1,4 +1,4 @@
-"""What ranks, sidecars and readers agree on; imports neither torch nor Megatron.
+"""Formats shared by ranks, sidecars and readers; imports neither torch nor Megatron.
 
 frames      length-prefixed msgpack messages with arrays, over a stream socket
 statistics  partial sums of each statistic, how ranks' parts combine, the value made of them

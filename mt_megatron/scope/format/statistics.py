@@ -36,7 +36,7 @@ HISTOGRAM_LOWEST = -40
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """What is kept of a statistic."""
+    """Definition of a statistic: how its parts combine, and what number they make."""
 
     name: str
     unit: str

@@ -1,4 +1,4 @@
-"""What ranks look at and send: requests, statistics and tensors on the device, the sender.
+"""A rank's side of the recording: requests, statistics and tensors on the device, the sender.
 
 requests        requests as text, and which modules they match
 sums            partial sums of a tensor, on its device

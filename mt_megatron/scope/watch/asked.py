@@ -1,4 +1,4 @@
-"""What requests ask for, watched with taps that are open for the step alone."""
+"""Requested tensors and statistics, watched with taps that are open for the step alone."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ forbidden, keys in the order of the whole sequence (of the packed one, for packe
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What of one call is asked for."""
+    """Rows of one call that are asked for."""
 
     places: Tensor
     """int64 [rows], on the device: rows of this rank's queries."""

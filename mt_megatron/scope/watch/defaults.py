@@ -34,7 +34,7 @@ _WITHIN_LAYER = ("self_attention", "mlp")
 
 
 class Defaults:
-    """What of this rank's modules is watched in sampled steps."""
+    """Taps on this rank's modules in sampled steps."""
 
     def __init__(
         self, chunks: Sequence[Any], place: Place, *, heads: int, told: Callable[[str], None]

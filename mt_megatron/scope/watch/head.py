@@ -34,7 +34,7 @@ MOST_WORDS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class SeenTokens:
-    """What was seen of consecutive tokens, on the device."""
+    """Losses and likeliest words of consecutive tokens, on the device."""
 
     path: str
     microbatch: int
@@ -171,7 +171,7 @@ def _consecutive(numbers: list[int]) -> list[slice]:
 
 
 class _Lens:
-    """What the output layer would make of a layer's output."""
+    """Logit lens: the output layer applied to a layer's output."""
 
     def __init__(self, head: Head, request: Request, path: str, first: int, last: int) -> None:
         self._head = head

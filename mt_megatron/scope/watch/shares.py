@@ -1,4 +1,4 @@
-"""Which part of each tensor this rank answers for, so that the ranks' parts add up to the whole once.
+"""Parts of tensors that a rank answers for: the ranks' parts add up to the whole once.
 
 Data- and context-parallel ranks hold different tokens, pipeline stages different modules. Tensor-parallel
 ranks hold different tokens (sequence parallelism), columns or heads, or the same: then each answers for

@@ -20,7 +20,7 @@ MaskKind = Literal["causal", "padding", "padding_causal", "no_mask", "arbitrary"
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What one call of a core attention computes with. Tensors are detached and share the run's memory;
+    """Operands of one call of a core attention. Tensors are detached and share the run's memory;
     nothing was computed for this."""
 
     call: Call

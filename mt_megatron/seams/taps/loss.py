@@ -167,8 +167,8 @@ def _remove(watch: _LossWatch) -> None:
 
 
 class Asked:
-    """Who asks for what of one loss of one micro-batch. The loss hands over each block twice: its logits,
-    before they become a softmax, and its sums."""
+    """Tokens that taps ask for in one loss of one micro-batch. The loss hands over each block twice: its
+    logits, before they become a softmax, and its sums."""
 
     def __init__(
         self, watches: Sequence[_LossWatch], labels: Tensor, first: int, words: int, whole: int
@@ -242,7 +242,7 @@ class Kept:
 
 
 class _Rows:
-    """What one watch gets of one block."""
+    """Rows of one block for one watch."""
 
     def __init__(self, watch: _LossWatch, rows: list[int], local: Tensor) -> None:
         self.watch, self.rows, self.local = watch, rows, local

@@ -309,7 +309,7 @@ def wants_output(module: nn.Module) -> bool:
 
 
 class _Plan:
-    """Who is asked for what, in the order in which the taps were opened."""
+    """Taps by what they ask for, in the order in which they were opened."""
 
     __slots__ = (
         "afters",

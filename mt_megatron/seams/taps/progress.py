@@ -1,4 +1,4 @@
-"""What of a step runs now: micro-batch, chunk, and whether a forward pass is a recomputed one.
+"""Progress of the step under way: micro-batch, chunk, and whether a forward pass is a recomputed one.
 
 Micro-batches come from the events ``forward`` and ``backward``, which upstream's schedules and ours emit, and
 are followed while a tap is open. Upstream does not say whose backward runs; it is counted, since the

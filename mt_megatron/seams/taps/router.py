@@ -15,7 +15,7 @@ from mt_megatron.seams.taps.modules import Call, Watch, watch
 
 @dataclass(frozen=True, kw_only=True)
 class RouterScores:
-    """What one call of a router decided. Tensors are detached and share the run's memory."""
+    """Decisions of one call of a router. Tensors are detached and share the run's memory."""
 
     call: Call
 

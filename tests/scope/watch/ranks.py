@@ -42,7 +42,7 @@ def begin() -> None:
 
 
 class Observed:
-    """What ``Steps`` does with a session."""
+    """A session as ``Steps`` uses it."""
 
     def __init__(self, session: Session) -> None:
         self.gradients_ready = session.gradients_ready
