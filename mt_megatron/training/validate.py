@@ -177,6 +177,11 @@ def scope_problems(config: TrainingConfig) -> list[str]:
             f"scope_port is {scope.scope_port}; expected 0 (any free one) to {_LARGEST_PORT}. Set "
             "--scope-port."
         )
+    if not scope.scope_pause_minutes > 0:  # NaN is none either.
+        found.append(
+            f"scope_pause_minutes is {scope.scope_pause_minutes:g}; expected more than 0, or a pause would "
+            "end at once. Set --scope-pause-minutes."
+        )
     if scope.scope_watch:
         # Not earlier: a run that asks for nothing need not load it.
         from mt_megatron.scope.watch.requests import parse_all

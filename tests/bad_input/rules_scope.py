@@ -56,6 +56,12 @@ def sinks_that_come_twice(case: Case, rng: Random) -> Promise:
 
 
 @rule
+def pauses_that_would_not_last(case: Case, rng: Random) -> Promise:
+    case["scope_pause_minutes"] = rng.choice([0.0, -0.5, -30.0])
+    return promise("scope_pause_minutes", "more than 0")
+
+
+@rule
 def requests_that_are_none(case: Case, rng: Random) -> Promise:
     case["scope_watch"] = [
         rng.choice(
