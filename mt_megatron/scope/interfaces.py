@@ -1,4 +1,4 @@
-"""What a session is given: options, facts of the run, who hears commands, who makes the sidecar."""
+"""Arguments of a session: options, facts of the run, the control that hears commands, the sidecar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much is recorded, and where it goes."""
+    """Extent of the recording, and where it goes."""
 
     live: bool = True
     """Whether the sidecar of rank 0's node serves the page."""
@@ -29,7 +29,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the session cannot see of the run."""
+    """Facts of the run that the session cannot see."""
 
     micro_batch_size: int
     seq_length: int
@@ -42,7 +42,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What a step came to."""
+    """Figures of a completed step."""
 
     loss: float
     grad_norm: float | None
@@ -98,6 +98,9 @@ class Sidecar(Protocol):
 
     def start(self) -> None:
         """Start it; returns at once."""
+
+    def has_told(self, seconds: float) -> bool:
+        """Whether it has ended by an error, and said so, or does within ``seconds``; any thread."""
 
     def close(self) -> None:
         """End it."""

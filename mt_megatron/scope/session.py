@@ -6,6 +6,7 @@ goes on. Only ``start`` and ``attend`` communicate.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
@@ -21,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.machine import boot_id
+from mt_megatron.scan.format.run_files import make_private_folder
 from mt_megatron.scope.format.frames import VERSION
 from mt_megatron.scope.interfaces import (
     Controlling,
@@ -33,6 +36,7 @@ from mt_megatron.scope.interfaces import (
     Sidecar,
     StepFigures,
 )
+from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.watch.asked import Asked, Plan
 from mt_megatron.scope.watch.defaults import Defaults
 from mt_megatron.scope.watch.outbox import Outbox
@@ -49,6 +53,9 @@ logger = logging.getLogger("mt_megatron")
 
 PAGE_MODULES = ("starlette", "uvicorn", "websockets")
 """What the live page needs: the extra ``scope``."""
+
+_TOLD_SECONDS = 3.0
+"""For the last words of a sidecar that has ended, before a rank says it in its place."""
 
 
 class Session:
@@ -113,7 +120,8 @@ class Session:
         try:
             self._begin(everyone)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+            known = isinstance(error, MtMegatronError)
+            problem = f"rank {self._rank}: {error if known else f'{type(error).__name__}: {error}'}"
         sockets = _gather((problem, None if self._sidecar is None else str(self._sidecar.socket)))
         problems = [each for each, _ in sockets if each is not None]
         if problems:
@@ -123,7 +131,13 @@ class Session:
         leader = self._leader(everyone)
         path = sockets[leader][1]
         if path is not None:
-            sender = Sender(path, lambda: self._hello, heard=self._heard, say=self._recording_ended)
+            sender = Sender(
+                path,
+                lambda: self._hello,
+                heard=self._heard,
+                say=self._failed,
+                ended=self._recording_ended,
+            )
             sender.start()
             self._outbox = Outbox(sender, self._backend, tensor_parallel_size=self._layout.tp)
         self._on = True
@@ -131,11 +145,14 @@ class Session:
         self.control.start()
 
     def _about(self) -> dict[str, Any]:
+        at = self._layout.coordinates(self._rank)
+        # The others of its stage have the same modules; lists of all ranks would be long in large runs.
+        named = taps.named_modules(self._chunks) if (at.tp, at.cp, at.dp) == (0, 0, 0) else ()
         return {
             "host": socket.gethostname(),
             "boot": boot_id(),
             "session": f"{time.time_ns():x}",
-            "paths": [path for path, _ in taps.named_modules(self._chunks) if path],
+            "paths": [path for path, _ in named if path],
         }
 
     def _leader(self, everyone: Sequence[Mapping[str, Any]]) -> int:
@@ -227,8 +244,15 @@ class Session:
 
     def _end_outbox(self) -> None:
         outbox, self._outbox = self._outbox, None
-        if outbox is not None:
-            outbox.close()
+        if outbox is None:
+            return
+        outbox.close()
+        frames, size = outbox.dropped
+        if frames and outbox.connected and self._sidecar is not None:
+            self._say_here(
+                f"{frames:,} frames ({size / 2**20:.1f} MiB) of rank {self._rank} were dropped: the sidecar "
+                "did not take them in time"
+            )
 
     def _end_sidecar(self) -> None:
         sidecar, self._sidecar = self._sidecar, None
@@ -249,7 +273,9 @@ class Session:
         self._open(iteration)
 
     def _open(self, iteration: int) -> None:
-        """Open the taps of ``iteration`` where it is sampled."""
+        """Open the taps of ``iteration`` where it is sampled and somebody takes what is seen."""
+        if self._outbox is None or self._outbox.ended:
+            return
         sampled = iteration % self._options.interval == 0 or self._mark is not None
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
@@ -280,12 +306,15 @@ class Session:
             self._guarded(lambda norms, parts: norms.after_update(parts, skipped=skipped), step)
 
     def end_step(self, iteration: int, figures: StepFigures | None) -> None:
-        """``iteration`` is over; None: it raised an error. Closes the taps and hands over what was seen."""
+        """``iteration`` is over; None: it raised an error, and what was seen of a part of it is left out.
+        Closes the taps and hands over what was seen."""
         step = self._step
         self._close_taps()
         if not self._on:
             return
         self.control.end_step(iteration)
+        if figures is None and self._asked is not None:
+            self._asked.head.taken()
         if figures is None or self._outbox is None:
             return
         seconds = time.perf_counter() - self._began
@@ -313,6 +342,11 @@ class Session:
     def waiting(self) -> int:
         """Bytes that the sender has still to encode."""
         return 0 if self._outbox is None else self._outbox.waiting
+
+    @property
+    def dropped(self) -> tuple[int, int]:
+        """Parcels and bytes of this rank that were dropped, since the sidecar did not take them in time."""
+        return (0, 0) if self._outbox is None else self._outbox.dropped
 
     @property
     def is_on(self) -> bool:
@@ -451,19 +485,23 @@ class Session:
     def _failed(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            say = self._say if self._rank == 0 else logger.warning
-            say(f"scope: rank {self._rank}: {text}; training goes on")
+            self._say_here(f"rank {self._rank}: {text}; training goes on")
 
     def _recording_ended(self, reason: str) -> None:
-        # Of each node one rank says it.
-        if self._sidecar is not None:
-            say = self._say if self._rank == 0 else logger.warning
-            say(f"scope: the recording ended: {reason}; training goes on")
+        """In the sender's thread."""
+        # Of each node one rank says it, where the sidecar has not.
+        sidecar = self._sidecar
+        if sidecar is not None and not sidecar.has_told(_TOLD_SECONDS):
+            self._say_here(f"the recording ended: {reason}; training goes on")
+
+    def _say_here(self, text: str) -> None:
+        say = self._say if self._rank == 0 else logger.warning
+        say(f"scope: {text}")
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """What is open in a sampled step."""
+    """State of a sampled step: its open taps, and what they have seen."""
 
     iteration: int
     sampled: bool
@@ -505,11 +543,26 @@ def _sidecar_process(
 ) -> Sidecar:
     from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
 
+    if node == 0:
+        # Before the process finds it out: commands and audit lie there as well.
+        _make_folder(scope_files(run).root)
     serve = None if port is None else Serving(port=port)
     made: Sidecar = SidecarProcess(
         run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks
     )
     return made
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        make_private_folder(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except OSError as error:
+        raise ScopeError(
+            f"{folder} cannot be written ({error}); expected a folder that this user may write. Set "
+            "--scope-dir to another one"
+        ) from error
 
 
 def _core(chunks: Sequence[Any]) -> Any:

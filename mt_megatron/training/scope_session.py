@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.distributed import Job
@@ -155,6 +157,15 @@ class Scope:
             self.session.close()
 
 
+def _of_any_rank(problem: str | None, job: Job) -> str | None:
+    """The first rank's ``problem`` that has one; collective, since ``Session.start`` is."""
+    said = [problem]
+    if job.layout.world_size > 1:
+        said *= job.layout.world_size
+        dist.all_gather_object(said, problem)
+    return next((each for each in said if each is not None), None)
+
+
 def scope_of(
     config: TrainingConfig,
     job: Job,
@@ -174,9 +185,16 @@ def scope_of(
         say("nothing is recorded of the model's inside: give --save or --scope-dir (or --scope off)")
         return Scope(lab_file=scope.scope_lab)
     # Not earlier: a run that is not watched need not load any of it.
-    from mt_megatron.scope.interfaces import Facts, Options
-    from mt_megatron.scope.session import Session
-
+    missing: str | None = None
+    try:
+        from mt_megatron.scope.interfaces import Facts, Options
+        from mt_megatron.scope.session import Session
+    except ImportError as error:
+        missing = f"rank {job.rank}: {error}"
+    missing = _of_any_rank(missing, job)
+    if missing is not None:
+        say(f"scope: nothing is recorded, training goes on: {missing}. Install mt_megatron again")
+        return Scope(lab_file=scope.scope_lab)
     return Scope(
         Session(
             folder,

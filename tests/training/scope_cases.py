@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from mt_megatron.config.parse import load_config
-from mt_megatron.training.loop import train
+from mt_megatron.errors import MtMegatronError
+from mt_megatron.seams import events
+from mt_megatron.training import loop
 from mt_megatron.training.scope_session import Scope
+from tests.training.faults import injected
 from tests.training.loop_cases import MODEL, TRAINING, start
 
 STEPS = 4
+ENDS_IN = 3
+"""The step in which a run ends that does not go to its end."""
+
 _FLAGS = f"{MODEL} {TRAINING} --train-iters {STEPS} --eval-iters 0 --scan off --hidden-dropout 0"
 
 
@@ -37,9 +47,56 @@ def watched_runs(folder: str) -> dict[str, Any]:
     found["blocked"] = _run(f"--save {folder}/blocked --scope record --scope-interval 2")
     with _missing("uvicorn"):
         found["no_page"] = _run(f"--save {folder}/no_page --scope live --scope-interval 2")
+    if dist.get_rank() == 1:
+        # As where a package is missing on one node.
+        sys.modules["mt_megatron.scope.session"] = None  # type: ignore[assignment]
+    found["no_package"] = _run(f"--save {folder}/no_package --scope record --scope-interval 2")
+    sys.modules.pop("mt_megatron.scope.session")
     with _broken():
         found["broken"] = _run(f"--save {folder}/broken --scope record --scope-interval 1")
     return found
+
+
+def ended_runs(folder: str, names: list[str]) -> dict[str, Any]:
+    """Runs of two nodes, one rank each, that end in different ways; the error that each ended with."""
+    start()
+    from mt_megatron.scope import session
+
+    # Ranks of one boot are those of one node.
+    session.boot_id = lambda: f"boot of rank {dist.get_rank()}"
+    return {name: _ended(f"{folder}/{name}", name) for name in names}
+
+
+def _ended(save: str, how: str) -> str | None:
+    from mt_megatron.scope.sidecar.sidecar import DRAIN_SECONDS
+
+    def listener(phase: str, name: str, attrs: Any) -> None:
+        if (phase, name) == ("begin", "step"):
+            now[0] = attrs["iteration"]
+        elif (phase, name, now[0]) == ("begin", "optimizer", ENDS_IN):
+            if how == "error":
+                raise RuntimeError("an error within the step")
+            if how == "signal":
+                # As a scheduler does it: to every process of the job. Only one rank hears of it here.
+                for child in psutil.Process().children():
+                    if "mt_megatron.scope.sidecar" in child.cmdline():
+                        child.terminate()
+                time.sleep(DRAIN_SECONDS + 1.5)
+                if dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    now = [0]
+    bad = {"module": "decoder.layers.0.mlp", "kind": "forward", "value": "nan", "rank": 1, "steps": [ENDS_IN]}
+    stop_listening = events.subscribe(listener)
+    watched = "--scope record --scope-interval 1 --scope-watch residual@decoder.layers.0:samples=0,7"
+    try:
+        with injected(bad if how == "nan" else None):
+            loop.train(load_config(f"{_FLAGS} --save {save} {watched}".split()))
+    except (MtMegatronError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        stop_listening()
+    return None
 
 
 @contextmanager
@@ -73,25 +130,24 @@ def _broken() -> Iterator[None]:
 
 def _run(flags: str) -> dict[str, Any]:
     found: dict[str, Any] = {"lines": [], "during": []}
-    original = Scope.start
+    make, start = loop.scope_of, Scope.start
+
+    def made(*args: Any, say: Callable[[str], None], **more: Any) -> Scope:
+        def keep(line: str) -> None:
+            found["lines"].append(line)
+            say(line)
+
+        return make(*args, say=keep, **more)
 
     def started(self: Scope) -> None:
-        if self.session is not None:
-            say: Callable[[str], None] = self.session._say
-
-            def keep(line: str) -> None:
-                found["lines"].append(line)
-                say(line)
-
-            self.session._say = keep
-        original(self)
+        start(self)
         found["during"] = sorted(_threads())
 
-    Scope.start = started  # type: ignore[method-assign]
+    loop.scope_of, Scope.start = made, started  # type: ignore[assignment, method-assign]
     try:
-        outcome = train(load_config(f"{_FLAGS} {flags}".split()))
+        outcome = loop.train(load_config(f"{_FLAGS} {flags}".split()))
     finally:
-        Scope.start = original  # type: ignore[method-assign]
+        loop.scope_of, Scope.start = make, start  # type: ignore[method-assign]
     found |= {
         "finished": outcome.finished,
         "iteration": outcome.progress.iteration,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +11,12 @@ import pytest
 from mt_megatron.config.parse import load_config
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.training.run_folder import run_folder
-from mt_megatron.training.scope_session import scope_of
 from tests.launch import run_ranks
-from tests.training.scope_cases import STEPS
+from tests.training.scope_cases import ENDS_IN, STEPS
+
+DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
+ENDS = {"whole": STEPS, "error": ENDS_IN - 1, **({"nan": ENDS_IN, "signal": ENDS_IN} if DAILY else {})}
+"""Last step that is recorded, by how a run ends; of one that raised an error within it nothing is."""
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +83,22 @@ def test_an_unknown_module_is_one_line(found: list[dict[str, Any]]) -> None:
 
 def test_without_a_place_it_says_so(found: list[dict[str, Any]]) -> None:
     assert found[0]["nowhere"]["during"] == []
-    alone: Any = SimpleNamespace(layout=SimpleNamespace(world_size=1))
-    nothing: Any = None
-    lines: list[str] = []
-    scope = scope_of(load_config([]), alone, nothing, metrics=None, seq_length=8, say=lines.append)
-    assert scope.session is None and len(lines) == 1
-    assert "nothing is recorded" in lines[0] and "--scope-dir" in lines[0]
+    lines = found[0]["nowhere"]["lines"]
+    assert len(lines) == 1 and "nothing is recorded" in lines[0] and "--scope-dir" in lines[0]
+
+
+def test_a_package_that_one_node_lacks_is_one_line(found: list[dict[str, Any]], folder: Path) -> None:
+    for each in found:
+        lines = each["no_package"]["lines"]
+        assert len(lines) == 1 and "rank 1: " in lines[0] and "training goes on" in lines[0]
+        assert each["no_package"]["during"] == []
+    assert not (folder / "no_package" / "scope").exists()
 
 
 def test_a_folder_that_cannot_be_made_ends_the_recording_and_not_the_run(found: list[dict[str, Any]]) -> None:
-    lines = [line for line in found[0]["blocked"]["lines"] if line.startswith("scope: ")]
-    # The cause, the end of the sidecar, and of this rank's part of it: who is first differs.
-    assert 1 <= len(lines) == len(set(lines)) <= 3 and any("cannot be written" in line for line in lines), (
-        lines
-    )
+    lines = found[0]["blocked"]["lines"]
+    assert len(lines) == 1 and "cannot be written" in lines[0], lines
+    assert found[1]["blocked"]["lines"] == []
 
 
 def test_missing_packages_are_one_line(found: list[dict[str, Any]], folder: Path) -> None:
@@ -108,6 +113,37 @@ def test_a_statistic_that_fails_ends_itself_and_not_the_run(found: list[dict[str
     lines = found[0]["broken"]["lines"]
     assert any("no more memory" in line and "training goes on" in line for line in lines)
     assert len(lines) == len(set(lines)) <= 6, lines
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ended")
+    target = "tests.training.scope_cases:ended_runs"
+    return folder, run_ranks(2, target, str(folder), list(ENDS), timeout=240)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_every_node_keeps_everything_however_the_run_ends(
+    ended: tuple[Path, list[dict[str, Any]]], how: str
+) -> None:
+    folder, ranks = ended
+    expected = {"error": "RuntimeError: an error within", "nan": "DivergenceError: iteration"}.get(how)
+    for each in ranks:
+        assert each[how] is None if expected is None else each[how].startswith(expected), each[how]
+    steps = list(range(1, ENDS[how] + 1))
+    recording = open_recording(folder / how)
+    nodes = recording.nodes()
+    assert len(nodes) == 2, "each rank is a node of its own"
+    for node in nodes:
+        assert [step for (step,) in node.rows("SELECT DISTINCT step FROM step ORDER BY step")] == steps
+    series = recording.series("decoder.layers.3", "gradient_norm")
+    assert series.step.tolist() == steps
+    assert series.of.tolist() == series.parts.tolist() and not series.partial.any()
+    # Sequence 0 is of the first node, 7 of the second.
+    for sample in (0, 7):
+        taken = {key.step for key in recording.tensors() if key.index["sample"] == sample}
+        assert sorted(taken) == steps, f"tensors of sample {sample}"
+    recording.close()
 
 
 @pytest.mark.parametrize(

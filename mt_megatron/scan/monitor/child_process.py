@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +38,9 @@ def relay_lines(process: subprocess.Popen[bytes], say: Callable[[str], None]) ->
             say(line.decode(errors="replace").rstrip())
 
 
-def end_child(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask ``process`` to end; after ``seconds`` kill it."""
-    process.terminate()
+def end_child(process: subprocess.Popen[bytes], seconds: float, by: int = signal.SIGTERM) -> None:
+    """Ask ``process`` to end by the signal ``by``; after ``seconds`` kill it."""
+    process.send_signal(by)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

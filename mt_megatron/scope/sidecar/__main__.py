@@ -14,8 +14,9 @@ from pathlib import Path
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.permissions import open_private
+from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scope.recording.files import scope_files, this_host
-from mt_megatron.scope.sidecar.process import TOLD
+from mt_megatron.scope.sidecar.process import END, TOLD
 from mt_megatron.scope.sidecar.sidecar import Options, run_sidecar
 from mt_megatron.scope.sidecar.sinks.base import FORM
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         asyncio.run(_run(options, say))
     except ScopeError as error:
-        say(f"scope: nothing is recorded on this node; training goes on: {error}")
+        say(f"scope: {error}")
         return TOLD
     return 0
 
@@ -70,10 +71,18 @@ def parsed(arguments: list[str] | None = None) -> Options:
 
 
 async def _run(options: Options, say: Callable[[str], None]) -> None:
-    stop = asyncio.Event()
+    stop, asked = asyncio.Event(), asyncio.Event()
+
+    def ended() -> None:
+        """End with the ranks, at the second signal at once."""
+        if asked.is_set() or options.parent is None or not is_alive(options.parent):
+            stop.set()
+        asked.set()
+
     loop = asyncio.get_running_loop()
+    loop.add_signal_handler(END, stop.set)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, ended)
     await run_sidecar(options, say, stop)
 
 

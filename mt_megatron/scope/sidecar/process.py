@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,12 @@ SECONDS_TO_END = 25.0
 
 TOLD = 3
 """Exit code of a sidecar that could not begin and has said why."""
+
+END = signal.SIGUSR1
+"""Tells a sidecar that its ranks have ended. SIGTERM does not, as long as its parent lives: a scheduler that
+ends a job sends it to all processes, and the ranks have still a step and a checkpoint to make."""
+
+_log = logging.getLogger("mt_megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,7 @@ class SidecarProcess:
             self._command += ["--serve", "--port", str(serve.port)]
             self._command += [] if serve.token_file is None else ["--token-file", str(serve.token_file)]
         self._closing = False
+        self._told = False
         self._relay: threading.Thread | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -80,6 +89,8 @@ class SidecarProcess:
             self.process = start_child(self._command)
         except OSError as error:
             self._say(f"scope: no sidecar, so nothing is recorded ({error}); training goes on")
+            self._told = True
+            self._leave_folder()
             return
         self._relay = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._relay.start()
@@ -93,6 +104,12 @@ class SidecarProcess:
             time.sleep(0.01)
         return True
 
+    def has_told(self, seconds: float) -> bool:
+        """Whether it has ended by an error, and said so, or does within ``seconds``; any thread."""
+        if self._relay is not None:
+            self._relay.join(seconds)
+        return self._told
+
     def close(self) -> None:
         """End it, with what it still has to write, within ``SECONDS_FOR_OTHERS`` and
         ``SECONDS_TO_END``."""
@@ -102,20 +119,37 @@ class SidecarProcess:
                 # The node's other ranks may still send: it ends by itself when all have said so.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(SECONDS_FOR_OTHERS)
-            end_child(self.process, SECONDS_TO_END)
+            end_child(self.process, SECONDS_TO_END, by=END)
         if self._relay is not None:
             self._relay.join(1.0)
+        self._leave_folder()
+
+    def _leave_folder(self) -> None:
+        # Ranks that still try to connect see by this that nobody will listen.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
+        last = ""
+
+        def relay(text: str) -> None:
+            nonlocal last
+            if text.startswith("scope: "):
+                self._say(text)
+            elif text:
+                # Of a traceback the last line says most.
+                last = text
+                _log.info("sidecar: %s", text)
+
         with contextlib.suppress(ValueError):
-            relay_lines(process, self._say)
+            relay_lines(process, relay)
         code = process.wait()
-        if not self._closing and self._folder is not None:
-            # Ranks that still try to connect see by this that nobody will listen.
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if not self._closing and code not in (0, TOLD):
+        if self._closing:
+            return
+        if code not in (0, TOLD):
+            why = f" ({last})" if last else ""
             self._say(
-                f"scope: the sidecar ended with code {code}: nothing more is recorded; training goes on"
+                f"scope: the sidecar ended with code {code}{why}: nothing more is recorded; training goes on"
             )
+        self._told = bool(code)
+        self._leave_folder()

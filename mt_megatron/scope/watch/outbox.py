@@ -1,4 +1,4 @@
-"""What was seen of a step, as parcels for the sender."""
+"""Statistics and tensors of a step as parcels for the sender."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ class Outbox:
         self._sender.put(Parcel(frames=frames, size=_size([vector]) + _ABOUT))
 
     def tensors(self, iteration: int, tensors: Tensors, perturbed: str | None) -> None:
-        """The step's tensors."""
+        """The step's tensors; what was left out of them counts as dropped."""
+        if tensors.dropped:
+            self._sender.count(tensors.dropped)
         common = {"i": iteration, "perturbed": perturbed}
         for first in range(0, len(tensors.held), _TOGETHER):
             held = tensors.held[first : first + _TOGETHER]
@@ -99,6 +101,21 @@ class Outbox:
     def waiting(self) -> int:
         """Bytes that the sender has still to encode."""
         return self._sender.waiting
+
+    @property
+    def dropped(self) -> tuple[int, int]:
+        """Parcels and bytes that were left out."""
+        return self._sender.dropped
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is sent any more."""
+        return self._sender.ended is not None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a sidecar has ever listened."""
+        return self._sender.connected
 
     def close(self) -> None:
         """Say goodbye and end the connection."""

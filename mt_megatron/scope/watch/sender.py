@@ -62,15 +62,18 @@ class Sender:
         *,
         heard: Callable[[Frame], None],
         say: Callable[[str], None],
+        ended: Callable[[str], None] | None = None,
         most_bytes: int = MOST_QUEUED,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
         """``path`` is the sidecar's socket, ``hello`` the first frame, ``heard`` gets the sidecar's frames
-        (in the sender's thread), ``say`` one line when the recording ends before the run."""
+        (in the sender's thread), ``say`` a line where something is left out, ``ended`` (None: ``say``) the
+        reason when nothing more is sent before the run ends."""
         self._path = path
         self._hello = hello
         self._heard = heard
         self._say = say
+        self._told_end = ended or say
         self._most = most_bytes
         self._connect_seconds = connect_seconds
         self._queue: deque[Parcel] = deque()
@@ -81,6 +84,9 @@ class Sender:
         os.set_blocking(self._wake_write, False)
         self._ending = threading.Event()
         self._dropped_frames = self._dropped_bytes = self._told_drops = 0
+        self.connected = False
+        """Whether a sidecar has ever listened."""
+
         self.ended: str | None = None
         """Why nothing is sent any more; None while it is."""
 
@@ -102,6 +108,12 @@ class Sender:
             self._queued += parcel.size
         self._wake()
         return True
+
+    def count(self, size: int) -> None:
+        """Count a parcel of ``size`` bytes that was left out before it came here."""
+        with self._lock:
+            self._dropped_frames += 1
+            self._dropped_bytes += size
 
     @property
     def dropped(self) -> tuple[int, int]:
@@ -145,16 +157,18 @@ class Sender:
             if link is not None:
                 link.close()
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, unsent: int = 0) -> None:
+        """What is queued is dropped, and of the parcel under way ``unsent`` bytes are."""
         with self._lock:
             if self.ended is not None:
                 return
             self.ended = reason
-            left, self._queued = len(self._queue), 0
-            self._dropped_frames += left
+            self._dropped_frames += len(self._queue) + bool(unsent)
+            self._dropped_bytes += self._queued + unsent
+            self._queued = 0
             self._queue.clear()
         if not self._ending.is_set():
-            self._say(reason)
+            self._told_end(reason)
 
     def _connected(self) -> socket.socket | None:
         deadline = time.monotonic() + self._connect_seconds
@@ -164,6 +178,7 @@ class Sender:
             try:
                 link.connect(self._path)
                 link.setblocking(False)
+                self.connected = True
                 return link
             except OSError as error:
                 link.close()
@@ -188,7 +203,7 @@ class Sender:
             if self._ending.is_set():
                 deadline = deadline or time.monotonic() + CLOSE_SECONDS
                 if not pending or time.monotonic() > deadline:
-                    self.ended = "the run ended"
+                    self._end("the run ended", len(pending))
                     return
             # Without anything to send it sleeps until it is woken or told something.
             watched: list[Any] = [link, self._wake_read]
@@ -246,8 +261,8 @@ class _Pending:
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
 
-    def __bool__(self) -> bool:
-        return len(self._data) > 0
+    def __len__(self) -> int:
+        return len(self._data)
 
     def piece(self) -> memoryview:
         return self._data[:_PIECE]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.scope.format.frames import Decoder, encode
+from mt_megatron.scope.sidecar.process import END
 from tests.launch import ROOT
 
 
@@ -73,7 +74,7 @@ def sidecar(run: Path, path: Path, *more: str, node: int = 0) -> Iterator[subpro
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()
+            process.send_signal(END)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

@@ -16,8 +16,8 @@ import pytest
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.sidecar.__main__ import parsed
-from mt_megatron.scope.sidecar.process import SidecarProcess
-from tests.scope.sidecar.fake_ranks import FakeRank, start_sidecar, until
+from mt_megatron.scope.sidecar.process import END, SidecarProcess
+from tests.scope.sidecar.fake_ranks import FakeRank, sidecar, start_sidecar, until
 from tests.scope.synthetic import RunShape, frames_of, hello, schema
 
 SHAPE = RunShape(steps=60, interval=5, tp=1, pp=1, tensor_every=10, token_every=0)
@@ -66,11 +66,11 @@ def test_it_ends_with_its_parent_and_keeps_what_was_sent(tmp_path: Path, short: 
     assert not (short / "a").exists()
 
 
-def test_sigterm_writes_all_that_was_sent(tmp_path: Path, short: Path) -> None:
+def test_what_was_sent_is_written_when_its_parent_ends_it(tmp_path: Path, short: Path) -> None:
     process = start_sidecar(tmp_path, short / "a" / "s")
     try:
         rank = send_all(short / "a" / "s")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(END)
         assert process.wait(30) == 0
         rank.close()
     finally:
@@ -168,3 +168,12 @@ def test_numbers_that_cannot_be_are_refused(
     with pytest.raises(SystemExit) as caught:
         parsed(["--run", str(tmp_path), "--socket", "s", "--node", "0", *wrong])
     assert caught.value.code == 2 and "expected a node" in capsys.readouterr().err
+
+
+def test_a_signal_to_the_whole_job_does_not_end_it_before_its_parent(tmp_path: Path) -> None:
+    with sidecar(tmp_path / "run", tmp_path / "private" / "s") as process:
+        process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        process.terminate()
+        assert process.wait(20) == 0

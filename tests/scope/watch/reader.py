@@ -41,6 +41,9 @@ class Reader:
         self._server.listen(64)
         self._spawn(self._accept)
 
+    def has_told(self, seconds: float) -> bool:
+        return False
+
     def _spawn(self, target: Any, *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)
         self._threads.append(thread)

@@ -227,3 +227,43 @@ def test_a_frame_that_cannot_be_encoded_is_left_out(server: Server) -> None:
     assert [frame["k"] for frame in frames_from(link, "bye")] == ["hello", "bye"]
     assert len(said) == 1 and said[0].startswith("a frame is left out")
     sender.close()
+
+
+def test_what_is_left_out_before_counts_as_dropped(server: Server) -> None:
+    sender = sender_to(server.path, [])
+    link = server.accept()
+    sender.count(100)
+    sender.put(Parcel(frames=lambda: [{"k": "bye"}], size=10, must=True))
+    found = frames_from(link, "bye")
+    assert [frame for frame in found if frame["k"] == "dropped"] == [
+        {"k": "dropped", "frames": 1, "bytes": 100}
+    ]
+    sender.close()
+
+
+def test_what_the_end_of_a_run_cannot_send_counts_as_dropped(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mt_megatron.scope.watch.sender.CLOSE_SECONDS", 0.2)
+    said: list[str] = []
+    sender = sender_to(server.path, said)
+    link = server.accept()
+    for number in range(4):
+        assert sender.put(parcel(MIB, number))
+    eventually(lambda: sender.waiting == 3 * MIB)
+    sender.close()
+    frames, size = sender.dropped
+    # Of the first the socket has taken a part.
+    assert frames == 4 and 3 * MIB < size < 4 * MIB + 1000
+    assert said == [] and sender.waiting == 0
+    link.close()
+
+
+def test_an_end_is_told_to_who_asked_for_it(server: Server) -> None:
+    said: list[str] = []
+    ends: list[str] = []
+    sender = sender_to(server.path, said, ended=ends.append)
+    server.accept().close()
+    eventually(lambda: bool(ends))
+    assert len(ends) == 1 and said == []
+    sender.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.scope.sidecar.process import END
 from mt_megatron.scope.web.access import TokenFile, link_to, read_token_file
 from mt_megatron.scope.web.assets import PAGE
 from tests.launch import ROOT
@@ -209,7 +210,7 @@ def test_every_view_while_ranks_send(tmp_path: Path) -> None:
                 assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (name, seen)
     finally:
         stop.set()
-        process.terminate()
+        process.send_signal(END)
         process.wait(20)
         assert process.stdout is not None
         process.stdout.close()
