@@ -17,11 +17,8 @@ watches the files has a core of its own in a real job; it is left out.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from scan_event_cost import event_costs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # For the modules that all benchmarks share.
 
+from paired_blocks import difference, ranks_of  # noqa: E402
 from recording import machine, record, table  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -40,78 +38,6 @@ TARGETS = {"base": (0.5, 0.8), "full": (3.0, None)}
 
 BASE_PAIRS_OF_A_ROUND = 3
 EVENT_PROCESSES = 9
-RESAMPLES = 4_000
-TRIMMED = 0.25
-"""Share of the pairs that is left out on either side."""
-
-
-def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dict[str, Any]:
-    """What the workers measured: ``blocks`` of each rank (see ``scan_cost_worker.blocks``) and ``about``."""
-    from mt_megatron.backends.distributed.rendezvous import loopback_store
-
-    store, port = loopback_store()
-    with tempfile.TemporaryDirectory(prefix="scan_cost_") as scratch:
-        processes = []
-        for rank in range(ranks):
-            environment = {
-                **os.environ,
-                "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": str(threads),
-            }
-            command = [sys.executable, str(HERE / "scan_cost_worker.py"), scratch, *arguments]
-            processes.append(subprocess.Popen(command, env=environment))
-        try:
-            codes = [process.wait(timeout) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        del store
-        if any(codes):
-            raise SystemExit(f"workers ended with {codes}")
-        of_ranks = [json.loads(Path(scratch, f"blocks-{rank}.json").read_text()) for rank in range(ranks)]
-    return {"blocks": [each["blocks"] for each in of_ranks], "about": of_ranks[0]["about"]}
-
-
-def difference(blocks: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Percent by which the middle one of three ``blocks`` [pairs, 3] is larger than the others.
-
-    Trimmed mean of the logarithms of its ratios to the one before and to the one after, with a 95 % bootstrap
-    interval over the pairs. A ratio to the mean of both would be too small: times have one long tail, and the
-    mean of two is rarely as short as one often is.
-    """
-    ratios = 100.0 * np.log(blocks[:, 1:2] / blocks[:, [0, 2]])
-    slower = ratios.mean(axis=1)
-    rng = np.random.default_rng(seed)
-    drawn = [
-        _trimmed_mean(ratios[rng.integers(0, len(ratios), size=len(ratios))].ravel())
-        for _ in range(RESAMPLES)
-    ]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return {
-        "percent": float(_trimmed_mean(ratios.ravel())),
-        "low": float(low),
-        "high": float(high),
-        "mean": float(slower.mean()),
-        "median": float(np.median(slower)),
-        "deviation": float(slower.std(ddof=1)),
-        "pairs": len(slower),
-    }
-
-
-def _trimmed_mean(values: np.ndarray) -> np.ndarray:
-    """Of the last axis, without the lowest and highest ``TRIMMED``."""
-    cut = int(TRIMMED * values.shape[-1])
-    ordered = np.sort(values, axis=-1)
-    return np.asarray(ordered[..., cut : values.shape[-1] - cut].mean(axis=-1))
 
 
 def verdicts(found: dict[str, dict[str, float]]) -> dict[str, str]:
@@ -130,7 +56,7 @@ def verdicts(found: dict[str, dict[str, float]]) -> dict[str, str]:
 
 
 def judged(ran: dict[str, Any]) -> dict[str, Any]:
-    """The figures of what ``train`` returned."""
+    """The figures of what ``ranks_of`` returned."""
     # [ranks, pairs, before and own and after, wall and processor and background]
     arrays = {arm: np.array([blocks[arm] for blocks in ran["blocks"]]) for arm in ran["blocks"][0]}
     found = {arm: difference(each[0, ..., 0]) for arm, each in arrays.items()}
@@ -213,7 +139,9 @@ def main() -> int:
         arguments = [f"--rounds={rounds}", f"--block-seconds={args.block_seconds}", f"--pin={args.pin}"]
         arguments.append(f"--layout={args.layout}")
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
-        figures["training"] = judged(train(args.ranks, threads, arguments, args.timeout))
+        figures["training"] = judged(
+            ranks_of(HERE / "scan_cost_worker.py", args.ranks, threads, arguments, args.timeout)
+        )
         parts.append(training_table(figures["training"]))
         print(parts[-1])
         met = all(each == "met" for each in figures["training"]["verdicts"].values())

@@ -7,8 +7,6 @@ ending a whole session for every block would take longer than the block.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from pathlib import Path
@@ -126,18 +124,3 @@ class HeldSession:
         """End it for good."""
         self._time.open()
         self._session.close()
-
-
-class Cores:
-    """The cores this process may use: all it was given, or one of them."""
-
-    def __init__(self) -> None:
-        self._given = sorted(os.sched_getaffinity(0))
-
-    def pin(self, number: int | None) -> None:
-        """Keep all threads of this process, and what they start, on one core; None: on all of them."""
-        cores = set(self._given) if number is None else {self._given[number % len(self._given)]}
-        for task in os.listdir("/proc/self/task"):
-            # One that has ended meanwhile needs none.
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(task), cores)

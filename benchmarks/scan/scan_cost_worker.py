@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -15,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from scan_cost_held import Cores, HeldSession
+from scan_cost_held import HeldSession
 
 from mt_megatron.scan.record.levels import Level
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # For the modules that all benchmarks share.
 
+from paired_blocks import SETTLE_SECONDS, Cores, agreed, pilot, together, write  # noqa: E402
 from throughput_sides import Case, Ours, token_ids  # noqa: E402
 
 LEVEL_OF: dict[str, Level] = {"off again": "off", "base": "base", "full": "full"}
@@ -31,8 +30,6 @@ that must not be what was heard at level full. The closer the bound, the more bl
 
 _MOST = max(map(len, ROUNDS))
 _WARM_UP_ROUNDS = 2
-_PILOT_VISITS, _PILOT_STEPS = 2, 16
-_SETTLE_SECONDS = 0.002
 _ZERO = "--use-distributed-optimizer"
 
 SHAPE = Case(
@@ -99,7 +96,7 @@ def blocks(
         # By what it should have taken: so the ranks agree. An untraced block has the same done before it.
         session.release(level if level != "off" else "base", round(1e9 * traced * seconds))
         # The background thread has heard of it and sleeps again before the clock starts.
-        time.sleep(_SETTLE_SECONDS)
+        time.sleep(SETTLE_SECONDS)
         if level == "off":
             session.hold()
         else:
@@ -123,20 +120,6 @@ def blocks(
     return found
 
 
-def pilot(training: Training, rank: int) -> dict[str, float]:
-    """By how many percent an untraced step differs from the mean of its neighbours, robustly: with the
-    processes on any core, and each on one of its own. Collective; the same on all ranks."""
-    cores = Cores()
-    apart: dict[str, list[float]] = {"free": [], "pinned": []}
-    for _ in range(_PILOT_VISITS):
-        for where, found in apart.items():
-            cores.pin(rank if where == "pinned" else None)
-            took = np.array([training.timed(1)[0] for _ in range(_PILOT_STEPS)])[1:]
-            found += (100 * (took[1:-1] / ((took[:-2] + took[2:]) / 2) - 1)).tolist()
-    cores.pin(None)
-    return {where: _agreed(1.4826 * float(np.median(np.abs(found)))) for where, found in apart.items()}
-
-
 def main() -> None:
     """Take the rounds; each rank writes what they took."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -152,7 +135,7 @@ def main() -> None:
     unrest = pilot(training, rank) if args.pin == "auto" else {}
     pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
     Cores().pin(rank if pinned else None)
-    step = _agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(8)))
+    step = agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(8)))
     steps = max(1, round(args.block_seconds / step))
     session = HeldSession(args.scratch / "run", training.ours)
     found = blocks(training, session, args.rounds, steps, steps * step)
@@ -172,7 +155,7 @@ def main() -> None:
             for arm in ("base", "full")
         },
     }
-    (args.scratch / f"blocks-{rank}.json").write_text(json.dumps({"blocks": found, "about": about}))
+    write(args.scratch, rank, found, about)
     training.ours.close()
 
 
@@ -185,21 +168,6 @@ def events_per_step(run: Path, rank: int, steps: list[int]) -> float:
     spans = read_rank(run_files(run).rank_folder(rank)).spans
     spans = spans[spans["kind"] != KIND["pause"]]
     return 2 * int(np.isin(spans["iteration"], steps).sum()) / len(steps)
-
-
-def together() -> None:
-    """Wait for all ranks."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _agreed(seconds: float) -> float:
-    """Rank 0's figure on all ranks."""
-    if not dist.is_initialized():
-        return seconds
-    told = torch.tensor([seconds], dtype=torch.float64)
-    dist.broadcast(told, 0)
-    return float(told)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What watching costs a real training, by paired blocks of two steps.
+"""Cost of watching a real training, by paired blocks of two steps.
 
-    python benchmarks/scope/cost.py [--ranks 2] [--layout dp] [--rounds 150] [--record results/]
+    python benchmarks/scope/cost.py [--ranks 2] [--layout dp] [--minutes 7] [--record results/]
+    python benchmarks/scope/cost.py --sidecars [--minutes 7] [--record results/]
 
 One training, by our own trainer, in one set of processes: between two unwatched blocks comes one of another
 kind, in random order: not watched either (the control), watched without a sampled step, with the default
@@ -9,75 +10,56 @@ it. A block ends when what it sends is encoded, so that nothing of it is left to
 does with it has a core of its own in a real job and is left out: frames go to a process that drops them.
 
 At an interval of 20 steps a twentieth of the steps costs what a sampled one does and the others what an
-unsampled one does; the upper bound adds up those of both.
+unsampled one does; the upper bound adds up those of both. Collectives are counted by the process groups.
+
+``--sidecars`` watches all blocks, with everything in their first step. Between two with such a process comes
+one whose process is stopped, takes 40 KiB a second or was killed, after so many steps that something is
+dropped. ``--minutes`` bounds the rounds; a measurement that is cut off is judged by what it had.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "scan")]
+sys.path.insert(0, str(HERE.parent))  # For the modules that all benchmarks share.
 
+from paired_blocks import difference, ranks_of  # noqa: E402
 from recording import machine, record, table  # noqa: E402
-from scan_cost import difference  # noqa: E402
 
 CONTROL_PERCENT = 0.5
+"""A control that differs by more makes the result inconclusive."""
+
 INTERVAL = 20
 TARGETS = {"default, every 20 steps": 1.0, "attention live": 5.0}
 """Percent, the upper end of the 95 % interval at most."""
 
-
-def train(ranks: int, threads: int, arguments: list[str], timeout: float) -> dict[str, Any]:
-    """What the workers measured: ``blocks`` of each rank, and ``about``."""
-    from mt_megatron.backends.distributed.rendezvous import loopback_store
-
-    store, port = loopback_store()
-    with tempfile.TemporaryDirectory(prefix="scope_cost_") as scratch:
-        processes = []
-        for rank in range(ranks):
-            path = f"{HERE.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-            environment = {
-                **os.environ,
-                "PYTHONPATH": path,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": str(threads),
-            }
-            command = [sys.executable, str(HERE / "cost_worker.py"), scratch, *arguments]
-            processes.append(subprocess.Popen(command, env=environment))
-        try:
-            codes = [process.wait(timeout) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        del store
-        if any(codes):
-            raise SystemExit(f"workers ended with {codes}")
-        of_ranks = [json.loads(Path(scratch, f"blocks-{rank}.json").read_text()) for rank in range(ranks)]
-    return {"blocks": [each["blocks"] for each in of_ranks], "about": of_ranks[0]["about"]}
+MOST_GROWTH_MIB = 64
+ENDED = ("frozen", "slow", "dead")
 
 
 def judged(ran: dict[str, Any]) -> dict[str, Any]:
-    """The figures of what ``train`` returned."""
+    """The figures of what ``ranks_of`` returned."""
     arrays = {arm: np.array([blocks[arm] for blocks in ran["blocks"]]) for arm in ran["blocks"][0]}
     found = {arm: difference(each[0, ..., 0]) for arm, each in arrays.items()}
+    judge = _of_sidecars if "frozen" in found else _of_watching
+    return {
+        **ran["about"],
+        "differences": found,
+        "processor_time": {arm: difference(each[..., 1].mean(axis=0)) for arm, each in arrays.items()},
+        "verdicts": {**judge(found, ran["about"]), "collectives added": _of_collectives(ran["about"])},
+        "seconds": {arm: each[0, ..., 0].round(6).tolist() for arm, each in arrays.items()},
+    }
+
+
+def _of_watching(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
+    """Adds the combined figures to ``found``."""
     others = (INTERVAL - 2) / INTERVAL
     # Its blocks hold two steps of the interval: the sampled one and the one after.
     found["default, every 20 steps"] = {
@@ -85,21 +67,39 @@ def judged(ran: dict[str, Any]) -> dict[str, Any]:
         for key in ("percent", "high")
     }
     found["attention live"] = {key: found["attention"][key] for key in ("percent", "high")}
-    control = found["off again"]["percent"]
-    verdicts = {}
-    for name, most in TARGETS.items():
-        restless = abs(control) > CONTROL_PERCENT
-        verdicts[name] = "met" if found[name]["high"] <= most else "missed"
-        verdicts[name] = (
-            f"inconclusive: the control differs by {control:+.2f} %" if restless else verdicts[name]
-        )
+    restless = _restless(found["off again"])
     return {
-        **ran["about"],
-        "differences": found,
-        "processor_time": {arm: difference(each[..., 1].mean(axis=0)) for arm, each in arrays.items()},
-        "verdicts": verdicts,
-        "seconds": {arm: each[0, ..., 0].round(6).tolist() for arm, each in arrays.items()},
+        name: restless or ("met" if found[name]["high"] <= most else "missed") + f" (at most {most:g} %)"
+        for name, most in TARGETS.items()
     }
+
+
+def _of_sidecars(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
+    control, verdicts = found["drained again"], {}
+    restless = _restless(control)
+    for name in ENDED:
+        inside = found[name]["percent"] <= control["high"]
+        band = f"A/A band {control['low']:+.2f} to {control['high']:+.2f}"
+        verdicts[f"{name}: time"] = restless or f"{'met' if inside else 'missed'} ({band})"
+        growth, dropped = about["growth_mib"][name], about["dropped_frames"][name]
+        small = f"({growth:+.1f} MiB, at most {MOST_GROWTH_MIB})"
+        verdicts[f"{name}: memory"] = f"{'met' if growth <= MOST_GROWTH_MIB else 'missed'} {small}"
+        verdicts[f"{name}: drops"] = f"{'met' if dropped else 'missed'} ({dropped:,} frames counted)"
+    return verdicts
+
+
+def _of_collectives(about: dict[str, Any]) -> str:
+    unwatched = about["collectives"]["unwatched"]
+    added = {name: count - unwatched for name, count in about["collectives"].items()}
+    if not unwatched:
+        return "inconclusive: none was counted"
+    return f"met (0 beside {unwatched} of a block)" if not any(added.values()) else f"missed ({added})"
+
+
+def _restless(control: dict[str, float]) -> str | None:
+    if abs(control["percent"]) > CONTROL_PERCENT:
+        return f"inconclusive: the control differs by {control['percent']:+.2f} %"
+    return None
 
 
 def shown(figures: dict[str, Any]) -> str:
@@ -107,34 +107,30 @@ def shown(figures: dict[str, Any]) -> str:
     found, used = figures["differences"], figures["processor_time"]
     rows = [
         (
-            f"{arm}, blocks of 2 steps",
+            f"{arm}{' (control)' if arm.endswith('again') else ''}",
             f"{found[arm]['percent']:+.2f}",
             f"{found[arm]['low']:+.2f} to {found[arm]['high']:+.2f}",
             f"{used[arm]['percent']:+.2f} ({used[arm]['low']:+.2f} to {used[arm]['high']:+.2f})",
             f"{found[arm]['pairs']}",
-            "control" if arm == "off again" else "",
         )
         for arm in used
     ]
     rows += [
-        (
-            name,
-            f"{found[name]['percent']:+.2f}",
-            f"at most {found[name]['high']:+.2f}",
-            "",
-            "",
-            f"{figures['verdicts'][name]} (at most {most:g} %)",
-        )
-        for name, most in TARGETS.items()
+        (arm, f"{each['percent']:+.2f}", f"at most {each['high']:+.2f}", "", "")
+        for arm, each in found.items()
+        if arm not in used
     ]
-    header = ("", "slower, %", "95 %", "processor time, %", "pairs", "verdict")
+    header = ("blocks of 2 steps", "slower, %", "95 %", "processor time, %", "pairs")
     where = ", each on a core of its own" if figures["pinned"] else ""
     about = (
         f"{figures['shape']}, {figures['layout']}: {figures['ranks']} process(es) of {figures['threads']} "
         f"thread(s){where}; a step of {figures['tokens_per_step']} tokens takes "
-        f"{1e3 * figures['step_seconds']:.0f} ms. What takes the frames is {figures['sidecar']}."
+        f"{1e3 * figures['step_seconds']:.0f} ms."
     )
-    return f"{table(header, rows)}\n\n{about}"
+    if figures["cut_off"]:
+        about += " It was cut off."
+    verdicts = table(("", "verdict"), list(figures["verdicts"].items()))
+    return f"{table(header, rows)}\n\n{verdicts}\n\n{about}"
 
 
 def main() -> int:
@@ -142,29 +138,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--layout", choices=("dp", "tp"), default="dp", help="how they share the work (dp)")
+    parser.add_argument("--shape", choices=("small", "tiny"), default="small", help="tiny: to try it (small)")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
     parser.add_argument("--pin", choices=("auto", "yes", "no"), default="auto", help="processes on own cores")
     parser.add_argument(
-        "--sidecar",
-        choices=("drained", "frozen", "dead"),
-        default="drained",
-        help="what takes the frames: a process that drops them, one that is stopped, or none (drained)",
+        "--sidecars", action="store_true", help="frozen, slow and dead ones beside a good one"
     )
-    parser.add_argument("--rounds", type=int, default=150, help="of five blocks and as many unwatched ones")
-    parser.add_argument("--timeout", type=float, default=3600.0)
+    parser.add_argument("--rounds", type=int, default=150, help="at most; of a block of every kind (150)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for all of it, about (60)")
     parser.add_argument("--record", type=Path, help="folder for a dated record")
     args = parser.parse_args()
     threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
-    arguments = [f"--rounds={args.rounds}", f"--pin={args.pin}", f"--layout={args.layout}"]
-    arguments.append(f"--sidecar={args.sidecar}")
-    figures = {"machine": machine(), "training": judged(train(args.ranks, threads, arguments, args.timeout))}
+    arguments = [f"--rounds={args.rounds}", f"--seconds={60 * args.minutes}", f"--pin={args.pin}"]
+    arguments += [
+        f"--layout={args.layout}",
+        f"--shape={args.shape}",
+        *(["--sidecars"] if args.sidecars else []),
+    ]
+    about = machine()
+    ran = ranks_of(HERE / "cost_worker.py", args.ranks, threads, arguments, 60 * args.minutes + 60)
+    figures = {"machine": about, "training": judged(ran)}
     text = shown(figures["training"])
     print(text)
     if args.record:
-        name = "scope-cost" if args.sidecar == "drained" else f"scope-cost-{args.sidecar}"
-        for path in record(args.record, name, "What watching costs", figures, text):
+        name, title = "scope-cost", "What watching costs"
+        if args.sidecars:
+            name, title = "scope-sidecars", "What a frozen, slow or dead sidecar costs"
+        for path in record(args.record, name, title, figures, text):
             print(path)
-    return 0 if all(each == "met" for each in figures["training"]["verdicts"].values()) else 1
+    return 0 if all(each.startswith("met") for each in figures["training"]["verdicts"].values()) else 1
 
 
 if __name__ == "__main__":

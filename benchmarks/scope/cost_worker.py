@@ -1,9 +1,8 @@
-"""One rank of the training that ``cost.py`` watches and does not watch in turn."""
+"""One rank of the training that ``cost.py`` watches in turn with other ways, or not at all."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -12,43 +11,53 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scan"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "scan")]
 
-from scan_cost_held import Cores  # noqa: E402
+from paired_blocks import Blocks, Cores, Took, agreed, alternating, pilot, together, write  # noqa: E402
 from scan_cost_worker import SHAPE as BF16_SHAPE  # noqa: E402
-from scan_cost_worker import _agreed as agreed  # noqa: E402
-from scan_cost_worker import pilot, together  # noqa: E402
-from throughput_sides import Ours, token_ids  # noqa: E402
+from throughput_sides import Case, Ours, token_ids  # noqa: E402
 
-SHAPE = replace(BF16_SHAPE, dtype=torch.float32)
-"""In fp32: many processors have no bf16 arithmetic and take seconds a step."""
+if TYPE_CHECKING:
+    from mt_megatron.scope.session import Session
+
+SHAPES = {
+    "small": replace(BF16_SHAPE, dtype=torch.float32),
+    "tiny": Case(
+        name="L2 h64 V512",
+        layers=2,
+        hidden=64,
+        ffn=128,
+        heads=4,
+        groups=2,
+        vocabulary=512,
+        dtype=torch.float32,
+        sequence=64,
+        micro_batch=2,
+    ),
+}
+"""What one data-parallel rank does, in fp32: many processors have no bf16 arithmetic and take seconds a step.
+``tiny`` is there to try the script with."""
 
 INTERVAL = 20
 _LIVE = 7
 """Steps of this number show attention."""
 
-ARMS = {
-    "off again": (None, None),
-    "unsampled": (1, 1),
-    "sampled": (INTERVAL, 1),
-    "attention": (_LIVE, _LIVE),
-}
-"""What the session is told the numbers of a block's steps are; None: it is told of none."""
-
-ROUND = ("off again", "unsampled", "unsampled", "sampled", "attention")
-_WARM_UP_ROUNDS = 2
-_SETTLE_SECONDS = 0.002
+_BOTH = INTERVAL * _LIVE
 _ZERO = "--use-distributed-optimizer"
+_MOST_BLOCKS = 40
+"""Until the queue to a sidecar that takes too little is full, and something is dropped."""
 
 _DRAIN = """
-import os, selectors, socket, sys
+import os, selectors, socket, sys, time
 server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.bind(sys.argv[1])
 server.listen(64)
@@ -58,29 +67,58 @@ while os.getppid() == int(sys.argv[2]):
     for key, _ in ready.select(1.0):
         if key.fileobj is server:
             ready.register(server.accept()[0], selectors.EVENT_READ)
-        elif not key.fileobj.recv(1 << 20):
+        elif not key.fileobj.recv(int(sys.argv[3])):
             ready.unregister(key.fileobj)
             key.fileobj.close()
+    time.sleep(float(sys.argv[4]))
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One kind of block."""
+
+    session: str = "drained"
+    steps: tuple[int | None, ...]
+    """What the session is told the numbers of its steps are; None: it is told of none."""
+
+
+WATCHING = {
+    "off again": Arm(steps=(None, None)),
+    "unsampled": Arm(steps=(1, 1)),
+    "sampled": Arm(steps=(INTERVAL, 1)),
+    "attention": Arm(steps=(_LIVE, _LIVE)),
+}
+WATCHING_ROUND = ("off again", "unsampled", "unsampled", "sampled", "attention")
+SIDECARS = {
+    "drained again": Arm(steps=(_BOTH, 1)),
+    **{name: Arm(session=name, steps=(_BOTH, 1)) for name in ("frozen", "slow", "dead")},
+}
+"""Everything is watched in the first step of a block; whoever takes it differs."""
 
 
 class Drain:
     """Takes what ranks send and does nothing with it: in a real job the sidecar has a core of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         self.socket = Path(tempfile.mkdtemp(prefix="scope_cost_")) / "s"
+        # A slow one takes 40 KiB a second.
+        self._pace = ("4096", "0.1") if kind == "slow" else (str(1 << 20), "0")
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-c", _DRAIN, str(self.socket), str(os.getpid())]
+        command = [sys.executable, "-c", _DRAIN, str(self.socket), str(os.getpid()), *self._pace]
         self._process = subprocess.Popen(command)
 
-    def end_as(self, sidecar: str) -> None:
-        """Freeze it, or kill it."""
+    def has_told(self, seconds: float) -> bool:
+        return False
+
+    def become(self, kind: str) -> None:
+        """Freeze it, or kill it; the other kinds are what they are from the start."""
         assert self._process is not None
-        if sidecar == "frozen":
+        if kind == "frozen":
             self._process.send_signal(signal.SIGSTOP)
-        elif sidecar == "dead":
+        elif kind == "dead":
             self._process.kill()
 
     def close(self) -> None:
@@ -90,78 +128,98 @@ class Drain:
 
 
 class Training:
-    """Steps of one training, watched or not."""
+    """Steps of one training, watched by one of several sessions or by none."""
 
-    def __init__(self, ranks: int, layout: str, run: Path) -> None:
+    def __init__(self, shape: Case, ranks: int, layout: str, run: Path, kinds: Sequence[str]) -> None:
+        """``kinds`` of sidecars: a session each, which is ``drained`` until ``end_sidecar``."""
         import mt_megatron
-        from mt_megatron.scope.interfaces import Facts, Options
-        from mt_megatron.scope.session import Session
 
         warnings.filterwarnings("ignore")
         mt_megatron.patch("cpu")
         if layout == "dp":
-            case, spread = replace(SHAPE, micro_batch=ranks * SHAPE.micro_batch), (_ZERO,)
+            case, spread = replace(shape, micro_batch=ranks * shape.micro_batch), (_ZERO,)
         else:
-            case, spread = SHAPE, ("--tensor-model-parallel-size", str(ranks))
+            case, spread = shape, ("--tensor-model-parallel-size", str(ranks))
         copies = ranks if layout == "dp" else 1
         self.case = case
         self.ours = Ours(case, token_ids(case), spread, copies)
-        job, trainable = self.ours.job, self.ours.trainable
-        self.session = Session(
+        self._drains: dict[str, Drain] = {}
+        watch = "attention@decoder.layers.0"
+        if len(kinds) > 1:
+            # Some MiB a step and rank, which fill a queue soon.
+            watch = "attention@decoder.layers.*"
+            watch += ":heads=0-3:samples=0,2" if layout == "dp" else ""
+        watch += f":every={_LIVE}"
+        self.sessions = {kind: self._session(kind, run / kind, watch) for kind in kinds}
+        for session in self.sessions.values():
+            session.start()
+
+    def _session(self, kind: str, run: Path, watch: str) -> Session:
+        from mt_megatron.scope.interfaces import Facts, Options
+        from mt_megatron.scope.session import Session
+
+        def sidecar(*given: Any, **options: Any) -> Drain:
+            self._drains[kind] = Drain(kind)
+            return self._drains[kind]
+
+        job, trainable, case = self.ours.job, self.ours.trainable, self.case
+        return Session(
             run,
             rank=job.rank,
             layout=job.layout,
             backend=job.backend,
             chunks=trainable.chunks,
             optimizer=trainable.optimizer,
-            options=Options(
-                live=False, interval=INTERVAL, watch=(f"attention@decoder.layers.0:every={_LIVE}",)
-            ),
+            options=Options(live=False, interval=INTERVAL, watch=(watch,)),
             facts=Facts(
                 micro_batch_size=case.micro_batch // job.layout.dp,
                 seq_length=case.sequence,
                 vocab_size=case.vocabulary,
                 model={"name": case.name},
             ),
-            sidecar=self._drain,
+            sidecar=sidecar,
         )
-        self._drained: Drain | None = None
-        self._waits = True
-        self.session.start()
 
-    def _drain(self, run: Path, node: int, **options: Any) -> Drain:
-        self._drained = Drain()
-        return self._drained
-
-    def sidecar_is(self, sidecar: str) -> None:
-        """From now on: ``drained``, ``frozen`` or ``dead``; all ranks are connected."""
-        while self.session.waiting:
-            time.sleep(0.01)
+    def end_sidecar(self, kind: str) -> float:
+        """Freeze or kill the one of session ``kind``, or let it be slow, and train until something is
+        dropped; MiB by which this rank's memory grew."""
+        session = self.sessions[kind]
+        before = most = resident_mib()
         together()
-        self._waits = sidecar == "drained"
-        if self._drained is not None:
-            self._drained.end_as(sidecar)
+        if kind in self._drains:
+            self._drains[kind].become(kind)
+        for _ in range(_MOST_BLOCKS):
+            self.block(SIDECARS[kind])
+            most = max(most, resident_mib())
+            if agreed(session.dropped[0]):
+                break
+        return most - before
 
-    def timed(self, numbers: tuple[int | None, ...] | int) -> tuple[float, float]:
-        """Seconds of steps that begin together on all ranks, with what is sent of them encoded: by the wall,
-        and of the process's processors."""
-        each: tuple[int | None, ...] = (None,) * numbers if isinstance(numbers, int) else numbers
+    def block(self, arm: Arm) -> Took:
+        """Seconds of ``arm``'s steps that begin together on all ranks: by the wall, and of the process's
+        processors. Where somebody takes what they send, it ends once that is encoded."""
+        session = self.sessions[arm.session]
         together()
         began, used = time.perf_counter(), time.process_time()
-        for number in each:
-            self._step(number)
-        while self._waits and self.session.waiting:
+        for number in arm.steps:
+            self._step(session, number)
+        while arm.session == "drained" and session.waiting:
             time.sleep(0.0002)
         return time.perf_counter() - began, time.process_time() - used
 
-    def _step(self, number: int | None) -> None:
+    def timed(self, count: int) -> tuple[float, float]:
+        """The same of ``count`` unwatched steps."""
+        wall, used = self.block(Arm(steps=(None,) * count))
+        return wall, used
+
+    def _step(self, session: Session, number: int | None) -> None:
         from mt_megatron.scope.interfaces import StepFigures
 
         if number is None:
             self.ours.step()
             return
-        self.session.begin_step(number)
-        result = self.ours.observed_step(self.session)
+        session.begin_step(number)
+        result = self.ours.observed_step(session)
         figures = StepFigures(
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -169,64 +227,85 @@ class Training:
             tokens=result.tokens,
             skipped=result.skipped,
         )
-        self.session.end_step(number, figures)
+        session.end_step(number, figures)
+
+    def collectives_of(self, arm: Arm) -> int:
+        """How many a block of ``arm`` makes on this rank, as the process groups themselves number them."""
+        before = _collectives()
+        self.block(arm)
+        # Less the barrier with which a block begins.
+        return _collectives() - before - 1
+
+    def close(self) -> None:
+        for session in self.sessions.values():
+            session.close()
+        self.ours.close()
 
 
-def blocks(training: Training, rounds: int) -> dict[str, list[Any]]:
-    """Unwatched and other blocks in turn, the others of a round in random order, the same on all ranks.
+def _collectives() -> int:
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
-    Per arm lists of [seconds, processor seconds] of the unwatched block before, its own and the one after.
-    """
-    rng = np.random.default_rng(0)
-    found: dict[str, list[Any]] = {arm: [] for arm in ARMS}
 
-    def block(arm: str) -> tuple[float, float]:
-        time.sleep(_SETTLE_SECONDS)
-        return training.timed(ARMS[arm])
-
-    before = block("off again")
-    for number in range(-_WARM_UP_ROUNDS, rounds):
-        for arm in rng.permutation(ROUND).tolist():
-            own, after = block(arm), block("off again")
-            if number >= 0:
-                found[arm].append([before, own, after])
-            before = after
-    return found
+def resident_mib() -> float:
+    """Of this process."""
+    return float(psutil.Process().memory_info().rss) / 2**20
 
 
 def main() -> None:
-    """Take the rounds; each rank writes what they took."""
+    """Take the rounds; each rank writes what they took, after each of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--layout", choices=("dp", "tp"), required=True)
     parser.add_argument("--pin", choices=("auto", "yes", "no"), required=True)
-    parser.add_argument("--sidecar", choices=("drained", "frozen", "dead"), required=True)
+    parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--sidecars", action="store_true")
     args = parser.parse_args()
+    began = time.monotonic()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    training: Any = Training(ranks, args.layout, args.scratch / "run")
-    training.timed(5)
-    training.timed((1, 1))
-    training.sidecar_is(args.sidecar)
+    arms = SIDECARS if args.sidecars else WATCHING
+    reference = next(iter(arms))
+    kinds = list(dict.fromkeys(arm.session for arm in arms.values()))
+    shape = SHAPES[args.shape]
+    training = Training(shape, ranks, args.layout, args.scratch / "run", kinds)
+    training.timed(3)
+    for arm in arms.values():
+        training.block(arm)
+    collectives = {name: training.collectives_of(arm) for name, arm in arms.items()}
+    collectives["unwatched"] = training.collectives_of(WATCHING["off again"])
     unrest = pilot(training, rank) if args.pin == "auto" else {}
     pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
     Cores().pin(rank if pinned else None)
-    step = agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(8)))
-    found = blocks(training, args.rounds)
-    training.session.close()
-    about = {
-        "shape": SHAPE.name,
+    step = agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(4)))
+    ended = [kind for kind in kinds if kind != "drained"]
+    resident = resident_mib()
+    growth = {kind: training.end_sidecar(kind) for kind in ended}
+    about: dict[str, Any] = {
+        "shape": shape.name,
         "layout": f"{args.layout}{ranks}",
-        "sidecar": args.sidecar,
         "tokens_per_step": training.case.tokens,
         "ranks": ranks,
         "pinned": pinned,
         "unrest_percent": unrest,
         "threads": torch.get_num_threads(),
         "step_seconds": step,
+        "collectives": collectives,
+        "growth_mib": growth,
     }
-    (args.scratch / f"blocks-{rank}.json").write_text(json.dumps({"blocks": found, "about": about}))
-    training.ours.close()
+
+    def each_round(found: Blocks) -> None:
+        if ended:
+            growth["all at once"] = max(growth.get("all at once", 0.0), resident_mib() - resident)
+            about["dropped_frames"] = {kind: training.sessions[kind].dropped[0] for kind in ended}
+        write(args.scratch, rank, found, about)
+
+    block: Callable[[str], Took] = lambda name: training.block(arms[name])  # noqa: E731
+    others = tuple(arms) if args.sidecars else WATCHING_ROUND
+    left = args.seconds - (time.monotonic() - began)
+    alternating(block, reference, others, args.rounds, seconds=left, each_round=each_round)
+    training.close()
 
 
 if __name__ == "__main__":
