@@ -1,4 +1,4 @@
-"""What one process of ``test_taps.py`` runs: attention's inputs and routers' decisions."""
+"""The process of ``test_taps.py``: attention's inputs and routers' decisions."""
 
 from __future__ import annotations
 
@@ -221,3 +221,50 @@ def _router(options: dict[str, Any]) -> dict[str, Any]:
         "given": torch.equal(scores.weights, weights.detach()) and torch.equal(scores.experts, experts),
         "left": "routing" in vars(router),
     }
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "by token": {},
+    "padded": {"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True},
+}
+"""Nothing is dropped, so that a token's experts are those of its largest logits."""
+
+
+def gathered_routers() -> dict[str, Any]:
+    """By case: of a router that decides about the tokens of both tensor parallel ranks, whether what it says
+    is of this rank's, which alone are the oracle's."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from mt_megatron.seams import taps
+
+    small_models.start(1, tp=2)
+    found = {}
+    for name, options in GATHERED.items():
+        config = small_gpt.transformer_config(
+            num_moe_experts=8,
+            moe_router_topk=2,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall_seq",
+            sequence_parallel=True,
+            **options,
+        )
+        router = TopKRouter(config)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            router.weight.copy_(torch.randn(router.weight.shape))
+        tokens = torch.randn(2, LENGTH, ROWS, config.hidden_size)
+        seen: list[Any] = []
+        own = torch.distributed.get_rank()
+        with taps.router_scores(router, seen.append):
+            _, experts = router(tokens[own])
+        scores = seen[0]
+        logits = (tokens.double() @ router.weight.double().t()).flatten(1, 2)
+        routed = torch.zeros(logits.shape, dtype=torch.bool).scatter_(2, logits.topk(2).indices, True)
+        found[name] = {
+            "logits": float((scores.logits.double() - logits[own]).abs().max()),
+            "map": bool(torch.equal(scores.routing_map(), routed[own])),
+            "other rank's": bool(torch.equal(scores.routing_map(), routed[1 - own])),
+            "counts": scores.tokens_per_expert().tolist() == routed[own].sum(0).tolist(),
+            "decided": experts.numel(),
+        }
+    return found

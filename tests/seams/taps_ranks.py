@@ -1,4 +1,4 @@
-"""What the ranks of ``test_taps_ranks.py`` run: small models, watched and not."""
+"""The ranks of ``test_taps_ranks.py``: small models, watched and not."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def same_bits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         options = dict(case)
-        sizes = {name: options.pop(name, 1) for name in ("tp", "cp")}
+        sizes = {name: options.pop(name, 1) for name in ("tp", "cp", "ep")}
         pp, chunks = options.pop("pp", 1), options.pop("chunks", 1)
         model, schedule = options.pop("model", "dense"), options.pop("schedule", None)
         small_models.start(pp, vpp=chunks if chunks > 1 else None, **sizes)

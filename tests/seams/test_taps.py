@@ -287,3 +287,12 @@ def test_routers_say_what_they_decide() -> None:
         assert case["logits"] < 1e-4 and case["chances"] < 1e-5, name
         assert (case["assigned"] == 32) == (name not in ("capacity", "padded")), name
         assert case["bias"] == (name == "deepseek"), name
+
+
+def test_routers_that_gather_tokens_say_what_they_decide_about_their_ranks_own() -> None:
+    for rank in run_ranks(2, f"{HERE}:gathered_routers"):
+        for name, case in rank.items():
+            assert case["map"] and case["counts"] and not case["other rank's"], name
+            assert case["logits"] < 1e-4, name
+        # Both ranks' 32 tokens, of 2 experts each; padded, as many places for each of 8 experts.
+        assert {name: case["decided"] for name, case in rank.items()} == {"by token": 64, "padded": 256}

@@ -19,6 +19,8 @@ MORE: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "model": "moe", "schedule": "breadth_first"},
     {"pp": 2, "model": "mtp", "cross_entropy_loss_fusion": True, "schedule": "zb_h1"},
     {"cp": 2, "model": "recompute"},
+    {"ep": 2, "model": "moe"},
+    {"ep": 2, "model": "grouped"},
 ]
 
 

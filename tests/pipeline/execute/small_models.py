@@ -43,7 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """Overrides of the configuration; ``tied`` is an argument of the model."""
 
 
-def start(pp: int, vpp: int | None = None, v: bool = False, tp: int = 1, cp: int = 1, seed: int = 1) -> None:
+def start(
+    pp: int, vpp: int | None = None, v: bool = False, tp: int = 1, cp: int = 1, ep: int = 1, seed: int = 1
+) -> None:
     """Patch for the CPU and make this job's process groups, in place of earlier ones."""
     import torch.distributed as dist
 
@@ -58,7 +60,7 @@ def start(pp: int, vpp: int | None = None, v: bool = False, tp: int = 1, cp: int
         dist.init_process_group("gloo")
     elif parallel_state.model_parallel_is_initialized():
         layout.destroy()
-    sizes = layout.RankLayout(world_size=dist.get_world_size(), tp=tp, pp=pp, cp=cp, vpp=vpp, v=v)
+    sizes = layout.RankLayout(world_size=dist.get_world_size(), tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, v=v)
     layout.initialize(sizes, mt_megatron.backend())
     seed_all(seed)
 
@@ -98,6 +100,7 @@ class Pipeline:
                 "num_layers": layers,
                 "virtual_pipeline_model_parallel_size": count,
                 "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+                "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
                 "bf16": bf16,
                 "params_dtype": dtype,
                 "pipeline_dtype": dtype,
