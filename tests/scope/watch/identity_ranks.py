@@ -17,6 +17,7 @@ from mt_megatron.checkpoint.load import Progress, load_weights
 from mt_megatron.checkpoint.save import save_checkpoint
 from mt_megatron.config.parse import load_config
 from mt_megatron.models.families import family_of
+from mt_megatron.seams import events, taps
 from mt_megatron.seams.taps.modules import Tapped
 from mt_megatron.training.distributed import Job, joined, seed_everything
 from mt_megatron.training.model import Trainable, build
@@ -49,7 +50,7 @@ CALLS = (
     ),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
     *("broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier"),
-    *("reduce", "batch_isend_irecv", "send", "recv"),
+    *("batch_isend_irecv", "send", "recv"),
 )
 """Of torch.distributed; ``isend`` and ``irecv`` are passed about as what they are."""
 
@@ -95,13 +96,16 @@ def _train(folder: Path, flags: str, steps: int, *, watch: bool) -> dict[str, An
         def run(observed: Observed | None) -> None:
             for iteration in range(1, steps + 1):
                 seen.clear()
+                numbers = _group_numbers()
                 with _counted() as calls:
                     found["steps"].append(
                         _step(trainable, forward_step, batches, shape, job, iteration, observed)
                     )
+                calls["numbered by the groups"] = _group_numbers() - numbers
                 found["calls"].append(dict(calls))
                 found["tapped"].append(max(seen))
-                assert _callables(trainable) == before, "a callable is not the original after a step"
+                assert _same(_callables(trainable), before), "a callable is not the original after a step"
+                assert _nobody_listens(), "something is left open after a step"
 
         if watch:
             with watched(config, job, trainable, watch=REQUESTS, interval=INTERVAL) as (observed, reader):
@@ -111,6 +115,9 @@ def _train(folder: Path, flags: str, steps: int, *, watch: bool) -> dict[str, An
                 found["frames"] = dict(Counter(frame["k"] for _, frame in reader.everything()))
         else:
             run(None)
+        with taps.watch(trainable.bare_chunks()[0], after=lambda call, output: None):
+            found["open_tap_is_seen"] = not _same(_callables(trainable), before) and not _nobody_listens()
+        found["closed_tap_is_not"] = _same(_callables(trainable), before) and _nobody_listens()
         dist.barrier()
     return found
 
@@ -129,7 +136,7 @@ def _step(
 
     class Both:
         def gradients_ready(self) -> None:
-            gradients.append(_hash(_gradients(trainable)))
+            gradients.append(hashed(_gradients(trainable)))
             if observed is not None:
                 observed.gradients_ready()
 
@@ -148,8 +155,8 @@ def _step(
         result.loss.hex(),
         float(result.grad_norm or 0).hex(),
         *gradients,
-        _hash(weights),
-        _hash([states.torch, states.device, *states.tracker.values()]),
+        hashed(weights),
+        hashed([states.torch, states.device, *states.tracker.values()]),
     ]
 
 
@@ -157,7 +164,8 @@ def _gradients(trainable: Trainable) -> list[torch.Tensor]:
     return [each.main_grad for chunk in trainable.chunks for each in chunk.parameters()]
 
 
-def _hash(tensors: list[torch.Tensor]) -> str:
+def hashed(tensors: list[torch.Tensor]) -> str:
+    """Of their bits."""
     found = hashlib.sha256()
     for each in tensors:
         found.update(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -169,20 +177,29 @@ def _modules(trainable: Trainable) -> Iterator[torch.nn.Module]:
         yield from chunk.modules()
 
 
-def _callables(trainable: Trainable) -> list[tuple[int, ...]]:
-    """Identities of every module's own methods and hooks."""
-    found = []
+def _callables(trainable: Trainable) -> list[Any]:
+    """Every module's method, its own callables and its hooks."""
+    found: list[Any] = []
     for module in _modules(trainable):
-        own = [id(value) for value in vars(module).values() if callable(value)]
-        hooks = [
-            key
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-            for key in vars(module)[name]
-        ]
-        found.append(
-            (id(module.forward.__func__ if hasattr(module.forward, "__func__") else 0), *own, *hooks)
-        )
+        found.append(getattr(module.forward, "__func__", module.forward))
+        found += [value for value in vars(module).values() if callable(value)]
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            found += vars(module)[name].values()
     return found
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _nobody_listens() -> bool:
+    open_ = (taps.loss._watches, taps.loss._token_watches, taps.loss._whole, taps.attention._listener)
+    return not any(open_) and taps.progress._stop is None and not events.listening()
+
+
+def _group_numbers() -> int:
+    """Collectives of this rank so far, as the process groups number them, whoever called them."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
 def _tapped(trainable: Trainable) -> list[str]:
