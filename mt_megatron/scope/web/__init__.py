@@ -4,6 +4,7 @@ Needs the extra ``scope`` (starlette, uvicorn, websockets); nothing else of the 
 
 serving   what sidecar and command line call: a hub, a recording, the page on them
 server    the listening socket, the token file, the line that says how to open it
+connection  HTTP connections with deadlines
 app       routes: files, data by name, commands, notices
 guard     checks before any route, headers of every answer
 access    tokens, one-time links, sessions
@@ -17,6 +18,7 @@ tiles     level of detail of recorded matrices
 pack      binary bodies: a header and raw arrays
 source    what the page needs of a recording and a run, as Protocols
 recorded  the recording behind these Protocols
+words     text of single tokens
 """
 
 from __future__ import annotations

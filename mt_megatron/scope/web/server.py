@@ -17,8 +17,9 @@ import uvicorn
 
 from mt_megatron.errors import ConfigError
 
-from .access import TokenFile, new_ticket, write_secret, write_token_file
+from .access import TokenFile, new_ticket, read_token_file, write_secret, write_token_file
 from .app import Site, application
+from .connection import Connection
 from .guard import is_loopback
 from .messages import MOST_BYTES
 
@@ -124,7 +125,7 @@ class Page:
         config = uvicorn.Config(
             application(self.site),
             loop="asyncio",
-            http="h11",
+            http=Connection,
             ws="websockets",
             lifespan="off",
             log_config=None,
@@ -180,8 +181,10 @@ class Page:
             self._socket.close()
         path, self._token_file = self._token_file, None
         if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            # Another server of the run may have replaced the file: the next attempt's, while this one ends.
+            with contextlib.suppress(OSError, ConfigError):
+                if read_token_file(path).view == self.site.access.view:
+                    path.unlink()
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,96 @@
+"""Clients that are slow, silent or deaf: cut off in time, and in nobody's way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import psutil
+import pytest
+
+from mt_megatron.scope.web import connection
+from mt_megatron.scope.web.server import MOST_CONNECTIONS
+from tests.scope.sidecar.fake_ranks import until
+from tests.scope.web.support import Served
+
+
+def test_slow_clients_take_no_place_for_long(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than there is room for, silent or a byte at a time; they are cut off, and the page is
+    there for the others."""
+    monkeypatch.setattr(connection, "REQUEST_S", 3600.0)
+    with contextlib.ExitStack() as stack:
+        slow = slow_clients(page, stack)
+        # A control: without a deadline they keep everybody out.
+        until(lambda: page.ask("/").status == 503)
+        assert all(still_open(link) for link in slow)
+    until(lambda: page.ask("/").status == 401)
+    monkeypatch.setattr(connection, "REQUEST_S", 0.5)
+    with contextlib.ExitStack() as stack:
+        slow = slow_clients(page, stack)
+
+        def drips() -> bool:
+            with contextlib.suppress(OSError):
+                slow[9].sendall(b"X")
+            return not still_open(slow[9])
+
+        until(drips)  # further bytes do not put the end off
+        until(lambda: not any(still_open(link) for link in slow))
+        assert page.ask("/api/run", cookie=page.enter()).status == 200
+
+
+def slow_clients(page: Served, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """As many as there is room for: silent ones, and ones in the middle of a head or of a body."""
+    to = f"Host: 127.0.0.1:{page.port}\r\nOrigin: {page.origin}\r\nCookie: {page.enter()}\r\n"
+    head = f"GET /api/run HTTP/1.1\r\n{to}X-".encode()
+    body = (
+        f"POST /api/control HTTP/1.1\r\n{to}Content-Type: application/json\r\n"
+        f"X-Scope-Control: {page.tokens.control}\r\nContent-Length: 100\r\n\r\n["
+    ).encode()
+    said = [body if number < 8 else (b"", head)[number % 2] for number in range(MOST_CONNECTIONS)]
+    return [connected(page, stack, each) for each in said]
+
+
+def test_answer_that_nobody_reads_is_given_up(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests one after another on a connection that is never read: one answer waits, and not for ever."""
+    monkeypatch.setattr(connection, "ANSWER_S", 0.5)
+    cookie = page.enter()
+    ask = (
+        f"GET /assets/page.js HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: {cookie}\r\n\r\n"
+    ).encode()
+    with contextlib.ExitStack() as stack:
+        frozen = connected(page, stack, ask * 60)
+        port = frozen.getsockname()[1]
+
+        def serves() -> bool:
+            links = psutil.Process().net_connections(kind="inet")
+            return any(
+                each.laddr.port == page.port and each.raddr and each.raddr.port == port for each in links
+            )
+
+        until(lambda: not serves(), 30)
+        # A control: all was asked for, and a client that reads gets it.
+        whole = page.ask("/assets/page.js", cookie=cookie)
+        assert whole.status == 200 and len(whole.body) > 200_000
+
+
+def connected(page: Served, stack: contextlib.ExitStack, said: bytes) -> socket.socket:
+    """A connection with a small window that has ``said`` something."""
+    link = stack.enter_context(socket.socket())
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link.settimeout(10)
+    link.connect(("127.0.0.1", page.port))
+    link.sendall(said)
+    return link
+
+
+def still_open(link: socket.socket) -> bool:
+    """Whether the server has not closed it; what it said is read."""
+    link.setblocking(False)
+    try:
+        while link.recv(65536):
+            pass
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
