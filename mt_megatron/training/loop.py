@@ -158,6 +158,7 @@ class _Run:
             config,
             job,
             self.trainable,
+            tokenizer=tokenizer,
             metrics=self.output.metrics_path,
             seq_length=self.shape.seq_length,
             say=self.display.say,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mt_megatron.config.schema import TrainingConfig
+from mt_megatron.data.loader.tokenizer import TokenizerLike
 from mt_megatron.errors import ConfigError
 from mt_megatron.training.distributed import Job
 from mt_megatron.training.model import Trainable
@@ -171,6 +173,7 @@ def scope_of(
     job: Job,
     trainable: Trainable,
     *,
+    tokenizer: TokenizerLike,
     metrics: Path | None,
     seq_length: int,
     say: Callable[[str], None],
@@ -227,6 +230,11 @@ def scope_of(
                     "micro_batch_size": config.train.micro_batch_size,
                     "params_dtype": config.params_dtype,
                     "interval": scope.scope_interval,
+                    "tokenizer": {
+                        "type": config.data.tokenizer_type,
+                        "model": config.data.tokenizer_model and os.path.abspath(config.data.tokenizer_model),
+                        "identity": tokenizer.identity,
+                    },
                 },
             ),
             say=say,

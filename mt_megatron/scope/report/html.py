@@ -101,7 +101,11 @@ def _head(data: ReportData) -> str:
         for name, size in data.facts.layout.items()
         if isinstance(size, int) and not isinstance(size, bool) and size > 1
     )
-    model = ", ".join(f"{name} {value}" for name, value in data.facts.model.items() if value is not None)
+    model = ", ".join(
+        f"{name} {value}"
+        for name, value in data.facts.model.items()
+        if value is not None and not isinstance(value, dict)
+    )
     world = data.facts.session.world_size
     steps = data.steps.step
     facts = [

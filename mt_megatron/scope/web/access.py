@@ -48,9 +48,6 @@ MOST_SESSIONS = 32
 REQUESTS_PER_S, BURST = 200.0, 400.0
 """Of one session."""
 
-WRONG_PER_S, WRONG_BURST = 5.0, 20.0
-"""Wrong tickets and control tokens that are looked at, of all clients together."""
-
 _HEAD = struct.Struct("<d16s")
 
 
@@ -132,6 +129,7 @@ class Session:
 
     began: float
     used: float
+    ended: bool = False
     rate: Rate = field(default_factory=lambda: Rate(REQUESTS_PER_S, BURST))
 
 
@@ -152,7 +150,6 @@ class Access:
         self._lock = threading.Lock()
         self._used: dict[bytes, float] = {}
         self._sessions: dict[bytes, Session] = {}
-        self._wrong = Rate(WRONG_PER_S, WRONG_BURST)
 
     def redeem(self, ticket: str) -> tuple[str, Session] | str:
         """Cookie and session for ``ticket``, or why it opens nothing."""
@@ -163,7 +160,7 @@ class Access:
         head, mac = body[: _HEAD.size], body[_HEAD.size :]
         with self._lock:
             if len(head) < _HEAD.size or not hmac.compare_digest(mac, _mac(self.view, head)):
-                return "wrong ticket" if self._wrong.take() else "too many wrong tickets"
+                return "wrong ticket"
             made, number = _HEAD.unpack(head)
             now = self._clock()
             if not made - CLOCK_S <= now <= made + TICKET_S:
@@ -175,7 +172,7 @@ class Access:
             cookie = new_token()
             session = Session(name=secrets.token_hex(4), began=now, used=now)
             if len(self._sessions) >= MOST_SESSIONS:
-                del self._sessions[min(self._sessions, key=lambda key: self._sessions[key].used)]
+                self._end(min(self._sessions, key=lambda key: self._sessions[key].used))
             self._sessions[_digest(cookie)] = session
             return cookie, session
 
@@ -188,25 +185,34 @@ class Access:
             found = self._sessions.get(key)
             if found is None:
                 return "unknown session"
-            now = self._clock()
-            if now > found.used + SESSION_S or now > found.began + LONGEST_SESSION_S:
-                del self._sessions[key]
+            if self._is_late(found):
+                self._end(key)
                 return "expired session"
-            found.used = now
+            found.used = self._clock()
             return found
 
-    def controls(self, token: object) -> bool:
-        """Whether ``token`` is the control token; a flood of wrong ones is not looked at."""
+    def has_ended(self, session: Session) -> bool:
+        """Whether ``session`` was ended, or is too old: a websocket outlives the request that opened it."""
         with self._lock:
-            if isinstance(token, str) and hmac.compare_digest(token.encode(), self.control.encode()):
-                return True
-            self._wrong.take()
-            return False
+            return session.ended or self._is_late(session)
+
+    def controls(self, token: str) -> bool:
+        """Whether ``token`` is the control token."""
+        return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self.control.encode())
 
     def end(self, cookie: str) -> None:
         """End the session of ``cookie``."""
         with self._lock:
-            self._sessions.pop(_digest(cookie), None)
+            self._end(_digest(cookie))
+
+    def _end(self, key: bytes) -> None:
+        found = self._sessions.pop(key, None)
+        if found is not None:
+            found.ended = True
+
+    def _is_late(self, session: Session) -> bool:
+        now = self._clock()
+        return now > session.used + SESSION_S or now > session.began + LONGEST_SESSION_S
 
 
 def _mac(token: str, head: bytes) -> bytes:

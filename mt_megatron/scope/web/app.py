@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
@@ -91,6 +92,7 @@ def application(site: Site) -> ASGIApp:
         exception_handlers={
             Refused: _refused,
             TooLarge: _too_large,
+            ClientDisconnect: _gone,
             HTTPException: _http,
             Exception: _failed,
         },
@@ -105,6 +107,7 @@ class _Routes:
         self._waiting = 0
         self._rates: Recent[str, Rate] = Recent(64)
         self._others: Recent[str, Context] = Recent(MOST_NEIGHBOURS)
+        self._opening = threading.Lock()
 
     async def open(self, request: Request) -> Response:
         """Exchange a ticket for a session. The answer is a page that goes on to ``/`` by itself: after a
@@ -172,11 +175,12 @@ class _Routes:
     def _context(self, name: str | None) -> Context:
         if name is None:
             return self._site.context
-        found = self._others.get(name)
-        if found is None:
-            found = self._site.neighbours()[name]()
-            self._others.put(name, found)
-        return found
+        with self._opening:  # workers share the map, and open a run once
+            found = self._others.get(name)
+            if found is None:
+                found = self._site.neighbours()[name]()
+                self._others.put(name, found)
+            return found
 
     async def runs(self, request: Request) -> Response:
         """Names of neighbouring runs."""
@@ -208,13 +212,9 @@ class _Routes:
         if live is None or not live.live:
             return JSONResponse({"ok": False, "error": "no training is connected"}, 409)
         self._site.audit.write("command", session=session.name, do=do, arguments=_short(arguments))
-        try:
-            if do == "request":
-                return await self._request(live, session, arguments["texts"])
-            result = await live.command(do, arguments, timeout_s=PATIENCE_S.get(do, 30.0))
-        except TimeoutError:
-            self._site.audit.write("timeout", session=session.name, do=do)
-            return JSONResponse({"ok": False, "error": "no answer from the training yet"}, 504)
+        if do == "request":
+            return await self._request(live, session, arguments["texts"])
+        result = await live.command(do, arguments, timeout_s=PATIENCE_S.get(do, 30.0))
         self._site.audit.write("result", session=session.name, do=do, ok=bool(result.ok))
         return Response(
             Answer(facts={"ok": bool(result.ok), "value": result.value, "error": result.error}).body(),
@@ -241,6 +241,8 @@ class _Routes:
         keep = self._site.bookmark or self._site.context.source.bookmark
         try:
             await to_thread.run_sync(keep, mark)
+        except MtMegatronError as error:
+            return JSONResponse({"ok": False, "error": str(error)}, 400)
         except OSError as error:
             return JSONResponse({"ok": False, "error": f"the recording cannot be written: {error}"}, 507)
         self._site.audit.write("bookmark", session=session.name, step=mark.step, text=mark.text)
@@ -255,7 +257,8 @@ class _Routes:
 
     async def sockets(self, socket: WebSocket) -> None:
         """Notices."""
-        await self._site.sockets.serve(socket)
+        access, session = self._site.access, socket.scope["session"]
+        await self._site.sockets.serve(socket, lambda: access.has_ended(session))
 
     async def _controlling(self, request: Request, what: str) -> tuple[Session, Any]:
         """Session and body of a request that has the control token. Raises ``Refused`` or 403, 429."""
@@ -291,6 +294,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _too_large(request: Request, error: Exception) -> Response:
     return PlainTextResponse("too large\n", 413)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("", 400)  # nobody reads it; without it each one is a traceback in the log
 
 
 async def _http(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -81,8 +81,8 @@ class Sockets:
         finally:
             subscription.close()
 
-    async def serve(self, socket: WebSocket) -> None:
-        """One browser, until it leaves."""
+    async def serve(self, socket: WebSocket, has_ended: Callable[[], bool]) -> None:
+        """One browser, until it leaves or its session ``has_ended``."""
         if self._live is None or self.open >= MOST_SOCKETS:
             await socket.close(TRY_LATER)
             return
@@ -91,7 +91,7 @@ class Sockets:
         subscription = self._live.subscribe(QUEUE)
         wanted: set[str] = set(_KINDS)
         tasks = [
-            asyncio.create_task(self._send(socket, subscription, wanted)),
+            asyncio.create_task(self._send(socket, subscription, wanted, has_ended)),
             asyncio.create_task(self._receive(socket, wanted)),
         ]
         try:
@@ -108,9 +108,18 @@ class Sockets:
             with contextlib.suppress(Exception):  # closed already
                 await socket.close()
 
-    async def _send(self, socket: WebSocket, subscription: Subscription, wanted: set[str]) -> None:
+    async def _send(
+        self,
+        socket: WebSocket,
+        subscription: Subscription,
+        wanted: set[str],
+        has_ended: Callable[[], bool],
+    ) -> None:
         told = 0
         async for event in subscription:
+            if has_ended():
+                await socket.close(POLICY_VIOLATION)
+                return
             if event.get("k") not in wanted:
                 continue
             notice = small(event)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mt_megatron.scope.recording.files import LONGEST_BOOKMARK
+
 MOST_BYTES = 32 * 1024
 """Of one message or body."""
 
@@ -29,7 +31,7 @@ class Refused(Exception):
 class Field:
     """One field of a message."""
 
-    kind: Literal["int", "number", "text", "flag", "ints", "map"]
+    kind: Literal["int", "number", "text", "ints", "map"]
     least: float = -math.inf
     most: float = math.inf
     """Of a number; of a text and a list the length."""
@@ -57,11 +59,9 @@ def text(most: int, default: str | None = None, *, needed: bool = False, among: 
 
 _STEP = whole(0, 2**53)
 _PATH = text(400)
-_WHAT = text(60)
 
 QUERIES: Mapping[str, Mapping[str, Field]] = {
     "run": {},
-    "runs": {},
     "steps": {"points": whole(16, 20_000, 4_000)},
     "series": {"path": _PATH, "statistic": text(60, needed=True), "points": whole(16, 20_000, 2_000)},
     "model": {"statistic": text(60, "activation_rms"), "points": whole(8, 400, 60)},
@@ -101,7 +101,6 @@ QUERIES: Mapping[str, Mapping[str, Field]] = {
     "timeline": {"first": _STEP, "last": _STEP, "most": whole(1_000, 400_000, 200_000)},
     "timeline_steps": {},
     "alerts": {},
-    "compare": {"other": text(200, needed=True), "statistic": text(60, needed=True), "path": _PATH},
 }
 """Name of a view's data -> its query. Every query also takes ``run``, the name of a neighbouring run."""
 
@@ -136,10 +135,8 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
 
 BOOKMARK: Mapping[str, Field] = {
     "step": whole(0, 2**53, needed=True),
-    "text": text(300, needed=True),
-    "view": text(500, ""),
+    "text": text(LONGEST_BOOKMARK, needed=True),
 }
-
 
 SOCKET: Mapping[str, Mapping[str, Field]] = {"ping": {}, "kinds": {"kinds": text(200, needed=True)}}
 """Messages over the websocket: ``kinds``, a list with commas of the events that are wanted."""
@@ -220,8 +217,6 @@ def _value(key: str, value: Any, field: Field) -> Any:
         case "number":
             good = isinstance(value, int | float) and not isinstance(value, bool)
             good = good and abs(value) < 1e300 and math.isfinite(value)
-        case "flag":
-            good = isinstance(value, bool)
         case "text":
             good = isinstance(value, str) and len(value) <= field.most and _plain(value)
             if not good or (field.among and value not in field.among):

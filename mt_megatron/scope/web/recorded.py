@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording import data as recorded
+from mt_megatron.scope.recording.files import add_bookmark, read_requests
 from mt_megatron.scope.recording.reader import Recording
 
 from .limits import Recent
@@ -34,6 +35,7 @@ from .source import (
     TokenRow,
 )
 from .tiles import matrix_shape
+from .words import words_of
 
 LOOK_S = 0.25
 """Between two looks whether the files have changed."""
@@ -128,8 +130,6 @@ class RecordedSource:
         }
 
     def _requests(self) -> list[str]:
-        from mt_megatron.scope.recording.files import read_requests
-
         try:
             return read_requests(self._recording.files)
         except (ScopeError, OSError):
@@ -301,8 +301,9 @@ class RecordedSource:
         raise KeyError(f"found no tokens of sample {key.sample} at step {key.step} ({key.path})")
 
     def text_of(self, ids: Sequence[int]) -> Sequence[str] | None:
-        """As ``Source``: a recording has no tokenizer."""
-        return None
+        """As ``Source``: by the run's tokenizer, where its file is still there and the same."""
+        words = words_of((self.facts().get("model") or {}).get("tokenizer"))
+        return None if words is None else [words(each) for each in ids]
 
     # What went wrong, and what people marked.
 
@@ -333,12 +334,7 @@ class RecordedSource:
 
     def bookmark(self, mark: Bookmark) -> None:
         """As ``Source``."""
-        from mt_megatron.scope.recording.files import add_bookmark
-
-        try:
-            add_bookmark(self._recording.files, mark.step, mark.text)
-        except ScopeError as error:
-            raise OSError(str(error)) from None
+        add_bookmark(self._recording.files, mark.step, mark.text)
 
     def dropped(self) -> Dropped:
         """As ``Source``."""

@@ -90,10 +90,7 @@ def _kept_by(hub: Hub, loop: asyncio.AbstractEventLoop) -> Callable[[Bookmark], 
         async def within() -> None:
             hub.bookmark(mark.step, mark.text)
 
-        try:
-            asyncio.run_coroutine_threadsafe(within(), loop).result(10)
-        except ScopeError as error:
-            raise OSError(str(error)) from None
+        asyncio.run_coroutine_threadsafe(within(), loop).result(10)
 
     return keep
 

@@ -134,8 +134,6 @@ class Bookmark:
 
     step: int
     text: str
-    view: str = ""
-    """The page's address behind ``#``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +197,8 @@ class Source(Protocol):
         """Ascending by step."""
 
     def bookmark(self, mark: Bookmark) -> None:
-        """Keep one. Raises ``OSError`` where the recording cannot be written."""
+        """Keep one. Raises ``ScopeError`` for a text that is none, ``OSError`` where the recording cannot be
+        written."""
 
     def dropped(self) -> Dropped:
         """What is missing."""
@@ -241,7 +240,7 @@ class Live(Protocol):
     async def command(
         self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 30.0
     ) -> CommandResult:
-        """Send a command to global rank 0 and wait for its result."""
+        """Send a command to global rank 0 and wait for its result; without one in time it is not ``ok``."""
 
     def set_requests(self, texts: Sequence[str]) -> None:
         """Ask the ranks of all nodes for ``texts`` instead of what they were asked for before."""

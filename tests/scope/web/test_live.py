@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import time
 
 import psutil
+import pytest
 
 from mt_megatron.scope.web.live import QUEUE, small
+from tests.scope.sidecar.fake_ranks import until
 from tests.scope.web.support import Served
 
 EVENTS = 40_000 if os.environ.get("MT_MEGATRON_DAILY") else 6_000
@@ -47,26 +50,17 @@ def test_requests_reach_the_file_that_all_sidecars_read(page: Served) -> None:
 
 def test_bookmarks_are_kept(page: Served) -> None:
     cookie = page.enter()
-    for text, status in (("here", 200), ("x" * 250, 507)):
+    for text, status in (("here", 200), ("x" * 201, 400), ("two\nlines", 400), ("", 400)):
         mark = {"step": 7, "text": text}
         assert page.post("/api/bookmark", mark, cookie, control=page.tokens.control).status == status
     marks = page.ask("/api/run", cookie=cookie).json()["bookmarks"]
-    assert {"step": 7, "text": "here", "view": ""} in marks
+    assert {"step": 7, "text": "here"} in marks
 
 
 def test_browser_that_reads_nothing_costs_a_bounded_queue(page: Served) -> None:
     """Its socket is open and never read; another browser gets everything meanwhile."""
     cookie = page.enter()
-    frozen = socket.create_connection(("127.0.0.1", page.port))
-    frozen.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    frozen.sendall(
-        (
-            f"GET /live HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.origin}\r\n"
-            f"Cookie: {cookie}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-        ).encode()
-    )
-    assert b" 101 " in frozen.recv(4096)
+    frozen = websocket_by_hand(page, cookie)
     text, got = "x" * 3_000, 0
     with frozen, page.connect(page.enter()) as reader:
         time.sleep(0.3)
@@ -87,6 +81,51 @@ def test_browser_that_reads_nothing_costs_a_bounded_queue(page: Served) -> None:
     while page.ask("/api/server", cookie=cookie).json()["browser_dropped"] < worst.dropped:
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", ["slow", "killed"])
+def test_browser_that_reads_slowly_or_dies_costs_no_more(page: Served, how: str) -> None:
+    """A few bytes of it at a time, or its end in the middle of a message."""
+    cookie = page.enter()
+    link = websocket_by_hand(page, cookie)
+    with link, page.connect(page.enter()) as reader:
+        until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 2)
+        subscriptions = list(page.hub._subscriptions)
+        memory, got = psutil.Process().memory_info().rss, 0
+        for number in range(EVENTS):
+            page.publish({"k": "step", "step": number, "text": "x" * 3_000})
+            if number % 50 == 49:
+                if how == "slow":
+                    assert link.recv(100)
+                elif number == 99:
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    link.close()  # at once, with a reset
+                for _ in range(50):
+                    assert json.loads(reader.recv(timeout=20))["step"] == got
+                    got += 1
+        assert all(len(each._events) <= QUEUE + 1 for each in subscriptions)
+        assert psutil.Process().memory_info().rss - memory < 64 * 2**20
+        if how == "slow":
+            assert max(each.dropped for each in subscriptions) > EVENTS // 3
+        else:
+            until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 1)
+    until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 0)
+
+
+def websocket_by_hand(page: Served, cookie: str) -> socket.socket:
+    """Open, with a small window; nothing of it is read by itself."""
+    link = socket.create_connection(("127.0.0.1", page.port))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link.settimeout(20)
+    link.sendall(
+        (
+            f"GET /live HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nOrigin: {page.origin}\r\n"
+            f"Cookie: {cookie}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        ).encode()
+    )
+    assert b" 101 " in link.recv(4096)
+    return link
 
 
 def test_notices_are_small() -> None:
