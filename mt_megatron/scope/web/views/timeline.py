@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ScanError
-from mt_megatron.scan.analysis.trace import Trace
 from mt_megatron.scan.format.records import KIND, KINDS, OPEN
 from mt_megatron.scan.format.segments import RankTrace
 
 from .context import Answer, Context
 from .timeline_reader import TimelineReader
+
+if TYPE_CHECKING:
+    from mt_megatron.scan.analysis.trace import Trace
 
 LANES = ("step", "work", "modules", "communication", "device")
 """Rows of one rank. Within a row the later and shorter slice is drawn over the earlier one."""

@@ -6,16 +6,19 @@ import threading
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_megatron.scan.analysis.trace import Trace, open_trace
 from mt_megatron.scan.format.records import KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import segment_paths
 from mt_megatron.scan.format.segments import RankTrace, read_segments, segment_meta, without_ended
 
 from ..limits import Recent
+
+if TYPE_CHECKING:
+    from mt_megatron.scan.analysis.trace import Trace
 
 CACHE_BYTES = 96 * 2**20
 """Decoded segments that are kept."""
@@ -38,6 +41,9 @@ class TimelineReader:
     def trace(self, run: Path) -> Trace:
         """The newest session, clocks fitted. Raises ``ScanError`` where there is none."""
         with self._lock:
+            # Not earlier: the fit of clocks takes longer to import than the rest of the page's server.
+            from mt_megatron.scan.analysis.trace import open_trace
+
             known = self._trace
             if known is not None and known[0] == run and time.monotonic() - known[1] < FRESH_S:
                 return known[2]
