@@ -125,9 +125,9 @@ def generate(
     """Generate as ``arguments`` ask (``request_from``); collective, between two steps.
 
     Returns ``ids`` of the prompt, ``text``, and ``tokens``: for each ``id``, ``text``, ``probability``,
-    ``entropy`` in nats, ``top_ids``, ``top_probabilities`` (of the model, without temperature), and where
-    asked ``attention``, {layer: {head: weights of the tokens so far}}. ``told`` gets each as it is made.
-    Raises ``ConfigError`` on all ranks.
+    ``entropy`` in nats, ``top_ids``, ``top_texts``, ``top_probabilities`` (of the model, without
+    temperature), and where asked ``attention``, {layer: {head: weights of the tokens so far}}. Texts are None
+    without a tokenizer that has some. ``told`` gets each as it is made. Raises ``ConfigError`` on all ranks.
     """
     request = request_from(arguments, trainer)
     tokens: list[dict[str, Any]] = []
@@ -138,6 +138,7 @@ def generate(
             token = model.next(sequence)
             token["position"] = len(sequence)
             token["text"] = _text(trainer, [token["id"]])
+            token["top_texts"] = [_text(trainer, [each]) for each in token["top_ids"]]
             sequence.append(token["id"])
             tokens.append(token)
             told({"number": number, **token})
