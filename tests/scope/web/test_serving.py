@@ -1,0 +1,329 @@
+"""Starting and stopping of the page: ports, builds, second servers, recordings that grow, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mt_megatron.errors import ConfigError, ScopeError
+from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.sidecar import sidecar
+from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
+from mt_megatron.scope.web import serve, serving
+from mt_megatron.scope.web.access import read_token_file
+from mt_megatron.scope.web.assets import assets, built_from
+from mt_megatron.scope.web.server import Page
+from tests.launch import ROOT
+from tests.scope.sidecar.fake_ranks import FakeRank, until
+from tests.scope.synthetic import RunShape, Truth, frames_of, hello, schema, write_run
+from tests.scope.web.support import Served, served
+
+SMALL = RunShape(steps=4, interval=2, tensor_every=0, token_every=0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serving") / "run"
+    write_run(folder, SMALL)
+    return folder
+
+
+def refusal(run: Path, **options: Any) -> str:
+    """Why ``serve`` does not serve ``run``."""
+
+    async def main() -> None:
+        hub = Hub(scope_files(run), live=False)
+        given = ServeOptions(run=run, **{"port": 0, "say": lambda text: None, **options})
+        await asyncio.wait_for(serve(hub, lambda: open_recording(run), given), 30)
+
+    with pytest.raises((ConfigError, ScopeError)) as raised:
+        asyncio.run(main())
+    return str(raised.value)
+
+
+def listening() -> set[int]:
+    """Ports on which this process listens."""
+    links = psutil.Process().net_connections(kind="inet")
+    return {each.laddr.port for each in links if each.status == psutil.CONN_LISTEN}
+
+
+def test_says_where_it_listens_and_stops_without_a_trace(run: Path) -> None:
+    before = listening(), threading.active_count()
+    with served(run) as page:
+        assert len(page.said) == 1 and f"127.0.0.1:{page.port}" in page.said[0], page.said
+        link = next(word for word in page.said[0].split() if word.startswith("http://"))
+        assert page.ask(link.removeprefix(page.origin)).status == 200
+        assert page.port in listening() - before[0]
+        cookie = page.enter()
+        assert page.ask("/api/run", cookie=cookie).json()["count"] == 4
+        assert page.ask("/api/server", cookie=cookie).json()["live"] is False
+        reply = page.post("/api/command", {"do": "pause"}, cookie, control=page.tokens.control)
+        assert reply.status == 409 and "no training" in reply.json()["error"]
+        assert (run / "scope" / "page.json").exists()
+    assert not (run / "scope" / "page.json").exists()
+    assert (listening(), threading.active_count()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", page.port), timeout=5)
+
+
+def test_line_of_a_training_names_no_secret(run: Path) -> None:
+    with served(run, live=True) as page:
+        (line,) = page.said
+        assert "ticket" not in line and f"scope open {run}" in line and f"127.0.0.1:{page.port}" in line
+
+
+def test_taken_port_is_replaced_and_said(run: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        said: list[str] = []
+        with started(run, said, port=taken.getsockname()[1]):
+            assert f"port {taken.getsockname()[1]} could not be had" in said[0]
+            assert read_token_file(run / "scope" / "page.json").port != taken.getsockname()[1]
+
+
+class started:
+    """``serve`` in a thread, with options of the test's own."""
+
+    def __init__(self, run: Path, said: list[str], **options: Any) -> None:
+        self._ready = threading.Event()
+
+        def say(text: str) -> None:
+            said.append(text)
+            self._ready.set()
+
+        async def main() -> None:
+            hub = Hub(scope_files(run), live=False)
+            given = ServeOptions(run=run, **{"port": 0, "say": say, **options})
+            self._task = asyncio.ensure_future(serve(hub, lambda: open_recording(run), given))
+            self._loop = asyncio.get_running_loop()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(30)
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def test_second_server_keeps_its_token_file_when_the_first_ends(run: Path) -> None:
+    path = run / "scope" / "page.json"
+    said: list[str] = []
+    with contextlib.ExitStack() as until_first_ends:
+        first = until_first_ends.enter_context(served(run))
+        with started(run, said):
+            second = read_token_file(path)
+            assert second.port != first.port and second.view != first.tokens.view
+            # Secrets of the one open nothing at the other.
+            cookie = first.enter().replace(str(first.port), str(second.port))
+            other = Served(run=run, hub=first.hub, tokens=second, said=said, loop=first.loop)
+            assert other.ask("/api/run", cookie=cookie).status == 401
+            until_first_ends.close()
+            assert first.port not in listening() and read_token_file(path) == second
+            assert other.ask("/api/run", cookie=other.enter()).status == 200
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_impossible_port(run: Path, port: int) -> None:
+    assert "0 (any free one) to 65535" in refusal(run, port=port)
+
+
+def test_missing_build_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page.css").write_text("a{}")
+    monkeypatch.setattr(serving, "assets", lambda: assets(tmp_path))
+    before = listening()
+    assert "Install mt_megatron again" in refusal(run)
+    assert listening() == before and not (run / "scope" / "page.json").exists()
+    assert built_from(tmp_path) == ""
+
+
+def test_folder_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mt_megatron.scope.web.server.write_token_file", full)
+    before = listening()
+    assert "page.json cannot be written" in refusal(run) and listening() == before
+
+
+def test_recording_that_there_is_not(tmp_path: Path) -> None:
+    assert str(tmp_path) in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "error,line",
+    [
+        (ImportError("No module named 'uvicorn'"), "pip install 'mt_megatron[scope]'"),
+        (ConfigError("no port"), "no live page: no port"),
+        (RuntimeError("broken"), "the live page has ended (RuntimeError: broken)"),
+        (SystemExit(3), "the live page has ended (SystemExit: 3)"),
+    ],
+)
+def test_sidecar_goes_on_without_a_page(
+    run: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str
+) -> None:
+    async def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mt_megatron.scope.web.serve", fails)
+    said: list[str] = []
+    options = ServeOptions(run=run, port=0, say=said.append)
+    asyncio.run(sidecar.served(Hub(scope_files(run), live=True), options))
+    assert len(said) == 1 and line in said[0], said
+
+
+def test_recording_that_comes_later_and_grows(tmp_path: Path) -> None:
+    """As a sidecar writes it: the page waits for the file, and shows what is written while it serves."""
+    run = tmp_path / "run"
+    files = scope_files(run)
+    files.root.mkdir(parents=True)
+    writers: list[Writer] = []
+
+    def begins() -> None:
+        time.sleep(0.5)
+        writers.append(
+            Writer(files.node("node0", 0), node=0, host="node0", retain_bytes=64 << 20, say=lambda _: None)
+        )
+
+    beginner = threading.Thread(target=begins)
+    beginner.start()
+    with served(run, live=True) as page:
+        beginner.join()
+        writer, cookie = writers[0], page.enter()
+        # No rank has come: nothing is shown, and nothing fails.
+        first = page.ask("/api/run", cookie=cookie).json()
+        assert first["count"] == 0 and first["facts"]["world_size"] == 0
+        for name in ("steps", "model", "tensors", "rows", "experts", "alerts", "topology", "timeline"):
+            assert page.ask(f"/api/{name}", cookie=cookie).status == 200, name
+        writer.tick(
+            [(rank, frame) for rank in range(4) for frame in (hello(SMALL, rank), schema(SMALL, rank))]
+        )
+        for step in (1, 2, 3, 4):
+            writer.tick([(rank, frame) for rank in range(4) for frame in frames_of(SMALL, rank, step)])
+
+            def grown(step: int = step) -> bool:
+                _, table = page.ask("/api/steps", cookie=cookie).unpacked()
+                return bool(table["i"].tolist() == list(range(1, step + 1)))
+
+            until(grown)
+        query = "/api/series?path=decoder.layers.1&statistic=activation_rms"
+        until(lambda: page.ask(query, cookie=cookie).status == 200)
+        until(lambda: page.ask(query, cookie=cookie).unpacked()[1]["i"].tolist() == [2, 4])
+        assert page.ask("/api/run", cookie=cookie).json()["revision"] > first["revision"]
+    writer.close()
+
+
+def test_neighbours_are_those_with_a_recording(recorded: tuple[Path, Truth]) -> None:
+    run, _ = recorded
+    (run.parent / "empty").mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (run.parent / "link").symlink_to(run.parent / "other")
+    assert set(serving.neighbours(run)) == {"other"}
+    with served(run) as page:
+        cookie = page.enter()
+        assert page.ask("/api/runs", cookie=cookie).json() == {"runs": ["other"]}
+        _, table = page.ask("/api/steps?run=other", cookie=cookie).unpacked()
+        assert len(table["i"]) == 20 and page.ask("/api/run", cookie=cookie).json()["count"] == 60
+
+
+def test_page_does_not_start_twice_on_a_socket(run: Path) -> None:
+    """``Page`` frees its port where the token file cannot be written."""
+    before = listening()
+    site: Any = type("Site", (), {"access": type("Access", (), {"view": "a", "control": "b"})()})()
+    with pytest.raises(OSError):
+        Page(site, token_file=run / "nowhere" / "page.json")
+    assert listening() == before
+
+
+def test_start_imports_what_it_needs() -> None:
+    """Neither torch nor Megatron-Core, and no analysis of traces before somebody looks at one."""
+    code = (
+        "import sys, mt_megatron.scope.sidecar.__main__, mt_megatron.scope.web.serving; print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "uvicorn" in loaded and "mt_megatron.scope.web.views.timeline" in loaded
+    late = (
+        "torch",
+        "megatron",
+        "pydantic",
+        "tokenizers",
+        "mt_megatron.scan.analysis",
+        "mt_megatron.scan.clock",
+    )
+    found = [name for name in loaded for each in late if name == each or name.startswith(f"{each}.")]
+    assert found == []
+
+
+def test_sidecar_process_listens_on_loopback_alone_and_leaves_nothing(tmp_path: Path) -> None:
+    """The process that training starts, by the sockets that it really has."""
+    run, path = tmp_path / "run", Path("/tmp") / f"mt-serving-{os.getpid()}" / "s"
+    command = [sys.executable, "-m", "mt_megatron.scope.sidecar", "--run", str(run), "--socket", str(path)]
+    command += ["--node", "0", "--parent", str(os.getpid()), "--serve"]
+    command += ["--token-file", str(tmp_path / "link")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+    token_file = run / "scope" / "page.json"
+    try:
+        until(lambda: token_file.exists() or process.poll() is not None, 60)
+        rank = FakeRank(path, hello(SMALL, 0), schema(SMALL, 0))
+        found = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        links = [each for one in found for each in one.net_connections(kind="inet")]
+        tokens = read_token_file(token_file)
+        assert [(each.status, each.laddr.ip, each.laddr.port) for each in links] == [
+            (psutil.CONN_LISTEN, "127.0.0.1", tokens.port)
+        ]
+        assert inodes_of_listeners(process.pid) == {("tcp", "0100007F", tokens.port)}
+        until((tmp_path / "link").exists)
+        link = (tmp_path / "link").read_text().strip()
+        assert (tmp_path / "link").stat().st_mode & 0o077 == 0
+        page = Served(run=run, hub=None, tokens=tokens, said=[], loop=None)  # type: ignore[arg-type]
+        until(lambda: page.ask("/").status == 401)
+        reply = page.ask(link.removeprefix(page.origin))
+        assert reply.status == 200
+        cookie = reply.header("set-cookie").partition(";")[0]
+        until(lambda: page.ask("/api/run", cookie=cookie).json()["facts"]["world_size"] == 4)
+        rank.close()
+        assert json.loads(token_file.read_text())["pid"] == process.pid
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0 and b"Traceback" not in said, said.decode()
+    assert not token_file.exists()
+
+
+def inodes_of_listeners(pid: int) -> set[tuple[str, str, int]]:
+    """Listening sockets of a process as the kernel tells them: table, address in hex, port."""
+    held = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(entry))
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
+        lines = Path(f"/proc/{pid}/net/{table}")
+        for row in lines.read_text().splitlines()[1:] if lines.exists() else ():
+            columns = row.split()
+            address, port = columns[1].split(":")
+            if f"socket:[{columns[9]}]" in held and (not table.startswith("tcp") or columns[3] == "0A"):
+                found.add((table, address, int(port, 16)))
+    return found
