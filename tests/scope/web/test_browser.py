@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from mt_megatron.scope.recording.files import add_bookmark, scope_files
 from mt_megatron.scope.sidecar.process import END
 from mt_megatron.scope.web.access import TokenFile, link_to, read_token_file
 from mt_megatron.scope.web.assets import PAGE
+from mt_megatron.scope.web.recorded import RecordedSource
 from tests.launch import ROOT
 from tests.scope.sidecar.fake_ranks import FakeRank, start_sidecar, until
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, write_run
@@ -157,6 +163,118 @@ def test_exported_page_shows_the_same_without_a_server(recording: Served, tmp_pa
     found = drive(target.as_uri(), tmp_path, views)
     for (_, address, *_), seen in zip(views, found["results"], strict=True):
         assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (address, seen)
+
+
+HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+def test_hostile_texts_are_texts_on_the_page_and_in_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the run's name, of bookmarks and of tokens."""
+    run = tmp_path / "a<img src=x onerror=window.hacked=1>&\"'"
+    write_run(run, RunShape(steps=20, interval=5, tensor_every=0, token_every=10, tokens=16))
+    add_bookmark(scope_files(run), 10, HOSTILE)
+    monkeypatch.setattr(RecordedSource, "text_of", lambda self, ids: [HOSTILE for _ in ids])
+    checks: list[Any] = ["evaluate", "[window.hacked, document.querySelectorAll('img[src=x]').length]"]
+    actions: list[Any] = [
+        ["view", "#/tokens?step=20&token=3", 300],
+        ["text", "main"],
+        ["view", "#/replay?step=10", 300, True],
+        ["text", "main"],
+        ["view", "#/run", 300, True],
+        ["text", ".top"],
+        checks,
+    ]
+    target = tmp_path / "page.html"
+    with served(run) as page:
+        link = link_to(page.tokens)
+        download = ["download", "button[title=e]", str(target)]
+        on_page = drive(link, tmp_path, [*actions, download], language="en")["results"]
+    text = target.read_text()
+    assert "onerror" not in text and text.count("<script") == text.count("</script>") == 2
+    exported = drive(target.as_uri(), tmp_path, actions, language="en")["results"]
+    for found in (on_page, exported):
+        assert HOSTILE in found[1] and HOSTILE in found[3] and run.name in found[5]
+        assert found[6] == [None, 0]
+
+
+def test_slow_browser_is_told_what_it_missed(tmp_path: Path) -> None:
+    """A page whose script stands still for seconds: the server keeps little, and the page says what is
+    missing."""
+    write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
+    with served(tmp_path / "run", live=True) as page:
+        cookie, begun = page.enter(), threading.Event()
+        grown: list[int] = []
+
+        def floods() -> None:
+            until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 1, 60)
+            begun.wait(60)
+            before = psutil.Process().memory_info().rss
+            for number in range(40_000):
+                page.publish({"k": "step", "step": number, "text": "x" * 3_000})
+                if number % 100 == 99:
+                    time.sleep(0.01)  # the loop's turn
+                    grown.append(psutil.Process().memory_info().rss - before)
+
+        thread = threading.Thread(target=floods)
+        thread.start()
+        until_over = "const end = Date.now() + 12000; while (Date.now() < end);"
+        actions: list[Any] = [
+            ["until", "document.querySelector('[data-state=live]')", 30_000],
+            ["evaluate", f"setTimeout(() => {{ {until_over} }}, 100)"],
+            ["wait", 300],
+            ["until", "document.querySelector('.scrub .warn')", 60_000],
+            ["text", ".scrub .warn"],
+        ]
+        threading.Timer(8.0, begun.set).start()
+        found = drive(link_to(page.tokens), tmp_path, actions, language="en")["results"]
+        thread.join(60)
+        assert re.fullmatch(r"\d+ notices missed", " ".join(found[-1].split())), found[-1]
+        until(lambda: page.ask("/api/server", cookie=cookie).json()["browser_dropped"] > 10_000)
+        assert max(grown) < 64 * 2**20
+
+
+def test_killed_browser_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
+    with served(tmp_path / "run", live=True) as page:
+        cookie = page.enter()
+
+        def sockets() -> int:
+            return int(page.ask("/api/server", cookie=cookie).json()["sockets"])
+
+        request = {"modules": str(node_folder()), "chromium": CHROMIUM, "url": link_to(page.tokens)}
+        path = tmp_path / "request.json"
+        path.write_text(json.dumps({**request, "actions": [["wait", 600_000]]}))
+        driver = subprocess.Popen(
+            ["node", str(DRIVER), str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        family = psutil.Process(driver.pid)
+        try:
+            until(lambda: sockets() == 1, 60)
+            before = psutil.Process().memory_info().rss
+            killed = [*family.children(recursive=True), family]
+            assert len(killed) > 3
+            for number, process in enumerate([*killed, *[None] * 20]):
+                for step in range(500):
+                    page.publish({"k": "step", "step": 500 * number + step, "text": "x" * 3_000})
+                if process is not None:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                time.sleep(0.01)
+        finally:
+            for process in (
+                psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else ()
+            ):
+                process.kill()
+            driver.kill()
+            driver.wait()
+        until(lambda: sockets() == 0)
+        assert not page.hub._subscriptions or len(page.hub._subscriptions) == 1  # the server's own
+        assert psutil.Process().memory_info().rss - before < 64 * 2**20
+        with page.connect(page.enter()) as link:
+            page.publish({"k": "step", "step": 7})
+            assert json.loads(link.recv(timeout=10))["step"] == 7
 
 
 def test_view_only_until_the_control_token_is_given(tmp_path: Path) -> None:
