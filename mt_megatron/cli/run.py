@@ -10,7 +10,14 @@ from typing import Any
 
 from mt_megatron import _session
 from mt_megatron.errors import BackendError, ConfigError, RunError, UpstreamVersionError
-from mt_megatron.launching.scripts.choice import BACKEND, LOG_FOLDER, SCHEDULE, TRANSPORT, Choice
+from mt_megatron.launching.scripts.choice import (
+    BACKEND,
+    CPU_BF16_PRODUCTS,
+    LOG_FOLDER,
+    SCHEDULE,
+    TRANSPORT,
+    Choice,
+)
 from mt_megatron.launching.scripts.script import find, rendezvous_defaults
 from mt_megatron.seams.transport import COLLECTIVE, NAMES, check
 
@@ -24,7 +31,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "all other libraries see the machine as it is. So do the processes that it starts.\n"
         "Without torchrun the script is a run of one process.",
         usage="mt-megatron run [--backend NAME] [--scope FOLDER ...] [--pipeline-schedule NAME]\n"
-        "                       [--p2p-transport NAME] -- SCRIPT|-m MODULE [ARGS ...]",
+        "                       [--p2p-transport NAME] [--cpu-bf16-products torch|fp32]\n"
+        "                       -- SCRIPT|-m MODULE [ARGS ...]",
         epilog="examples:\n"
         "  mt-megatron run --backend cpu -- pretrain_gpt.py --mock-data --transformer-impl local ...\n"
         "  torchrun --nproc-per-node 2 -m mt_megatron.cli run --backend cpu -- pretrain_gpt.py ...\n"
@@ -61,6 +69,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=f"what carries activations and gradients between pipeline stages: {', '.join(NAMES)} (default: "
         f"${TRANSPORT}, else {COLLECTIVE}, Megatron-Core's own way)",
     )
+    parser.add_argument(
+        "--cpu-bf16-products",
+        default=None,
+        metavar="NAME",
+        help=f"kernels of the linears' bf16 products on a CPU: torch, or fp32 where the processor has none "
+        f"for bf16 (default: ${CPU_BF16_PRODUCTS}, else torch)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(func=run)
     return parser
@@ -93,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         folders=tuple(dict.fromkeys(folders)),
         schedule=schedule,
         transport=_transport(args.p2p_transport or os.environ.get(TRANSPORT)),
+        cpu_bf16_products=args.cpu_bf16_products or os.environ.get(CPU_BF16_PRODUCTS) or None,
     )
     environment = choice.environment({**os.environ, **rendezvous_defaults(os.environ)})
     if args.pipeline_log is not None:

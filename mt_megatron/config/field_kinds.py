@@ -105,7 +105,8 @@ _DECLARED: Mapping[Kind, str] = {
         save_over_others
         log_interval metrics_path display peak_tflops tensorboard_dir wandb_project wandb_exp_name
         wandb_save_dir config_logger_dir
-        backend distributed_timeout_minutes watchdog_seconds cpu_threads strict check_memory print_config
+        backend distributed_timeout_minutes watchdog_seconds cpu_threads cpu_bf16_products strict check_memory
+        print_config
         scan scan_window scan_dir scan_alerts scan_webhook scan_prometheus_port scan_prometheus_address
         scan_prometheus_hosts scan_group_readable scan_on_straggler
         scope scope_interval scope_watch scope_port scope_sink scope_lab scope_retain_mib scope_dir

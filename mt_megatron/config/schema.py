@@ -383,6 +383,11 @@ class LaunchConfig:
     """Threads of each process on the cpu backend. None: OMP_NUM_THREADS if it was set, else the cores of
     this node shared out among its processes."""
 
+    cpu_bf16_products: Literal["torch", "fp32"] = "torch"
+    """Kernels of bf16 products on the cpu backend. fp32: on a processor without AVX-512, for which torch has
+    no bf16 kernels, those of fp32, rounded once, several times as fast; sums have another order. It changes
+    nothing on other processors."""
+
     strict: bool = False
     """Whether a fallback is an error instead of one log line."""
 

@@ -19,6 +19,7 @@ from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.recipe import Recipe, recipe_of
 from mt_megatron.fp8.state import Fp8State, Options
 from mt_megatron.fp8.telemetry import Telemetry
+from mt_megatron.seams import widened
 
 _log = logging.getLogger("mt_megatron")
 _EXPERT = re.compile(r"\.local_experts\.\d+\.")
@@ -73,11 +74,13 @@ def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
     )
     state.kernels = kernels
     if not state.native:
+        by_fp32 = device.device_type == "cpu" and widened.serves_processor()
         _log.info(
             "fp8: recipe %s is emulated on the %s: codes and scales are exact, products are bf16 GEMMs of "
-            "decoded values",
+            "decoded values%s",
             recipe.name,
             device.name,
+            ", by fp32 kernels: torch has none for bf16 on this processor" if by_fp32 else "",
         )
     if state.options.telemetry_interval:
         state.telemetry = Telemetry()

@@ -30,13 +30,14 @@ def reference(
     Every decoded value and every block scale is exact in bf16, and every product of two of them in fp32, so
     a plain GEMM of decoded values adds exactly what a kernel adds that promotes its partial sums to fp32
     after each block. Scales per tensor or row multiply the result, within one unit in the last place of
-    what a single rounding gives.
+    what a single rounding gives. On processors without bf16 kernels the GEMM runs by fp32's
+    (``seams.widened``).
     """
     outer = _outer(a, b)
     left, right = a.values(dtype), b.values(dtype)
     if outer is None:
-        return torch_gemm(role, left, right, out=out, accumulate=accumulate)
-    result = torch_gemm(role, left, right)
+        return torch_gemm(role, left, right, out=out, accumulate=accumulate, widen=True)
+    result = torch_gemm(role, left, right, widen=True)
     if out is not None:
         return _into(result, outer, out, accumulate)
     for scale in outer:

@@ -3,6 +3,7 @@
 gemm           the three matrix products of a linear layer, by role
 grouped_gemm   the same for one weight per expert
 onednn         fp32 products by oneDNN where MKL is slower
+widened        bf16 products by fp32 kernels where torch has no bf16 kernels
 events         named begin and end points of a training step
 collectives    events of collectives and transfers: group, sequence number, bytes
 transport      transfers between stages: upstream's own way, or over a transport of ours

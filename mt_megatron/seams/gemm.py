@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, MtMegatronError
-from . import onednn
+from . import onednn, widened
 
 if TYPE_CHECKING:
     from .grouped_gemm import TokenGroups
@@ -210,8 +210,12 @@ def torch_gemm(
     out: Tensor | None = None,
     accumulate: bool = False,
     recipe: Any = None,
+    widen: bool = False,
 ) -> Tensor:
     """The default: ``torch.mm`` in the operands' dtype, or oneDNN where that is faster for fp32 (``onednn``).
+
+    ``widen``, and ``cpu_bf16_products`` for the whole run: bf16 products run by fp32 kernels where torch has
+    none for bf16 (``widened``).
 
     A result that goes into an fp32 ``out`` under bf16 or fp16 is rounded on the way, except on CUDA
     with torch 2.8 or later: nothing else in torch has a GEMM that returns its fp32 accumulators.
@@ -228,6 +232,8 @@ def torch_gemm(
         a = a.t()
     if onednn.suits(a, b):
         return onednn.matmul(a, b, out=out, accumulate=accumulate)
+    if (widen or widened.everywhere()) and widened.suits(a, b):
+        return widened.matmul(a, b, out=out, accumulate=accumulate)
     if out is None:
         return torch.mm(a, b)
     if out.dtype != a.dtype:

@@ -23,7 +23,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import BackendError, ConfigError
 from mt_megatron.parallel import rank_layout
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
-from mt_megatron.seams import collectives
+from mt_megatron.seams import collectives, widened
 from mt_megatron.seams import transport as seam
 
 if TYPE_CHECKING:
@@ -121,7 +121,11 @@ def joined(config: TrainingConfig, backend: Backend) -> Iterator[Job]:
             rank = dist.get_rank()
             job = Job(backend=backend, layout=layout, rank=rank, at=layout.coordinates(rank))
             seed_everything(config.train.seed, job)
-            with _scheduled(choice, layout), _sent_over(parallel.p2p_transport, layout.pp):
+            with (
+                _scheduled(choice, layout),
+                _sent_over(parallel.p2p_transport, layout.pp),
+                widened.chosen(config.launch.cpu_bf16_products),
+            ):
                 yield job
         finally:
             rank_layout.destroy()

@@ -17,6 +17,7 @@ from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.parameters import padded_vocab_size
+from mt_megatron.seams import widened
 from mt_megatron.training.init_from_hf import check_published
 from mt_megatron.training.logging.quantities import gibibytes
 
@@ -28,13 +29,24 @@ def check_before_start(config: TrainingConfig, backend: Backend, world_size: int
     the checkpoint to start from is of another model, ``DataError`` when the tokenizer is unreadable.
     """
     _check_fp8(config, backend)
-    return [*check_checkpoint(config), *router_notes(config), *memory_notes(config, backend, world_size)]
+    return [
+        *check_checkpoint(config),
+        *router_notes(config),
+        *product_notes(config, backend),
+        *memory_notes(config, backend, world_size),
+    ]
 
 
 def _check_fp8(config: TrainingConfig, backend: Backend) -> None:
     recipe = config.model.fp8_recipe or ("delayed" if config.model.fp8 is not None else None)
     if recipe is not None:
         chosen(config.model.fp8_backend, recipe, backend, bf16=config.train.bf16)
+
+
+def product_notes(config: TrainingConfig, backend: Backend) -> list[str]:
+    """What is to be said of ``cpu_bf16_products``."""
+    note = widened.note(config.launch.cpu_bf16_products, backend.device_type)
+    return [] if note is None else [note]
 
 
 def router_notes(config: TrainingConfig) -> list[str]:

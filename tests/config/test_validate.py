@@ -332,6 +332,7 @@ WRONG = [
     ("--num-workers -1", 1, "num_workers is -1; expected at least 0"),
     ("--exit-duration-in-mins 0", 1, "exit_duration_in_mins is 0.0; expected more than 0"),
     ("--distributed-timeout-minutes 0", 1, "distributed_timeout_minutes is 0.0; expected more than 0"),
+    ("--cpu-bf16-products fp32", 1, "cpu_bf16_products is fp32 without bf16; expected bf16"),
     ("--lr none", 1, "lr is None; expected more than 0"),
     ("--lr -1", 1, "lr is -1.0; expected more than 0"),
     ("--min-lr 1", 1, "min_lr is 1.0; expected 0 to lr = 0.001"),

@@ -18,7 +18,12 @@ from mt_megatron.patching import importlib_bootstrap
 
 
 def test_a_choice_comes_back_from_the_environment(tmp_path: Path) -> None:
-    choice = Choice(backend="musa", folders=(tmp_path / "a b", Path("/x")), modules=("mine", "other.y"))
+    choice = Choice(
+        backend="musa",
+        folders=(tmp_path / "a b", Path("/x")),
+        modules=("mine", "other.y"),
+        cpu_bf16_products="fp32",
+    )
     found = choice.environment({"PYTHONPATH": f"/first{os.pathsep}/second", "KEPT": "1"})
     assert Choice.of_environment(found) == choice and found["KEPT"] == "1"
     assert found["PYTHONPATH"].split(os.pathsep) == [str(STARTUP), "/first", "/second"]

@@ -292,10 +292,13 @@ def _would_run(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     usable = [name for name in backends if found[f"training on {name}"]["works"]]
     flags = report["system"]["cpu_flags"]
     native = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
+    without = "without instructions for it: slow"
+    if "avx512f" not in flags:
+        without += "; faster with --cpu-bf16-products fp32"
     if "cpu" in usable:
         found["bf16 on cpu"] = {
             "works": True,
-            "why": f"native ({', '.join(native)})" if native else "without instructions for it: slow",
+            "why": f"native ({', '.join(native)})" if native else without,
         }
     found["tensor, sequence, context, pipeline, interleaved and data parallelism"] = {
         "works": bool(usable),

@@ -207,6 +207,7 @@ def activate(choice: Choice) -> None:
     try:
         _use_schedule(choice.schedule)
         _use_transport(choice.transport)
+        note = _use_products(choice.cpu_bf16_products, mt_megatron.backend().device_type)
     except MtMegatronError as error:
         _refuse(error)
     # ``auto`` is settled once, for all processes.
@@ -218,6 +219,8 @@ def activate(choice: Choice) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.", append=True)
     if is_main(os.environ) and os.environ.get("RANK", "0") == "0":
         print(f"mt-megatron: {found.summary()}", file=sys.stderr, flush=True)
+        if note is not None:
+            print(f"mt-megatron: {note}", file=sys.stderr, flush=True)
 
 
 def _use_schedule(text: str | None) -> None:
@@ -238,6 +241,16 @@ def _use_transport(text: str | None) -> None:
     from mt_megatron.comm.choice import choose
 
     choose(text)
+
+
+def _use_products(name: str | None, device_type: str) -> str | None:
+    """The line about it, if any."""
+    if name is None:
+        return None
+    from mt_megatron.seams import widened
+
+    widened.choose(name)
+    return widened.note(name, device_type)
 
 
 def _refuse(error: MtMegatronError) -> NoReturn:

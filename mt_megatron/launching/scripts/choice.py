@@ -19,6 +19,8 @@ LOG_FOLDER = "MT_MEGATRON_PIPELINE_LOG"
 """Folder for the decisions of the schedule ``auto``; ``mt_megatron.pipeline.policy.automatic`` reads it."""
 TRANSPORT = "MT_MEGATRON_P2P_TRANSPORT"
 """The transport between pipeline stages, as ``--p2p-transport`` takes it; not set for Megatron-Core's own."""
+CPU_BF16_PRODUCTS = "MT_MEGATRON_CPU_BF16_PRODUCTS"
+"""The kernels of bf16 products on a CPU, as ``--cpu-bf16-products`` takes them; not set for torch's."""
 PREFIX = "MT_MEGATRON_PREFIX"
 """``sys.prefix`` of the installation the choice was made for; other interpreters ignore it."""
 MAIN = "MT_MEGATRON_MAIN"
@@ -36,16 +38,19 @@ class Choice:
     modules: tuple[str, ...] = ()
     schedule: str | None = None
     transport: str | None = None
+    cpu_bf16_products: str | None = None
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """``base`` with the choice in it, and with the startup folder first on the path."""
         path = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
         scheduled = {} if self.schedule is None else {SCHEDULE: self.schedule}
         sent = {} if self.transport is None else {TRANSPORT: self.transport}
+        products = {} if self.cpu_bf16_products is None else {CPU_BF16_PRODUCTS: self.cpu_bf16_products}
         return {
             **base,
             **scheduled,
             **sent,
+            **products,
             BACKEND: self.backend,
             SCOPE: os.pathsep.join(map(str, self.folders)),
             MODULES: ",".join(self.modules),
@@ -66,6 +71,7 @@ class Choice:
             modules=tuple(one for one in environment.get(MODULES, "").split(",") if one),
             schedule=environment.get(SCHEDULE) or None,
             transport=environment.get(TRANSPORT) or None,
+            cpu_bf16_products=environment.get(CPU_BF16_PRODUCTS) or None,
         )
 
 

@@ -25,6 +25,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.layers.attention.context_parallel import Attending, attend, exchange_of, random_numbers_of
 from mt_megatron.layers.attention.packed_sequences import are_borders, attend_by_document, attend_packed
 from mt_megatron.parallel.context_parallel import positions
+from mt_megatron.seams import widened
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -371,7 +372,7 @@ class _CausalAttention(torch.autograd.Function):
                     part = largest.sub_(scores.amax(-1).log_())
                     lse[row, of_query, rows] = part.flatten(0, 1)
                     weights = scores.flatten(1, 2).to(value.dtype)
-                    found = torch.bmm(weights, v[:, : rows.stop])
+                    found = widened.bmm(weights, v[:, : rows.stop])
                     by_head[row, of_query, rows] = found.view(-1, rows.stop - rows.start, v.size(-1))
         ctx.scale = scale
         ctx.save_for_backward(query, key, value, output, lse)

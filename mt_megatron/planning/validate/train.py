@@ -47,6 +47,11 @@ def _counts(config: TrainingConfig) -> list[str]:
     ):
         if minutes is not None and minutes <= 0:
             found.append(f"{name} is {minutes}; expected more than 0. Set --{name.replace('_', '-')}.")
+    if config.launch.cpu_bf16_products == "fp32" and not train.bf16:
+        found.append(
+            "cpu_bf16_products is fp32 without bf16; expected bf16, whose products it is about. Set --bf16, "
+            "or leave --cpu-bf16-products out."
+        )
     minutes = config.checkpoint.save_interval_in_mins
     if minutes is not None and minutes < 0:
         found.append(
