@@ -42,7 +42,8 @@ def flags_of(args: argparse.Namespace, recipe: str | None) -> list[str]:
         f"--global-batch-size {args.tokens // args.sequence} --train-iters 1000 --lr 1e-4 --swiglu "
         "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --bf16 --mock-data "
         "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --hidden-dropout 0 "
-        f"--attention-dropout 0 --backend {args.backend} --no-check-memory"
+        f"--attention-dropout 0 --backend {args.backend} --no-check-memory "
+        f"--cpu-bf16-products {args.cpu_bf16_products}"
     ).split()
     if recipe is not None:
         words += ["--fp8-recipe", recipe, *args.extra]
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--recipes", nargs="*")
     parser.add_argument("--extra", nargs="*", default=["--no-first-last-layers-bf16"])
+    parser.add_argument("--cpu-bf16-products", default="torch", help="of all sides: torch or fp32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--record", type=Path)
@@ -140,6 +142,8 @@ def main() -> None:
         from recording import machine, record, table
 
         what = {"hidden": args.hidden, "layers": args.layers, "tokens": args.tokens, "backend": args.backend}
+        what["cpu_bf16_products"] = args.cpu_bf16_products
+        what["threads"] = torch.get_num_threads()
         emulated = args.backend == "cpu"
         record(
             args.record,

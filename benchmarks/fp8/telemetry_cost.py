@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--recipes", nargs="*", default=["tensorwise", "blockwise"])
+    parser.add_argument("--cpu-bf16-products", default="torch", help="torch or fp32")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, help="for each recipe: no further round after so many")
     parser.add_argument("--toy", action="store_true")
@@ -122,7 +123,12 @@ def main() -> None:
             args.record,
             "fp8-telemetry-cost",
             title,
-            {"machine": machine(), "threads": torch.get_num_threads(), "results": found},
+            {
+                "machine": machine(),
+                "threads": torch.get_num_threads(),
+                "cpu_bf16_products": args.cpu_bf16_products,
+                "results": found,
+            },
             table(header, cells),
         )
 
