@@ -23,6 +23,7 @@ from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Writer
 from mt_megatron.scope.sidecar import sidecar
 from mt_megatron.scope.sidecar.hub import Hub, ServeOptions
+from mt_megatron.scope.sidecar.process import END
 from mt_megatron.scope.web import serve, serving
 from mt_megatron.scope.web.access import read_token_file
 from mt_megatron.scope.web.assets import assets, built_from
@@ -306,7 +307,7 @@ def test_sidecar_process_listens_on_loopback_alone_and_leaves_nothing(tmp_path: 
         rank.close()
         assert json.loads(token_file.read_text())["pid"] == process.pid
     finally:
-        process.terminate()
+        process.send_signal(END)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0 and b"Traceback" not in said, said.decode()
     assert not token_file.exists()

@@ -1,6 +1,6 @@
 """What an event costs: nanoseconds per begin/end pair, idle and with one listener.
 
-    python benchmarks/events_cost.py [--json]
+    python benchmarks/scan/events_cost.py [--json]
 
 The cheapest of several rounds, minus an empty loop's; one thread, garbage collection off.
 """
