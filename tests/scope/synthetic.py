@@ -113,7 +113,7 @@ def layers_of(shape: RunShape, stage: int) -> range:
 def modules_of(shape: RunShape, stage: int) -> list[list[Any]]:
     """As ``named_modules`` gives them: parents before children, in the order in which they are built."""
     hidden = shape.hidden
-    found: list[list[Any]] = []
+    found: list[list[Any]] = [["", "GPTModel", 0]]
     if stage == 0:
         found += [["embedding", "LanguageModelEmbedding", 512 * hidden]]
         found += [["embedding.word_embeddings", "VocabParallelEmbedding", 512 * hidden]]

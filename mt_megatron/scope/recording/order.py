@@ -20,20 +20,24 @@ def layer_of(path: str) -> int | None:
 
 def execution_order(lists: Iterable[Sequence[str]]) -> list[str]:
     """Paths of all ``lists`` (one a rank, each as ``named_modules`` gives it) in the order in which a forward
-    pass completes their outputs: children before their parent, layers by number."""
+    pass completes their outputs: children before their parent, layers by number. The path of the whole model
+    is empty."""
     children: dict[str, list[list[str]]] = {}
-    known: set[str] = set()
+    known: dict[str, None] = {}
     for paths in lists:
         own: dict[str, dict[str, None]] = {}
         for path in paths:
-            known.add(path)
-            parent, names = "", path.split(".")
-            for name in names:
+            known[path] = None
+            if not path or path.startswith("."):
+                continue  # an empty first name would be its own child, without end
+            parent = ""
+            for name in path.split("."):
                 own.setdefault(parent, {})[name] = None
                 parent = f"{parent}.{name}" if parent else name
         for parent, found in own.items():
             children.setdefault(parent, []).append(list(found))
-    return [path for path in _walk("", children) if path in known]
+    walked = dict.fromkeys(path for path in _walk("", children) if path in known)
+    return [*walked, *(path for path in known if path not in walked)]
 
 
 def _walk(parent: str, children: dict[str, list[list[str]]]) -> Iterator[str]:

@@ -118,7 +118,7 @@ def test_facts_modules_and_the_rest(written: tuple[Recording, Truth]) -> None:
     assert facts.layout["tp"] == shape.tp and facts.model["hidden_size"] == shape.hidden
     assert facts.session.missing_ranks == 0 and all(each.ended_ns for each in facts.ranks)
     paths = [each.path for each in recording.modules()]
-    assert paths[:2] == ["embedding.word_embeddings", "embedding"] and paths[-1] == "output_layer"
+    assert paths[:2] == ["embedding.word_embeddings", "embedding"] and paths[-2:] == ["output_layer", ""]
     at = paths.index
     for layer in range(shape.layers):
         inner = f"decoder.layers.{layer}"
