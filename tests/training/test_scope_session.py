@@ -10,6 +10,11 @@ import pytest
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.sql import query
+from mt_megatron.scope.report.compare import compare
+from mt_megatron.scope.report.gather import gathered
+from mt_megatron.scope.report.html import page
+from mt_megatron.scope.report.status import status_of
 from mt_megatron.training.run_folder import run_folder
 from tests.launch import run_ranks
 from tests.training.scope_cases import ENDS_IN, STEPS
@@ -60,6 +65,19 @@ def test_what_was_recorded_is_read_back(found: list[dict[str, Any]], folder: Pat
     assert [key.what for key in recording.tensors() if key.step == 2] == ["mlp", "mlp_hidden"]
     assert len(recording.sessions()) == 2
     recording.close()
+
+
+def test_a_real_recording_is_read_by_everything(found: list[dict[str, Any]], folder: Path) -> None:
+    """Its module lists are those of ranks: with the model itself, whose path is empty."""
+    assert found[0]["record"]["finished"]
+    with open_recording(folder / "record") as recording:
+        paths = [each.path for each in recording.modules()]
+        assert paths[-1] == "" and "decoder.layers.1.mlp" in paths and len(set(paths)) == len(paths)
+        assert compare(recording, recording).equal
+        assert "decoder.layers.1" in page(gathered(recording))
+        rows = query(recording, "select count(*) from modules").rows
+        assert rows == [(len(paths),)]
+        assert status_of(recording).step == STEPS + 2
 
 
 def test_a_sink_gets_the_steps_of_both_starts_once(found: list[dict[str, Any]], folder: Path) -> None:
