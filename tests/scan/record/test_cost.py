@@ -24,7 +24,7 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> Any:
     import scan_cost
 
     yield scan_cost
-    for name in ("scan_cost", "scan_cost_held", "scan_event_cost", "recording"):
+    for name in ("scan_cost", "scan_cost_held", "scan_event_cost", "paired_blocks", "recording"):
         if name not in before:
             sys.modules.pop(name, None)
 
