@@ -142,6 +142,8 @@ class _Routes:
         headers = {"ETag": asset.etag, "Cache-Control": "private, no-cache"}
         if request.headers.get("if-none-match") == asset.etag:
             return Response(status_code=304, headers=headers)
+        if asset.encoding is not None:
+            headers["Content-Encoding"] = asset.encoding
         return Response(asset.body, media_type=asset.content_type, headers=headers)
 
     async def data(self, request: Request) -> Response:

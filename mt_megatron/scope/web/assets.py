@@ -1,4 +1,7 @@
-"""Files of the page, held in memory: a request never names a file on disk."""
+"""Files of the page, held in memory: a request never names a file on disk.
+
+Large ones are compressed when the page is built, and sent as they are: every browser decodes gzip.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,8 @@ class Asset:
     body: bytes
     content_type: str
     etag: str
+    encoding: str | None = None
+    """``gzip``, or None: as it is."""
 
 
 @functools.cache
@@ -42,13 +47,17 @@ def assets(folder: Path = PAGE) -> Mapping[str, Asset]:
     found: dict[str, Asset] = {}
     size = 0
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
-        kind = _TYPES.get(path.suffix)
+        packed = path.suffix == ".gz"
+        shown = path.with_suffix("") if packed else path
+        kind = _TYPES.get(shown.suffix)
         if kind is None or not path.is_file():
             continue
         body = path.read_bytes()
         size += len(body)
-        name = "/" if path.name == "index.html" else f"/{path.relative_to(folder).as_posix()}"
-        found[name] = Asset(body=body, content_type=kind, etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+        name = "/" if path.name == "index.html" else f"/{shown.relative_to(folder).as_posix()}"
+        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        encoding = "gzip" if packed else None
+        found[name] = Asset(body=body, content_type=kind, etag=etag, encoding=encoding)
     if "/" not in found or size > _MOST_BYTES:
         raise ConfigError(
             f"found no page in {folder} (or one of more than {_MOST_BYTES:,} bytes); expected the build that "

@@ -27,7 +27,7 @@ from tests.scope.sidecar.fake_ranks import FakeRank, start_sidecar, until
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, write_run
 from tests.scope.web.support import Served, served
 from tools.scan_simulator import Job, parse_layout, simulate
-from tools.scope_page.build import build_into
+from tools.scope_page.build import build_into, plain
 
 DRIVER = Path(__file__).with_name("browser.mjs")
 VIEWS = {
@@ -78,7 +78,7 @@ def drive(
     request = {"modules": str(node_folder()), "chromium": CHROMIUM, "url": link, "actions": actions, **more}
     path = folder / "request.json"
     path.write_text(json.dumps(request))
-    done = subprocess.run(["node", str(DRIVER), str(path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["node", str(DRIVER), str(path)], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["failure"] is None, found["failure"]
@@ -358,4 +358,4 @@ def test_rebuild_is_what_is_committed(tmp_path: Path) -> None:
     for path in sorted(PAGE.rglob("*")):
         if path.is_file():
             made = tmp_path / "page" / path.relative_to(PAGE)
-            assert made.read_bytes() == path.read_bytes(), path.name
+            assert plain(made) == plain(path), path.name  # what zlib makes of it may differ

@@ -74,7 +74,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     def trains() -> None:
         try:
             target = "tests.scope.web.training_ranks:trained_until_told"
-            results.extend(run_ranks(2, target, str(folder), timeout=900))
+            results.extend(run_ranks(2, target, str(folder), timeout=1800))
         except Exception as error:  # noqa: BLE001 - told by the test
             problems.append(f"{type(error).__name__}: {error}")
 
@@ -82,7 +82,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     thread.start()
     page = folder / "run" / "scope" / "page.json"
     try:
-        until(lambda: page.exists() or problems, 180)
+        until(lambda: page.exists() or problems, 400)
         assert not problems, problems
         found = Training(
             run=folder / "run",
@@ -91,11 +91,11 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
             results=results,
             problems=problems,
         )
-        until(lambda: len(found.metrics()) > STEP if (found.run / "metrics.jsonl").exists() else False, 180)
+        until(lambda: len(found.metrics()) > STEP if (found.run / "metrics.jsonl").exists() else False, 400)
         yield found
     finally:
         (folder / "enough").touch()
-        thread.join(120)
+        thread.join(240)
     assert not thread.is_alive() and not problems, problems
     # What was done to it by the browser has not broken it.
     assert len(results) == 2 and results[0] == results[1] and not page.exists()
@@ -132,7 +132,7 @@ def test_every_view_shows_the_training(training: Training, tmp_path: Path) -> No
 
     word = "[...document.querySelectorAll('.text .word')].map((each) => each.textContent)"
     steps: dict[str, list[Any]] = {
-        "start": [["until", f"{NOW} > {STEP}", 60_000]],
+        "start": [["until", f"{NOW} > {STEP}", 240_000]],
         "run": view("run", "#/run", True),
         "ranks": [["view", "#/topology", 1_000], ["click", ".ranks button.rank"], ["text", ".facts"]],
         "topology": view("topology", "#/topology"),
@@ -166,7 +166,7 @@ def test_every_view_shows_the_training(training: Training, tmp_path: Path) -> No
             for layer in range(LAYERS)
         ],
         "grows": [["evaluate", f"window.before = {NOW}"], ["view", "#/run", 200, True]]
-        + [["until", f"{NOW} > window.before", 60_000]],
+        + [["until", f"{NOW} > window.before", 240_000]],
     }
     actions = [action for group in steps.values() for action in group]
     results = iter(training.drive(tmp_path, actions))
@@ -247,34 +247,34 @@ def test_pause_step_generate_perturb_and_resume(training: Training, tmp_path: Pa
     actions = [
         ["view", "#/run", 500, True],
         ["press", "p"],
-        ["until", able.format("Resume", "Resume"), 60_000],
+        ["until", able.format("Resume", "Resume"), 240_000],
         ["wait", 1_500],
         ["evaluate", NOW],
         ["wait", 1_500],
         ["evaluate", NOW],
         ["press", "n"],
-        ["until", f"{NOW} > 0 && " + able.format("Resume", "Resume"), 60_000],
+        ["until", f"{NOW} > 0 && " + able.format("Resume", "Resume"), 240_000],
         ["wait", 3_000],
         ["evaluate", NOW],
         ["view", "#/generate", 500],
         ["fill", "textarea", "Once upon a time"],
         ["fill", ".fields input", "6"],
         ["click", "form button.primary"],
-        ["until", "document.querySelectorAll('.out .word').length === 6", 60_000],
+        ["until", "document.querySelectorAll('.out .word').length === 6", 240_000],
         ["click", ".out .word", 2],
         ["wait", 300],
         ["shot", str(training.shots / "light-generate.png")],
         ["evaluate", "document.querySelectorAll('.generate table tr').length"],
         ["view", "#/lab", 500],
         ["evaluate", lab.format("Preview")],
-        ["until", "document.querySelector('.lab .wide table')", 60_000],
+        ["until", "document.querySelector('.lab .wide table')", 240_000],
         ["text", ".lab .wide"],
         ["shot", str(training.shots / "light-preview.png")],
         ["press", "r"],
-        ["until", able.format("Pause", "Pause"), 60_000],
+        ["until", able.format("Pause", "Pause"), 240_000],
         ["evaluate", f"window.before = {NOW}"],
         ["view", "#/run", 200, True],
-        ["until", f"{NOW} > window.before", 60_000],
+        ["until", f"{NOW} > window.before", 240_000],
     ]
     found = training.drive(tmp_path, actions, control=training.tokens.control)
     assert found[4] == found[6]  # nothing went on
