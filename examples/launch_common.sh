@@ -283,9 +283,9 @@ launch() {
         --config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}"
     )
     if [[ -n ${FP8:-} ]] && ! given --fp8-recipe -- "${extra[@]}"; then command+=(--fp8-recipe "$FP8"); fi
-    if bf16_is_slow && ! given --bf16 --no-bf16 --fp16 --fp8-recipe --fp8-format -- "${extra[@]}"; then
+    if bf16_is_slow && ! given --bf16 --no-bf16 --fp16 --fp8-recipe --fp8-format --cpu-bf16-products -- "${extra[@]}"; then
         if [[ ${NNODES:-1} == 1 ]]; then
-            say "this processor has no AVX-512, without which bf16 takes 20 to 35 times as long: fp32 instead (--bf16 insists)"
+            say "this processor has no AVX-512, without which bf16 takes 20 to 35 times as long: fp32 instead (--bf16 insists, --cpu-bf16-products fp32 makes it bearable)"
             command+=(--no-bf16)
         else
             # Another node may have another processor, and all ranks must train in one precision.
