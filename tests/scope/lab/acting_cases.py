@@ -431,7 +431,7 @@ def of_experts() -> list[int]:
     """Experts' outputs in two steps: elements that were changed, and places that are kept of them."""
     start()
     with bench(model="mixture") as run:
-        given = {"kind": "mask", "fraction": 0.5, "on": "activation", "module": "*.local_experts.*"}
+        given = {"kind": "mask", "fraction": 0.5, "on": "activation", "module": "*.mlp.experts"}
         run.lab.handlers["arm"](entry(**given))
         run.step()
         run.step()
