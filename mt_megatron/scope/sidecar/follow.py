@@ -72,6 +72,7 @@ class Follower:
         self._model = AlertModel()
         self._session: Session | None = None
         self._step = self._sample = -1
+        self._listed: tuple[int, ...] = ()
         self._waiting: dict[str, tuple[int, float]] = {}
         self._tensors: dict[str, int] = {}
         self._token_steps: set[int] = set()
@@ -157,6 +158,7 @@ class Follower:
         self._drops.clear()
         self._model.restart()
         self._model.modules(())
+        self._listed = ()
 
     # Steps and statistics.
 
@@ -200,7 +202,10 @@ class Follower:
                     ],
                 }
             )
-            self._model.modules(each.path for each in recording.modules(session.number))
+            if session.ranks != self._listed:
+                # Large runs have millions of modules' rows: they are read when a rank came, not each time.
+                self._listed = session.ranks
+                self._model.modules(each.path for each in recording.modules(session.number))
             skipped = bool(recording.steps(step, step, session.number).skipped.any())
             # Values that lack parts are no news of the training.
             whole = [each for each in values if each.parts == each.of]

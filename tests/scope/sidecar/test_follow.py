@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.scope.recording.files import scope_files
-from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.recording.writer import Writer
 from mt_megatron.scope.sidecar import follow
 from mt_megatron.scope.sidecar.follow import Follower
@@ -159,6 +159,39 @@ def test_a_step_that_lacks_ranks_waits_and_is_then_taken(
     assert [each["step"] for each in events] == [1, 2]
     follower.close()
     writer.close()
+
+
+def test_modules_are_read_once_and_again_when_a_rank_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several modules with NaN the first in execution order is named, on whichever rank it is."""
+    shape = replace(SHAPE, layers=4, pp=2, nan_at=12)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    read: list[int] = []
+    modules = Recording.modules
+
+    def counted(recording: Recording, session: int | None = None) -> Any:
+        found = modules(recording, session)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(Recording, "modules", counted)
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    for step in range(1, 21):
+        for rank in (0, 1):
+            if step == (1, 6)[rank]:
+                writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+        ranks = range(1 if step < 6 else 2)
+        writer.tick([(rank, frame) for rank in ranks for frame in frames_of(shape, rank, step)])
+        follower.look(final=True)
+    follower.close()
+    writer.close()
+    assert len(read) == 2 and read[0] < read[1]
+    (alert,) = [each for each in events if each.get("kind") == "not finite" and each["path"]]
+    assert (alert["path"], alert["step"]) == ("decoder.layers.2.self_attention", 12)
 
 
 def test_sinks_get_every_number_under_its_name(tmp_path: Path) -> None:
