@@ -164,6 +164,7 @@ def main() -> int:
         name, title = "scope-cost", "What watching costs"
         if args.sidecars:
             name, title = "scope-sidecars", "What a frozen, slow or dead sidecar costs"
+        name += "" if args.layout == "dp" else f"-{args.layout}"
         for path in record(args.record, name, title, figures, text):
             print(path)
     return 0 if all(each.startswith("met") for each in figures["training"]["verdicts"].values()) else 1
