@@ -230,6 +230,7 @@ def scope_of(
                     "micro_batch_size": config.train.micro_batch_size,
                     "params_dtype": config.params_dtype,
                     "interval": scope.scope_interval,
+                    "train_iters": config.train.train_iters,
                     "tokenizer": {
                         "type": config.data.tokenizer_type,
                         "model": config.data.tokenizer_model and os.path.abspath(config.data.tokenizer_model),

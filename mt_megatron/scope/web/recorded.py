@@ -105,7 +105,7 @@ class RecordedSource:
         except ScopeError as error:  # no rank has come yet
             return {"name": self._name, "world_size": 0, "ranks": [], "model": {}, "note": str(error)}
         model = dict(found.model)
-        total = found.layout.get("train_iters") or model.pop("train_iters", None)
+        total = model.pop("train_iters", None)
         started = found.sessions[0].started_ns
         return {
             "name": self._name,

@@ -134,6 +134,7 @@ def test_every_view_shows_the_training(training: Training, tmp_path: Path) -> No
     steps: dict[str, list[Any]] = {
         "start": [["until", f"{NOW} > {STEP}", 240_000]],
         "run": view("run", "#/run", True),
+        "left": [["text", ".top"]],
         "ranks": [["view", "#/topology", 1_000], ["click", ".ranks button.rank"], ["text", ".facts"]],
         "topology": view("topology", "#/topology"),
         "timeline": [
@@ -154,6 +155,7 @@ def test_every_view_shows_the_training(training: Training, tmp_path: Path) -> No
         ],
         "tokens": [
             *view("tokens", f"#/tokens?step={STEP}&token=5&sample=1", True),
+            ["evaluate", "document.querySelectorAll('.tokens .side section:nth-child(2) tbody tr').length"],
             ["evaluate", word],
             table(f"tokens?step={STEP}&sample=1&microbatch=0&path=output_layer"),
         ],
@@ -192,6 +194,7 @@ def test_every_view_shows_the_training(training: Training, tmp_path: Path) -> No
         for key in ("loss", "grad_norm", "lr"):
             ours, theirs = table_[key][at[step]], metrics[step][key]
             assert ours == pytest.approx(theirs, rel=1e-5), (step, key)
+    assert facts["facts"]["steps_total"] == 200_000 and "Time left" in found["left"][0]
     assert facts["facts"]["live"] and facts["facts"]["world_size"] == 2
     assert facts["facts"]["requests"] == [] or set(facts["facts"]["requests"]) <= set(WATCHED)
     # The whole model's gradient norm, summed up from the layers', is the one that clipping has computed.
@@ -213,7 +216,7 @@ def test_every_view_shows_the_training(training: Training, tmp_path: Path) -> No
     expected = [spelled(int(index)) for index in tokens["ids"]]
     assert words == expected
     assert all(loss > 0 for loss in tokens["loss"])
-    assert "Logit lens" in found["tokens"][0]["text"]
+    assert found["tokens"][-3] == LAYERS  # what each layer's output would predict
     # Experts: every token goes to as many as the router chooses.
     for each in found["loads"]:
         assert len(each["i"]) >= STEP // INTERVAL

@@ -28,7 +28,7 @@ FLAGS = (
 WATCHED = (
     "attention@decoder.layers.*:tokens=0-31",
     f"logits@output_layer:samples=0-1:tokens=0-{SEQUENCE - 1}",
-    f"logits@decoder.layers.*:tokens=0-{SEQUENCE - 1}",
+    f"logits@decoder.layers.*:samples=0-1:tokens=0-{SEQUENCE - 1}",
     "residual@decoder.layers.*",
     "router@decoder.layers.1",
 )
@@ -41,7 +41,8 @@ def trained_until_told(folder: str) -> dict[str, Any]:
 
     def at_ease(self: Any, *given: Any, **named: Any) -> Any:
         # Browser, server and sidecar share the machine with two ranks that would never rest.
-        time.sleep(0.25)
+        if self.progress.iteration > 20:
+            time.sleep(0.25)
         return take(self, *given, **named)
 
     loop.Steps.take = at_ease  # type: ignore[method-assign]
