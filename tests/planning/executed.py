@@ -72,6 +72,7 @@ def peak(argv: list[str]) -> dict[str, int]:
     from mt_megatron.config.parse import load_config
     from mt_megatron.models.families import family_of
     from mt_megatron.planning.memory_estimate import memory_of
+    from mt_megatron.seams import widened
     from mt_megatron.seams.schedule import run_schedule
     from mt_megatron.training.distributed import joined
     from mt_megatron.training.model import build
@@ -96,7 +97,8 @@ def peak(argv: list[str]) -> dict[str, int]:
                 micro_batch_size=config.train.micro_batch_size,
             )
 
-        run()  # What is made once and kept is made here.
+        with widened.chosen("fp32"):
+            run()  # What is made once and kept is made here; quickly where torch has no bf16 kernels.
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:
