@@ -168,7 +168,7 @@ class Automatic:
             measured = vector.unpack(summed, step)
             # The first step of a process compiles, allocates and connects: it is like no other.
             if measured is not None and step != self._first:
-                self._report(current.control.observe(measured))
+                self._report(current, current.control.observe(measured))
         if self._unread is not None:
             current_backend().synchronize()
             self._tell()
@@ -187,12 +187,13 @@ class Automatic:
         self._unread, self._sum = None, (step, current, vector, told)
         self.reductions += 1
 
-    def _report(self, outcome: Outcome | None) -> None:
+    def _report(self, current: _Pipeline, outcome: Outcome | None) -> None:
+        """Tell what the last switch of ``current`` brought, once that is known."""
         if outcome is None or dist.get_rank() != 0:
             return
-        self.log.outcome(self._step, outcome)
+        self.log.outcome(self._step, outcome, switch=current.switched)
         self._say(
-            f"pipeline schedule auto: the switch before step {outcome.decided_at + 1} saved "
+            f"pipeline schedule auto: the switch before step {current.switched + 1} saved "
             f"{outcome.gain:.1%} of a step ({outcome.predicted_gain:.1%} predicted)"
         )
 
@@ -278,7 +279,9 @@ class Automatic:
         if decision is None:
             return
         noise = control.noise(decision.chosen.family)
-        self._report(control.adopt(decision))
+        self._report(current, control.adopt(decision))
+        if decision.switches:
+            current.switched = self._step
         if not is_main:
             return
         self.log.decision(
@@ -337,6 +340,8 @@ class _Pipeline:
         self.begun = control.current
         """The schedule before anything was measured."""
         self.decision_seconds = 0.0
+        self.switched = -1
+        """First step of the schedule that was switched to last; -1: none was."""
         self._pipelines = pipelines
         self._running: tuple[Candidate, int, Schedule, Vector] | None = None
 

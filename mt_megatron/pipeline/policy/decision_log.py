@@ -95,13 +95,13 @@ class DecisionLog:
             }
         )
 
-    def outcome(self, step: int, outcome: Outcome) -> None:
-        """What the switch of ``outcome.decided_at`` brought, known at ``step``."""
+    def outcome(self, step: int, outcome: Outcome, *, switch: int) -> None:
+        """What the switch brought whose ``decision`` has the step ``switch``, known at ``step``."""
         self._write(
             {
                 "record": "outcome",
                 "step": step,
-                "decision": outcome.decided_at,
+                "switch": switch,
                 "steps_before": outcome.steps_before,
                 "steps": outcome.steps,
                 "seconds_before": outcome.seconds_before,

@@ -90,7 +90,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     yield made
 
 
-def train(world: World, begin: int, otherwise: Callable[[int, int], bool]) -> list[dict[str, Any]]:
+def train(
+    world: World, begin: int, otherwise: Callable[[int, int], bool], steps: int = STEPS
+) -> list[dict[str, Any]]:
     """Digests of the schedules that each rank ran, by step, and its lines. ``otherwise``: (rank, step that
     is observed) -> whether the rank's number has another last bit then."""
 
@@ -99,7 +101,7 @@ def train(world: World, begin: int, otherwise: Callable[[int, int], bool]) -> li
         auto = automatic.automatic(ranks=STAGES, chunks=1)
         auto.begin_at(begin, folder=None, say=said.append)
         ran = []
-        for step in range(STEPS):
+        for step in range(steps):
             auto(step, 2 * STAGES, False)
             control = auto._latest.control  # type: ignore[union-attr]
             ran.append(control.current.digest)
@@ -131,10 +133,13 @@ def test_all_leave_before_the_same_step_where_it_was_just_switching(
     world: World, begin: int, odd: int
 ) -> None:
     """The numbers that the switch is decided from differ: all switch, then all go back."""
-    alike = train(world, begin, lambda rank, step: False)
-    ran = alike[0]["ran"]
-    assert all(each["ran"] == ran for each in alike)
+    alike = train(world, begin, lambda rank, step: False, STEPS + 5)
+    ran = alike[0]["ran"][:STEPS]
+    assert all(each["ran"] == alike[0]["ran"] for each in alike)
     assert not any("to the end" in line for line in alike[0]["said"])
+    outcomes = [line for line in alike[0]["said"] if " saved " in line]
+    assert f"the switch before step {begin + SWITCHED + 1} saved" in outcomes[0]
+    assert any(f"from step {begin + SWITCHED + 1} on, predicted to save" in line for line in alike[0]["said"])
     assert ran == [ran[0]] * SWITCHED + [ran[-1]] * (STEPS - SWITCHED) and ran[-1] != ran[0]
 
     found = train(world, begin, lambda rank, step: rank == odd and step == SWITCHED - 1)
