@@ -101,7 +101,7 @@ class DecisionLog:
             {
                 "record": "outcome",
                 "step": step,
-                "switch": switch,
+                "decision": switch,
                 "steps_before": outcome.steps_before,
                 "steps": outcome.steps,
                 "seconds_before": outcome.seconds_before,

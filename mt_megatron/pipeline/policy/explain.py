@@ -64,7 +64,7 @@ _SHOWN_MOST = 4
 
 def _outcome(record: Record) -> Iterator[str]:
     yield (
-        f"step {record['step'] + 1}: the switch before step {record['switch'] + 1} brought "
+        f"step {record['step'] + 1}: the switch before step {record['decision'] + 1} brought "
         f"{record['gain']:+.1%} of a step ({_time(record['seconds_before'])} -> "
         f"{_time(record['seconds'])}, medians of {record['steps_before']} and {record['steps']} steps; "
         f"predicted {record['predicted_gain']:+.1%})"
