@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_megatron.checkpoint.files import LATEST
+from mt_megatron.checkpoint.files import LATEST, read_manifest, write_manifest
 from mt_megatron.errors import CheckpointError, ConfigError
 from tests.convert import published
 from tests.convert.recorded_run import Quiet, converted
@@ -24,6 +24,17 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = published.draw("mixtral", random.Random(0)) | {"tie_word_embeddings": False}
     published.write(folder, "mixtral", shape, seed=0)
     return folder
+
+
+def test_weights_of_a_perturbed_run_stay_marked(mixtral: Path, tmp_path: Path) -> None:
+    folder = converted(mixtral, tmp_path / "run", "torch_dist").folder
+    for mark in (None, "noise"):
+        document = read_manifest(folder)
+        write_manifest(folder, document if mark is None else {**document, "perturbed": mark})
+        progress = Quiet()
+        made = converted(folder, tmp_path / f"as {mark}", "torch_dist", progress=progress)
+        assert read_manifest(made.folder).get("perturbed") == mark
+        assert any("is of a perturbed run (noise)" in line for line in progress.lines) == (mark is not None)
 
 
 def test_the_same_command_again_finds_its_result(mixtral: Path, tmp_path: Path) -> None:
