@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         asyncio.run(_run(options, say))
     except ScopeError as error:
-        say(f"scope: {error}")
+        say(f"scope: nothing is recorded on this node; training goes on: {error}")
         return TOLD
     return 0
 
