@@ -132,6 +132,9 @@ class ReportData:
 
     values: int
 
+    samples: int
+    """Steps with statistics, of the whole run."""
+
 
 def gathered(recording: Recording, *, first: int = 0, last: int | None = None) -> ReportData:
     """Everything that the page shows about steps ``first`` to ``last``. Raises ``ScopeError``."""
@@ -170,6 +173,7 @@ def gathered(recording: Recording, *, first: int = 0, last: int | None = None) -
         thinned=recording.thinned(),
         partial=sum(int(each.partial.sum()) for each in series.values()),
         values=sum(len(each.step) for each in series.values()),
+        samples=len(recording.sampled()),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from mt_megatron.scan.format.permissions import grant
 from mt_megatron.scope.recording.order import layer_of
+from mt_megatron.scope.sidecar.alerts import FEWEST
 
 from .charts import Marks, chart, heat_map, matrix, number, positions, spark
 from .gather import ModuleRow, ReportData
@@ -149,9 +150,10 @@ def _alerts(data: ReportData) -> str:
             "</section>"
         )
     if not cards:
-        cards.append(
-            '<section class="card"><h2>No alerts</h2><p>Every statistic stayed in its band.</p></section>'
-        )
+        text = "No statistic was seen outside its band."
+        if data.samples < FEWEST:
+            text = f"A statistic has a band from its {FEWEST + 1}th sample on; the run has {data.samples}."
+        cards.append(f'<section class="card"><h2>No alerts</h2><p>{text}</p></section>')
     return "".join(cards)
 
 

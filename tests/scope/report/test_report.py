@@ -99,6 +99,7 @@ def test_a_run_without_trouble_says_so(tmp_path: Path) -> None:
     with open_recording(tmp_path) as recording:
         words = " ".join(Page(page(gathered(recording))).words)
     assert "No alerts" in words and "not finite:" not in words and "What limits" not in words
+    assert "from its 17th sample on; the run has 4" in words  # nothing is said to be in a band that is none
 
 
 def test_gathered_values_are_those_of_the_recording(recording: Recording) -> None:
