@@ -1,8 +1,8 @@
 """Bound of a node's file: oldest tensors and tokens are thinned first, then old vectors, scalars last.
 
 Thinning removes every second step of the older half of what is there, so that after many rounds the density
-falls with age and no stretch of the run is empty; the newest steps stay whole. Pages that become free go
-back to the disk.
+falls with age and no stretch of the run is empty; the newest steps stay whole. Pages that become free are
+used again, and what lies above the bound goes back to the disk.
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ class Retention:
         self._remove_single_tensors()
         for kind in _OTHERS:
             self._thin(kind, kind.keep)
-        # ``execute`` would take one step of it, which frees one page.
-        self._connection.executescript("PRAGMA incremental_vacuum")
+        self._shrink()
         self.full_of_tensors = self.used_bytes() > FULL * self._most
         if self.full_of_tensors and not self._told:
             self._told = True
@@ -134,6 +133,17 @@ class Retention:
                 f"scope: {self._path.name} has reached its bound of {self._most / 2**20:.0f} MiB and nothing "
                 "old is left to thin: tensors are left out until there is room. Raise --scope-retain-mib"
             )
+
+    def _shrink(self) -> None:
+        """Give back to the disk what the file has above its bound; other free pages are used again, which
+        costs nothing."""
+        pages, size = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
+        )
+        excess = pages - self._most // size
+        if excess > 0:
+            # ``execute`` would take one step of it, which frees one page.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({excess})")
 
     def _thin(self, kind: _Kind, keep: int) -> None:
         for _ in range(_MOST_ROUNDS):
