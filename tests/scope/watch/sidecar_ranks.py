@@ -33,7 +33,7 @@ KINDS = ("unwatched", "good", "frozen", "slow", "killed")
 _MIB = 2**20
 _FLAGS = f"{MODEL} {OPTIMIZER} --untie-embeddings-and-output-weights --seed 5 --mock-data"
 _REQUESTS = tuple(f"{kind}@decoder.layers.*:samples=0-7" for kind in ("residual", "mlp", "qkv", "context"))
-"""About a MiB a step."""
+"""About 1.5 MiB a step."""
 
 
 def trained_beside(folder: str, kinds: list[str], steps: int, queue_mib: float) -> dict[str, Any]:

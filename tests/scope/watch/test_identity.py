@@ -39,7 +39,9 @@ LAYOUTS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("identity")
     target = "tests.scope.watch.identity_ranks:compare"
-    found: list[dict[str, Any]] = run_ranks(2, target, str(folder), LAYOUTS, STEPS, timeout=600)
+    found: list[dict[str, Any]] = run_ranks(
+        2, target, str(folder), LAYOUTS, STEPS, timeout=1800 if DAILY else 300
+    )
     return found
 
 

@@ -14,8 +14,8 @@ from tests.launch import run_ranks
 from tests.scope.watch.sidecar_ranks import KINDS
 
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
-STEPS, QUEUE_MIB = (60, MOST_QUEUED / 2**20) if DAILY else (8, 0.5)
-"""A smaller queue is full sooner."""
+STEPS, QUEUE_MIB = (30, MOST_QUEUED / 2**20) if DAILY else (8, 0.5)
+"""A smaller queue is full sooner; a step sends about 1.5 MiB."""
 
 ENDED = ("frozen", "slow", "killed")
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     target = "tests.scope.watch.sidecar_ranks:trained_beside"
-    runs: dict[str, Any] = run_ranks(1, target, str(folder), KINDS, STEPS, QUEUE_MIB, timeout=240)[0]
+    runs: dict[str, Any] = run_ranks(1, target, str(folder), KINDS, STEPS, QUEUE_MIB, timeout=600)[0]
     return runs
 
 
