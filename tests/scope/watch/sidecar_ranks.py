@@ -40,7 +40,7 @@ def trained_beside(folder: str, kinds: list[str], steps: int, queue_mib: float) 
     """For each of ``kinds`` of sidecar what came of ``steps`` steps after whatever happened to it, with a
     queue of ``queue_mib`` to it."""
     begin()
-    # Made in the parts that a run has, not for the run.
+    # Sessions make their senders themselves.
     sessions.Sender = partial(Sender, most_bytes=round(queue_mib * _MIB))  # type: ignore[misc, assignment]
     return {kind: _trained(Path(folder) / kind, kind, steps) for kind in kinds}
 
