@@ -197,6 +197,9 @@ class Sender:
         decoder = Decoder()
         pending = _Pending(encode(self._hello()))
         deadline: float | None = None
+        # Not ``select``, which takes no file numbers from 1024 on: large runs have more files open.
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
         while True:
             if not pending:
                 pending = self._next()
@@ -206,15 +209,17 @@ class Sender:
                     self._end("the run ended", len(pending))
                     return
             # Without anything to send it sleeps until it is woken or told something.
-            watched: list[Any] = [link, self._wake_read]
             patience = 0.2 if self._ending.is_set() else 5.0
-            readable, writable, _ = select.select(watched, [link] if pending else [], [], patience)
-            if self._wake_read in readable:
+            poller.register(link, select.POLLIN | (select.POLLOUT if pending else 0))
+            ready = dict(poller.poll(1e3 * patience))
+            if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 65536)
-            if link in readable:
+            state = ready.get(link.fileno(), 0)
+            if state & ~select.POLLOUT:
+                # Also where it was closed: there is an end to be read, or an error.
                 self._receive(link, decoder)
-            if link in writable:
+            if state & select.POLLOUT:
                 with contextlib.suppress(BlockingIOError, InterruptedError):
                     pending.sent(link.send(pending.piece()))
 

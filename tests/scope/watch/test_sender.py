@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -267,3 +269,24 @@ def test_an_end_is_told_to_who_asked_for_it(server: Server) -> None:
     eventually(lambda: bool(ends))
     assert len(ends) == 1 and said == []
     sender.close()
+
+
+def test_files_of_high_numbers_are_waited_for(server: Server) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"at most {hard} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = []
+    try:
+        while not held or held[-1] <= 1100:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        sender = sender_to(server.path, [])
+        link = server.accept()
+        assert link.fileno() > 1024 and sender.put(parcel(10))
+        sender.put(Parcel(frames=lambda: [{"k": "bye"}], size=10, must=True))
+        assert [frame["k"] for frame in frames_from(link, "bye")] == ["hello", "tensor", "bye"]
+        sender.close()
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
