@@ -311,8 +311,9 @@ class _Forward:
 
     def _weights(
         self, captured: Mapping[int, taps.AttentionInputs], place: int, owner: int, within: int
-    ) -> dict[int, dict[int, list[float]]]:
-        """Attention of the token at ``place`` to those before it and itself: by layer and head."""
+    ) -> dict[str, dict[str, list[float]]]:
+        """Attention of the token at ``place`` to those before it and itself: by layer and head, numbers as
+        text, since a frame's maps have no other keys."""
         at = self._trainer.at
         mine = at.dp == 0 and bool(captured)
         queries = (
@@ -329,13 +330,13 @@ class _Forward:
         for part in _everyone(queries):
             every |= part
         logits = _everyone(self._logits(captured, every, place) if mine else {})
-        found: dict[int, dict[int, list[float]]] = {}
+        found: dict[str, dict[str, list[float]]] = {}
         for layer, head in sorted(every):
             whole = np.full(place + 1, -np.inf)
             for part in logits:
                 where, values = part.get((layer, head), (np.zeros(0, np.int64), np.zeros(0)))
                 whole[where] = values
-            found.setdefault(layer, {})[head] = [float(each) for each in _softmax(whole)]
+            found.setdefault(str(layer), {})[str(head)] = [float(each) for each in _softmax(whole)]
         return found
 
     def _logits(

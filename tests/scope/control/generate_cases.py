@@ -12,6 +12,7 @@ from mt_megatron.checkpoint.load import load_weights
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.control import generate as generating
 from mt_megatron.scope.control.generate import generate
+from mt_megatron.scope.format.frames import decode, encode
 from tests.parity.case import VOCABULARY
 from tests.scope.lab import bench as benches
 from tests.scope.lab.bench import bench, start
@@ -37,7 +38,7 @@ def layouts(folder: str, model: str, flags: dict[str, str]) -> dict[str, Any]:
             load_weights(Path(checkpoint), run.trainable)
             told: list[Any] = []
             asked = {"ids": PROMPT, "n": 4, "temperature": 0, "report": 5, "attention": {"layers": [1]}}
-            made = generate(run.trainer, asked, told=told.append)
+            made = sent(generate(run.trainer, asked, told=told.append))
             drawn = generate(run.trainer, {"prompt": "5 17 3", "n": 6, "temperature": 1.5, "seed": 3})
             run.step()
             before = run.digest()
@@ -50,7 +51,7 @@ def layouts(folder: str, model: str, flags: dict[str, str]) -> dict[str, Any]:
             training = all(module.training for chunk in run.trainable.chunks for module in chunk.modules())
             found[name] = {
                 "made": made,
-                "told": [each["id"] for each in told],
+                "told": [sent(each)["id"] for each in told],
                 "drawn": [token["id"] for token in drawn["tokens"]],
                 "again": [token["id"] for token in again["tokens"]],
                 "text": drawn["text"],
@@ -58,6 +59,12 @@ def layouts(folder: str, model: str, flags: dict[str, str]) -> dict[str, Any]:
                 "same": same,
             }
     return found
+
+
+def sent(value: Any) -> Any:
+    """``value`` as the page gets it: through a frame."""
+    frame = {"k": "result", "id": "1", "ok": True, "value": value, "error": None}
+    return decode(encode(frame)[4:])["value"]
 
 
 def deep_layouts(folder: str, model: str, flags: dict[str, str]) -> dict[str, Any]:
