@@ -192,7 +192,7 @@ def test_hostile_texts_are_texts_on_the_page_and_in_its_export(
         download = ["download", "button[title=e]", str(target)]
         on_page = drive(link, tmp_path, [*actions, download], language="en")["results"]
     text = target.read_text()
-    assert "onerror" not in text and text.count("<script") == text.count("</script>") == 2
+    assert "<img src=x" not in text and text.lower().count("</script") == 2
     exported = drive(target.as_uri(), tmp_path, actions, language="en")["results"]
     for found in (on_page, exported):
         assert HOSTILE in found[1] and HOSTILE in found[3] and run.name in found[5]
