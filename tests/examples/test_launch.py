@@ -150,6 +150,16 @@ def _judged(cpuinfo: Path, **changes: str) -> str:
     return found.stdout.strip()
 
 
+def test_precision_is_changed_on_one_node_alone() -> None:
+    """Several nodes may have several processors, each of which would be judged by its own script."""
+    nodes = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    for changes, changed in (({}, serves_processor()), (nodes, False)):
+        shown = _launch("--dry-run", BACKEND="cpu", **changes)
+        assert shown.returncode == 0, shown.stderr
+        assert ("--no-bf16" in shown.stdout) == changed
+        assert ("without which bf16 takes" in shown.stderr) == serves_processor()
+
+
 def test_dry_run_without_an_environment_shows_how_it_would_be_made(checkout: Path, tmp_path: Path) -> None:
     bare = tmp_path / "python"
     # An interpreter that has nothing installed: the base of this one, isolated.
