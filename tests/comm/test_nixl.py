@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from mt_megatron.comm.bootstrap import Place
 from mt_megatron.comm.errors import PeerLost, TransportUnavailable
 from mt_megatron.comm.nixl import transport as nixl_transport
+from mt_megatron.comm.nixl.agent import NixlDevice
 from mt_megatron.comm.nixl.transport import NixlTransport
+from mt_megatron.comm.rdma.completions import FAILED, failure_of_status
 from mt_megatron.comm.rdma.transport import RingSize
 from mt_megatron.comm.transport import Edge
 from tests.comm.pairs import Child
@@ -118,3 +121,16 @@ def test_a_module_that_is_no_nixl_is_refused(tmp_path: Path, monkeypatch: pytest
     assert nixl_transport.unavailable_here() is None
     with pytest.raises(TransportUnavailable, match=re.escape("libcuda.so.1: cannot open")):
         NixlTransport(SharedBootstrap({}, 0))
+
+
+def test_an_error_of_the_library_is_in_that_of_the_link() -> None:
+    class Agent:
+        def get_new_notifs(self, backends: list[str]) -> Any:
+            raise RuntimeError("UCX_PROGRESS failed")
+
+    device = NixlDevice(Agent())
+    device._thread.join(30)
+    place = Place(1, "there", 7, "", "", 0)
+    error = failure_of_status(FAILED, device.where, place, port_is_active=device.port_is_active())
+    assert "over NIXL (UCX; RuntimeError: UCX_PROGRESS failed) to rank 1" in str(error)
+    device.close()

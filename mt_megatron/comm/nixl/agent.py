@@ -19,6 +19,7 @@ from collections import deque
 from typing import Any
 
 from mt_megatron.comm.bootstrap import own_place
+from mt_megatron.comm.errors import told
 from mt_megatron.comm.rdma import completions
 from mt_megatron.comm.rdma.ports import Unusable
 from mt_megatron.comm.rdma.verbs import Bytes, Completion, Region, anonymous_memory
@@ -108,12 +109,17 @@ class NixlDevice:
                 found |= pair.look()
             return found
 
+    def note(self, error: Exception) -> None:
+        """Keep the library's own words: statuses, which links make their errors from, have none."""
+        self.where = f"NIXL ({_BACKEND}; {told(error)})"
+
     def _ask(self) -> None:
         pause = _SHORTEST_PAUSE
         while not self._stops:
             try:
                 found = self.news()
-            except Exception:  # noqa: BLE001 - whatever it is, nobody asks from now on: all links have failed
+            except Exception as error:  # noqa: BLE001 - nobody asks from now on: all links have failed
+                self.note(error)
                 with self.lock:
                     for pair in self.pairs.values():
                         pair.fail()
@@ -279,6 +285,7 @@ class NixlQueuePair:
         try:
             state = self._device.agent.check_xfer_state(handle)
         except Exception as error:  # noqa: BLE001 - classes of the library, which may not be there to name
+            self._device.note(error)
             disconnected = "DISCONNECT" in str(error).upper()
             return completions.RETRIES_EXCEEDED if disconnected else completions.FAILED
         return {"DONE": completions.SUCCESS, "PROC": None}.get(state, completions.FAILED)
