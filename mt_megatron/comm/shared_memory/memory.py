@@ -69,14 +69,26 @@ def _available() -> int:
     """Bytes that the machine and this process's control group can still give. More than that would not be
     refused by the kernel: it would end processes to find them."""
     found = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Pages of files count as used, and are given up before anything is refused.
-        files = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))
-        found = min(found, limit - used + files)
+    for folder, most, now, prefix in _CONTROL_GROUPS:
+        # No such group, or no limit ("max").
+        with contextlib.suppress(OSError, ValueError):
+            group = _CONTROL / folder
+            limit, used = (int((group / name).read_text()) for name in (most, now))
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Pages of files count as used, and are given up before anything is refused.
+            files = sum(
+                int(statistics.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
+            )
+            found = min(found, limit - used + files)
     return found
+
+
+_CONTROL = Path("/sys/fs/cgroup")
+_CONTROL_GROUPS = (
+    (".", "memory.max", "memory.current", ""),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Folder and files of a container's own group, versions 2 and 1, and what names of sums begin with."""
 
 
 def check(descriptor: int, nbytes: int) -> None:
