@@ -1,7 +1,7 @@
 """Follower of the merged recording of all nodes while it grows: events for the page, alerts, sinks.
 
 Runs in a thread of node 0's sidecar. Steps are taken in order, each once: when all ranks have reported it,
-or ``PATIENCE_SECONDS`` after the last news of it, with what is there.
+or ``PATIENCE_SECONDS`` after it was first seen, with what is there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -33,6 +33,9 @@ LARGEST_SHARE = 0.1
 
 PATIENCE_SECONDS = 5.0
 """A step that lacks ranks is taken after this time: a rank or its node has no recording."""
+
+OTHERS_SECONDS = 2.0
+"""At the end, for what other nodes have not written yet."""
 
 CLOSE_SECONDS = 15.0
 """At the end, for the last look: a sink may wait for its server."""
@@ -73,7 +76,13 @@ class Follower:
         self._session: Session | None = None
         self._step = self._sample = -1
         self._listed: tuple[int, ...] = ()
-        self._waiting: dict[str, tuple[int, float]] = {}
+        self._lacks = False
+        """Whether a step waits for parts of ranks that another node may still write."""
+
+        self._seen: dict[tuple[str, int], float] = {}
+        self._usual: set[tuple[str, str]] | None = None
+        """Module and statistic of the values of the last sample; None: none yet."""
+
         self._tensors: dict[str, int] = {}
         self._token_steps: set[int] = set()
         self._drops: dict[tuple[str, int], int] = {}
@@ -107,6 +116,12 @@ class Follower:
         self._finish()
 
     def _finish(self) -> None:
+        # Other nodes write their last step at about the same time; it may be the one with the first NaN.
+        until = time.monotonic() + OTHERS_SECONDS
+        self._guarded(self.look)
+        while self._lacks and time.monotonic() < until:
+            time.sleep(OTHERS_SECONDS / 20)
+            self._guarded(self.look)
         self._guarded(lambda: self.look(final=True))
         for sink in self._sinks or ():
             self._guarded(sink.close)
@@ -131,6 +146,7 @@ class Follower:
             if not self._files.nodes():
                 return
             self._recording = open_recording(self._files.root)
+        self._lacks = False
         sessions = self._recording.sessions()
         for session in sessions[self._first_of(sessions) :]:
             if self._session is None or _key(session) != _key(self._session):
@@ -152,7 +168,8 @@ class Follower:
 
     def _begin(self, session: Session) -> None:
         self._step, self._sample = self._before.get(_key(session), (-1, -1))
-        self._waiting.clear()
+        self._seen.clear()
+        self._usual = None
         self._tensors.clear()
         self._token_steps.clear()
         self._drops.clear()
@@ -164,12 +181,15 @@ class Follower:
 
     def _take_steps(self, recording: Recording, session: Session, *, final: bool) -> None:
         steps = recording.steps(first=self._step + 1, session=session.number)
+        self._see("step", steps.step.tolist())
         for index in range(min(len(steps.step), 2**62 if final else MOST_STEPS)):
+            step = int(steps.step[index])
             whole = int(steps.ranks[index]) >= session.world_size
-            # A later step is there: whoever lacks in this one waits for nothing.
-            if not (whole or final or self._waited("step", int(steps.step[index]))):
+            if not (whole or final or self._waited("step", step)):
+                self._lacks = len(recording.nodes()) > 1
                 return
-            self._step = int(steps.step[index])
+            self._step = step
+            del self._seen["step", step]
             event = step_event(steps, index)
             self._publish(event)
             alerts = self._model.step(
@@ -184,12 +204,20 @@ class Follower:
             self._sink(self._step, {f"run/{name}": value for name, value in numbers.items()})
 
     def _take_samples(self, recording: Recording, session: Session, *, final: bool) -> None:
-        for step in recording.sampled(first=self._sample + 1, session=session.number):
+        steps = recording.sampled(first=self._sample + 1, session=session.number)
+        self._see("sample", steps)
+        for step in steps:
+            # Before its values are read: what came since would be missing.
+            ready = final or _passed(recording, session, step) or self._waited("sample", step)
             values = recording.values(step, session=session.number, vectors=True)
-            lacking = any(each.parts < each.of for each in values) or not values
-            if not final and lacking and not self._waited("sample", step):
+            pairs = {(each.path, each.statistic) for each in values}
+            # Of a pipeline stage that is late all values are missing, not only parts.
+            known = self._usual is not None and self._usual <= pairs
+            if not ready and (not known or any(each.parts < each.of for each in values)):
+                self._lacks = len(recording.nodes()) > 1
                 return
-            self._sample = step
+            self._sample, self._usual = step, pairs
+            del self._seen["sample", step]
             if not values:
                 continue
             self._publish(
@@ -212,14 +240,16 @@ class Follower:
             self._tell(self._model.statistics(step, whole, skipped=skipped), session)
             self._sink(step, sink_names(values))
 
+    def _see(self, what: str, steps: Iterable[int]) -> None:
+        """Each step has its own patience from when it was first seen, so that a node without a recording does
+        not hold up all later ones one after the other."""
+        now = time.monotonic()
+        for step in steps:
+            self._seen.setdefault((what, step), now)
+
     def _waited(self, what: str, step: int) -> bool:
         """Whether ``step`` was seen first so long ago that nothing more is waited for."""
-        now = time.monotonic()
-        before = self._waiting.get(what)
-        if before is None or before[0] != step:
-            self._waiting[what] = (step, now)
-            return False
-        return now - before[1] >= PATIENCE_SECONDS
+        return time.monotonic() - self._seen[what, step] >= PATIENCE_SECONDS
 
     # The rest.
 
@@ -288,6 +318,18 @@ class Follower:
             except Exception as error:  # noqa: BLE001 - a foreign package: its troubles end it alone
                 sinks.remove(sink)
                 self._say(f"scope: nothing more goes to {sink.title} ({type(error).__name__}: {error})")
+
+
+def _passed(recording: Recording, session: Session, step: int) -> bool:
+    """Whether all ranks have reported a later step, and so have sent all of ``step`` that they will."""
+    later = 0
+    for node in recording.nodes():
+        rows = node.rows(
+            "SELECT count(DISTINCT rank) FROM rank_step WHERE session=? AND step>?",
+            (node.session(session), step),
+        )
+        later += rows[0][0]
+    return later >= len(session.ranks)
 
 
 def _key(session: Session) -> SessionKey:

@@ -161,6 +161,85 @@ def test_a_step_that_lacks_ranks_waits_and_is_then_taken(
     writer.close()
 
 
+def test_a_late_pipeline_stage_is_waited_for(tmp_path: Path) -> None:
+    """One stage's values are written a tick before the other's: the sample is taken with both."""
+    shape = replace(SHAPE, steps=8, interval=2, pp=2, layers=4, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    sink, events = Kept(), list[Mapping[str, Any]]()
+    follower = Follower(files, publish=events.append, open_sinks=lambda: [sink])
+    for rank in (0, 1):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+    for step in range(1, 9):
+        for rank in (0, 1):
+            writer.tick([(rank, frame) for frame in frames_of(shape, rank, step)])
+            follower.look()
+    live = [each["step"] for each in events if each["k"] == "stats"]
+    follower.close()
+    writer.close()
+    assert live == [2, 4, 6, 8], "from the second sample on nothing is waited for but the values"
+    with open_recording(tmp_path) as recording:
+        for step in (2, 4, 6, 8):
+            named = {f"{each.statistic}/{each.path}" for each in recording.values(step)}
+            assert "gradient_norm/decoder.layers.3" in named and named <= set(sink.numbers[step])
+
+
+def test_ranks_without_a_recording_delay_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two ranks sends nothing: each step waits for itself alone, not for those before it, too."""
+    now = [100.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    shape = replace(SHAPE, tp=2, interval=2, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    for rank in (0, 1):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    for step in range(1, 31):
+        writer.tick([(0, frame) for frame in frames_of(shape, 0, step)])
+        follower.look()
+        now[0] += 1.0
+    taken = [each["step"] for each in events if each["k"] == "step"]
+    assert taken == list(range(1, taken[-1] + 1)) and taken[-1] >= 30 - follow.PATIENCE_SECONDS - 1
+    sampled = [each["step"] for each in events if each["k"] == "stats"]
+    assert sampled and sampled[-1] >= 30 - follow.PATIENCE_SECONDS - 6
+    follower.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_the_last_step_of_another_node_is_waited_for(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies of a NaN on the second node: the first one's sidecar may end before that is written."""
+    monkeypatch.setattr(follow, "OTHERS_SECONDS", 20.0 if late else 0.1)
+    shape = replace(SHAPE, steps=5, layers=4, pp=2, nodes=2, nan_at=5, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writers = [Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 26) for node in (0, 1)]
+    for rank, writer in enumerate(writers):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+        for step in range(1, 6 - rank):
+            writer.tick([(rank, frame) for frame in frames_of(shape, rank, step)])
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    follower.look()
+    timer = threading.Timer(0.3, lambda: writers[1].tick([(1, each) for each in frames_of(shape, 1, 5)]))
+    if late:
+        timer.start()
+    follower.close()
+    found = [(each["path"], each["step"]) for each in events if each.get("kind") == "not finite"]
+    if late:
+        timer.join()
+        assert ("decoder.layers.2.self_attention", 5) in found
+    else:  # the other node is gone: what is there is taken
+        assert [each["step"] for each in events if each["k"] == "step"] == [1, 2, 3, 4, 5]
+    for writer in writers:
+        writer.close()
+
+
 def test_modules_are_read_once_and_again_when_a_rank_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
