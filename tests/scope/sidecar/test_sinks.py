@@ -121,6 +121,30 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     assert any((tmp_path / "elsewhere").iterdir())
 
 
+def test_tensorboard_shows_the_later_of_steps_that_were_trained_twice(tmp_path: Path) -> None:
+    """The run resumes from step 5 and goes back to 7 later; samples come after their step's own numbers."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def trained(sink: base.Sink, first: int, last: int, value: float) -> None:
+        for step in range(first, last + 1):
+            sink.record(step, {"run/loss": value})
+            if step % 2 == 0:
+                sink.record(step, {"gradient_norm/model": value})
+
+    sink = make("tensorboard", tmp_path)
+    trained(sink, 1, 10, 1.0)
+    sink.close()
+    sink = make("tensorboard", tmp_path)
+    trained(sink, 6, 9, 2.0)
+    trained(sink, 7, 8, 3.0)
+    sink.close()
+    found = accumulator.EventAccumulator(str(tmp_path / "scope" / "tensorboard")).Reload()
+    losses = [(each.step, each.value) for each in found.Scalars("scope/run/loss")]
+    assert losses == [*((step, 1.0) for step in range(1, 6)), (6, 2.0), (7, 3.0), (8, 3.0)]
+    norms = [(each.step, each.value) for each in found.Scalars("scope/gradient_norm/model")]
+    assert norms == [(2, 1.0), (4, 1.0), (6, 2.0), (8, 3.0)]
+
+
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_missing_package_is_named_with_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
