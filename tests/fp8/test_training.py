@@ -39,7 +39,7 @@ def alone(folder: str) -> dict[str, Any]:
         "mixture one by one": f"--fp8-recipe tensorwise {MIXTURE} --no-moe-grouped-gemm",
         "mixture recomputed": f"--fp8-recipe tensorwise {MIXTURE} {RECOMPUTE}",
     }
-    return dict(run_ranks(1, f"{CASES}:trained", folder, layouts, 6, timeout=300)[0])
+    return dict(run_ranks(1, f"{CASES}:trained", folder, layouts, 6, timeout=900)[0])
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -97,7 +97,7 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
             f"{name} zero1": f"--fp8-recipe {name} {ZERO1}",
             f"{name} gathered": f"--fp8-recipe {name} {ZERO1} --fp8-param-gather",
         }
-    return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=200)
+    return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=900)
 
 
 def test_ranks_with_other_samples_may_have_scales_of_their_own(pairs: list[dict[str, Any]]) -> None:

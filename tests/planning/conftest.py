@@ -18,7 +18,7 @@ def executed() -> dict[str, list[dict[str, Any]]]:
     done = run_command(
         [sys.executable, "-m", "tests.planning.executed"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("executed:"))
