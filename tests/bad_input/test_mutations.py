@@ -26,6 +26,7 @@ from mt_megatron.planning.validate import rampup as validate_rampup
 from mt_megatron.planning.validate import schedule as validate_schedule
 from mt_megatron.planning.validate import supported as validate_supported
 from mt_megatron.planning.validate import train as validate_train
+from mt_megatron.scope.sidecar.sinks import base as sinks
 from mt_megatron.training import validate as validate_watching
 from tests.bad_input.cases import loaded, valid_case
 from tests.bad_input.rules import all_rules
@@ -141,11 +142,12 @@ def wrong() -> Iterator[list[tuple[TrainingConfig, int]]]:
         with pytest.MonkeyPatch.context() as patch:
             access, find = os.access, importlib.util.find_spec
             patch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
-            patch.setattr(
-                importlib.util,
-                "find_spec",
-                lambda name: None if name in ("wandb", "transformer_engine") else find(name),
-            )
+            for holder in (importlib.util, sinks):
+                patch.setattr(
+                    holder,
+                    "find_spec",
+                    lambda name: None if name in ("wandb", "transformer_engine") else find(name),
+                )
             yield found
 
 
@@ -169,6 +171,9 @@ def with_files(folder: Path) -> Iterator[TrainingConfig]:
     (folder / "locked").mkdir()
     yield load_config([*FLAGS.split(), "--mock-data", "--save", str(folder / "locked")])
     yield load_config([*FLAGS.split(), "--mock-data", "--wandb-project", "p"])
+    yield load_config(
+        [*FLAGS.split(), "--mock-data", "--save", str(folder / "saved"), "--scope-sink", "wandb"]
+    )
     yield load_config([*FLAGS.split(), "--mock-data", "--backend", "nowhere"])
     yield load_config([*FLAGS.split(), "--mock-data", "--peak-tflops", "0"])
     yield load_config([*FLAGS.split(), "--mock-data", "--min-loss-scale", "0"])
