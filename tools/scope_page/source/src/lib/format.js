@@ -6,7 +6,7 @@ export function short(value, digits = 3) {
   if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
   const size = Math.abs(value);
   if (size === 0) return '0';
-  if (size >= 1e5 || size < 1e-3) return value.toExponential(Math.max(0, digits - 1)).replace('e+', 'e').replace('-', '−');
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(Math.max(0, digits - 1)).replace(/\.?0*e\+?/, 'e').replace('-', '−');
   if (Number.isInteger(value) && size < 1e5) return String(value).replace('-', '−');
   return value.toPrecision(digits).replace(/\.?0+$/, '').replace('-', '−');
 }
