@@ -15,7 +15,7 @@ from mt_megatron.scope.watch.head import SeenTokens
 from mt_megatron.scope.watch.host_copies import Arrays, Copier
 from mt_megatron.scope.watch.parts import Layout, Parts
 from mt_megatron.scope.watch.sender import Frame, Parcel, Sender
-from mt_megatron.scope.watch.tensors import Held, Tensors, frames_of
+from mt_megatron.scope.watch.tensors import Tensors, frames_of
 
 _TOGETHER = 64
 """Tensors of one parcel."""
@@ -79,7 +79,8 @@ class Outbox:
             held = tensors.held[first : first + _TOGETHER]
             copied = [tensor for each in held for tensor in each.tensors()]
             size = _size(copied) + _ABOUT * len(held)
-            self._sender.put(Parcel(frames=_Tensors(held, self._copier.copy(copied), common), size=size))
+            about = [each.about() for each in held]
+            self._sender.put(Parcel(frames=_Tensors(about, self._copier.copy(copied), common), size=size))
 
     def tokens(self, iteration: int, seen: Sequence[SeenTokens], perturbed: str | None) -> None:
         """What the step's logits said of tokens."""
@@ -136,11 +137,11 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 class _Tensors:
-    def __init__(self, held: Sequence[Held], arrays: Arrays, common: Mapping[str, Any]) -> None:
-        self._held, self._arrays, self._common = held, arrays, common
+    def __init__(self, about: Sequence[Frame], arrays: Arrays, common: Frame) -> None:
+        self._about, self._arrays, self._common = about, arrays, common
 
     def __call__(self) -> Iterable[Frame]:
-        return frames_of(self._held, self._arrays, self._common)
+        return frames_of(self._about, self._arrays, self._common)
 
 
 class _Tokens:

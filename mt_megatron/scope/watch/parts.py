@@ -69,6 +69,9 @@ class Parts:
         lengths = [0 if piece is None else piece.numel() for piece in pieces]
         there = [piece for piece in pieces if piece is not None]
         joined = torch.cat(there) if there else torch.zeros(0, dtype=self._dtype)
+        for entry in entries:
+            # What waits for a sidecar would keep them, and with them memory of the device.
+            entry.release()
         ends = np.cumsum([0, *lengths])
 
         def values(copy: Values) -> Values:
@@ -89,6 +92,9 @@ class _Entry(Protocol):
     def device(self, dtype: torch.dtype) -> Tensor | None:
         """What is to be copied; None where the host knows everything."""
 
+    def release(self) -> None:
+        """Let the tensors go: ``device`` has given what they hold."""
+
     def values(self, copy: Values) -> Values:
         """The part, of its copy."""
 
@@ -107,19 +113,26 @@ class _Sums:
     def device(self, dtype: torch.dtype) -> Tensor | None:
         return self._sums
 
+    def release(self) -> None:
+        self._sums = None
+
     def values(self, copy: Values) -> Values:
         return np.concatenate((copy, self.known))
 
 
 class _Largest:
     def __init__(self, value: Tensor) -> None:
-        self._value = value
+        self._value: Tensor | None = value
 
     def take(self, value: Tensor) -> None:
+        assert self._value is not None
         self._value = torch.maximum(self._value, value)
 
     def device(self, dtype: torch.dtype) -> Tensor | None:
         return self._value
+
+    def release(self) -> None:
+        self._value = None
 
     def values(self, copy: Values) -> Values:
         return copy
@@ -127,19 +140,23 @@ class _Largest:
 
 class _Outliers:
     def __init__(self, maxima: Tensor) -> None:
-        self._maxima = maxima.clone()
+        self._maxima: Tensor | None = maxima.clone()
         self._squares: Tensor | None = None
         self._count = 0
 
     def take(self, maxima: Tensor, squares: Tensor, count: int, dtype: torch.dtype) -> None:
+        assert self._maxima is not None
         torch.maximum(self._maxima, maxima, out=self._maxima)
         squares = squares.reshape(1).to(dtype)
         self._squares = squares if self._squares is None else self._squares + squares
         self._count += count
 
     def device(self, dtype: torch.dtype) -> Tensor | None:
-        assert self._squares is not None
+        assert self._squares is not None and self._maxima is not None
         return torch.cat((outliers_of(self._maxima).to(dtype), self._squares))
+
+    def release(self) -> None:
+        self._maxima = self._squares = None
 
     def values(self, copy: Values) -> Values:
         return np.concatenate((copy[: 2 * OUTLIERS + 1], [self._count]))
@@ -147,19 +164,23 @@ class _Outliers:
 
 class _Moments:
     def __init__(self, ends: Tensor) -> None:
-        self._ends = ends
+        self._ends: Tensor | None = ends
         self._powers: Tensor | None = None
         self._count = 0
 
     def take(self, count: int, powers: Tensor, ends: Tensor) -> None:
+        assert self._ends is not None
         low, high = torch.minimum(self._ends[0], ends[0]), torch.maximum(self._ends[1], ends[1])
         self._ends = torch.stack((low, high))
         self._powers = powers.to(ends.dtype) if self._powers is None else self._powers + powers
         self._count += count
 
     def device(self, dtype: torch.dtype) -> Tensor | None:
-        assert self._powers is not None
+        assert self._powers is not None and self._ends is not None
         return torch.cat((self._powers, self._ends))
+
+    def release(self) -> None:
+        self._ends = self._powers = None
 
     def values(self, copy: Values) -> Values:
         return np.concatenate(([self._count], copy))

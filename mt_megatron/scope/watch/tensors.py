@@ -41,6 +41,19 @@ class Held:
         """Everything that is to be copied."""
         return [each for each in (self.data, self.scale, self.low, self.error) if each is not None]
 
+    def about(self) -> dict[str, Any]:
+        """Everything else that a frame says. What waits for a sidecar keeps this and the copies alone: with
+        the tensors it would keep memory of the device."""
+        return {
+            "path": self.path,
+            "what": self.what,
+            "microbatch": self.microbatch,
+            "index": dict(self.index),
+            "shape": list(self.shape),
+            "offset": list(self.offset),
+            "encoding": "f32" if self.scale is None else "q8",
+        }
+
 
 class Tensors:
     """The tensors of one step on one rank."""
@@ -98,25 +111,21 @@ class Tensors:
 
 
 def frames_of(
-    held: Sequence[Held], copies: Callable[[], Sequence[np.ndarray[Any, Any]]], common: Mapping[str, Any]
+    about: Sequence[Mapping[str, Any]],
+    copies: Callable[[], Sequence[np.ndarray[Any, Any]]],
+    common: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """``tensor`` frames of ``held``, whose tensors ``copies`` gives in order, on the host."""
+    """``tensor`` frames; ``about``: ``Held.about`` of each, ``copies`` gives their tensors in order, on the
+    host."""
     arrays = iter(copies())
-    for each in held:
-        data = next(arrays)
-        scale = None if each.scale is None else next(arrays)
-        low = None if each.low is None else next(arrays)
-        error = 0.0 if each.error is None else float(next(arrays))
+    for each in about:
+        data, scale, low, error = next(arrays), None, None, 0.0
+        if each["encoding"] == "q8":
+            scale, low, error = next(arrays), next(arrays), float(next(arrays))
         yield {
             "k": "tensor",
             **common,
-            "path": each.path,
-            "what": each.what,
-            "microbatch": each.microbatch,
-            "index": dict(each.index),
-            "shape": list(each.shape),
-            "offset": list(each.offset),
-            "encoding": "f32" if scale is None else "q8",
+            **each,
             "data": data,
             "scale": scale,
             "low": low,

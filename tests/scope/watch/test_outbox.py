@@ -1,0 +1,68 @@
+"""Parcels that wait for a sidecar: they keep copies on the host, and nothing of a step's tensors."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from typing import Any
+
+import numpy as np
+import torch
+
+from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.scope.watch.outbox import Outbox
+from mt_megatron.scope.watch.parts import Parts
+from mt_megatron.scope.watch.sender import Parcel
+from mt_megatron.scope.watch.sums import channel_maxima, moments, square_sum
+from mt_megatron.scope.watch.tensors import Tensors
+
+
+class Queue:
+    """Sender that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.parcels: list[Parcel] = []
+
+    def put(self, parcel: Parcel) -> None:
+        self.parcels.append(parcel)
+
+
+def step(queue: Queue) -> None:
+    """Hand over statistics of all kinds and tensors in both encodings."""
+    outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
+    parts, tensors = Parts(torch.device("cpu")), Tensors()
+    values = torch.arange(256.0 * 40).reshape(256, 40)
+    parts.add("a", "activation_rms", [square_sum(values), float(values.numel())])
+    parts.largest("a", "activation_max", values.max())
+    parts.outliers("a", channel_maxima(values), square_sum(values), values.numel())
+    parts.moments("a", values.numel(), *moments(values))
+    for name, rows in (("exact", 2), ("tiles", 256)):
+        tensors.add("a", name, values[:rows], index={"sample": 0}, microbatch=0, shape=(rows, 40))
+    outbox.stats(1, parts, None)
+    outbox.tensors(1, tensors, None)
+
+
+def live() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_what_waits_keeps_no_tensor_of_the_step() -> None:
+    step(Queue())
+    before = live()
+    queue = Queue()
+    step(queue)
+    assert live() == before
+    frames = [dict(frame) for parcel in queue.parcels for frame in parcel.frames()]
+    assert [frame["k"] for frame in frames] == ["schema", "stats", "tensor", "tensor"]
+    values = np.arange(256 * 40, dtype=np.float32).reshape(256, 40)
+    exact, tiles = frames[2:]
+    assert (exact["encoding"], tiles["encoding"]) == ("f32", "q8")
+    assert np.array_equal(exact["data"], values[:2]) and exact["error"] == 0.0
+    back = tiles["low"] + tiles["scale"] * tiles["data"]
+    assert np.abs(back - values).max() <= tiles["error"] * (1 + 1e-6)
+    # Its memory is its own: it goes back to the system when it is sent.
+    owner = exact["data"]
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    assert isinstance(owner.obj if isinstance(owner, memoryview) else owner, mmap.mmap)
