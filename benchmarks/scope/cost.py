@@ -157,6 +157,8 @@ def main() -> int:
     ]
     about = machine()
     ran = ranks_of(HERE / "cost_worker.py", args.ranks, threads, arguments, 60 * args.minutes + 60)
+    if not all(ran["blocks"][0].values()):
+        sys.exit(f"no round was over within {args.minutes:g} minutes; raise --minutes")
     figures = {"machine": about, "training": judged(ran)}
     text = shown(figures["training"])
     print(text)
