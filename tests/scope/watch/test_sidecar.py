@@ -63,8 +63,10 @@ def test_drops_are_counted_and_shown(found: dict[str, Any], folder: Path, kind: 
     assert len(lines) == 1 and "of rank 0" in lines[0]
     if kind != "killed":
         with open_recording(folder / kind) as recording:
-            shown = recording.dropped()
-        assert [(each.source, each.rank) for each in shown] == [("rank", 0)] and shown[0].frames > 0
+            shown = {(each.source, each.rank): each.frames for each in recording.dropped()}
+        assert shown.pop(("rank", 0)) > 0
+        # A sidecar that reads faster than it writes drops some itself: a slow one, or one that goes on at last.
+        assert set(shown) <= {("sidecar", 0)}
 
 
 def test_a_killed_sidecar_is_one_line(found: dict[str, Any]) -> None:
