@@ -1,4 +1,4 @@
-"""How long a checkpoint keeps a run from training, and how long a kill does.
+"""Time that a checkpoint keeps a run from training, and that a kill does.
 
     python benchmarks/checkpoint_stall.py [--shape small|large] [--threads N] [--record FOLDER]
 

@@ -1,4 +1,4 @@
-"""What the loss costs at Llama 3's vocabulary: memory, time and gradients beside the plain path.
+"""Cost of the loss at Llama 3's vocabulary: memory, time and gradients beside the plain path.
 
     python benchmarks/loss_memory.py [--vocabulary 128256] [--dtypes float32 bfloat16] [--record results/]
 

@@ -1,4 +1,4 @@
-"""What choosing experts costs on a CPU, beside transformers' routers, which use ``torch.topk``.
+"""Cost of choosing experts on a CPU, beside transformers' routers, which use ``torch.topk``.
 
     python benchmarks/moe_router.py [--rounds 15] [--threads 2] [--record results/]
 

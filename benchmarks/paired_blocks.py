@@ -53,7 +53,7 @@ class Timed(Protocol):
 def ranks_of(
     script: Path, ranks: int, threads: int, arguments: Sequence[str], timeout: float
 ) -> dict[str, Any]:
-    """What the ``ranks`` processes of ``script`` (first argument: a folder of their own) wrote: ``blocks`` of
+    """Results of the ``ranks`` processes of ``script`` (first argument: a folder of their own): ``blocks`` of
     each, and ``about``.
 
     Ends them after ``timeout`` seconds and when this process is told to end, and takes what they had written
@@ -183,7 +183,7 @@ class Cores:
         """Keep all threads of this process, and what they start, on one core; None: on all of them."""
         cores = set(self._given) if number is None else {self._given[number % len(self._given)]}
         for task in os.listdir("/proc/self/task"):
-            # One that has ended meanwhile needs none.
+            # A thread that has ended meanwhile needs none.
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task), cores)
 

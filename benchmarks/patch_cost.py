@@ -1,4 +1,4 @@
-"""What ``mt_megatron.patch()`` costs on top of ``import megatron.core``, with a warm digest cache.
+"""Cost of ``mt_megatron.patch()`` on top of ``import megatron.core``, with a warm digest cache.
 
 Every sample is a fresh interpreter; runs with and without patching alternate. Prints one JSON
 object with medians in milliseconds, the ratio to the import, and the machine. The exit code is 1

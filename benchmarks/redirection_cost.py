@@ -1,4 +1,4 @@
-"""What the redirection costs code that is not redirected: nanoseconds an operation, with and without it.
+"""Cost of the redirection to code that is not redirected: nanoseconds an operation, with and without it.
 
 Runs are interleaved; each figure is the median of the rounds.
 """

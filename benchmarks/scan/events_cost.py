@@ -1,4 +1,4 @@
-"""What an event costs: nanoseconds per begin/end pair, idle and with one listener.
+"""Cost of an event: nanoseconds per begin/end pair, idle and with one listener.
 
     python benchmarks/scan/events_cost.py [--json]
 

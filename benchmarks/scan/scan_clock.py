@@ -1,4 +1,4 @@
-"""How well clocks of several processes are put onto one: known offsets and drifts, real sockets, real load.
+"""Error of several processes' clocks put onto one: known offsets and drifts, real sockets, real load.
 
     python benchmarks/scan/scan_clock.py [--seconds 60] [--ranks 4] [--load 2] [--json] [--record FOLDER]
 

@@ -1,4 +1,4 @@
-"""What tracing costs: nanoseconds per event, and the slow-down of a real training by paired blocks of steps.
+"""Cost of tracing: nanoseconds per event, and the slow-down of a real training by paired blocks of steps.
 
     python benchmarks/scan/scan_cost.py --only events
     python benchmarks/scan/scan_cost.py [--ranks 2] [--pairs 1200] [--record results/]

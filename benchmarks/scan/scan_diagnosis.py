@@ -1,4 +1,4 @@
-"""Whether the diagnosis of traces names the right culprit: simulated runs with known faults, labels hidden.
+"""Share of right culprits named by the diagnosis of traces: simulated runs with known faults, labels hidden.
 
     python benchmarks/scan/scan_diagnosis.py [--seeds 200] [--first-seed 0] [--record results/]
 

@@ -1,4 +1,4 @@
-"""How long a report takes and how much memory it needs as ranks grow: simulated traces of 64 to 1,024 ranks.
+"""Time and memory of a report as ranks grow: simulated traces of 64 to 1,024 ranks.
 
     python benchmarks/scan/scan_scale.py [--ranks 64 256 1024] [--steps 50] [--events 1000]
                                          [--record results/]

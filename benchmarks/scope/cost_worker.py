@@ -44,7 +44,7 @@ SHAPES = {
         micro_batch=2,
     ),
 }
-"""What one data-parallel rank does, in fp32: many processors have no bf16 arithmetic and take seconds a step.
+"""Work of one data-parallel rank, in fp32: many processors have no bf16 arithmetic and take seconds a step.
 ``tiny`` is there to try the script with."""
 
 INTERVAL = 20
@@ -80,7 +80,7 @@ class Arm:
 
     session: str = "drained"
     steps: tuple[int | None, ...]
-    """What the session is told the numbers of its steps are; None: it is told of none."""
+    """Numbers of the steps, as the session is told them; None: it is told of none."""
 
 
 WATCHING = {
@@ -230,7 +230,7 @@ class Training:
         session.end_step(number, figures)
 
     def collectives_of(self, arm: Arm) -> int:
-        """How many a block of ``arm`` makes on this rank, as the process groups themselves number them."""
+        """Collectives of a block of ``arm`` on this rank, as the process groups themselves number them."""
         before = _collectives()
         self.block(arm)
         # Less the barrier with which a block begins.

@@ -78,7 +78,7 @@ class Resumed:
     """What is not continued exactly."""
 
     perturbed: str | None = None
-    """What its weights were under when they were saved, as the manifest says; None: nothing."""
+    """Perturbations that its weights were saved under, as the manifest says; None: none."""
 
 
 class CheckpointStore:

@@ -54,7 +54,7 @@ class Input:
     """What the log should say."""
 
     perturbed: str | None = None
-    """What the weights were under when a run saved them; None: nothing."""
+    """Perturbations that a run saved the weights under; None: none."""
 
 
 def open_published(path: Path, *, prediction: bool, fp8_as: torch.dtype) -> Input:

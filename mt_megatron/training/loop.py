@@ -127,7 +127,7 @@ class _Run:
         )
         self.checkpoint: Path | None = None
         self.began_perturbed: str | None = None
-        """What the weights that the run begins with were saved under."""
+        """Perturbations that the weights were saved under with which the run begins."""
 
         self.validation: Validation | None = None
         self.steps = Steps(

@@ -234,7 +234,7 @@ def parts(tensor: Tensor, number: int, label: Label, crc: bool) -> tuple[bytes, 
 
 
 def _kept(tensor: Tensor) -> tuple[Tensor, Unwritten | None]:
-    """What a queue holds of ``tensor``, in rows on the host, and its guard: a copy of a part of a storage,
+    """Queued form of ``tensor``, in rows on the host, and its guard: a copy of a part of a storage,
     which needs none, or an alias, as the ``.data`` of ``tensor`` may be exchanged."""
     alias = tensor.detach()
     return (copy_of(alias), None) if is_part(alias) else (alias, Unwritten(alias, tensor))

@@ -42,7 +42,7 @@ def is_in_rows(tensor: Tensor) -> bool:
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether its storage holds more than ``tensor``, such as other rows of a buffer."""
+    """True where the storage holds more than ``tensor``, such as other rows of a buffer."""
     return tensor.untyped_storage().nbytes() != tensor.nbytes
 
 

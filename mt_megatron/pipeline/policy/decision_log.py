@@ -96,7 +96,7 @@ class DecisionLog:
         )
 
     def outcome(self, step: int, outcome: Outcome, *, switch: int) -> None:
-        """What the switch brought whose ``decision`` has the step ``switch``, known at ``step``."""
+        """Gain of the switch whose ``decision`` has the step ``switch``, known at ``step``."""
         self._write(
             {
                 "record": "outcome",

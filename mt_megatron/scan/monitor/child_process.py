@@ -49,8 +49,8 @@ def end_child(process: subprocess.Popen[bytes], seconds: float, by: int = signal
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, as a child asks of its parent; one that has ended and that nobody waited for
-    does not."""
+    """True where process ``pid`` runs, as a child asks of its parent; one that has ended and was not waited
+    for does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -58,7 +58,7 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     with contextlib.suppress(OSError):
-        # One that has ended stays in the table for as long as nobody asks how, in a container for ever.
+        # A process that has ended stays in the table until its parent waits for it, in a container for ever.
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         return state.split()[0] != "Z"
     return True

@@ -1,4 +1,4 @@
-"""Where files come from and who else uses them: two jobs in one folder, slow readers, half-made files."""
+"""Files of a recording that others use too: two jobs in one folder, slow readers, half-made files."""
 
 from __future__ import annotations
 

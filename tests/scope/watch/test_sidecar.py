@@ -65,7 +65,7 @@ def test_drops_are_counted_and_shown(found: dict[str, Any], folder: Path, kind: 
         with open_recording(folder / kind) as recording:
             shown = {(each.source, each.rank): each.frames for each in recording.dropped()}
         assert shown.pop(("rank", 0)) > 0
-        # A sidecar that reads faster than it writes drops some itself: a slow one, or one that goes on at last.
+        # A sidecar that reads faster than it writes drops some itself: slow, or going on at last.
         assert set(shown) <= {("sidecar", 0)}
 
 
