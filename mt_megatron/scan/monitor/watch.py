@@ -286,6 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
+    # Schedulers send it to all processes of a job; ranks end after their step by it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)
     try:

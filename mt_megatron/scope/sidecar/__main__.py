@@ -81,6 +81,8 @@ async def _run(options: Options, say: Callable[[str], None]) -> None:
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(END, stop.set)
+    # Schedulers send it to all processes of a job; ranks end after their step by it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, ended)
     await run_sidecar(options, say, stop)

@@ -27,9 +27,10 @@ SECONDS_TO_END = 25.0
 TOLD = 3
 """Exit code of a sidecar that could not begin and has said why."""
 
-END = signal.SIGUSR1
-"""Tells a sidecar that its ranks have ended. SIGTERM does not, as long as its parent lives: a scheduler that
-ends a job sends it to all processes, and the ranks have still a step and a checkpoint to make."""
+END = signal.SIGRTMIN + 1
+"""Signal that tells a sidecar that its ranks have ended. SIGTERM and SIGUSR1 do not, as long as its parent
+lives: a scheduler that ends a job sends them to all processes, and the ranks have still a step and a
+checkpoint to make."""
 
 _log = logging.getLogger("mt_megatron")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -250,3 +252,26 @@ def test_the_watchers_process_ends_with_its_parent_and_imports_no_torch(slow: Pa
     assert "numpy" in loaded and not {"torch", "megatron"} & loaded
     (line,) = run_files(run).findings.read_text().splitlines()
     assert json.loads(line)["cause"] == "slow_compute"
+
+
+def test_a_scheduler_s_request_to_save_does_not_end_the_watcher(slow: Path, tmp_path: Path) -> None:
+    run = tmp_path / "asked"
+    shutil.copytree(slow, run)
+    command = [sys.executable, "-m", "mt_megatron.scan.monitor.watch", str(run)]
+    with subprocess.Popen([*command, "--parent-pid", str(os.getpid())]) as process:
+        try:
+            until = time.monotonic() + 60
+            while not _ignores(process.pid, signal.SIGUSR1):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.02)
+            process.send_signal(signal.SIGUSR1)
+            process.terminate()
+            assert process.wait(60) == 0, "ended by SIGTERM, after its last look"
+        finally:
+            process.kill()
+    assert run_files(run).findings.exists()
+
+
+def _ignores(pid: int, number: int) -> bool:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)

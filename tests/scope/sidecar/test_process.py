@@ -172,7 +172,9 @@ def test_numbers_that_cannot_be_are_refused(
 
 def test_a_signal_to_the_whole_job_does_not_end_it_before_its_parent(tmp_path: Path) -> None:
     with sidecar(tmp_path / "run", tmp_path / "private" / "s") as process:
+        process.send_signal(signal.SIGUSR1)
         process.terminate()
+        process.send_signal(signal.SIGUSR1)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.5)
         process.terminate()
