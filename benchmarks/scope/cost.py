@@ -127,6 +127,7 @@ def shown(figures: dict[str, Any]) -> str:
         f"thread(s){where}; a step of {figures['tokens_per_step']} tokens takes "
         f"{1e3 * figures['step_seconds']:.0f} ms."
     )
+    about += " A process that drains the socket stands in for the sidecar, which needs a core of its own."
     if figures["cut_off"]:
         about += " It was cut off."
     verdicts = table(("", "verdict"), list(figures["verdicts"].items()))
