@@ -119,11 +119,21 @@ CREATE TEMP VIEW stats AS SELECT session, step, path, layer_of(path) AS layer, s
 """
 
 _MORE_NODES = """
-CREATE TEMP VIEW stats AS SELECT session, step, path, layer_of(path) AS layer, statistic,
-  merged(statistic, number, part) AS value, sum(parts) AS parts, sum(of) AS of,
-  sum(parts) < sum(of) OR max(lacking) AS partial, max(current) AS current,
-  EXISTS(SELECT 1 FROM perturbed AS q WHERE q.session = n.session AND q.step = n.step) AS perturbed
+CREATE TEMP TABLE expected(session, path, statistic, ranks, PRIMARY KEY(session, path, statistic))
+  WITHOUT ROWID;
+INSERT INTO expected SELECT known.session, p.text, e.statistic, count(*) FROM all_declared AS d
+  JOIN known ON known.node = d.node AND known.own = d.session
+  JOIN all_entry AS e ON e.node = d.node AND e.id = d.entry
+  JOIN all_path AS p ON p.node = d.node AND p.id = e.path GROUP BY 1, 2, 3;
+CREATE TEMP VIEW merged_stats AS SELECT session, step, path, statistic,
+  merged(statistic, number, part) AS value, sum(parts) AS parts,
+  ifnull((SELECT ranks FROM expected AS x WHERE x.session = n.session AND x.path = n.path
+    AND x.statistic = n.statistic), 0) AS of, max(lacking) AS lacking, max(current) AS current
   FROM node_stats AS n GROUP BY session, step, path, statistic;
+CREATE TEMP VIEW stats AS SELECT session, step, path, layer_of(path) AS layer, statistic,
+  value, parts, of, parts < of OR lacking AS partial, current,
+  EXISTS(SELECT 1 FROM perturbed AS q WHERE q.session = n.session AND q.step = n.step) AS perturbed
+  FROM merged_stats AS n;
 """
 
 _VECTORS = """

@@ -81,6 +81,20 @@ def values_of(
     missing = False
     for node, own, each, *_ in ranges:
         missing = missing or each.missing_ranks > 0
+        # Values first: an entry that is declared while this reads is then known below.
+        here = node.rows(
+            "SELECT entry.id, parts, number, part FROM entry JOIN value ON value.entry = entry.id "
+            "AND value.session=? AND value.step=?",
+            (own, step),
+        )
+        long = dict(
+            node.rows(
+                "SELECT entry.id, part FROM entry JOIN vector ON vector.entry = entry.id "
+                "AND vector.session=? AND vector.step=?",
+                (own, step),
+            )
+        )
+        declared = node.rows("SELECT entry, count(*) FROM declared WHERE session=? GROUP BY entry", (own,))
         names = {
             entry: (path, statistic)
             for entry, path, statistic in node.rows(
@@ -92,27 +106,15 @@ def values_of(
             for path, statistic in names.values()
             if statistic in DERIVED
         }
-        declared = dict(
-            node.rows("SELECT entry, count(*) FROM declared WHERE session=? GROUP BY entry", (own,))
-        )
-        long = dict(
-            node.rows(
-                "SELECT entry.id, part FROM entry JOIN vector ON vector.entry = entry.id "
-                "AND vector.session=? AND vector.step=?",
-                (own, step),
-            )
-        )
-        for entry, parts, value, part in node.rows(
-            "SELECT entry.id, parts, number, part FROM entry JOIN value ON value.entry = entry.id "
-            "AND value.session=? AND value.step=?",
-            (own, step),
-        ):
+        # A node that has not written this step yet counts, too: what the others have is a part.
+        for entry, ranks in declared:
+            of[names[entry]] = of.get(names[entry], 0) + ranks
+        for entry, parts, value, part in here:
             key = names[entry]
             if key[1] not in wanted:
                 continue
             kept = part if part is not None else long.get(sources.get(key, entry))
             rows.setdefault(key, []).append((parts, number_of(value), kept))
-            of[key] = of.get(key, 0) + declared.get(entry, 0)
     found = []
     for key in sorted(rows):
         merged = _merge(key[1], rows[key], vectors)
@@ -123,8 +125,8 @@ def values_of(
                     statistic=key[1],
                     value=merged[1],
                     parts=merged[0],
-                    of=of[key],
-                    partial=missing or merged[0] < of[key],
+                    of=of.get(key, 0),
+                    partial=missing or merged[0] < of.get(key, 0),
                     vector=merged[2],
                 )
             )

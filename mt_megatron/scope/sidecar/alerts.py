@@ -153,14 +153,19 @@ class AlertModel:
 
     def __init__(self) -> None:
         self._bands: dict[tuple[str, str], Band] = {}
+        self._parts: dict[tuple[str, str], int] = {}
+        """Of how many ranks' parts a band's values of this session are made."""
+
         self._empty: dict[str, NDArray[np.int64]] = {}
         self._dead: dict[str, frozenset[int]] = {}
         self._order: dict[str, int] = {}
         self._not_finite: set[bool] = set()
 
     def restart(self) -> None:
-        """Another session begins: its first value that is not finite is told again; bands are kept."""
+        """Another session begins: its first value that is not finite is told again; bands are kept, also
+        where the other session has another layout."""
         self._not_finite.clear()
+        self._parts.clear()
 
     def modules(self, order: Iterable[str]) -> None:
         """Paths in execution order: of several modules the first is named."""
@@ -192,6 +197,10 @@ class AlertModel:
             if wrong and not (skipped and gradient) and (name in BANDED or name == "not_finite"):
                 broken.append((each.path, name, each.value))
             if name in BANDED and not (skipped and gradient):
+                if self._parts.setdefault((each.path, name), each.of) != each.of:
+                    # A node came late: what was sums and means of fewer ranks is no measure for the rest.
+                    self._parts[each.path, name] = each.of
+                    del self._bands[each.path, name]
                 outside = self._band(each.path, name).take(each.value)
                 if outside is not None:
                     left.setdefault(name, []).append((each, outside))

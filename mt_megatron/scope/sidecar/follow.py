@@ -213,7 +213,7 @@ class Follower:
             pairs = {(each.path, each.statistic) for each in values}
             # Of a pipeline stage that is late all values are missing, not only parts.
             known = self._usual is not None and self._usual <= pairs
-            if not ready and (not known or any(each.parts < each.of for each in values)):
+            if not ready and (not known or any(each.partial for each in values)):
                 self._lacks = len(recording.nodes()) > 1
                 return
             self._sample, self._usual = step, pairs
@@ -321,7 +321,8 @@ class Follower:
 
 
 def _passed(recording: Recording, session: Session, step: int) -> bool:
-    """Whether all ranks have reported a later step, and so have sent all of ``step`` that they will."""
+    """Whether all ranks, also those that nothing is known of yet, have reported a later step, and so have
+    sent all of ``step`` that they will."""
     later = 0
     for node in recording.nodes():
         rows = node.rows(
@@ -329,7 +330,7 @@ def _passed(recording: Recording, session: Session, step: int) -> bool:
             (node.session(session), step),
         )
         later += rows[0][0]
-    return later >= len(session.ranks)
+    return later >= session.world_size
 
 
 def _key(session: Session) -> SessionKey:

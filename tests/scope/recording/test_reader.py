@@ -14,6 +14,7 @@ import pytest
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import Recording, open_recording
+from mt_megatron.scope.recording.sql import query
 from mt_megatron.scope.recording.writer import Writer
 from tests.scope.synthetic import (
     RunShape,
@@ -178,6 +179,27 @@ def test_a_missing_part_is_marked_and_changes_the_value(tmp_path: Path) -> None:
     assert found.parts.tolist() == [1] and found.of.tolist() == [2] and found.partial.all()
     truth = truth_of(shape).values["decoder.layers.1", "gradient_norm"][10]
     assert abs(found.value[0] - truth) > 0.1 * truth
+
+
+def test_a_node_that_is_behind_leaves_parts(tmp_path: Path) -> None:
+    """Of two nodes one has not written the last sample: what the other has is one part of two."""
+    shape = RunShape(steps=20, tp=2, pp=1, nodes=2)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    for rank, last in ((0, 20), (1, 10)):
+        writer = Writer(files.node("a", rank), node=rank, host="a", retain_bytes=1 << 26)
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+        writer.tick([(rank, stats_frame(shape, rank, step)) for step in range(10, last + 1, 10)])
+        writer.close()
+    recording = open_recording(tmp_path)
+    for step, parts in ((10, 2), (20, 1)):
+        values = recording.values(step)
+        assert values and {(each.parts, each.of) for each in values} == {(parts, 2)}
+        assert all(each.partial == (parts < 2) for each in values)
+        rows = query(recording, f"select distinct parts, of, partial from stats where step = {step}").rows
+        assert rows == [(parts, 2, int(parts < 2))]
+    found = recording.series("decoder.layers.1", "gradient_norm")
+    assert found.parts.tolist() == [2, 1] and found.of.tolist() == [2, 2]
 
 
 def test_a_missing_node_is_marked(tmp_path: Path) -> None:

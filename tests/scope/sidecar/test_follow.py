@@ -185,6 +185,37 @@ def test_a_late_pipeline_stage_is_waited_for(tmp_path: Path) -> None:
             assert "gradient_norm/decoder.layers.3" in named and named <= set(sink.numbers[step])
 
 
+@pytest.mark.parametrize("behind", ["by a look", "at the start"])
+def test_a_slow_node_raises_no_alert(behind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of sums, as one node of two has them, are not taken for the sums: neither where the other node
+    writes a sample a look later from step 21 on, nor where it comes after the first ones."""
+    now = [100.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    shape = replace(SHAPE, tp=2, nodes=2, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    writers = [Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 26) for node in (0, 1)]
+    first = 20 if behind == "at the start" else 1
+    for step in range(1, 41):
+        for rank, writer in enumerate(writers):
+            if step == (1, first)[rank]:
+                writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+            if step >= (1, first)[rank]:
+                writer.tick([(rank, frame) for frame in frames_of(shape, rank, step)])
+            if rank or step > 20 or step < first:
+                follower.look()
+        now[0] += 10.0 if step < first else 0.1
+    follower.close()
+    for writer in writers:
+        writer.close()
+    taken = [each for each in events if each["k"] == "stats"]
+    assert [each["step"] for each in taken] == list(range(1, 41))
+    assert [each["step"] for each in taken if any(row[3] for row in each["values"])] == list(range(1, first))
+    assert [each for each in events if each["k"] == "alert"] == []
+
+
 def test_ranks_without_a_recording_delay_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two ranks sends nothing: each step waits for itself alone, not for those before it, too."""
     now = [100.0]
