@@ -30,6 +30,9 @@ MOST_COPIED = 64 * 2**20
 _PIECE = 2**22
 """Elements worked on at a time: what temporaries are as large as."""
 
+_PIECE_OF_CPU = 2**18
+"""The same on a CPU, whose cache then holds them."""
+
 WHOLE = ""
 """Path of the whole model."""
 
@@ -97,7 +100,7 @@ def shares_of(chunks: Sequence[Any], optimizer: Any, place: Place) -> list[Share
             if getattr(parameter, "shared", False) or parameter not in names or held not in groups:
                 continue
             stretch = _stretch(part, parameter, held, place)
-            if stretch is None:
+            if stretch is None or stretch[0] == stretch[1]:
                 continue
             start, stop, offset = stretch
             rows = parameter.size(0) if parameter.dim() > 1 else 1
@@ -207,7 +210,7 @@ class Norms:
                 before = self._copies[index]
                 updates.append((_squares(share.weight - before), _squares(before)))
             else:
-                updates.append(update_of(share))
+                updates.append(update_of(share, weights[index]))
         self._copies = {}
         if all(each is None for each in updates):
             return
@@ -256,27 +259,27 @@ def _squares(values: Tensor) -> Tensor:
 # What an optimizer did, told by its state after the update.
 
 
-def update_of(share: Share) -> tuple[Tensor, Tensor] | None:
+def update_of(share: Share, weights: Tensor) -> tuple[Tensor, Tensor] | None:
     """Sums of squares of the last update and of the weights before it; None where the optimizer's state does
-    not tell it."""
+    not tell it. ``weights`` is the sum of squares of the weights after it."""
     rule = _rule(share)
     state = share.inner.state.get(share.held)
     if rule is None or not state:
         return None
-    update = before = None
-    weight = share.weight
-    for first in range(0, weight.numel(), _PIECE):
-        piece = slice(share.start + first, min(share.start + first + _PIECE, share.stop))
-        after = share.held.detach().view(-1)[piece].float()
+    held = share.held.detach().view(-1)
+    size = _PIECE_OF_CPU if held.device.type == "cpu" else _PIECE
+    squares, products, decay = [], [], 0.0
+    for first in range(share.start, share.stop, size):
+        piece = slice(first, min(first + size, share.stop))
         subtracted, decay = rule(share, state, piece)
-        # after = (1 - decay) * before - subtracted
-        old = (after + subtracted) / (1.0 - decay)
-        step = subtracted.add_(old, alpha=decay) if decay else subtracted
-        squares = square_sum(step), square_sum(old)
-        update = squares[0] if update is None else update + squares[0]
-        before = squares[1] if before is None else before + squares[1]
-    assert update is not None and before is not None
-    return update, before
+        squares.append(square_sum(subtracted))
+        products.append(torch.dot(subtracted, held[piece].float()))
+    # after = kept * before - subtracted, so that two sums over the elements give all others.
+    kept = 1.0 - decay
+    square = torch.stack(squares).sum()
+    product = torch.stack(products).to(square.dtype).sum()
+    before = (weights + 2.0 * product + square) / kept**2
+    return square + 2.0 * decay * (product + square) / kept + decay**2 * before, before
 
 
 _Rule = Callable[[Share, Any, slice], tuple[Tensor, float]]
@@ -307,11 +310,13 @@ def _adamw(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
     if isinstance(step, Tensor):
         # On a device a look at the number would wait for it.
         step = float(step) if step.device.type == "cpu" else step.to(wide_float(step.device))
-    correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
+    correction1, correction2 = 1.0 - beta1**step, (1.0 - beta2**step) ** 0.5
     first = state["exp_avg"].view(-1)[piece].float()
     second = state["exp_avg_sq"].view(-1)[piece].float()
-    root = (second / correction2).sqrt_().add_(group["eps"])
-    return (first / root).mul_(lr / correction1), lr * float(group["weight_decay"])
+    # lr * (first / correction1) / (sqrt(second) / correction2 + eps), with few passes over the elements.
+    root = second.sqrt().add_(group["eps"] * correction2)
+    update = torch.div(first, root, out=root).mul_(lr * correction2 / correction1)
+    return update, lr * float(group["weight_decay"])
 
 
 def _momentum(share: Share, state: Any, piece: slice) -> tuple[Tensor, float]:
