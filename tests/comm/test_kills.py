@@ -12,25 +12,28 @@ from tests.comm.kills import shared_memory_mib
 from tests.launch import run_ranks
 
 _LIMIT_SECONDS = 2.0
+"""On a machine that does nothing else, as for the hundred trials."""
+
+_BUSY_SECONDS = 15.0
 
 
-def killed(count: int, helper: str, timeout: float) -> list[dict[str, Any]]:
+def killed(count: int, helper: str, timeout: float, limit: float) -> list[dict[str, Any]]:
     [found] = run_ranks(1, "tests.comm.kills:trials", count, 7, helper, timeout=timeout)
     for each in found:
-        assert each["names the victim"] and each["seconds"] < _LIMIT_SECONDS and not each["left"], each
+        assert each["names the victim"] and each["seconds"] < limit and not each["left"], each
         assert "process ended" in each["seen"], each
     return list(found)
 
 
 def test_either_end_killed_at_random_points(helper: str) -> None:
-    found = killed(3, helper, timeout=60)
+    found = killed(3, helper, timeout=60, limit=_BUSY_SECONDS)
     assert len(found) == 3
 
 
 @pytest.mark.soak
 def test_a_hundred_kills(helper: str, record_property: Callable[[str, object], None]) -> None:
     before = shared_memory_mib()
-    found = killed(100, helper, timeout=500)
+    found = killed(100, helper, timeout=500, limit=_LIMIT_SECONDS)
     grown = shared_memory_mib() - before
     victims = Counter(each["victim"] for each in found)
     assert len(victims) == 2
@@ -45,7 +48,7 @@ def test_children_of_a_dead_process_hide_nothing() -> None:
     [found] = run_ranks(1, "tests.comm.kills:children_that_hold_on", "auto", timeout=60)
     assert set(found) == {"forked child", "another program"}
     for each in found.values():
-        assert each["child lived"] and each["named"] and each["seconds"] < _LIMIT_SECONDS, each
+        assert each["child lived"] and each["named"] and each["seconds"] < _BUSY_SECONDS, each
     mapped, said = found["forked child"]["said"].split(" ", 1)
     assert mapped == "False"
     assert said.count("forked from") == 3, said

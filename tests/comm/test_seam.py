@@ -107,7 +107,7 @@ def test_a_rank_that_fails_ends_the_others(found: list[dict[str, Any]], name: st
     assert "PeerLost: rank 1 (process" in other["errors"][0]
     assert "it gave up its channels after an error of its own (RuntimeError: The size" in other["errors"][0]
     # The clock is the machine's.
-    assert other["moments"][0] - failed["moments"][0] < 2
+    assert other["moments"][0] - failed["moments"][0] < 15
     for rank in (other, failed):
         # A further step is refused at once, with the first error of all.
         assert "this transport was given up after an error (" in rank["errors"][1]

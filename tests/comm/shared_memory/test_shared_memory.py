@@ -33,7 +33,7 @@ NAMES = (
     "strangers_are_ignored",
 )
 SAYS: dict[str, Any] = {
-    "a_rank_that_never_connects_is_named": lambda found: max(found.values()) < 2,
+    "a_rank_that_never_connects_is_named": lambda found: max(found.values()) < 15,
     "every_dtype_and_shape": lambda found: found > 100,
     "waits_have_limits": lambda found: (
         "message 0 from rank 1 (process" in found["receive"]

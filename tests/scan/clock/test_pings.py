@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import threading
@@ -161,8 +162,16 @@ def test_several_who_know_the_token_are_all_answered() -> None:
 
 
 def test_a_server_that_closes_leaves_what_was_answered() -> None:
-    server = PingServer("127.0.0.1", TOKEN)
-    closing = threading.Timer(0.05, server.close)
+    answered = itertools.count()
+    some = threading.Event()
+
+    def now() -> int:
+        if next(answered) > 10:
+            some.set()
+        return time.perf_counter_ns()
+
+    server = PingServer("127.0.0.1", TOKEN, now=now)
+    closing = threading.Thread(target=lambda: (some.wait(60), server.close()))
     closing.start()
     found = ask("127.0.0.1", server.port, TOKEN, peer=0, count=100_000)
     closing.join()

@@ -229,12 +229,13 @@ def test_a_process_that_was_stopped_says_so(tmp_path: Path) -> None:
         cwd=ROOT,
     )
     assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-    time.sleep(0.3)
+    # Between two beats and away from a flush, which come at multiples of 0.3 and 0.6 s of the clock.
+    time.sleep(0.6 - time.time() % 0.6 + 0.15)
     stopped = time.perf_counter_ns()
     child.send_signal(signal.SIGSTOP)
     time.sleep(0.8)
-    child.send_signal(signal.SIGCONT)
     continued = time.perf_counter_ns()
+    child.send_signal(signal.SIGCONT)
     time.sleep(0.3)
     child.communicate(b"\n", timeout=60)
     assert child.returncode == 0

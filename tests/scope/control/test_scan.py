@@ -27,11 +27,12 @@ def test_a_commanded_pause_is_no_time_of_a_step(tmp_path: Path) -> None:
             time.sleep(0.01)
         if iteration == 2:
             with events.span("pause", op="commanded"):
-                time.sleep(0.3)
+                time.sleep(1.0)
     recorder.close()
     found = rank_steps(0, read_rank(tmp_path / "scan" / "rank-00000"))
     assert found.iteration.tolist() == [1, 2, 3]
-    assert np.nanmax(found.columns["pause"]) < 50e6 and np.nanmax(found.columns["longest_pause"]) < 50e6
+    # Collections of garbage and late beats within it are pauses of their own.
+    assert np.nanmax(found.columns["pause"]) < 0.5e9 and np.nanmax(found.columns["longest_pause"]) < 0.5e9
 
 
 def test_a_rank_that_is_paused_is_seen_to_be(tmp_path: Path) -> None:

@@ -21,9 +21,7 @@ class FakeRank:
     """One connection."""
 
     def __init__(self, path: Path, *frames: Mapping[str, Any]) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(20)
-        self.socket.connect(str(path))
+        self.socket = _connected(path)
         self._decoder = Decoder()
         self._heard: list[dict[str, Any]] = []
         self.send(*frames)
@@ -45,6 +43,22 @@ class FakeRank:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _connected(path: Path, seconds: float = 20.0) -> socket.socket:
+    """A connection: between its ``bind`` and its ``listen`` a server refuses one."""
+    end = time.monotonic() + seconds
+    while True:
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found.settimeout(seconds)
+        try:
+            found.connect(str(path))
+            return found
+        except ConnectionRefusedError:
+            found.close()
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
 
 
 def start_sidecar(

@@ -209,7 +209,9 @@ def test_a_damaged_requests_file_is_one_line_and_changes_nothing(
         rank = sidecar.rank(*greeting(0))
         until(sidecar.states)
         file = scope_files(tmp_path).requests
-        file.write_text('{"requests": [3]}')
+        damaged = tmp_path / "damaged"
+        damaged.write_text('{"requests": [3]}')
+        damaged.replace(file)  # at once: an empty file is damaged otherwise
         until(lambda: sidecar.said)
         write_requests(scope_files(tmp_path), ["mlp@decoder"])
         assert rank.hear("watch")["requests"] == ["mlp@decoder"]  # the first that is sent

@@ -155,10 +155,10 @@ def _watched(limit: float) -> tuple[Watchdog, list[str], threading.Event]:
 
 
 def test_what_may_take_long_does_not_trip_it_and_a_step_does(capfd: pytest.CaptureFixture[str]) -> None:
-    watchdog, said, ended = _watched(0.5)
+    watchdog, said, ended = _watched(1.5)
     watchdog.progress("step 1")
     watchdog.unlimited("saving")
-    assert not ended.wait(1.5)
+    assert not ended.wait(3.0)
     watchdog.progress("step 2")
     assert ended.wait(30)
     watchdog.stop()
@@ -167,9 +167,9 @@ def test_what_may_take_long_does_not_trip_it_and_a_step_does(capfd: pytest.Captu
 
 
 def test_touching_is_progress() -> None:
-    watchdog, _, ended = _watched(1.0)
+    watchdog, _, ended = _watched(3.0)
     watchdog.progress("step 1")
-    for _ in range(30):
+    for _ in range(80):
         watchdog.touch()
         time.sleep(0.05)
     assert not ended.is_set()
