@@ -27,6 +27,9 @@ LONGEST_PATH = 107
 HELLO_SECONDS = 10.0
 """A connection that sends no hello for so long is closed."""
 
+MOST_CLOSE_SECONDS = 10.0
+"""At the end, for ranks of which something still comes."""
+
 _READ_BYTES = 2**18
 _MOST_UNSENT = 2**20
 _MOST_CONNECTIONS = 4096
@@ -80,11 +83,14 @@ class Ranks:
         self._path = path
 
     async def close(self, seconds: float) -> None:
-        """Read what ranks have sent, ``seconds`` at most, close all connections, remove the socket."""
+        """Read what ranks have sent, until nothing has come for ``seconds``, close all connections, remove
+        the socket."""
         if self._server is not None:
             self._server.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
+        until, read = time.monotonic() + MOST_CLOSE_SECONDS, -1
+        while self._tasks and time.monotonic() < until and read != self._read():
+            read = self._read()
+            await asyncio.wait(tuple(self._tasks), timeout=seconds)
         for task in tuple(self._tasks):
             task.cancel()
         if self._tasks:
@@ -94,6 +100,9 @@ class Ranks:
                 self._path.unlink()
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
+
+    def _read(self) -> int:
+        return sum(each.frames for each in self._ranks.values())
 
     def all_ended(self, expected: int) -> bool:
         """Whether all ranks that came, and ``expected`` of them at least, said that they end."""
