@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+NOT_FINITE = "not_finite"
+"""The statistic that counts NaN and infinite elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +170,22 @@ class Series:
     vector: Floats | None = None
     """[steps, elements] where vectors were asked for; NaN where retention has removed them."""
 
+    @property
+    def whole(self) -> NDArray[np.bool_]:
+        """Which values have all parts that some rank has announced: others are no news of the training,
+        unless more parts cannot make them good."""
+        found: NDArray[np.bool_] = self.parts >= self.of
+        return found | (self.value > 0) if self.statistic == NOT_FINITE else found
+
+    def only_whole(self) -> Series:
+        """The series without the other values."""
+        kept = self.whole
+        if kept.all():
+            return self
+        names = ("step", "session", "value", "parts", "of", "partial", "perturbed")
+        arrays = {name: getattr(self, name)[kept] for name in names}
+        return replace(self, **arrays, vector=None if self.vector is None else self.vector[kept])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
@@ -179,6 +198,11 @@ class Value:
     of: int
     partial: bool
     vector: Floats | None = None
+
+    @property
+    def whole(self) -> bool:
+        """As ``Series.whole``."""
+        return self.parts >= self.of or (self.statistic == NOT_FINITE and self.value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

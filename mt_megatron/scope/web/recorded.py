@@ -192,7 +192,7 @@ class RecordedSource:
         return self._known(("series", path, statistic), lambda: self._series(path, statistic))
 
     def _series(self, path: str, statistic: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        found = self._recording.series(path, statistic)
+        found = self._recording.series(path, statistic).only_whole()
         return found.step, found.value
 
     def vectors(self, path: str, statistic: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -201,7 +201,7 @@ class RecordedSource:
         return self._known(("vectors", path, statistic), lambda: self._vectors(path, statistic))
 
     def _vectors(self, path: str, statistic: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        found = self._recording.series(path, statistic, vectors=True)
+        found = self._recording.series(path, statistic, vectors=True).only_whole()
         if found.vector is None or not found.vector.size:
             return np.zeros(0, np.int64), np.zeros((0, 0))
         kept = ~np.isnan(found.vector).all(axis=1)
@@ -232,7 +232,12 @@ class RecordedSource:
                 steps.setdefault(name, []).append(key.step)
             keys[name, key.step] = key  # keys come by step and session: the later session's stays
         facts = [
-            TensorFacts(name=name, shape=keys[name, max(at)].shape, steps=tuple(sorted(at)))
+            TensorFacts(
+                name=name,
+                shape=keys[name, max(at)].shape,
+                steps=tuple(sorted(at)),
+                stamps=tuple(_stamp(keys[name, step]) for step in sorted(at)),
+            )
             for name, at in steps.items()
         ]
         return sorted(facts, key=lambda each: (each.name.what, _natural(each.name))), keys
@@ -392,3 +397,8 @@ def _state(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size
+
+
+def _stamp(key: recorded.TensorKey) -> int:
+    """Bytes grow with each shard; a browser counts exactly up to 2^53."""
+    return (key.bytes % 2**42) * 1024 + key.session % 1024

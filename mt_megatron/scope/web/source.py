@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -60,6 +61,13 @@ class TensorFacts:
     """Of the whole tensor at the newest step."""
 
     steps: tuple[int, ...]
+    stamps: tuple[int, ...]
+    """A number of each step that changes when shards come later, or the step is made again."""
+
+    def stamp(self, step: int) -> int:
+        """Of ``step``; 0 where the tensor was not recorded."""
+        at = bisect_left(self.steps, step)
+        return self.stamps[at] if at < len(self.steps) and self.steps[at] == step else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .limits import Recent
-from .source import By, Matrix, Source, TensorName
+from .source import By, Matrix, Source, TensorFacts
 
 TILE = 256
 """Cells of a side."""
@@ -147,9 +147,8 @@ class Tiles:
 
     def tile(
         self,
-        name: TensorName,
+        facts: TensorFacts,
         step: int,
-        shape: tuple[int, ...],
         *,
         level: int,
         row: int,
@@ -157,18 +156,18 @@ class Tiles:
         by: By,
     ) -> Tile:
         """Tile (``row``, ``column``) of ``level``. Raises ``KeyError`` for one that there is not."""
-        all_rows, all_columns = matrix_shape(shape)
+        all_rows, all_columns = matrix_shape(facts.shape)
         block = 1 << level
         rows, columns = -(-all_rows // block), -(-all_columns // block)
         first, left = row * TILE, column * TILE
         if first >= rows or left >= columns:
             raise KeyError(f"found no tile {row}, {column} of level {level}")
         if level >= COARSE_LEVEL and min(all_rows, all_columns) >= WHOLE:
-            whole = self.overview(name, step, level, by)
+            whole = self.overview(facts, step, level, by)
             cells = whole.values[first : first + TILE, left : left + TILE]
         else:
             whole = self._source.window(
-                name,
+                facts.name,
                 step,
                 (first * block, min((first + TILE) * block, all_rows)),
                 (left * block, min((left + TILE) * block, all_columns)),
@@ -186,9 +185,9 @@ class Tiles:
             perturbed=whole.perturbed,
         )
 
-    def overview(self, name: TensorName, step: int, level: int, by: By) -> Matrix:
+    def overview(self, facts: TensorFacts, step: int, level: int, by: By) -> Matrix:
         """The whole matrix on ``level``; several threads that ask for one at once read it once."""
-        key = (name, step, level, by)
+        key = (facts.name, step, facts.stamp(step), level, by)
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -199,7 +198,7 @@ class Tiles:
                 with self._lock:
                     found = self._kept.get(key)
                 if found is None:
-                    found = self._source.overview(name, step, 1 << level, by)
+                    found = self._source.overview(facts.name, step, 1 << level, by)
                     with self._lock:
                         self._kept.put(key, found, found.values.nbytes + 1_024)
                 return found

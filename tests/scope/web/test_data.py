@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.web import recorded as recorded_source
 from mt_megatron.scope.web.messages import QUERIES, parse_query
 from mt_megatron.scope.web.pack import pack, unpack
 from mt_megatron.scope.web.recorded import RecordedSource
@@ -20,7 +23,17 @@ from mt_megatron.scope.web.source import TensorName
 from mt_megatron.scope.web.tiles import INFINITE, NOT_A_NUMBER, pooled, quantised
 from mt_megatron.scope.web.views.context import Context
 from mt_megatron.scope.web.views.registry import DATA
-from tests.scope.synthetic import Truth, modules_of, perturbed_at, step_frame
+from tests.scope.synthetic import (
+    RunShape,
+    Truth,
+    activation,
+    frames_of,
+    hello,
+    modules_of,
+    perturbed_at,
+    schema,
+    step_frame,
+)
 from tests.scope.web.conftest import SHAPE
 from tools.scan_simulator import Job, parse_layout, simulate
 
@@ -377,3 +390,54 @@ def test_packed_arrays_come_back() -> None:
         assert np.array_equal(found[name], array, equal_nan=name == "d")
     with pytest.raises(TypeError, match="complex128"):
         pack({}, {"x": np.zeros(1, complex)})
+
+
+def test_what_came_late_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a tensor's columns, of the tokens and of the statistics comes after the page has asked."""
+    monkeypatch.setattr(recorded_source, "LOOK_S", 0.0)
+    monkeypatch.setattr(recorded_source, "REST", 0.0)
+    shape = RunShape(steps=20, tp=2, pp=1, nodes=2, tokens=512, hidden=512, tensor_every=20, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writers = [Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 28) for node in (0, 1)]
+
+    def write(rank: int, step: int) -> None:
+        writers[rank].tick([(rank, frame) for frame in frames_of(shape, rank, step)])
+
+    for rank, writer in enumerate(writers):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+    for step in (10, 20):
+        write(0, step)
+    write(1, 10)
+    path = "decoder.layers.1"
+    with open_recording(tmp_path) as recording:
+        context = Context(source=RecordedSource(recording, "run"), folder=tmp_path)
+
+        def seen() -> tuple[Any, ...]:
+            facts, _ = answered(context, "tensors")
+            (tensor,) = [each for each in facts["tensors"] if each["path"] == path]
+            query = {"tensor": tensor["id"], "step": 20}
+            tile, arrays = answered(context, "tile", **query, level=3, row=0, column=0, by="max")
+            pictures, thumbs = answered(context, "thumbs", step=20, what="activation", side=64)
+            row = [each["path"] for each in pictures["rows"]].index(path)
+            points = answered(context, "projection", **query)[1]["points"]
+            series = answered(context, "series", path=path, statistic="gradient_norm", points=16)[1]
+            return tensor["stamps"], tile["missing"], arrays["codes"], thumbs["codes"][row], points, series
+
+        stamps, missing, codes, picture, points, series = seen()
+        assert missing == 0.5 and (codes[:, 32:] == NOT_A_NUMBER).all() and (codes[:, :32] < INFINITE).all()
+        assert (picture[:, 32:] == NOT_A_NUMBER).all()
+        assert series["i"].tolist() == [10], "half a sum is no value of the curve"
+        write(1, 20)
+        later = seen()
+        assert later[0] != stamps and later[1] == 0.0
+        assert (later[2] < INFINITE).all() and (later[3] < INFINITE).all()
+        whole = activation(shape, 20, 1).astype(np.float64)
+        basis = np.linalg.svd(whole - whole.mean(axis=0), full_matrices=False)[2][:2]
+        spread = np.abs((whole - whole.mean(axis=0)) @ basis.T).max()
+        assert np.abs(later[4]).max() == pytest.approx(spread, rel=0.5) and not np.array_equal(
+            later[4], points
+        )
+        assert later[5]["i"].tolist() == [10, 20]
+    for writer in writers:
+        writer.close()

@@ -35,6 +35,7 @@ def tensors(context: Context, query: dict[str, Any]) -> Answer:
                 "index": dict(each.name.index),
                 "shape": list(each.shape),
                 "steps": list(each.steps[-2_000:]),
+                "stamps": list(each.stamps[-2_000:]),
             }
         )
     return Answer(facts={"tensors": rows})
@@ -52,9 +53,8 @@ def tile(context: Context, query: dict[str, Any]) -> Answer:
     """One tile (``tiles``)."""
     facts = named(context, query["tensor"])
     found: Tile = context.tiles.tile(
-        facts.name,
+        facts,
         query["step"],
-        facts.shape,
         level=query["level"],
         row=query["row"],
         column=query["column"],
@@ -88,7 +88,7 @@ def thumbs(context: Context, query: dict[str, Any]) -> Answer:
         if len(rows) >= MOST_THUMBS:
             left_out += 1
             continue
-        cells = context.tiles.overview(each.name, step, level_for(each.shape, side), "max").values
+        cells = context.tiles.overview(each, step, level_for(each.shape, side), "max").values
         codes, low, scale = quantised(cells)
         pictures.append(padded(codes, side))
         rows.append(
@@ -173,17 +173,18 @@ def projection(context: Context, query: dict[str, Any]) -> Answer:
     rows, columns = matrix_shape(facts.shape)
     shown = min(rows, _MOST_POINTS)
     values = context.source.window(name, step, (0, shown), (0, columns)).values
+    begin = facts.steps[0] if facts.steps else step
+    stamp = facts.stamp(begin)
     basis = context.bases.get(name)
-    if basis is None or basis[1].shape[1] != columns:
-        begin = facts.steps[0] if facts.steps else step
+    if basis is None or basis[1].shape[1] != columns or (basis[0], basis[3]) != (begin, stamp):
         first = (
             values if begin == step else context.source.window(name, begin, (0, shown), (0, columns)).values
         )
-        basis = (begin, *_basis(first))
+        basis = (begin, *_basis(first), stamp)
         if len(context.bases) >= _MOST_BASES:
             context.bases.clear()
         context.bases[name] = basis
-    at, directions, centre = basis
+    at, directions, centre, _ = basis
     centred = np.nan_to_num(values - centre)
     points = centred @ directions.T
     total = float((centred**2).sum())

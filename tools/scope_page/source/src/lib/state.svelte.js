@@ -70,13 +70,19 @@ export function upTo(steps, step = at.step) {
   return low ? steps[low - 1] : steps[0];
 }
 
-// Data that follows what `request` (a function of reactive values) asks for; `growing`: ask again when the
-// recording has grown. The old value stays until the new one is there.
+// What was recorded of a tensor at a step, as a number: shards of other ranks may come later.
+export function stampOf(tensor, step) {
+  const found = tensor?.stamps?.[tensor.steps.lastIndexOf(step)];
+  return found ?? 0;
+}
+
+// Data that follows what `request` (a function of reactive values) asks for: name, query, and a number that
+// another state of the recording changes; `growing`: ask again whenever the recording has grown. The old value stays until the new one is there.
 export function data(request, { growing = false } = {}) {
   let state = $state.raw({ value: null, error: null, loading: true });
   $effect(() => {
     const wanted = request();
-    const fresh = growing ? live.revision : 0;
+    const fresh = growing ? live.revision : wanted?.[2] ?? 0;
     if (!wanted) {
       state = { value: null, error: null, loading: false };
       return;
