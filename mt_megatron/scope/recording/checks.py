@@ -207,9 +207,16 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "memory_bytes": _optional_integer,
         "skipped": bool,
         "perturbed": _optional_text,
+        "attempt": _optional_integer,
     },
     "schema": {"id": _integer, "entries": _entries},
-    "stats": {"i": _integer, "id": _integer, "values": _floats, "perturbed": _optional_text},
+    "stats": {
+        "i": _integer,
+        "id": _integer,
+        "values": _floats,
+        "perturbed": _optional_text,
+        "attempt": _optional_integer,
+    },
     "tensor": {
         "i": _integer,
         "path": _path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,8 @@ class _Held:
     statistic: str
     parts: list[Part] = field(default_factory=list)
     since: float
+    written: int | None = None
+    """Parts that were given away before; None: not asked yet."""
 
 
 class Parts:
@@ -52,14 +54,22 @@ class Parts:
         held.parts.append(part)
 
     def ready(
-        self, expected: Mapping[tuple[int, int], int], now: float, *, final: bool
+        self,
+        expected: Mapping[tuple[int, int], int],
+        now: float,
+        *,
+        final: bool,
+        written: Callable[[int, int, int], int] = lambda session, step, entry: 0,
     ) -> Iterator[Combined]:
         """Statistics of which as many parts came as ``expected`` by session and entry, or that wait since
-        ``HOLD_SECONDS``; all of them at the end (``final``)."""
+        ``HOLD_SECONDS``; all of them at the end (``final``). ``written`` (session, step, entry): parts that
+        were given away before, which count, too."""
         for key, held in list(self._held.items()):
             session, step, entry = key
-            whole = len(held.parts) >= expected.get((session, entry), 1)
-            if whole or final or now - held.since >= HOLD_SECONDS:
+            lacks = expected.get((session, entry), 1) - len(held.parts)
+            if lacks > 0 and held.written is None:
+                held.written = written(session, step, entry)
+            if lacks <= (held.written or 0) or final or now - held.since >= HOLD_SECONDS:
                 del self._held[key]
                 yield Combined(
                     entry=entry,

@@ -425,9 +425,15 @@ class Recording:
         return tuple(sorted(found, key=lambda each: each.time_ns))
 
     def requests(self) -> tuple[tuple[int, str], ...]:
-        """When (ns since the epoch) the ranks were asked for what (JSON lists), by time, as node 0 knows."""
-        node = self.nodes()[0]
-        return tuple((t, texts) for t, texts in node.rows("SELECT t, texts FROM request ORDER BY t"))
+        """When (ns since the epoch) the ranks were asked for what (JSON lists), by time, as node 0 knows,
+        which may have been another host in each start."""
+        found = [
+            (t, texts)
+            for node in self.nodes()
+            if node.node == 0
+            for t, texts in node.rows("SELECT t, texts FROM request")
+        ]
+        return tuple(sorted(found))
 
     def bookmarks(self) -> tuple[Bookmark, ...]:
         """Steps that somebody marked."""

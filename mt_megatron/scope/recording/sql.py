@@ -83,6 +83,15 @@ _CURRENT = (
     "sessions.last_current IS NULL), 0)"
 )
 
+_EXPECTED = """
+CREATE TEMP TABLE expected(session, path, statistic, ranks, PRIMARY KEY(session, path, statistic))
+  WITHOUT ROWID;
+INSERT INTO expected SELECT known.session, p.text, e.statistic, count(*) FROM all_declared AS d
+  JOIN known ON known.node = d.node AND known.own = d.session
+  JOIN all_entry AS e ON e.node = d.node AND e.id = d.entry
+  JOIN all_path AS p ON p.node = d.node AND p.id = e.path GROUP BY 1, 2, 3;
+"""
+
 _VIEWS = f"""
 CREATE TEMP VIEW perturbed AS SELECT DISTINCT known.session, step, text FROM all_perturbed AS p
   JOIN known ON known.node = p.node AND known.own = p.session;
@@ -119,12 +128,6 @@ CREATE TEMP VIEW stats AS SELECT session, step, path, layer_of(path) AS layer, s
 """
 
 _MORE_NODES = """
-CREATE TEMP TABLE expected(session, path, statistic, ranks, PRIMARY KEY(session, path, statistic))
-  WITHOUT ROWID;
-INSERT INTO expected SELECT known.session, p.text, e.statistic, count(*) FROM all_declared AS d
-  JOIN known ON known.node = d.node AND known.own = d.session
-  JOIN all_entry AS e ON e.node = d.node AND e.id = d.entry
-  JOIN all_path AS p ON p.node = d.node AND p.id = e.path GROUP BY 1, 2, 3;
 CREATE TEMP VIEW merged_stats AS SELECT session, step, path, statistic,
   merged(statistic, number, part) AS value, sum(parts) AS parts,
   ifnull((SELECT ranks FROM expected AS x WHERE x.session = n.session AND x.path = n.path
@@ -139,7 +142,9 @@ CREATE TEMP VIEW stats AS SELECT session, step, path, layer_of(path) AS layer, s
 _VECTORS = """
 CREATE TEMP VIEW vectors AS SELECT session, step, path, layer_of(path) AS layer, statistic,
   vector(statistic, part) AS vector, max(current) AS current FROM node_stats
-  WHERE has_vector(statistic) GROUP BY session, step, path, statistic HAVING count(*) = count(part);
+  AS n WHERE has_vector(statistic) GROUP BY session, step, path, statistic
+  HAVING count(*) = count(part) AND sum(parts) >= ifnull((SELECT ranks FROM expected AS x
+    WHERE x.session = n.session AND x.path = n.path AND x.statistic = n.statistic), 0);
 """
 
 
@@ -187,7 +192,9 @@ def connected(recording: Recording, large: Sequence[str] = ("tensors", "tokens")
         connection.executescript(_SMALL)
         _fill(connection, recording, large)
         _node_tables(connection, nodes)
-        connection.executescript(_VIEWS + (_ONE_NODE if len(nodes) == 1 else _MORE_NODES) + _VECTORS)
+        connection.executescript(
+            _EXPECTED + _VIEWS + (_ONE_NODE if len(nodes) == 1 else _MORE_NODES) + _VECTORS
+        )
         connection.execute("PRAGMA query_only=ON")
     except sqlite3.Error as error:
         connection.close()

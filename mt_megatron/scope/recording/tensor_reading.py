@@ -305,7 +305,11 @@ def _whole_piece(pieces: list[dict[str, Any]]) -> dict[str, Any]:
     if last["parts"] == 1:
         return last | {"missing": 0}
     same = [piece for piece in pieces if len(piece["ids"]) == len(last["ids"])]
-    return combined(same) | {"missing": max(0, last["parts"] - len(same))}
+    found = combined(same) | {"missing": max(0, last["parts"] - len(same))}
+    if found["missing"]:
+        # Of a part of the vocabulary alone each of these would be a wrong number.
+        found |= {name: np.full_like(found[name], np.nan) for name in ("loss", "entropy", "top_logprobs")}
+    return found
 
 
 def _sequence(step: int, key: tuple[Any, ...], pieces: list[dict[str, Any]]) -> Sequence:

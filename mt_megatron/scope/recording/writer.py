@@ -41,6 +41,8 @@ class _Rank:
     """Perturbation that the latest statistics were under."""
 
     attempt: int = 0
+    base: int = 0
+    """Attempt of the session that the rank's own count starts at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,16 @@ class Alert:
     high: float
     text: str
     time_ns: int = 0
+
+
+def sessions_before(
+    execute: Callable[[str], Iterable[tuple[Any, ...]]],
+) -> dict[tuple[str, int], tuple[int, int]]:
+    """Sessions of a file by name and attempt: the last step of each and its last one with statistics (-1:
+    none)."""
+    last = "ifnull((SELECT max(step) FROM {} WHERE session = session.id), -1)"
+    statement = f"SELECT name, attempt, {last.format('step')}, {last.format('sampled')} FROM session"
+    return {(name, attempt): (step, sample) for name, attempt, step, sample in execute(statement)}
 
 
 class Writer:
@@ -76,7 +88,7 @@ class Writer:
     ) -> None:
         """Raises ``ScopeError`` for a file that is not ours, ``sqlite3.Error`` and ``OSError`` where it
         cannot be written."""
-        self._path = path
+        self.path = path
         self._say = say
         self._connection = connect_writer(path)
         self._retention = Retention(self._connection, path, retain_bytes, say)
@@ -98,13 +110,7 @@ class Writer:
         self._lost: dict[int, tuple[int, int]] = {}
 
         self._execute = self._connection.execute
-        last = "ifnull((SELECT max(step) FROM {} WHERE session = session.id), -1)"
-        self.before: Mapping[tuple[str, int], tuple[int, int]] = {
-            (name, attempt): (step, sample)
-            for name, attempt, step, sample in self._execute(
-                f"SELECT name, attempt, {last.format('step')}, {last.format('sampled')} FROM session"
-            )
-        }
+        self.before: Mapping[tuple[str, int], tuple[int, int]] = sessions_before(self._execute)
         """Sessions that the file had already, by name and attempt: the last step of each and its last one
         with statistics (-1: none)."""
 
@@ -220,9 +226,10 @@ class Writer:
             raise FrameError(f"found rank {frame['rank']} in a connection of rank {rank}")
         known = self._ranks.get(rank)
         again = known is not None and known.name == frame["session"]
-        last = self._execute("SELECT max(attempt) FROM session WHERE name=?", (frame["session"],)).fetchone()
-        attempt = known.attempt if known is not None and again else last[0] or 0
-        known = _Rank(session=0, name=frame["session"], hello=frame, attempt=attempt)
+        # Not the last attempt of all: of a rank that connects late the first attempts come yet.
+        last = max((attempt for name, attempt in self.before if name == frame["session"]), default=0)
+        base, attempt = (known.base, known.attempt) if known is not None and again else (last, last)
+        known = _Rank(session=0, name=frame["session"], hello=frame, attempt=attempt, base=base)
         self._ranks[rank] = known
         self._enter(rank, known)
 
@@ -256,9 +263,16 @@ class Writer:
         for entries in known.schemas.values():
             self._declare(rank, known, entries)
 
-    def _rewound(self, rank: int, known: _Rank) -> None:
+    def _in_attempt(self, rank: int, known: _Rank, frame: Mapping[str, Any], *, again: bool) -> None:
+        """Enter the attempt that ``frame`` is of; ``again``: a rank that does not count them went back."""
+        counted = frame["attempt"]
+        attempt = known.attempt + again if counted is None else known.base + counted
+        if attempt > known.attempt:
+            self._rewound(rank, known, attempt)
+
+    def _rewound(self, rank: int, known: _Rank, attempt: int) -> None:
         """A step came again within the session: what follows is another attempt at it."""
-        known.attempt += 1
+        known.attempt = attempt
         known.last_step = -1
         known.last_stats.clear()
         self._enter(rank, known)
@@ -273,8 +287,7 @@ class Writer:
         step = frame["i"]
         # Statistics with another mark are of the same step made beside the run.
         beside = step in known.last_stats.values() and known.last_mark != frame["perturbed"]
-        if step <= known.last_step or beside:
-            self._rewound(rank, known)
+        self._in_attempt(rank, known, frame, again=step <= known.last_step or beside)
         if known.last_step < 0:
             self._begun(known, step)
         known.last_step = step
@@ -336,14 +349,20 @@ class Writer:
                 )
                 entries[index] = (0, statistic, length)
                 continue
-            new = self._execute(
-                "INSERT OR IGNORE INTO declared VALUES (?, ?, ?, ?)", (known.session, entry, rank, length)
-            ).rowcount
-            if key not in self._expected:
-                row = self._execute("SELECT count(*) FROM declared WHERE session=? AND entry=?", key)
-                self._expected[key] = row.fetchone()[0]
-            elif new > 0:
-                self._expected[key] += 1
+            self._expect(rank, known.session, entry, length)
+            for derived in DERIVED_OF.get(statistic, ()):
+                self._expect(rank, known.session, self._entry_id(self._path_of[entry], derived), 1)
+
+    def _expect(self, rank: int, session: int, entry: int, length: int) -> None:
+        key = (session, entry)
+        new = self._execute(
+            "INSERT OR IGNORE INTO declared VALUES (?, ?, ?, ?)", (session, entry, rank, length)
+        ).rowcount
+        if key not in self._expected:
+            row = self._execute("SELECT count(*) FROM declared WHERE session=? AND entry=?", key)
+            self._expected[key] = row.fetchone()[0]
+        elif new > 0:
+            self._expected[key] += 1
 
     def _stats(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         entries = known.schemas.get(frame["id"])
@@ -353,8 +372,7 @@ class Writer:
         length = sum(entry[2] for entry in entries)
         if len(values) != length:
             raise FrameError(f"found {len(values)} values of a schema of {length}")
-        if step <= known.last_stats.get(frame["id"], -1):
-            self._rewound(rank, known)
+        self._in_attempt(rank, known, frame, again=step <= known.last_stats.get(frame["id"], -1))
         if not known.last_stats:
             self._begun(known, step)
         known.last_stats[frame["id"]], known.last_mark = step, frame["perturbed"]
@@ -367,8 +385,16 @@ class Writer:
         self._perturbed(known, frame)
 
     def _write_parts(self, *, final: bool) -> None:
-        for each in self._parts.ready(self._expected, time.monotonic(), final=final):
+        ready = self._parts.ready(self._expected, time.monotonic(), final=final, written=self._parts_of)
+        for each in ready:
             self._write_value(each)
+
+    def _parts_of(self, session: int, step: int, entry: int) -> int:
+        """Parts of a value that are written already."""
+        row = self._execute(
+            "SELECT parts FROM value WHERE entry=? AND session=? AND step=?", (entry, session, step)
+        ).fetchone()
+        return 0 if row is None else int(row[0])
 
     def _write_value(self, new: Combined) -> None:
         key = (new.entry, new.session, new.step)
@@ -396,24 +422,11 @@ class Writer:
         if not short:
             self._execute("INSERT OR REPLACE INTO vector VALUES (?, ?, ?, ?)", (*key, raw))
         for derived in DERIVED_OF.get(new.statistic, ()):
-            entry = self._derived_entry(new, derived)
+            entry = self._entry_id(self._path_of[new.entry], derived)
             self._execute(
                 "INSERT OR REPLACE INTO value VALUES (?, ?, ?, ?, ?, NULL)",
                 (entry, new.session, new.step, parts, number(derived, part)),
             )
-
-    def _derived_entry(self, source: Combined, statistic: str) -> int:
-        path = self._path_of[source.entry]
-        known = (path, statistic) in self._entries
-        entry = self._entry_id(path, statistic)
-        if not known or (source.session, entry) not in self._expected:
-            self._execute(
-                "INSERT OR IGNORE INTO declared SELECT session, ?, rank, 1 FROM declared "
-                "WHERE session=? AND entry=?",
-                (entry, source.session, source.entry),
-            )
-            self._expected[source.session, entry] = self._expected[source.session, source.entry]
-        return entry
 
     # Tensors and tokens.
 
@@ -535,7 +548,7 @@ class Writer:
         except sqlite3.Error:
             pass
         self._say(
-            f"scope: {self._path} is written no further ({self.stopped}); training goes on, what was "
+            f"scope: {self.path} is written no further ({self.stopped}); training goes on, what was "
             "recorded stays"
         )
 

@@ -150,6 +150,7 @@ def gathered(recording: Recording, *, first: int = 0, last: int | None = None) -
     paths = sorted({path for path, _ in series}, key=lambda path: order.get(path, (len(order), ""))[0])
     rank = {path: index for index, path in enumerate(paths)}
     steps = recording.steps(first, until)
+    shown = {key: each.only_whole() for key, each in series.items() if each.whole.any()}
     return ReportData(
         run=str(recording.files.root.resolve().parent),
         facts=facts,
@@ -158,17 +159,21 @@ def gathered(recording: Recording, *, first: int = 0, last: int | None = None) -
         bookmarks=tuple(each for each in recording.bookmarks() if first <= each.step <= until),
         alerts=tuple(each for each in recording.alerts() if first <= each.step <= until),
         not_finite=first_not_finite(series, rank, steps),
-        maps=tuple(heat_maps(series, paths)),
+        maps=tuple(heat_maps(shown, paths)),
         modules=tuple(
             ModuleRow(
                 path=path,
                 class_name=order.get(path, (0, ""))[1],
-                lines={name: _line(each) for (of, name), each in series.items() if of == path},
+                lines={
+                    name: _line(each, int(series[of, name].partial.sum()))
+                    for (of, name), each in shown.items()
+                    if of == path
+                },
             )
             for path in paths
         ),
-        experts=_experts(recording, series, paths),
-        positions=_positions(recording, series),
+        experts=_experts(recording, shown, paths),
+        positions=_positions(recording, shown),
         dropped=recording.dropped(),
         thinned=recording.thinned(),
         partial=sum(int(each.partial.sum()) for each in series.values()),
@@ -243,7 +248,7 @@ def _columns(each: Series, first: Integers) -> Floats:
     return found
 
 
-def _line(each: Series) -> Line:
+def _line(each: Series, partial: int) -> Line:
     pieces = np.array_split(np.arange(len(each.step)), min(MOST_POINTS, len(each.step)))
     value = [
         float(np.median(each.value[piece])) if np.isfinite(each.value[piece]).all() else math.inf
@@ -252,7 +257,7 @@ def _line(each: Series) -> Line:
     return Line(
         step=np.asarray([each.step[piece[-1]] for piece in pieces], np.int64),
         value=np.asarray(value),
-        partial=int(each.partial.sum()),
+        partial=partial,
     )
 
 
@@ -266,7 +271,7 @@ def _experts(
     vectors = {
         each.path: each.vector
         for each in recording.values(step, statistics=["expert_load"], vectors=True)
-        if each.vector is not None
+        if each.vector is not None and each.whole
     }
     most = max((len(vector) for vector in vectors.values()), default=0)
     share = np.full((len(loads), most), np.nan)

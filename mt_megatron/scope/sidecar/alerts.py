@@ -154,18 +154,19 @@ class AlertModel:
     def __init__(self) -> None:
         self._bands: dict[tuple[str, str], Band] = {}
         self._parts: dict[tuple[str, str], int] = {}
-        """Of how many ranks' parts a band's values of this session are made."""
+        """Of how many ranks' parts a band's values are made since the start."""
 
         self._empty: dict[str, NDArray[np.int64]] = {}
         self._dead: dict[str, frozenset[int]] = {}
         self._order: dict[str, int] = {}
         self._not_finite: set[bool] = set()
 
-    def restart(self) -> None:
-        """Another session begins: its first value that is not finite is told again; bands are kept, also
-        where the other session has another layout."""
+    def restart(self, *, same_start: bool = False) -> None:
+        """Another session begins: its first value that is not finite is told again; bands are kept. Where it
+        is of another start, its ranks may share the work otherwise."""
         self._not_finite.clear()
-        self._parts.clear()
+        if not same_start:
+            self._parts.clear()
 
     def modules(self, order: Iterable[str]) -> None:
         """Paths in execution order: of several modules the first is named."""
@@ -186,21 +187,26 @@ class AlertModel:
 
     def statistics(self, step: int, values: Iterable[Value], *, skipped: bool = False) -> list[Alert]:
         """Alerts of a step's statistics: at most one of a band for each statistic, about the module that is
-        furthest outside."""
+        furthest outside. Values that lack parts are left out."""
         left: dict[str, list[tuple[Value, Outside]]] = {}
         broken = []
         found = []
         for each in values:
+            if not each.whole:
+                continue
             name = each.statistic
             gradient = name in _OF_GRADIENTS
             wrong = each.value > 0 if name == "not_finite" else not math.isfinite(each.value)
             if wrong and not (skipped and gradient) and (name in BANDED or name == "not_finite"):
                 broken.append((each.path, name, each.value))
             if name in BANDED and not (skipped and gradient):
-                if self._parts.setdefault((each.path, name), each.of) != each.of:
-                    # A node came late: what was sums and means of fewer ranks is no measure for the rest.
+                of = self._parts.setdefault((each.path, name), each.of)
+                if each.of < of:
+                    continue  # ranks have not announced themselves again after a rewind
+                if each.of > of:
+                    # A node came late: sums of fewer ranks are no measure for those of all.
                     self._parts[each.path, name] = each.of
-                    del self._bands[each.path, name]
+                    self._bands.pop((each.path, name), None)
                 outside = self._band(each.path, name).take(each.value)
                 if outside is not None:
                     left.setdefault(name, []).append((each, outside))

@@ -18,10 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 from mt_megatron.scan.format.permissions import open_private
+from mt_megatron.scope.recording.combining import HOLD_SECONDS
 from mt_megatron.scope.recording.data import Session, Steps, Value
 from mt_megatron.scope.recording.files import ScopeFiles
 from mt_megatron.scope.recording.reader import Recording, open_recording
-from mt_megatron.scope.recording.writer import Alert, Writer
+from mt_megatron.scope.recording.writer import TICK_SECONDS, Alert, Writer
 
 from .alerts import AlertModel, as_map
 from .keeper import Keeper
@@ -81,7 +82,7 @@ class Follower:
 
         self._seen: dict[tuple[str, int], float] = {}
         self._usual: set[tuple[str, str]] | None = None
-        """Module and statistic of the values of the last sample; None: none yet."""
+        """Module and statistic of all values of the session's samples; None: none yet."""
 
         self._tensors: dict[str, int] = {}
         self._token_steps: set[int] = set()
@@ -152,12 +153,25 @@ class Follower:
             if self._session is None or _key(session) != _key(self._session):
                 self._begin(session)
             self._session = session
-            # A later session is there: whoever lacks in this one sends nothing more.
-            ended = final or session is not sessions[-1]
+            later = sessions[session.number + 1 :]
+            ended = final or self._is_over(session, later)
             self._take_steps(self._recording, session, final=ended)
             self._take_samples(self._recording, session, final=ended)
             self._take_tensors(self._recording, session)
             self._take_drops(self._recording, session)
+            if later and not ended:
+                return  # what is missing here comes before anything of the later ones
+
+    def _is_over(self, session: Session, later: Sequence[Session]) -> bool:
+        """Whether no rank sends more of ``session``: all are in a ``later`` one. Another start's says so for
+        all; of ranks that have not rewound yet only so much is waited for."""
+        if not later:
+            return False
+        if any(each.name != session.name for each in later):
+            return True
+        self._see("session", [session.number])
+        ranks = {rank for each in later for rank in each.ranks}
+        return ranks >= set(session.ranks) or self._waited("session", session.number)
 
     def _first_of(self, sessions: Sequence[Session]) -> int:
         """Index of the first session that is not taken yet: the one under way, else the first new one."""
@@ -173,7 +187,7 @@ class Follower:
         self._tensors.clear()
         self._token_steps.clear()
         self._drops.clear()
-        self._model.restart()
+        self._model.restart(same_start=self._session is not None and self._session.name == session.name)
         self._model.modules(())
         self._listed = ()
 
@@ -208,16 +222,22 @@ class Follower:
         self._see("sample", steps)
         for step in steps:
             # Before its values are read: what came since would be missing.
-            ready = final or _passed(recording, session, step) or self._waited("sample", step)
+            passed = _passed(recording, session, step)
+            if passed:
+                self._see("passed", [step])
             values = recording.values(step, session=session.number, vectors=True)
             pairs = {(each.path, each.statistic) for each in values}
             # Of a pipeline stage that is late all values are missing, not only parts.
-            known = self._usual is not None and self._usual <= pairs
-            if not ready and (not known or any(each.partial for each in values)):
+            known = passed if self._usual is None else self._usual <= pairs
+            complete = known and not any(each.partial for each in values)
+            # Whose part was dropped is held back by the writer for a while.
+            settled = passed and self._waited("passed", step, HOLD_SECONDS + 2 * TICK_SECONDS)
+            if not (complete or settled or final or self._waited("sample", step)):
                 self._lacks = len(recording.nodes()) > 1
                 return
-            self._sample, self._usual = step, pairs
+            self._sample, self._usual = step, pairs | (self._usual or set())
             del self._seen["sample", step]
+            self._seen.pop(("passed", step), None)
             if not values:
                 continue
             self._publish(
@@ -235,9 +255,7 @@ class Follower:
                 self._listed = session.ranks
                 self._model.modules(each.path for each in recording.modules(session.number))
             skipped = bool(recording.steps(step, step, session.number).skipped.any())
-            # Values that lack parts are no news of the training.
-            whole = [each for each in values if each.parts == each.of]
-            self._tell(self._model.statistics(step, whole, skipped=skipped), session)
+            self._tell(self._model.statistics(step, values, skipped=skipped), session)
             self._sink(step, sink_names(values))
 
     def _see(self, what: str, steps: Iterable[int]) -> None:
@@ -247,9 +265,9 @@ class Follower:
         for step in steps:
             self._seen.setdefault((what, step), now)
 
-    def _waited(self, what: str, step: int) -> bool:
+    def _waited(self, what: str, step: int, seconds: float = PATIENCE_SECONDS) -> bool:
         """Whether ``step`` was seen first so long ago that nothing more is waited for."""
-        return time.monotonic() - self._seen[what, step] >= PATIENCE_SECONDS
+        return time.monotonic() - self._seen[what, step] >= seconds
 
     # The rest.
 
@@ -355,8 +373,8 @@ def step_event(steps: Steps, index: int) -> dict[str, Any]:
 
 
 def sink_names(values: Sequence[Value]) -> dict[str, float]:
-    """Numbers by names as sinks group them: the statistic, then the module."""
-    return {f"{each.statistic}/{each.path or 'model'}": each.value for each in values}
+    """Whole values by names as sinks group them: the statistic, then the module."""
+    return {f"{each.statistic}/{each.path or 'model'}": each.value for each in values if each.whole}
 
 
 def _plain(value: float) -> float | None:

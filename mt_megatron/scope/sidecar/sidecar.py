@@ -17,8 +17,9 @@ from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.scan.format.run_files import make_private_folder
 from mt_megatron.scan.monitor.child_process import is_alive
 from mt_megatron.scope.recording.files import ScopeFiles, read_requests, scope_files, this_host
+from mt_megatron.scope.recording.node import NodeFile
 from mt_megatron.scope.recording.reader import open_recording
-from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.recording.writer import Writer, sessions_before
 
 from .follow import Follower
 from .hub import Hub, ServeOptions
@@ -83,7 +84,7 @@ async def run_sidecar(options: Options, say: Callable[[str], None], stop: asynci
         follower = Follower(
             files,
             keeper=keeper,
-            before=writer.before,
+            before=taken_before(files, writer, say),
             publish=hub.publish_soon,
             open_sinks=partial(made, options.sinks, options.run, say),
             say=say,
@@ -121,6 +122,29 @@ def _writer(files: ScopeFiles, options: Options, say: Callable[[str], None]) -> 
             f"{path} cannot be written ({error}); expected a folder with room that this user may write. Make "
             "room or set --scope-dir to another folder"
         ) from error
+
+
+def taken_before(
+    files: ScopeFiles, writer: Writer, say: Callable[[str], None]
+) -> dict[tuple[str, int], tuple[int, int]]:
+    """``Writer.before`` of all files that a node 0 has written: it may have been on other hosts."""
+    found = dict(writer.before)
+    for path in files.nodes():
+        if path == writer.path or not path.stem.endswith("-00000"):
+            continue
+        try:
+            node = NodeFile(path)
+            try:
+                more = sessions_before(node.rows)
+            finally:
+                node.close()
+        except ScopeError as error:
+            say(f"scope: {error}; alerts of the runs in it may be told again")
+            continue
+        for key, (step, sample) in more.items():
+            known = found.get(key, (-1, -1))
+            found[key] = (max(step, known[0]), max(sample, known[1]))
+    return found
 
 
 async def _until_the_end(options: Options, ranks: Ranks, stop: asyncio.Event) -> None:

@@ -33,6 +33,9 @@ class Outbox:
         self._copier = Copier(backend)
         self._parts = tensor_parallel_size
         self._schemas: dict[Layout, int] = {}
+        self._attempt, self._last = 0, -1
+        self._sent: set[tuple[str, str | None]] = set()
+        """Kinds and marks of the frames of the step ``_last``, be they dropped or not."""
 
     def frame(self, frame: Frame, *, must: bool = False) -> None:
         """Send ``frame``, which holds no tensor; ``must``: also where the queue is full."""
@@ -54,11 +57,25 @@ class Outbox:
                 "memory_bytes": self._backend.memory_allocated(),
                 "skipped": figures.skipped,
                 "perturbed": perturbed,
+                "attempt": self._attempt_at(iteration, "step", perturbed),
             }
         )
 
+    def _attempt_at(self, iteration: int, kind: str, mark: str | None) -> int:
+        """How often the run has gone back before this frame, or made a step beside itself. Counted here, from
+        what no rank does without the others: of dropped frames the sidecar would learn nothing."""
+        if iteration != self._last:
+            self._attempt += iteration < self._last
+            self._last, self._sent = iteration, set()
+        elif (kind, mark) in self._sent or any(sent != mark for _, sent in self._sent):
+            self._attempt += 1
+            self._sent = set()
+        self._sent.add((kind, mark))
+        return self._attempt
+
     def stats(self, iteration: int, parts: Parts, perturbed: str | None) -> None:
         """The step's partial sums."""
+        attempt = self._attempt_at(iteration, "stats", perturbed)
         layout, vector, values = parts.taken()
         if not layout:
             return
@@ -66,7 +83,8 @@ class Outbox:
 
         def frames() -> list[Frame]:
             found = values(copies()[0])
-            return [{"k": "stats", "i": iteration, "perturbed": perturbed, "id": schema, "values": found}]
+            about = {"k": "stats", "i": iteration, "perturbed": perturbed, "attempt": attempt}
+            return [about | {"id": schema, "values": found}]
 
         self._sender.put(Parcel(frames=frames, size=_size([vector]) + _ABOUT))
 

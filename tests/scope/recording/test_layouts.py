@@ -309,3 +309,6 @@ def test_a_rank_that_is_missing_is_seen(tmp_path: Path) -> None:
         assert recording.tensor(recording.tensors()[0]).missing == 0.5
         (tokens,) = recording.tokens(STEP)
         assert tokens.missing_parts == 1
+        # Losses of half a vocabulary would only look like some.
+        assert np.isnan(tokens.loss).all() and np.isnan(tokens.entropy).all()
+        assert np.isnan(tokens.top_logprobs).all()

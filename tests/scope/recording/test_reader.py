@@ -16,6 +16,7 @@ from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.recording.sql import query
 from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.report.gather import gathered
 from tests.scope.synthetic import (
     RunShape,
     Truth,
@@ -200,6 +201,11 @@ def test_a_node_that_is_behind_leaves_parts(tmp_path: Path) -> None:
         assert rows == [(parts, 2, int(parts < 2))]
     found = recording.series("decoder.layers.1", "gradient_norm")
     assert found.parts.tolist() == [2, 1] and found.of.tolist() == [2, 2]
+    assert found.only_whole().step.tolist() == [10] and found.only_whole().value.tolist() == [found.value[0]]
+    steps = query(recording, "select distinct step from vectors").rows
+    assert steps == [(10,)], "a vector of one node's parts is none"
+    page = gathered(recording)
+    assert page.partial > 0 and all(each.last.tolist() == [10] for each in page.maps)
 
 
 def test_a_missing_node_is_marked(tmp_path: Path) -> None:

@@ -229,3 +229,66 @@ def test_network_file_systems_get_a_journal_that_their_locks_keep(
         assert recording.last_step() == step
     assert not Path(f"{path}-wal").exists()
     writer.close()
+
+
+def counted(frames: list[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
+    """As ranks send them, which count how often the run has gone back."""
+    return [{**each, "attempt": attempt} for each in frames]
+
+
+def test_ranks_stay_in_one_attempt_whatever_is_late_or_dropped(tmp_path: Path) -> None:
+    """The run goes back twice. Rank 1 connects when rank 0's second attempt is written already, and the
+    frames by which its own rewinds could be told are dropped."""
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0)
+    past = [(step, 0) for step in (1, 2, 3, 4)] + [(step, 1) for step in (3, 4, 5)]
+    past += [(step, 2) for step in (4, 5, 6, 7)]
+    dropped = {(3, 1), (4, 1), (4, 2), (5, 2)}
+    for rank in (0, 1):
+        if rank:
+            greet(writer, SHAPE, rank)
+        for step, attempt in past:
+            if not (rank and (step, attempt) in dropped):
+                frames = counted(frames_of(SHAPE, rank, step), attempt)
+                writer.tick([(rank, frame) for frame in frames])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert [(each.attempt, each.first_step, each.missing_ranks) for each in recording.sessions()] == [
+        (0, 1, 0),
+        (1, 3, 0),
+        (2, 4, 0),
+    ]
+    steps = recording.steps()
+    assert steps.step.tolist() == list(range(1, 8))
+    assert steps.session.tolist() == [0, 0, 1, 2, 2, 2, 2]
+    assert steps.ranks.tolist() == [2, 2, 1, 1, 1, 2, 2]
+
+
+def test_what_is_derived_of_a_late_rank_counts_it(tmp_path: Path) -> None:
+    """A rank whose schema comes after the first values of another one is expected in what is made of them."""
+    shape = RunShape(steps=20, tp=1, pp=1, dp=2, experts=8, tensor_every=0, token_every=0)
+    writer = a_writer(tmp_path)
+    greet(writer, shape, 0)
+    writer.tick([(0, stats_frame(shape, 0, 10))])
+    greet(writer, shape, 1)
+    writer.tick([(1, stats_frame(shape, 1, 10))])
+    writer.tick([(0, stats_frame(shape, 0, 20))])
+    writer.close()
+    recording = open_recording(tmp_path)
+    for name in ("expert_load", "dead_experts", "overloaded_experts"):
+        found = recording.series("decoder.layers.1.mlp.router", name)
+        assert found.step.tolist() == [10, 20] and found.of.tolist() == [2, 2], name
+        assert found.parts.tolist() == [2, 1] and found.partial.tolist() == [False, True], name
+        assert found.only_whole().step.tolist() == [10]
+
+
+def test_a_part_that_completes_a_value_is_written_at_once(tmp_path: Path) -> None:
+    """The first rank's part was written when nobody knew of the second: that one's makes the value whole."""
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0)
+    writer.tick([(0, stats_frame(SHAPE, 0, 10))])
+    writer.tick([(1, hello(SHAPE, 1)), (1, schema(SHAPE, 1)), (1, stats_frame(SHAPE, 1, 10))])
+    with open_recording(tmp_path) as recording:  # within ``HOLD_SECONDS``
+        values = recording.values(10)
+        assert values and all(each.parts == each.of == 2 and not each.partial for each in values)
+    writer.close()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mt_megatron.scope.recording.files import scope_files
@@ -18,6 +19,7 @@ from mt_megatron.scope.recording.writer import Writer
 from mt_megatron.scope.sidecar import follow
 from mt_megatron.scope.sidecar.follow import Follower
 from mt_megatron.scope.sidecar.keeper import Keeper
+from mt_megatron.scope.sidecar.sidecar import taken_before
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, step_frame, write_run
 
 SHAPE = RunShape(steps=40, interval=1, tp=1, pp=1, layers=2, tensor_every=20, token_every=20, tokens=64)
@@ -353,3 +355,113 @@ def test_a_sink_that_never_answers_keeps_nobody_waiting(
     answered.set()
     (line,) = said
     assert "sinks lack them: a sink does not answer" in line
+
+
+def test_a_stage_is_waited_for_after_a_sample_of_one_statistic(tmp_path: Path) -> None:
+    """Between two samples of everything comes one of a single layer's moments."""
+    shape = replace(SHAPE, interval=3, pp=2, layers=4, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    sink = Kept()
+    follower = Follower(files, open_sinks=lambda: [sink])
+    for rank in (0, 1):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+    writer.tick([(0, {"k": "schema", "id": 2, "entries": [["decoder.layers.0", "weight_norm", 1]]})])
+    for step in range(1, 10):
+        for rank in (0, 1):
+            if step in (4, 7) and rank == 0:
+                single = {"k": "stats", "i": step, "id": 2, "perturbed": None, "values": np.array([1.0])}
+                writer.tick([(0, single)])
+            writer.tick([(rank, frame) for frame in frames_of(shape, rank, step)])
+            follower.look()
+    follower.close()
+    writer.close()
+    with open_recording(tmp_path) as recording:
+        for step in (3, 6, 9):
+            named = {f"{each.statistic}/{each.path}" for each in recording.values(step)}
+            assert "gradient_norm/decoder.layers.3" in named and named <= set(sink.numbers[step])
+
+
+def test_a_node_that_is_behind_at_a_rewind_raises_no_alert(tmp_path: Path) -> None:
+    """Two attempts at step 31 are made before the second node has written step 30."""
+    shape = replace(SHAPE, tp=2, nodes=2, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append)
+    writers = [Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 26) for node in (0, 1)]
+    past = [(step, 0) for step in range(1, 31)] + [(29, 1), (30, 1)] + [(step, 2) for step in range(29, 36)]
+
+    def write(rank: int, step: int, attempt: int) -> None:
+        frames = [{**frame, "attempt": attempt} for frame in frames_of(shape, rank, step)]
+        writers[rank].tick([(rank, frame) for frame in frames])
+
+    for rank, writer in enumerate(writers):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+    behind = past[28:34]
+    for step, attempt in past:
+        for rank in (0, 1):
+            if rank == 0 or (step, attempt) not in behind:
+                write(rank, step, attempt)
+            follower.look()
+        if (step, attempt) == behind[-1]:
+            for each in behind:
+                write(1, *each)
+            follower.look()
+    follower.close()
+    for writer in writers:
+        writer.close()
+    stats = [each for each in events if each["k"] == "stats"]
+    assert [each["step"] for each in stats] == [step for step, _ in past]
+    assert not [each for each in stats if any(row[3] for row in each["values"])]
+    assert [each for each in events if each["k"] == "alert"] == []
+
+
+def test_a_value_that_is_not_finite_is_told_without_its_other_parts(tmp_path: Path) -> None:
+    shape = replace(SHAPE, tp=2, nodes=2, nan_at=20, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    sink, events = Kept(), list[Mapping[str, Any]]()
+    follower = Follower(files, publish=events.append, open_sinks=lambda: [sink])
+    writers = [Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 26) for node in (0, 1)]
+    shape = replace(shape, layers=4)
+    for step in range(21):
+        for rank, writer in enumerate(writers):
+            if step == 0:
+                writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+            elif rank == 0 or step < 20:  # the second node dies before it writes the last step
+                writer.tick([(rank, frame) for frame in frames_of(shape, rank, step)])
+    for writer in writers:
+        writer.close()
+    follower.look(final=True)
+    follower.close()
+    found = [(each["path"], each["step"]) for each in events if each.get("kind") == "not finite"]
+    assert ("decoder.layers.2.self_attention", 20) not in found  # it has no such statistic
+    assert ("decoder.layers.2", 20) in found
+    assert "not_finite/decoder.layers.2" in sink.numbers[20]
+    assert "gradient_norm/decoder.layers.1" in sink.numbers[19]
+    assert "gradient_norm/decoder.layers.1" not in sink.numbers[20], "half a sum is no number for a sink"
+
+
+def test_node_0_on_another_host_takes_nothing_again(tmp_path: Path) -> None:
+    """A scheduler starts the run again with other hosts: what the first start told is not told again."""
+    shape = replace(SHAPE, steps=10, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    for host, session, texts in (("one", "first", ["a"]), ("two", "second", ["b"])):
+        each = replace(shape, session=session, first_step=1 if host == "one" else 11)
+        writer = Writer(files.node(host, 0), node=0, host=host, retain_bytes=1 << 26)
+        before = taken_before(files, writer, lambda line: pytest.fail(line))
+        assert before == ({} if host == "one" else {("first", 0): (10, 10)})
+        sink = Kept()
+        follower = Follower(files, before=before, open_sinks=lambda sink=sink: [sink])
+        writer.requested(texts)
+        writer.tick([(0, hello(each, 0)), (0, schema(each, 0))])
+        for step in range(each.first_step, each.first_step + 10):
+            writer.tick([(0, frame) for frame in frames_of(each, 0, step)])
+        follower.close()
+        writer.close()
+        assert set(sink.numbers) == set(range(each.first_step, each.first_step + 10))
+    with open_recording(tmp_path) as recording:
+        assert [texts for _, texts in recording.requests()] == ['["a"]', '["b"]']

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.scope.interfaces import StepFigures
 from mt_megatron.scope.watch.outbox import Outbox
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.sender import Parcel
@@ -66,3 +67,32 @@ def test_what_waits_keeps_no_tensor_of_the_step() -> None:
     while isinstance(owner, np.ndarray):
         owner = owner.base
     assert isinstance(owner.obj if isinstance(owner, memoryview) else owner, mmap.mmap)
+
+
+def test_attempts_are_counted_without_a_look_at_what_is_dropped() -> None:
+    queue = Queue()
+    outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
+    figures = StepFigures(loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, skipped=False)
+
+    def parts() -> Parts:
+        found = Parts(torch.device("cpu"))
+        found.add("a", "activation_rms", [torch.ones(()), 1.0])
+        return found
+
+    for number, mark in ((1, None), (2, None), (3, "noise"), (4, "noise")):
+        outbox.step(number, figures, 0.1, mark)
+        outbox.stats(number, parts(), mark)
+    for mark in ("pair noise: baseline", "pair noise: gaussian"):  # beside step 5
+        outbox.stats(5, parts(), mark)
+    outbox.step(5, figures, 0.1, None)
+    outbox.stats(5, parts(), None)
+    for number in (4, 5):  # gone back to step 3
+        outbox.step(number, figures, 0.1, None)
+    outbox.step(5, figures, 0.1, None)  # gone back by one step
+    sent = [frame for parcel in queue.parcels for frame in parcel.frames()]
+    found = [(frame["i"], frame["attempt"]) for frame in sent if frame["k"] != "schema"]
+    assert found == [
+        *((number, 0) for number in (1, 2, 3, 4) for _ in range(2)),
+        *((5, 0), (5, 1), (5, 2), (5, 2)),
+        *((4, 3), (5, 3), (5, 4)),
+    ]
