@@ -27,7 +27,7 @@ LONGEST_PATH = 107
 HELLO_SECONDS = 10.0
 """A connection that sends no hello for so long is closed."""
 
-MOST_CLOSE_SECONDS = 10.0
+MOST_CLOSE_SECONDS = 6.0
 """At the end, for ranks of which something still comes."""
 
 _READ_BYTES = 2**18
