@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.permissions import open_private
-from mt_megatron.scan.monitor.child_process import is_alive
+from mt_megatron.scan.monitor.child_process import hear_signals, is_alive
 from mt_megatron.scope.recording.files import scope_files, this_host
 from mt_megatron.scope.sidecar.process import END, TOLD
 from mt_megatron.scope.sidecar.sidecar import Options, run_sidecar
@@ -85,6 +85,7 @@ async def _run(options: Options, say: Callable[[str], None]) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, ended)
+    hear_signals(END)
     await run_sidecar(options, say, stop)
 
 

@@ -87,7 +87,7 @@ class SidecarProcess:
     def start(self) -> None:
         """Returns at once."""
         try:
-            self.process = start_child(self._command)
+            self.process = start_child(self._command, held={END})
         except OSError as error:
             self._say(f"scope: no sidecar, so nothing is recorded ({error}); training goes on")
             self._told = True

@@ -178,3 +178,26 @@ def test_a_signal_to_the_whole_job_does_not_end_it_before_its_parent(tmp_path: P
             process.wait(1.5)
         process.terminate()
         assert process.wait(20) == 0
+
+
+def test_signals_to_the_job_wait_until_it_has_started(tmp_path: Path) -> None:
+    """A scheduler's, sent while the interpreter starts, neither end it nor get lost; the last one ends it."""
+    said: list[str] = []
+    process = SidecarProcess(tmp_path, 0, say=said.append, ranks=1)
+    process.start()
+    try:
+        assert process.process is not None
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            process.process.send_signal(number)
+        assert process.wait_until_ready(30)
+        rank = send_all(process.socket)
+        rank.send({"k": "bye"})
+        rank.close()
+    finally:
+        process.close()
+    is_whole(tmp_path)
+    assert said == [] and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    early = SidecarProcess(tmp_path / "early", 0, say=said.append)
+    early.start()
+    early.close()
+    assert early.process is not None and early.process.returncode == 0 and said == []
