@@ -370,6 +370,8 @@ class Session:
     def begin_beside(self, step: int, mark: str) -> None:
         """A step that is made beside the run begins."""
         self._mark = mark
+        if self._outbox is not None:
+            self._outbox.beside(step, mark)
         if self._on:
             self._open(step)
 

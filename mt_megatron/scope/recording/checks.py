@@ -231,9 +231,11 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "low": _optional_array,
         "error": _number,
         "perturbed": _optional_text,
+        "attempt": _optional_integer,
     },
     "tokens": {
         "i": _integer,
+        "attempt": _optional_integer,
         "microbatch": lambda value: 0 if value is None else _integer(value),
         "sample": lambda value: 0 if value is None else _integer(value),
         "path": lambda value: "output_layer" if value is None else _path(value),

@@ -108,7 +108,11 @@ def merged_sessions(nodes: Sequence[NodeFile]) -> tuple[Session, ...]:
             one.ranks |= ranks.get(number, set())
             if first is not None:
                 one.first_step = first if one.first_step is None else min(first, one.first_step)
-    ordered = sorted(merged.items(), key=lambda item: (item[1].started_ns, item[0]))
+    # Starts by their time; attempts of one by number: nodes, and ranks of one, write them at different times.
+    begun: dict[str, int] = {}
+    for (name, _), one in merged.items():
+        begun[name] = min(one.started_ns, begun.get(name, one.started_ns))
+    ordered = sorted(merged.items(), key=lambda item: (begun[item[0][0]], item[0]))
     found: list[Session] = []
     cut: int | None = None
     for index in range(len(ordered) - 1, -1, -1):

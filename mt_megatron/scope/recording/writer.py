@@ -434,6 +434,7 @@ class Writer:
         if self._retention.full_of_tensors:
             self._lose([(rank, frame)])
             return
+        self._in_attempt(rank, known, frame, again=False)
         data, indices = frame["data"], json.dumps(frame["index"], separators=(",", ":"))
         key = (
             known.session,
@@ -487,6 +488,7 @@ class Writer:
         if self._retention.full_of_tensors:
             self._lose([(rank, frame)])
             return
+        self._in_attempt(rank, known, frame, again=False)
         top = frame["top_ids"]
 
         def raw(array: Any, dtype: str) -> bytes | None:

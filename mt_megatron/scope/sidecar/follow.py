@@ -171,7 +171,7 @@ class Follower:
             return True
         self._see("session", [session.number])
         ranks = {rank for each in later for rank in each.ranks}
-        return ranks >= set(session.ranks) or self._waited("session", session.number)
+        return len(ranks) >= session.world_size or self._waited("session", session.number)
 
     def _first_of(self, sessions: Sequence[Session]) -> int:
         """Index of the first session that is not taken yet: the one under way, else the first new one."""

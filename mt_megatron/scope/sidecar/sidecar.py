@@ -138,7 +138,7 @@ def taken_before(
                 more = sessions_before(node.rows)
             finally:
                 node.close()
-        except ScopeError as error:
+        except (ScopeError, OSError) as error:
             say(f"scope: {error}; alerts of the runs in it may be told again")
             continue
         for key, (step, sample) in more.items():

@@ -73,6 +73,10 @@ class Outbox:
         self._sent.add((kind, mark))
         return self._attempt
 
+    def beside(self, iteration: int, mark: str) -> None:
+        """A step begins that is made beside the run, whether something is recorded of it here or not."""
+        self._attempt_at(iteration, "beside", mark)
+
     def stats(self, iteration: int, parts: Parts, perturbed: str | None) -> None:
         """The step's partial sums."""
         attempt = self._attempt_at(iteration, "stats", perturbed)
@@ -92,7 +96,7 @@ class Outbox:
         """The step's tensors; what was left out of them counts as dropped."""
         if tensors.dropped:
             self._sender.count(tensors.dropped)
-        common = {"i": iteration, "perturbed": perturbed}
+        common = {"i": iteration, "perturbed": perturbed, "attempt": self._attempt}
         for first in range(0, len(tensors.held), _TOGETHER):
             held = tensors.held[first : first + _TOGETHER]
             copied = [tensor for each in held for tensor in each.tensors()]
@@ -107,6 +111,7 @@ class Outbox:
                 "k": "tokens",
                 "i": iteration,
                 "perturbed": perturbed,
+                "attempt": self._attempt,
                 "path": each.path,
                 "microbatch": each.microbatch,
                 "sample": each.sample,

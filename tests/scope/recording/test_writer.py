@@ -292,3 +292,29 @@ def test_a_part_that_completes_a_value_is_written_at_once(tmp_path: Path) -> Non
         values = recording.values(10)
         assert values and all(each.parts == each.of == 2 and not each.partial for each in values)
     writer.close()
+
+
+def test_attempts_are_in_order_however_they_are_written(tmp_path: Path) -> None:
+    """Rank 1 enters the third attempt before rank 0's second one is written: frames of it were dropped. What
+    rank 1 sent of tensors without any other frame of the attempt is of that one, too."""
+    shape = RunShape(steps=20, tp=2, pp=1, tensor_every=4, token_every=0)
+    writer = a_writer(tmp_path)
+    greet(writer, shape, 0, 1)
+    for step in (1, 2, 3):
+        for rank in (0, 1):
+            writer.tick([(rank, frame) for frame in counted(frames_of(shape, rank, step), 0)])
+    tensors = [frame for frame in frames_of(shape, 1, 4) if frame["k"] == "tensor"]
+    assert tensors
+    writer.tick([(1, frame) for frame in counted(tensors, 2)])
+    writer.tick([(1, frame) for frame in counted(frames_of(shape, 1, 5), 2)])
+    for step, attempt in ((4, 1), (4, 2), (5, 2)):
+        writer.tick([(0, frame) for frame in counted(frames_of(shape, 0, step), attempt)])
+    writer.close()
+    recording = open_recording(tmp_path)
+    assert [each.attempt for each in recording.sessions()] == [0, 1, 2]
+    assert recording.steps().step.tolist() == [1, 2, 3, 4, 5]
+    assert recording.steps().session.tolist() == [0, 0, 0, 2, 2]
+    parts = {key.session: recording.tensor(key).missing for key in recording.tensors(session=1)}
+    assert set(parts.values()) == {0.5}
+    parts = {key.session: recording.tensor(key).missing for key in recording.tensors(session=2)}
+    assert parts == {2: 0.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -442,6 +443,48 @@ def test_a_value_that_is_not_finite_is_told_without_its_other_parts(tmp_path: Pa
     assert "not_finite/decoder.layers.2" in sink.numbers[20]
     assert "gradient_norm/decoder.layers.1" in sink.numbers[19]
     assert "gradient_norm/decoder.layers.1" not in sink.numbers[20], "half a sum is no number for a sink"
+
+
+def test_a_rewind_before_the_second_node_came_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    shape = replace(SHAPE, tp=2, nodes=2, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    sink = Kept()
+    follower = Follower(files, open_sinks=lambda: [sink])
+    writers = [Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 26) for node in (0, 1)]
+    past = [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (4, 1)]
+    for rank, writer in enumerate(writers):
+        writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+        for step, attempt in past:
+            frames = [{**frame, "attempt": attempt} for frame in frames_of(shape, rank, step)]
+            writer.tick([(rank, frame) for frame in frames])
+            if rank == 0:
+                follower.look()
+        if rank == 0:
+            assert sink.calls == [], "nothing is taken of one node alone"
+            now[0] += follow.PATIENCE_SECONDS / 2
+    follower.look()
+    follower.close()
+    for writer in writers:
+        writer.close()
+    whole = {step for step, numbers in sink.numbers.items() if "gradient_norm/decoder.layers.1" in numbers}
+    assert whole == {1, 2, 3, 4}
+    assert Counter(sink.calls) == {1: 2, 2: 4, 3: 4, 4: 2}, "each step and each sample of both attempts once"
+
+
+def test_a_file_that_cannot_be_read_ends_no_recording(tmp_path: Path) -> None:
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    files.node("other", 0).mkdir()
+    writer = Writer(files.node("own", 0), node=0, host="own", retain_bytes=1 << 26)
+    said: list[str] = []
+    assert taken_before(files, writer, said.append) == {}
+    writer.close()
+    assert len(said) == 1 and "may be told again" in said[0]
 
 
 def test_node_0_on_another_host_takes_nothing_again(tmp_path: Path) -> None:
