@@ -124,7 +124,7 @@ def looked_at(run: Path, how: str, seconds: float) -> list[Finding]:
     child = started(run, how)
     told: list[Finding] = []
     try:
-        watch = Watch(run_files(run), hang_after_s=1.0)
+        watch = Watch(run_files(run), hang_after_s=3.0)
         deadline = time.monotonic() + 60
         while not told and time.monotonic() < deadline:
             told += [each for each in watch.look() if each.cause == "hang"]
@@ -152,7 +152,7 @@ def test_a_process_that_is_stopped_is_named(tmp_path: Path) -> None:
 
 def test_a_process_that_is_done_with_its_steps_does_not_hang(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        found = {how: pool.submit(looked_at, tmp_path / how, how, 4) for how in ("rests", "off", "ends")}
+        found = {how: pool.submit(looked_at, tmp_path / how, how, 8) for how in ("rests", "off", "ends")}
     assert all(each.result() == [] for each in found.values()), found
 
 
@@ -167,12 +167,12 @@ def test_a_machine_that_stood_still_as_a_whole_is_no_hang(tmp_path: Path) -> Non
         "--parent-pid",
         str(rank.pid),
     ]
-    watcher = subprocess.Popen([*command, "--hang-seconds", "1", "--period", "0.2"], cwd=ROOT)
+    watcher = subprocess.Popen([*command, "--hang-seconds", "3", "--period", "0.2"], cwd=ROOT)
     try:
         time.sleep(4)
         for child in (rank, watcher):
             child.send_signal(signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(6)
         watcher.send_signal(signal.SIGCONT)
         time.sleep(0.5)
         rank.send_signal(signal.SIGCONT)

@@ -116,15 +116,17 @@ class Served:
             additional_headers={} if cookie is None else {"Cookie": cookie},
         )
 
-    def raw(self, data: bytes) -> bytes:
-        """Send ``data`` as it is; what came back until the server closed or was silent for a second."""
+    def raw(self, data: bytes, *, answers: bool = False) -> bytes:
+        """Send ``data`` as it is; what came back until the server closed or was silent for a second; where it
+        ``answers``, its first word is waited for."""
         found = b""
         link = socket.create_connection(("127.0.0.1", self.port), timeout=10)
         with link, contextlib.suppress(OSError):
             link.sendall(data)
-            link.settimeout(1.0)
+            link.settimeout(20.0 if answers else 1.0)
             while piece := link.recv(65536):
                 found += piece
+                link.settimeout(1.0)
         return found
 
     def audit(self) -> list[dict[str, Any]]:

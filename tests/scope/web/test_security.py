@@ -287,7 +287,7 @@ def test_refuses_what_is_too_large(page: Served) -> None:
         "Transfer-Encoding: chunked\r\n\r\n"
     ).encode()
     piece = b"1000\r\n" + b"x" * 4096 + b"\r\n"
-    assert b" 413 " in page.raw(head + piece * 12 + b"0\r\n\r\n").splitlines()[0]
+    assert b" 413 " in page.raw(head + piece * 12 + b"0\r\n\r\n", answers=True).splitlines()[0]
     assert page.ask("/api/run?" + "a" * 3_000, cookie=cookie).status == 414
     many = page.raw(b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n")
     assert many == b"" or b" 400 " in many.splitlines()[0] or b" 431 " in many.splitlines()[0]

@@ -156,7 +156,7 @@ def test_all_who_come_hear_the_same() -> None:
 
 
 def test_who_comes_too_late_cannot_save_alone() -> None:
-    first, late = meet((0.0, SAME), (0.8, SAME), seconds=0.3)
+    first, late = meet((0.0, SAME), (3.0, SAME), seconds=0.3)
     assert "ranks [1] met none within 0.3 s" in str(first)
     assert late is not None, "it sees both, and rank 0 has left"
 
