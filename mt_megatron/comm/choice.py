@@ -23,6 +23,7 @@ from mt_megatron.comm.bootstrap import Place, own_place
 from mt_megatron.comm.errors import PeerLost, TransferTimeout, TransportUnavailable
 from mt_megatron.comm.kinds import Setting
 from mt_megatron.comm.per_edge import PerEdgeTransport
+from mt_megatron.comm.shared_memory import native
 from mt_megatron.comm.stage_exchange import StageExchange
 from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import ConfigError, MtMegatronError
@@ -32,6 +33,9 @@ from mt_megatron.seams.transport import AUTO, COLLECTIVE
 
 _TRIED_BY_AUTO = ("shm", "rdma")
 """In this order. NIXL is taken where it is asked for: an installed wheel says nothing of its fabric."""
+
+_MOST_NAMED = 8
+"""Ranks of a refusal."""
 
 _SECONDS = 600.0
 """Longest wait for a peer where the process group says none."""
@@ -70,6 +74,9 @@ class Rank:
 
     unusable: dict[str, str] = field(default_factory=dict)
     """Transport -> why this rank cannot use it."""
+
+    has_ring_helper: bool = True
+    """Whether shared memory's ring is in C here."""
 
     wish: str = AUTO
     """``--p2p-transport`` here."""
@@ -134,17 +141,41 @@ class Plan:
             counts.setdefault(kind, []).append(f"{where}: {why}")
         total = {kind: sum(len(m) for (k, _), m in found.items() if k == kind) for kind in counts}
         parts = [f"{kind} between {total[kind]} ({'; '.join(whys)})" for kind, whys in counts.items()]
-        return f"p2p transport {self.wish}, neighbouring ranks: {', '.join(parts)}"
+        return f"p2p transport {self.wish}, neighbouring ranks: {', '.join(parts)}{self._helper()}"
+
+    def _helper(self) -> str:
+        """What the line says of ranks that have the ring of shared memory in Python alone, three times as
+        slow for small messages."""
+        plain = [each for each in self._ranks if not each.has_ring_helper]
+        pairs = chain.from_iterable(map(self._pairs, self.pipelines))
+        if not plain or not any(self._decided(*pair)[0] == "shm" for pair in pairs):
+            return ""
+        where = f"rank {plain[0].place.rank} on {plain[0].place.host}"
+        more = f" and {len(plain) - 1} more" if len(plain) > 1 else ""
+        return (
+            f"; shm in Python alone on {where}{more}: its C helper is missing, build it with: "
+            "python -m mt_megatron.comm.shared_memory.native"
+        )
 
     def _pairs(self, pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
         return _pairs(pipeline, self._ranks[pipeline[0]].loops)
 
     def _require(self) -> None:
-        for pipeline in self.pipelines:
-            for one, other in self._pairs(pipeline):
-                why = self._why_not(self.wish, one, other)
-                if why is not None:
-                    raise _refused(self.wish, why)
+        # All hosts: who installs something on one of them would meet the next at the next start.
+        ranks = dict.fromkeys(chain.from_iterable(self.pipelines))
+        whys = [why for rank in ranks if (why := self._lacks(self.wish, rank)) is not None]
+        if not whys:
+            pairs = chain.from_iterable(map(self._pairs, self.pipelines))
+            whys = [why for pair in pairs if (why := self._why_not(self.wish, *pair)) is not None][:1]
+        if whys:
+            more = [f"{len(whys) - _MOST_NAMED} more"] if len(whys) > _MOST_NAMED else []
+            raise _refused(self.wish, "; ".join([*whys[:_MOST_NAMED], *more]))
+
+    def _lacks(self, name: str, rank: int) -> str | None:
+        """Why ``rank`` cannot use a transport with anybody."""
+        found = self._ranks[rank]
+        why = found.unusable.get(name)
+        return None if why is None else f"rank {found.place.rank} on {found.place.host}: {why}"
 
     def _decided(self, one: int, other: int) -> tuple[str, str]:
         """Transport of two ranks of a pipeline, and why."""
@@ -163,9 +194,10 @@ class Plan:
 
     def _why_not(self, name: str, one: int, other: int) -> str | None:
         ranks = self._ranks[one], self._ranks[other]
-        for each in ranks:
-            if name in each.unusable:
-                return f"rank {each.place.rank} on {each.place.host}: {each.unusable[name]}"
+        for rank in (one, other):
+            why = self._lacks(name, rank)
+            if why is not None:
+                return why
         for pipeline in ranks[0].pipelines:
             if other in pipeline and name in self._dropped.get(pipeline, {}):
                 return self._dropped[pipeline][name]
@@ -309,6 +341,7 @@ def _this_rank(text: str, groups: Sequence[Any], device: torch.device) -> Rank:
         device=device.type,
         library=dist.get_backend(groups[0]),
         unusable={name: why for name, why in unusable.items() if why is not None},
+        has_ring_helper=not isinstance(native.load(), str),
         wish=text,
         token=uuid.uuid4().hex,
     )

@@ -78,7 +78,7 @@ def check(text: str) -> str:
     if text not in NAMES:
         raise ConfigError(
             f"found p2p_transport {text!r}; expected one of {', '.join(NAMES)}.{hint(text, NAMES)} Change "
-            "--p2p-transport"
+            "--p2p-transport, or MT_MEGATRON_P2P_TRANSPORT where that was set"
         )
     return text
 

@@ -52,6 +52,23 @@ def taken(plan: Plan, *pairs: tuple[int, int]) -> list[str]:
     return found
 
 
+def test_the_line_says_where_the_ring_has_no_helper() -> None:
+    ranks = job("a", "a", "b", "b", verbs=True)
+    assert "Python alone" not in Plan(ranks).line()
+    ranks[2:] = [dataclasses.replace(each, has_ring_helper=False) for each in ranks[2:]]
+    assert "; shm in Python alone on rank 2 on b and 1 more: its C helper is missing" in Plan(ranks).line()
+    alone = [dataclasses.replace(each, has_ring_helper=False) for each in job("a", "b", verbs=True)]
+    assert "Python alone" not in Plan(alone).line(), "nothing goes over shared memory"
+
+
+def test_a_refusal_names_all_ranks_that_lack_something() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan(job(*"abcdefghij", wish="rdma"))
+    said = str(caught.value)
+    assert f"rank 0 on a: {NO_VERBS}; rank 1 on b: {NO_VERBS}" in said and "rank 7 on h" in said
+    assert "; 2 more; expected" in said
+
+
 def test_shared_memory_within_a_host_and_rdma_between() -> None:
     plan = Plan(job("a", "a", "b", "b", verbs=True))
     assert taken(plan, (0, 1), (1, 2), (2, 3)) == ["shm", "rdma", "shm"]

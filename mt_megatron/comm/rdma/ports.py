@@ -112,7 +112,8 @@ def why_unusable(
     if importlib.util.find_spec("pyverbs") is None:
         raise Unusable(
             "the module pyverbs is not installed",
-            "install it (Debian: python3-pyverbs; pip: pyverbs, with libibverbs-dev and a C compiler)",
+            "install it (pip: pyverbs, with libibverbs-dev and a C compiler; Debian's own python3: "
+            "python3-pyverbs)",
         )
     port = find_port(environ, sysfs=sysfs, devices=devices)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
