@@ -195,6 +195,7 @@ def test_what_is_sent_is_held_when_data_is_exchanged_and_may_change_once_staged(
         pair.ranks[1].post_recv(FORTH, (1,), torch.float32).wait()
     received = pair.ranks[1].post_recv(FORTH, None, torch.float64)
     assert torch.equal(received.wait(), torch.arange(3000, dtype=torch.float64))
+    handle.wait(20)  # Its own thread hears of it after the receiver has it.
     assert handle.test()
 
 

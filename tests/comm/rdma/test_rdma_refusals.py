@@ -174,7 +174,7 @@ def test_variables_that_cannot_be_read_are_errors(machine: Machine, variable: st
 def test_a_missing_pyverbs_is_said_before_all_else(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = usable({}, sysfs=machine.sysfs, devices=machine.devices)
-    assert said is not None and said.startswith("the module pyverbs is not installed; install it (Debian:")
+    assert said is not None and said.startswith("the module pyverbs is not installed; install it (pip:")
 
 
 def test_a_low_limit_of_locked_memory_is_said(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
