@@ -76,7 +76,7 @@ class Rank:
     """Transport -> why this rank cannot use it."""
 
     has_ring_helper: bool = True
-    """Whether shared memory's ring is in C here."""
+    """True where shared memory's ring is in C here."""
 
     wish: str = AUTO
     """``--p2p-transport`` here."""
@@ -144,8 +144,8 @@ class Plan:
         return f"p2p transport {self.wish}, neighbouring ranks: {', '.join(parts)}{self._helper()}"
 
     def _helper(self) -> str:
-        """What the line says of ranks that have the ring of shared memory in Python alone, three times as
-        slow for small messages."""
+        """End of the line where ranks have the ring of shared memory in Python alone, three times as slow for
+        small messages; else nothing."""
         plain = [each for each in self._ranks if not each.has_ring_helper]
         pairs = chain.from_iterable(map(self._pairs, self.pipelines))
         if not plain or not any(self._decided(*pair)[0] == "shm" for pair in pairs):

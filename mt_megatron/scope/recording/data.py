@@ -172,8 +172,8 @@ class Series:
 
     @property
     def whole(self) -> NDArray[np.bool_]:
-        """Which values have all parts that some rank has announced: others are no news of the training,
-        unless more parts cannot make them good."""
+        """Values that have all parts which ranks have announced, bool [steps]: others say nothing of the
+        training. NaN and infinite elements count with any of their parts."""
         found: NDArray[np.bool_] = self.parts >= self.of
         return found | (self.value > 0) if self.statistic == NOT_FINITE else found
 

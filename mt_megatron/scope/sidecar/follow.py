@@ -163,8 +163,8 @@ class Follower:
                 return  # what is missing here comes before anything of the later ones
 
     def _is_over(self, session: Session, later: Sequence[Session]) -> bool:
-        """Whether no rank sends more of ``session``: all are in a ``later`` one. Another start's says so for
-        all; of ranks that have not rewound yet only so much is waited for."""
+        """True where no rank sends more of ``session``: all are in a ``later`` one, or that is of another
+        start. Ranks that have not rewound are waited for ``PATIENCE_SECONDS``."""
         if not later:
             return False
         if any(each.name != session.name for each in later):
@@ -339,8 +339,8 @@ class Follower:
 
 
 def _passed(recording: Recording, session: Session, step: int) -> bool:
-    """Whether all ranks, also those that nothing is known of yet, have reported a later step, and so have
-    sent all of ``step`` that they will."""
+    """True where all ranks, also those that are not known yet, have reported a later step, and so have sent
+    all of ``step`` that they will."""
     later = 0
     for node in recording.nodes():
         rows = node.rows(

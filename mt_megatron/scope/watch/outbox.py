@@ -62,8 +62,8 @@ class Outbox:
         )
 
     def _attempt_at(self, iteration: int, kind: str, mark: str | None) -> int:
-        """How often the run has gone back before this frame, or made a step beside itself. Counted here, from
-        what no rank does without the others: of dropped frames the sidecar would learn nothing."""
+        """Number of times that the run has gone back, or made a step beside itself, before this frame.
+        Counted here, where all ranks do the same: the sidecar learns nothing of dropped frames."""
         if iteration != self._last:
             self._attempt += iteration < self._last
             self._last, self._sent = iteration, set()
