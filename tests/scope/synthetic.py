@@ -280,6 +280,7 @@ def step_frame(shape: RunShape, rank: int, step: int) -> Frame:
         "memory_bytes": (6 << 30) + rank * (1 << 20),
         "skipped": False,
         "perturbed": perturbed_at(shape, step),
+        "attempt": 0,
     }
 
 
@@ -298,6 +299,7 @@ def stats_frame(shape: RunShape, rank: int, step: int) -> Frame:
         "id": 1,
         "values": np.concatenate(parts),
         "perturbed": perturbed_at(shape, step),
+        "attempt": 0,
     }
 
 
@@ -351,7 +353,7 @@ def tensor_frames(shape: RunShape, rank: int, step: int) -> Iterator[tuple[Frame
     at = coordinates(shape, rank)
     if at["dp"]:
         return
-    common = {"k": "tensor", "i": step, "microbatch": 0, "perturbed": perturbed_at(shape, step)}
+    common = {"k": "tensor", "i": step, "microbatch": 0, "perturbed": perturbed_at(shape, step), "attempt": 0}
     for layer in layers_of(shape, at["pp"]):
         whole = activation(shape, step, layer)
         each = shape.hidden // shape.tp
@@ -418,7 +420,8 @@ def token_frames(shape: RunShape, rank: int, step: int) -> Iterator[Frame]:
     for piece in (slice(half, None), slice(0, half)):
         part = {name: array[piece] for name, array in arrays.items()}
         start = piece.start or 0
-        yield {"k": "tokens", "i": step, "microbatch": 0, "sample": at["dp"], "position": start, **part}
+        about = {"k": "tokens", "i": step, "attempt": 0, "microbatch": 0, "sample": at["dp"]}
+        yield {**about, "position": start, **part}
 
 
 def frames_of(shape: RunShape, rank: int, step: int) -> Iterator[Frame]:

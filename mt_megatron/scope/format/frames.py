@@ -10,17 +10,22 @@ Kinds that a rank sends:
 hello    v, rank, world_size, at {tp, pp, dp, cp, ep}, layout {…}, host, pid, session, model {…},
          modules [[path, class name, parameters], …]
 step     i, t (ns since the epoch), seconds, loss, grad_norm, lr, tokens, tokens_per_second, memory_bytes,
-         skipped, perturbed (text or None); loss is NaN on ranks that do not know it
+         skipped, attempt, perturbed (text or None); loss is NaN on ranks that do not know it
 schema   id, entries [[path, statistic, length], …]: what the values of ``stats`` frames mean
-stats    i, id, values (float64, the partials of the schema's entries one after another), perturbed
+stats    i, id, attempt, values (float64, the partials of the schema's entries one after another),
+         perturbed
 tensor   i, path, what, microbatch, index {layer, head …}, shape, offset (of this shard within the whole),
          encoding ("f32", "f16", "q8"), data, scale, low (q8: value = low + scale * code, per row of tiles),
-         error (largest absolute error of the encoding), perturbed
-tokens   i, microbatch, sample, ids, loss, entropy, top_ids, top_logprobs, position (of the first token)
+         error (largest absolute error of the encoding), attempt, perturbed
+tokens   i, attempt, microbatch, sample, ids, loss, entropy, top_ids, top_logprobs, position (of the first
+         token)
 dropped  frames, bytes (sums since the session's start)
 result   id, ok, value or error: the answer to a command
 bye
 ======== =============================================================================================
+
+``attempt``: how often the run has gone back, or made a step beside itself, before this frame; all ranks count
+alike, from 0 at the session's start.
 
 Kinds that a sidecar sends to a rank: ``watch`` (requests: list of texts, see ``scope.watch.requests``) to
 all ranks of its node, ``command`` (id, do, arguments) to global rank 0.

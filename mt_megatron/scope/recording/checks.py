@@ -207,7 +207,7 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "memory_bytes": _optional_integer,
         "skipped": bool,
         "perturbed": _optional_text,
-        "attempt": _optional_integer,
+        "attempt": _integer,
     },
     "schema": {"id": _integer, "entries": _entries},
     "stats": {
@@ -215,7 +215,7 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "id": _integer,
         "values": _floats,
         "perturbed": _optional_text,
-        "attempt": _optional_integer,
+        "attempt": _integer,
     },
     "tensor": {
         "i": _integer,
@@ -231,11 +231,11 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "low": _optional_array,
         "error": _number,
         "perturbed": _optional_text,
-        "attempt": _optional_integer,
+        "attempt": _integer,
     },
     "tokens": {
         "i": _integer,
-        "attempt": _optional_integer,
+        "attempt": _integer,
         "microbatch": lambda value: 0 if value is None else _integer(value),
         "sample": lambda value: 0 if value is None else _integer(value),
         "path": lambda value: "output_layer" if value is None else _path(value),

@@ -36,13 +36,10 @@ class _Rank:
     """Entry (0: ignored), statistic and length of the values that a schema lists."""
 
     last_step: int = -1
-    last_stats: dict[int, int] = field(default_factory=dict)
-    last_mark: str | None = None
-    """Perturbation that the latest statistics were under."""
+    sampled: bool = False
+    """Whether statistics of the attempt are written."""
 
     attempt: int = 0
-    base: int = 0
-    """Attempt of the session that the rank's own count starts at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +223,8 @@ class Writer:
             raise FrameError(f"found rank {frame['rank']} in a connection of rank {rank}")
         known = self._ranks.get(rank)
         again = known is not None and known.name == frame["session"]
-        # Not the last attempt of all: of a rank that connects late the first attempts come yet.
-        last = max((attempt for name, attempt in self.before if name == frame["session"]), default=0)
-        base, attempt = (known.base, known.attempt) if known is not None and again else (last, last)
-        known = _Rank(session=0, name=frame["session"], hello=frame, attempt=attempt, base=base)
+        attempt = known.attempt if known is not None and again else 0
+        known = _Rank(session=0, name=frame["session"], hello=frame, attempt=attempt)
         self._ranks[rank] = known
         self._enter(rank, known)
 
@@ -263,19 +258,15 @@ class Writer:
         for entries in known.schemas.values():
             self._declare(rank, known, entries)
 
-    def _in_attempt(self, rank: int, known: _Rank, frame: Mapping[str, Any], *, again: bool) -> None:
-        """Enter the attempt that ``frame`` is of; ``again``: a rank that does not count them went back."""
-        counted = frame["attempt"]
-        attempt = known.attempt + again if counted is None else known.base + counted
+    def _in_attempt(self, rank: int, known: _Rank, frame: Mapping[str, Any]) -> None:
+        """Enter the attempt that ``frame`` is of. A rank counts up where it goes back, and where it makes a
+        step beside the run."""
+        attempt = frame["attempt"]
+        if attempt < known.attempt:
+            raise FrameError(f"found attempt {attempt} of a rank that is in attempt {known.attempt}")
         if attempt > known.attempt:
-            self._rewound(rank, known, attempt)
-
-    def _rewound(self, rank: int, known: _Rank, attempt: int) -> None:
-        """A step came again within the session: what follows is another attempt at it."""
-        known.attempt = attempt
-        known.last_step = -1
-        known.last_stats.clear()
-        self._enter(rank, known)
+            known.attempt, known.last_step, known.sampled = attempt, -1, False
+            self._enter(rank, known)
 
     def _begun(self, known: _Rank, step: int) -> None:
         self._execute(
@@ -285,9 +276,7 @@ class Writer:
 
     def _step(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         step = frame["i"]
-        # Statistics with another mark are of the same step made beside the run.
-        beside = step in known.last_stats.values() and known.last_mark != frame["perturbed"]
-        self._in_attempt(rank, known, frame, again=step <= known.last_step or beside)
+        self._in_attempt(rank, known, frame)
         if known.last_step < 0:
             self._begun(known, step)
         known.last_step = step
@@ -372,10 +361,10 @@ class Writer:
         length = sum(entry[2] for entry in entries)
         if len(values) != length:
             raise FrameError(f"found {len(values)} values of a schema of {length}")
-        self._in_attempt(rank, known, frame, again=step <= known.last_stats.get(frame["id"], -1))
-        if not known.last_stats:
+        self._in_attempt(rank, known, frame)
+        if not known.sampled:
             self._begun(known, step)
-        known.last_stats[frame["id"]], known.last_mark = step, frame["perturbed"]
+        known.sampled = True
         now, at = time.monotonic(), 0
         for entry, statistic, length in entries:
             if entry:
@@ -434,7 +423,7 @@ class Writer:
         if self._retention.full_of_tensors:
             self._lose([(rank, frame)])
             return
-        self._in_attempt(rank, known, frame, again=False)
+        self._in_attempt(rank, known, frame)
         data, indices = frame["data"], json.dumps(frame["index"], separators=(",", ":"))
         key = (
             known.session,
@@ -488,7 +477,7 @@ class Writer:
         if self._retention.full_of_tensors:
             self._lose([(rank, frame)])
             return
-        self._in_attempt(rank, known, frame, again=False)
+        self._in_attempt(rank, known, frame)
         top = frame["top_ids"]
 
         def raw(array: Any, dtype: str) -> bytes | None:

@@ -158,7 +158,7 @@ def frames_of(whole: Whole, layout: Layout, rank: int, at: Mapping[str, int]) ->
             "modules": [],
         },
         {"k": "schema", "id": 1, "entries": entries},
-        {"k": "stats", "i": STEP, "id": 1, "values": np.concatenate(values)},
+        {"k": "stats", "i": STEP, "id": 1, "attempt": 0, "values": np.concatenate(values)},
     ]
     columns = share(HIDDEN, at["tp"], layout.tp)
     for layer in layers_of(layout, at):
@@ -168,6 +168,7 @@ def frames_of(whole: Whole, layout: Layout, rank: int, at: Mapping[str, int]) ->
                 {
                     "k": "tensor",
                     "i": STEP,
+                    "attempt": 0,
                     "path": f"decoder.layers.{layer}",
                     "what": "activation",
                     "index": {"sample": at["ep"]},
@@ -199,6 +200,7 @@ def token_frames(whole: Whole, layout: Layout, at: Mapping[str, int]) -> list[di
             {
                 "k": "tokens",
                 "i": STEP,
+                "attempt": 0,
                 "sample": at["ep"],
                 "position": piece.start,
                 "parts": layout.tp,

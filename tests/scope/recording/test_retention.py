@@ -30,7 +30,7 @@ def a_writer(run: Path, retain: int, said: list[str]) -> Writer:
 
 def stats(step: int) -> dict[str, Any]:
     values = np.concatenate([[step**2, 1.0], np.full(64, float(step))])
-    return {"k": "stats", "i": step, "id": 1, "values": values}
+    return {"k": "stats", "i": step, "id": 1, "attempt": 0, "values": values}
 
 
 def tensor(step: int, size: int, layer: int = 0) -> dict[str, Any]:
@@ -38,6 +38,7 @@ def tensor(step: int, size: int, layer: int = 0) -> dict[str, Any]:
     return {
         "k": "tensor",
         "i": step,
+        "attempt": 0,
         "path": f"decoder.layers.{layer}",
         "what": "activation",
         "index": {},
@@ -110,7 +111,7 @@ def test_vectors_go_before_scalars(tmp_path: Path) -> None:
     for step in range(1, 151):
         values = np.ones(4096)
         values[0] += step
-        writer.tick([(0, {"k": "stats", "i": step, "id": 2, "values": values})])
+        writer.tick([(0, {"k": "stats", "i": step, "id": 2, "attempt": 0, "values": values})])
     writer.close()
     with open_recording(tmp_path) as recording:
         found = recording.series("b", "expert_load", vectors=True)

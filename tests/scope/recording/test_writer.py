@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def a_writer(run: Path, said: list[str] | None = None, retain: int = 1 << 27) ->
 def greet(writer: Writer, shape: RunShape, *ranks: int) -> None:
     for rank in ranks:
         writer.tick([(rank, hello(shape, rank)), (rank, schema(shape, rank))])
+
+
+def counted(frames: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
+    """As ranks send them, which count how often the run has gone back."""
+    return [{**each, "attempt": attempt} for each in frames]
 
 
 def test_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
@@ -55,8 +61,9 @@ def test_a_rewind_within_a_session_is_another_attempt(tmp_path: Path) -> None:
     """Training goes back from step 20 to 12 without ending; parts of both attempts are never added up."""
     writer = a_writer(tmp_path)
     greet(writer, SHAPE, 0, 1)
-    for step in [*range(1, 21), *range(12, 18)]:
-        writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(SHAPE, rank, step)])
+    for step, attempt in [(step, 0) for step in range(1, 21)] + [(step, 1) for step in range(12, 18)]:
+        for rank in (0, 1):
+            writer.tick([(rank, frame) for frame in counted(frames_of(SHAPE, rank, step), attempt)])
     writer.close()
     recording = open_recording(tmp_path)
     assert [(each.attempt, each.first_step) for each in recording.sessions()] == [(0, 1), (1, 12)]
@@ -66,6 +73,20 @@ def test_a_rewind_within_a_session_is_another_attempt(tmp_path: Path) -> None:
     assert found.step.tolist() == [10] and found.parts.tolist() == [2]
     twice = recording.series("decoder.layers.0", "gradient_norm", session=0)
     assert twice.step.tolist() == [10, 20] and twice.parts.tolist() == [2, 2]
+
+
+def test_frames_without_their_attempt_or_of_an_earlier_one_are_left_out(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = a_writer(tmp_path, said)
+    greet(writer, SHAPE, 0)
+    without = {key: value for key, value in step_frame(SHAPE, 0, 1).items() if key != "attempt"}
+    sent = [without, *counted([step_frame(SHAPE, 0, 2)], 1), *counted([step_frame(SHAPE, 0, 3)], 0)]
+    writer.tick([(0, frame) for frame in sent])
+    writer.close()
+    assert writer.lost == {0: (2, 0)}
+    assert "a step frame's attempt: found None" in said[0]
+    assert "found attempt 0 of a rank that is in attempt 1" in said[1]
+    assert open_recording(tmp_path).steps().step.tolist() == [2]
 
 
 def test_a_rank_that_connects_again_goes_on(tmp_path: Path) -> None:
@@ -137,9 +158,10 @@ def test_odd_entries_are_left_out_and_said_once(tmp_path: Path) -> None:
     for step in (10, 20):
         for rank in (0, 1):
             values = np.arange(9.0 + rank)
-            writer.tick([(rank, {"k": "stats", "i": step, "id": 1, "values": values})])
-    writer.tick([(0, {"k": "stats", "i": 30, "id": 1, "values": np.arange(4.0)})])
-    writer.tick([(0, {"k": "stats", "i": 30, "id": 9, "values": np.arange(4.0)})])
+            writer.tick([(rank, {"k": "stats", "i": step, "id": 1, "attempt": 0, "values": values})])
+    for wrong in (1, 9):
+        values = np.arange(4.0)
+        writer.tick([(0, {"k": "stats", "i": 30, "id": wrong, "attempt": 0, "values": values})])
     writer.close()
     recording = open_recording(tmp_path)
     assert recording.series("a", "activation_rms").parts.tolist() == [2, 2]
@@ -185,13 +207,15 @@ def test_frames_before_hello_and_of_no_kind_are_left_out(tmp_path: Path) -> None
 def test_a_pair_beside_the_run_leaves_the_step_itself_unmarked(tmp_path: Path, sampled: bool) -> None:
     writer = a_writer(tmp_path)
     greet(writer, SHAPE, 0)
+    attempt = 0
     for step in (1, 2, 3):
         if step == 2:
-            for text in ("pair noise: baseline", "pair noise: gaussian"):
-                writer.tick([(0, {**stats_frame(SHAPE, 0, step), "perturbed": text})])
-        writer.tick([(0, step_frame(SHAPE, 0, step))])
+            for attempt, text in enumerate(("pair noise: baseline", "pair noise: gaussian")):
+                writer.tick([(0, {**stats_frame(SHAPE, 0, step), "attempt": attempt, "perturbed": text})])
+            attempt += 1
+        writer.tick([(0, {**step_frame(SHAPE, 0, step), "attempt": attempt})])
         if sampled:
-            writer.tick([(0, stats_frame(SHAPE, 0, step))])
+            writer.tick([(0, {**stats_frame(SHAPE, 0, step), "attempt": attempt})])
     writer.close()
     recording = open_recording(tmp_path)
     assert recording.perturbed() == ()
@@ -229,11 +253,6 @@ def test_network_file_systems_get_a_journal_that_their_locks_keep(
         assert recording.last_step() == step
     assert not Path(f"{path}-wal").exists()
     writer.close()
-
-
-def counted(frames: list[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
-    """As ranks send them, which count how often the run has gone back."""
-    return [{**each, "attempt": attempt} for each in frames]
 
 
 def test_ranks_stay_in_one_attempt_whatever_is_late_or_dropped(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_no_name_becomes_markup(tmp_path: Path) -> None:
         if step % 5 == 0:
             frames += [stats_frame(shape, 0, step)]
             values = stats_frame(shape, 0, step)["values"][:3]
-            frames += [{"k": "stats", "i": step, "id": 2, "values": values}]
+            frames += [{"k": "stats", "i": step, "id": 2, "attempt": 0, "values": values}]
         writer.tick([(0, frame) for frame in frames])
     alert = Alert(
         step=10, kind=HOSTILE, path=HOSTILE, statistic=HOSTILE, value=1.0, low=0.0, high=0.5, text=HOSTILE

@@ -372,7 +372,7 @@ def test_a_stage_is_waited_for_after_a_sample_of_one_statistic(tmp_path: Path) -
     for step in range(1, 10):
         for rank in (0, 1):
             if step in (4, 7) and rank == 0:
-                single = {"k": "stats", "i": step, "id": 2, "perturbed": None, "values": np.array([1.0])}
+                single = {"k": "stats", "i": step, "id": 2, "attempt": 0, "values": np.array([1.0])}
                 writer.tick([(0, single)])
             writer.tick([(rank, frame) for frame in frames_of(shape, rank, step)])
             follower.look()

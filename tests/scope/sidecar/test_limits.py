@@ -32,6 +32,7 @@ def tensor(step: int, kib: int = 64) -> dict[str, Any]:
     return {
         "k": "tensor",
         "i": step,
+        "attempt": 0,
         "path": "decoder.layers.0",
         "what": "activation",
         "index": {},
