@@ -2,6 +2,7 @@
 
     python benchmarks/scope/cost.py [--ranks 2] [--layout dp] [--minutes 7] [--record results/]
     python benchmarks/scope/cost.py --sidecars [--minutes 7] [--record results/]
+    python benchmarks/scope/cost.py --browsers [--minutes 7] [--record results/]
 
 One training, by our own trainer, in one set of processes: between two unwatched blocks comes one of another
 kind, in random order: not watched either (the control), watched without a sampled step, with the default
@@ -14,7 +15,14 @@ unsampled one does; the upper bound adds up those of both. Collectives are count
 
 ``--sidecars`` watches all blocks, with everything in their first step. Between two with such a process comes
 one whose process is stopped, takes 40 KiB a second or was killed, after so many steps that something is
-dropped. ``--minutes`` bounds the rounds; a measurement that is cut off is judged by what it had.
+dropped.
+
+``--browsers`` watches all blocks by a real sidecar, which serves the page, on one rank: the sidecar has a
+core of its own then. Between two that nobody looks at comes one with clients that read, are stopped, take a
+message in half a second or are killed in its first step; stopped and slow ones also left a download unread.
+They are websocket clients, not Chromium.
+
+``--minutes`` bounds the rounds; a measurement that is cut off is judged by what it had.
 """
 
 from __future__ import annotations
@@ -42,18 +50,22 @@ TARGETS = {"default, every 20 steps": 1.0, "attention live": 5.0}
 
 MOST_GROWTH_MIB = 64
 ENDED = ("frozen", "slow", "dead")
+LOOKING = ("frozen", "slow", "killed")
 
 
 def judged(ran: dict[str, Any]) -> dict[str, Any]:
     """The figures of what ``ranks_of`` returned."""
     arrays = {arm: np.array([blocks[arm] for blocks in ran["blocks"]]) for arm in ran["blocks"][0]}
     found = {arm: difference(each[0, ..., 0]) for arm, each in arrays.items()}
-    judge = _of_sidecars if "frozen" in found else _of_watching
+    judge = _of_browsers if "reading" in found else _of_sidecars if "frozen" in found else _of_watching
+    verdicts = judge(found, ran["about"])
+    if judge is not _of_browsers:  # one rank has none
+        verdicts["collectives added"] = _of_collectives(ran["about"])
     return {
         **ran["about"],
         "differences": found,
         "processor_time": {arm: difference(each[..., 1].mean(axis=0)) for arm, each in arrays.items()},
-        "verdicts": {**judge(found, ran["about"]), "collectives added": _of_collectives(ran["about"])},
+        "verdicts": verdicts,
         "seconds": {arm: each[0, ..., 0].round(6).tolist() for arm, each in arrays.items()},
     }
 
@@ -85,6 +97,21 @@ def _of_sidecars(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]
         small = f"({growth:+.1f} MiB, at most {MOST_GROWTH_MIB})"
         verdicts[f"{name}: memory"] = f"{'met' if growth <= MOST_GROWTH_MIB else 'missed'} {small}"
         verdicts[f"{name}: drops"] = f"{'met' if dropped else 'missed'} ({dropped:,} frames counted)"
+    return verdicts
+
+
+def _of_browsers(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
+    control, growth = found["no browser again"], about["growth_mib"]["all at once"]
+    restless = _restless(control)
+    verdicts = {}
+    for name in LOOKING:
+        inside = found[name]["percent"] <= control["high"]
+        band = f"A/A band {control['low']:+.2f} to {control['high']:+.2f}"
+        verdicts[f"{name}: time"] = restless or f"{'met' if inside else 'missed'} ({band})"
+    small = f"({growth:+.1f} MiB, at most {MOST_GROWTH_MIB})"
+    verdicts["memory"] = f"{'met' if growth <= MOST_GROWTH_MIB else 'missed'} {small}"
+    dropped = about["dropped_frames"]["served"]
+    verdicts["frames that the rank dropped"] = f"{'missed' if dropped else 'met'} ({dropped:,})"
     return verdicts
 
 
@@ -127,7 +154,8 @@ def shown(figures: dict[str, Any]) -> str:
         f"thread(s){where}; a step of {figures['tokens_per_step']} tokens takes "
         f"{1e3 * figures['step_seconds']:.0f} ms."
     )
-    about += " A process that drains the socket stands in for the sidecar, which needs a core of its own."
+    if "reading" not in used:
+        about += " A process that drains the socket stands in for the sidecar, which needs a core of its own."
     if figures["cut_off"]:
         about += " It was cut off."
     verdicts = table(("", "verdict"), list(figures["verdicts"].items()))
@@ -137,7 +165,7 @@ def shown(figures: dict[str, Any]) -> str:
 def main() -> int:
     """Measure, print, record; 0 when everything was met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--ranks", type=int, help="processes (2; with --browsers 1)")
     parser.add_argument("--layout", choices=("dp", "tp"), default="dp", help="how they share the work (dp)")
     parser.add_argument("--shape", choices=("small", "tiny"), default="small", help="tiny: to try it (small)")
     parser.add_argument("--threads", type=int, help="of each process; the cores are shared out by default")
@@ -145,16 +173,21 @@ def main() -> int:
     parser.add_argument(
         "--sidecars", action="store_true", help="frozen, slow and dead ones beside a good one"
     )
+    parser.add_argument("--browsers", action="store_true", help="frozen, slow and killed ones beside none")
     parser.add_argument("--rounds", type=int, default=150, help="at most; of a block of every kind (150)")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all of it, about (60)")
     parser.add_argument("--record", type=Path, help="folder for a dated record")
     args = parser.parse_args()
-    threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
+    args.ranks = args.ranks or (1 if args.browsers else 2)
+    if args.browsers and (args.ranks > 1 or args.sidecars):
+        parser.error("--browsers takes one rank and no --sidecars")
+    threads = args.threads or (1 if args.browsers else max(1, (os.cpu_count() or 1) // args.ranks))
     arguments = [f"--rounds={args.rounds}", f"--seconds={60 * args.minutes}", f"--pin={args.pin}"]
     arguments += [
         f"--layout={args.layout}",
         f"--shape={args.shape}",
         *(["--sidecars"] if args.sidecars else []),
+        *(["--browsers"] if args.browsers else []),
     ]
     about = machine()
     ran = ranks_of(HERE / "cost_worker.py", args.ranks, threads, arguments, 60 * args.minutes + 60)
@@ -167,6 +200,8 @@ def main() -> int:
         name, title = "scope-cost", "What watching costs"
         if args.sidecars:
             name, title = "scope-sidecars", "What a frozen, slow or dead sidecar costs"
+        if args.browsers:
+            name, title = "scope-browsers", "What a frozen, slow or killed browser costs"
         name += "" if args.layout == "dp" else f"-{args.layout}"
         for path in record(args.record, name, title, figures, text):
             print(path)

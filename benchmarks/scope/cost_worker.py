@@ -9,10 +9,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "scan")]
 
+import cost_browsers  # noqa: E402
 from paired_blocks import Blocks, Cores, Took, agreed, alternating, pilot, together, write  # noqa: E402
 from scan_cost_worker import SHAPE as BF16_SHAPE  # noqa: E402
 from throughput_sides import Case, Ours, token_ids  # noqa: E402
@@ -96,6 +99,12 @@ SIDECARS = {
 }
 """Everything is watched in the first step of a block; whoever takes it differs."""
 
+BROWSERS = {
+    name: Arm(session="served", steps=(_BOTH, _BOTH + 1))
+    for name in ("no browser again", *cost_browsers.KINDS)
+}
+"""The same, by a sidecar as in a real job; who looks at its page differs."""
+
 
 class Drain:
     """Takes what ranks send and does nothing with it: in a real job the sidecar has a core of its own."""
@@ -131,7 +140,8 @@ class Training:
     """Steps of one training, watched by one of several sessions or by none."""
 
     def __init__(self, shape: Case, ranks: int, layout: str, run: Path, kinds: Sequence[str]) -> None:
-        """``kinds`` of sidecars: a session each, which is ``drained`` until ``end_sidecar``."""
+        """``kinds`` of sidecars: a session each, which is ``drained`` until ``end_sidecar``, or ``served`` by
+        a real one."""
         import mt_megatron
 
         warnings.filterwarnings("ignore")
@@ -145,6 +155,9 @@ class Training:
         self.ours = Ours(case, token_ids(case), spread, copies)
         self._drains: dict[str, Drain] = {}
         watch = "attention@decoder.layers.0"
+        self._told = 0
+        """Number that is added to those of a served session's steps, which only grow."""
+
         if len(kinds) > 1:
             # Some MiB a step and rank, which fill a queue soon.
             watch = "attention@decoder.layers.*"
@@ -170,14 +183,14 @@ class Training:
             backend=job.backend,
             chunks=trainable.chunks,
             optimizer=trainable.optimizer,
-            options=Options(live=False, interval=INTERVAL, watch=(watch,)),
+            options=Options(live=kind == "served", interval=INTERVAL, watch=(watch,)),
             facts=Facts(
                 micro_batch_size=case.micro_batch // job.layout.dp,
                 seq_length=case.sequence,
                 vocab_size=case.vocabulary,
                 model={"name": case.name},
             ),
-            sidecar=sidecar,
+            **({} if kind == "served" else {"sidecar": sidecar}),
         )
 
     def end_sidecar(self, kind: str) -> float:
@@ -198,24 +211,27 @@ class Training:
     def block(self, arm: Arm) -> Took:
         """Seconds of ``arm``'s steps that begin together on all ranks: by the wall, and of the process's
         processors. Where somebody takes what they send, it ends once that is encoded."""
-        session = self.sessions[arm.session]
+        session = self.sessions.get(arm.session)
         together()
         began, used = time.perf_counter(), time.process_time()
         for number in arm.steps:
-            self._step(session, number)
-        while arm.session == "drained" and session.waiting:
+            self._step(session, None if number is None else number + self._told)
+        while session is not None and arm.session in ("drained", "served") and session.waiting:
             time.sleep(0.0002)
-        return time.perf_counter() - began, time.process_time() - used
+        took = time.perf_counter() - began, time.process_time() - used
+        if arm.session == "served":
+            self._told += _BOTH
+        return took
 
     def timed(self, count: int) -> tuple[float, float]:
         """The same of ``count`` unwatched steps."""
         wall, used = self.block(Arm(steps=(None,) * count))
         return wall, used
 
-    def _step(self, session: Session, number: int | None) -> None:
+    def _step(self, session: Session | None, number: int | None) -> None:
         from mt_megatron.scope.interfaces import StepFigures
 
-        if number is None:
+        if session is None or number is None:
             self.ours.step()
             return
         session.begin_step(number)
@@ -262,10 +278,11 @@ def main() -> None:
     parser.add_argument("--pin", choices=("auto", "yes", "no"), required=True)
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
     parser.add_argument("--sidecars", action="store_true")
+    parser.add_argument("--browsers", action="store_true")
     args = parser.parse_args()
     began = time.monotonic()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    arms = SIDECARS if args.sidecars else WATCHING
+    arms = SIDECARS if args.sidecars else BROWSERS if args.browsers else WATCHING
     reference = next(iter(arms))
     kinds = list(dict.fromkeys(arm.session for arm in arms.values()))
     shape = SHAPES[args.shape]
@@ -279,7 +296,8 @@ def main() -> None:
     pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
     Cores().pin(rank if pinned else None)
     step = agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(4)))
-    ended = [kind for kind in kinds if kind != "drained"]
+    ended = [kind for kind in kinds if kind not in ("drained", "served")]
+    browsers = cost_browsers.Browsers(args.scratch / "run" / "served") if args.browsers else None
     resident = resident_mib()
     growth = {kind: training.end_sidecar(kind) for kind in ended}
     about: dict[str, Any] = {
@@ -296,16 +314,35 @@ def main() -> None:
     }
 
     def each_round(found: Blocks) -> None:
-        if ended:
+        if arms is not WATCHING:
             growth["all at once"] = max(growth.get("all at once", 0.0), resident_mib() - resident)
-            about["dropped_frames"] = {kind: training.sessions[kind].dropped[0] for kind in ended}
+            about["dropped_frames"] = {
+                kind: session.dropped[0] for kind, session in training.sessions.items()
+            }
         write(args.scratch, rank, found, about)
 
     block: Callable[[str], Took] = lambda name: training.block(arms[name])  # noqa: E731
-    others = tuple(arms) if args.sidecars else WATCHING_ROUND
+    if browsers is not None:
+        block = partial(_looked_at, training, browsers)
+    others = WATCHING_ROUND if arms is WATCHING else tuple(arms)
     left = args.seconds - (time.monotonic() - began)
     alternating(block, reference, others, args.rounds, seconds=left, each_round=each_round)
+    if browsers is not None:
+        browsers.kill()
     training.close()
+
+
+def _looked_at(training: Training, browsers: cost_browsers.Browsers, name: str) -> Took:
+    """A block with browsers of kind ``name``, on the only rank."""
+    browsers.be(name)
+    if name != "killed":
+        return training.block(BROWSERS[name])
+    # Its death falls into the block's first step.
+    timer = threading.Timer(0.05, browsers.kill)
+    timer.start()
+    took = training.block(BROWSERS[name])
+    timer.join()
+    return took
 
 
 if __name__ == "__main__":
