@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,27 +129,33 @@ class Plan:
             for pair in self._pairs(pipeline)
         )
 
+    def pairs(self) -> list[tuple[int, int]]:
+        """Neighbouring ranks of all pipelines, each pair once."""
+        return list(dict.fromkeys(chain.from_iterable(map(self._pairs, self.pipelines))))
+
+    def counts(self) -> dict[str, int]:
+        """Transport -> pairs of neighbouring ranks that it carries."""
+        return dict(Counter(self._decided(*pair)[0] for pair in self.pairs()))
+
     def line(self) -> str:
         """Line for people that says what was decided."""
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        pairs = dict.fromkeys(chain.from_iterable(map(self._pairs, self.pipelines)))
-        for pair in pairs:
+        for pair in self.pairs():
             found.setdefault(self._decided(*pair), []).append(pair)
-        counts: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for (kind, why), members in found.items():
             one = f"ranks {members[0][0]} and {members[0][1]}"
             where = one if len(members) == 1 else f"{len(members)} pairs, such as {one}"
-            counts.setdefault(kind, []).append(f"{where}: {why}")
-        total = {kind: sum(len(m) for (k, _), m in found.items() if k == kind) for kind in counts}
-        parts = [f"{kind} between {total[kind]} ({'; '.join(whys)})" for kind, whys in counts.items()]
+            reasons.setdefault(kind, []).append(f"{where}: {why}")
+        counts = self.counts()
+        parts = [f"{kind} between {counts[kind]} ({'; '.join(whys)})" for kind, whys in reasons.items()]
         return f"p2p transport {self.wish}, neighbouring ranks: {', '.join(parts)}{self._helper()}"
 
     def _helper(self) -> str:
         """End of the line where ranks have the ring of shared memory in Python alone, three times as slow for
         small messages; else nothing."""
         plain = [each for each in self._ranks if not each.has_ring_helper]
-        pairs = chain.from_iterable(map(self._pairs, self.pipelines))
-        if not plain or not any(self._decided(*pair)[0] == "shm" for pair in pairs):
+        if not plain or "shm" not in self.counts():
             return ""
         where = f"rank {plain[0].place.rank} on {plain[0].place.host}"
         more = f" and {len(plain) - 1} more" if len(plain) > 1 else ""
@@ -165,8 +172,7 @@ class Plan:
         ranks = dict.fromkeys(chain.from_iterable(self.pipelines))
         whys = [why for rank in ranks if (why := self._lacks(self.wish, rank)) is not None]
         if not whys:
-            pairs = chain.from_iterable(map(self._pairs, self.pipelines))
-            whys = [why for pair in pairs if (why := self._why_not(self.wish, *pair)) is not None][:1]
+            whys = [why for pair in self.pairs() if (why := self._why_not(self.wish, *pair)) is not None][:1]
         if whys:
             more = [f"{len(whys) - _MOST_NAMED} more"] if len(whys) > _MOST_NAMED else []
             raise _refused(self.wish, "; ".join([*whys[:_MOST_NAMED], *more]))
@@ -254,6 +260,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
     ranks: list[Rank] = _gathered(_this_rank(text, groups, device))
     plan = Plan(ranks)
     if plan.wish == COLLECTIVE:
+        seam.decided(plan.counts())
         return None
     failures: dict[int, Failure] = {}
     # Each round that fails leaves at least one transport out.
@@ -268,6 +275,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
         if not failures:
             failures = _failures(None if made is None else made.prepare())
         if not failures:
+            seam.decided(plan.counts())
             if own == 0:
                 say(plan.line())
             return None if made is None else made.exchange

@@ -35,6 +35,7 @@ from mt_megatron.config.upstream_fields import (
 from mt_megatron.config.watching import ScanConfig, ScopeConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_fields import FIELDS, LOAD_BALANCING, AddedField
+from mt_megatron.near_names import hint
 
 _COUNTS = re.compile(r"\[?\s*\d+(\s*,\s*\d+)*\s*\]?")
 _LONGEST = 100_000
@@ -374,4 +375,10 @@ def convert(option: Option, value: object, where: str) -> Any:
             return _adapter(option.type).validate_python(prepared)
         except ValidationError:
             wrong = True
-    raise ConfigError(f"{where}: {option.name} is {shown(value)}; expected {type_text(option.type)}.")
+    choices = [str(each) for member in members(option.type) for each in _choices(member)]
+    near = hint(value, choices) if isinstance(value, str) else ""
+    raise ConfigError(f"{where}: {option.name} is {shown(value)}; expected {type_text(option.type)}.{near}")
+
+
+def _choices(member: object) -> tuple[object, ...]:
+    return get_args(member) if get_origin(member) is Literal else ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mt_megatron.errors import ConfigError
@@ -62,6 +62,7 @@ Open = Callable[[], "Exchange | None"]
 
 _open: Open | None = None
 _exchange: Exchange | None = None
+_carried: Mapping[str, int] = {}
 _inherited: list[Exchange] = []
 """Those of the process that this one was forked from: kept, because to end one would disturb its owner."""
 
@@ -86,6 +87,7 @@ def check(text: str) -> str:
 def groups_made() -> None:
     """Close what earlier process groups had and open what these get. Raises what the opener raises."""
     close()
+    decided({})
     if _open is not None:
         install(_open())
 
@@ -100,6 +102,18 @@ def install(exchange: Exchange | None) -> None:
 def installed() -> Exchange | None:
     """What carries transfers; None: upstream does."""
     return _exchange
+
+
+def decided(pairs: Mapping[str, int]) -> None:
+    """Keep for ``carried`` what all ranks have agreed on."""
+    global _carried
+    _carried = dict(pairs)
+
+
+def carried() -> Mapping[str, int]:
+    """Transport -> pairs of neighbouring ranks that it carries, over all pipelines; empty where nothing was
+    chosen, which leaves all to upstream."""
+    return _carried
 
 
 def close() -> None:

@@ -23,6 +23,7 @@ from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.models.families import family_of
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.parameters import count_parameters
+from mt_megatron.seams import transport
 from mt_megatron.training.depth_losses import depth_values
 from mt_megatron.training.distributed import Job, joined, require_precision, world_size
 from mt_megatron.training.evaluate import Validation, evaluate
@@ -387,6 +388,7 @@ class _Run:
                 "precision": self.config.params_dtype,
                 "pipeline_schedule": self.config.parallel.pipeline_schedule,
                 "p2p_transport": self.config.parallel.p2p_transport,
+                "p2p_carried": dict(transport.carried()),
                 "flops_per_token": self.flops_per_token,
             },
             resumed_from=self.checkpoint,

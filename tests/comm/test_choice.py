@@ -74,6 +74,7 @@ def test_shared_memory_within_a_host_and_rdma_between() -> None:
     assert taken(plan, (0, 1), (1, 2), (2, 3)) == ["shm", "rdma", "shm"]
     assert not plan.is_upstreams(0)
     line = plan.line()
+    assert plan.counts() == {"shm": 2, "rdma": 1}
     assert "shm between 2 (2 pairs, such as ranks 0 and 1: same host)" in line
     assert "rdma between 1 (ranks 1 and 2: no shm: " in line
 
@@ -100,7 +101,8 @@ def test_a_pipeline_of_collectives_alone_is_left_to_upstream() -> None:
 
 
 def test_the_last_and_the_first_stage_are_neighbours_where_it_loops() -> None:
-    assert "collective between 2" in Plan(job("a", "a", "b", "b", loops=True)).line()
+    looped = Plan(job("a", "a", "b", "b", loops=True))
+    assert "collective between 2" in looped.line() and looped.counts() == {"shm": 2, "collective": 2}
     assert "collective between 1" in Plan(job("a", "a", "b", "b")).line()
 
 

@@ -48,6 +48,9 @@ def test_a_run_over_shared_memory_is_upstreams_to_the_bit(ranks: list[dict[str, 
     assert found["resumed"]["valid"] == found["collective"]["valid"] != []
     assert found["ours"]["steps"] == found["upstream's"]["steps"]
     assert len(found["ours"]["steps"]) == 2
+    carried = {name: found[name]["carried"] for name in ("collective", "shm", "resumed", "ours")}
+    assert carried.pop("collective") == [{"collective": 1}]
+    assert carried == dict.fromkeys(carried, [{"shm": 1}])
 
 
 @pytest.mark.skipif(kinds.why_not("rdma") is None, reason="this machine has a verbs device")
@@ -72,6 +75,7 @@ def test_other_runs_are_upstreams_to_the_bit(tmp_path: Path) -> None:
     for found in run_ranks(2, f"{HERE}:runs", str(tmp_path), flags, timeout=300):
         assert {name: each["error"] for name, each in found.items() if each["error"]} == {}
         for name in cases:
+            assert found[f"{name} shm"].pop("carried") != found[name].pop("carried")
             assert found[f"{name} shm"] == found[name], name
 
 

@@ -104,6 +104,7 @@ def test_yaml_merge_keys_are_understood(tmp_path: Path) -> None:
         (["--lr", "nan"], "lr is 'nan'; expected number or none."),
         (["--lr", "inf"], "lr is 'inf'; expected number or none."),
         (["--normalization", "rms"], "expected one of LayerNorm, RMSNorm."),
+        (["--p2p-transport", "smh"], "rdma, nixl, collective. Did you mean shm?"),
         (["--activation-func", "__import__('os')"], "expected one of gelu, silu, relu, squared_relu."),
         (["--window-size", "1"], "expected 2 x integer or none."),
         (["--bf16", "true"], "Write --bf16, --no-bf16 or --bf16=true."),

@@ -55,6 +55,7 @@ def run(flags: str, folder: str, metrics: str) -> dict[str, Any]:
             r["iteration"]: [r["loss"], r["grad_norm"], r["lr"]] for r in records if r["event"] == "train"
         },
         "records": {r["iteration"]: r for r in records if r["event"] == "train"},
+        "carried": [r["p2p_carried"] for r in records if r["event"] == "start"],
         "divergences": [r for r in records if r["event"] == "divergence"],
         "valid": [[r["iteration"], r["loss"], r["tokens"]] for r in records if r["event"] == "valid"],
         "iteration": outcome.progress.iteration,

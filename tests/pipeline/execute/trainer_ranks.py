@@ -19,7 +19,7 @@ def runs(folder: str, flags: dict[str, str]) -> dict[str, Any]:
     found = {}
     for name, given in flags.items():
         result = loop_cases.run(given.replace("FOLDER", folder), folder, name.replace(" ", "_"))
-        found[name] = {key: result.get(key) for key in ("steps", "valid", "error")}
+        found[name] = {key: result.get(key) for key in ("steps", "valid", "error", "carried")}
     return found
 
 
