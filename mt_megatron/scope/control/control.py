@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.scope.control.commands import AT_ONCE, Command, Queue, Spool, command_from
+from mt_megatron.scope.control.ended_commands import EndedCommand
 from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.lab import Lab
 from mt_megatron.scope.trainer import Trainer
@@ -209,15 +210,21 @@ class Control:
         return bytes(data.cpu().numpy().tobytes())
 
     def _do(self, command: Command) -> None:
-        """Follow ``command``; on all ranks. What only some of them cannot do is an error for all."""
+        """Follow ``command``; on all ranks. What only some of them cannot do is an error for all. Raises
+        MtMegatronError where the others are left in the middle of it."""
         value, problem = None, None
+        failure: Exception | None = None
+        ended = EndedCommand(command.do)
         try:
             value = self._follow(command)
         except MtMegatronError as error:
-            problem = str(error)
+            problem, failure = str(error), error
         except Exception as error:  # a command must not end a run
             logger.exception("scope: the command %s", command.do)
-            problem = f"{type(error).__name__}: {error}"
+            problem, failure = f"{type(error).__name__}: {error}", error
+        ended.tell()
+        if failure is not None:
+            ended.require_all(failure)
         (failed,) = self._trainer.sum_over_ranks([float(problem is not None)])
         if failed and problem is None:
             problem = f"{command.do} failed on another rank; its log says why"

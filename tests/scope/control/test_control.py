@@ -59,14 +59,21 @@ class Counting:
 class Run:
     """A training loop, and what it said."""
 
-    def __init__(self, folder: Path | None = None, *, pause_minutes: float = 30.0, **handlers: Any) -> None:
-        self.trainer = Counting()
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        trainer: Counting | None = None,
+        pause_minutes: float = 30.0,
+        **handlers: Any,
+    ) -> None:
+        self.trainer = trainer or Counting()
         self.said: list[str] = []
         self.answers: list[Mapping[str, Any]] = []
-        trainer: Any = self.trainer
+        given: Any = self.trainer
         self.control = Control(
-            trainer,
-            lab=Lab(trainer, say=self.said.append),
+            given,
+            lab=Lab(given, say=self.said.append),
             folder=folder,
             say=self.said.append,
             answer=self.answers.append,

@@ -113,6 +113,17 @@ def test_a_step_that_diverges_perturbed_is_undone(ended: list[dict[str, Any]]) -
     assert any("step 4 diverged under nan" in line for line in ended[0]["diverged"]["lines"])
 
 
+def test_a_command_that_fails_on_one_rank_leaves_no_other_waiting() -> None:
+    """Where all are out of it the run goes on; where one is in the middle the run ends, before the next
+    collective."""
+    first, failed = run_ranks(2, "tests.scope.control.failing_cases:failing", 1.0, timeout=90)
+    for name in ("at its end", "after it"):
+        assert first[name]["error"] == "pair failed on another rank; its log says why"
+        assert failed[name] is None
+    assert first["in the middle"]["error"] == "generate failed on another rank; its log says why"
+    assert "generate failed on rank 1 alone (MemoryError: no room) while rank 0 is" in failed["in the middle"]
+
+
 def _trials(tmp_path: Path, count: int, seed: int) -> dict[str, int]:
     """Pauses of all trials, and how many of them ended without their commander."""
     ranks = run_ranks(2, f"{CASES}:trials", str(tmp_path), count, seed, timeout=60 + 30 * count)
