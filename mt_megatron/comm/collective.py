@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_megatron.comm.errors import TransferTimeout, TransportError, given_up
-from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Owned
+from mt_megatron.comm.transport import BACKWARD, FORWARD, UNLABELLED, Edge, Label, Owned
 from mt_megatron.errors import MtMegatronError
+from mt_megatron.seams import collectives
 
 _TAGS = 1 << 28
 """Tags from here on are ours: upstream's transfers have tag 0."""
@@ -48,19 +49,29 @@ class CollectiveTransport:
         self._ended: str | None = None
 
     def prepare(self, edges: Iterable[Edge]) -> None:
+        """Without tags collective over all ranks of the default group, where edges are new."""
         self.require_open()
         if self._tagged:
             return
         own = dist.get_rank()
-        # One order for all ranks: both members of a group meet when it is made.
-        for edge in sorted(edges, key=lambda each: (each.lane, each.source, each.target)):
-            if own in edge[:2] and edge not in self._groups:
-                self._groups[edge] = dist.new_group(
-                    [edge.source, edge.target],
-                    timeout=_timeout(self._group, self._device),
-                    backend=dist.get_backend(self._group),
-                    use_local_synchronization=True,
-                )
+        # The answers too: an evaluation has none, and the training after it makes no groups.
+        both = {each for edge in edges for each in (edge, _answer(edge))}
+        new = sorted(each for each in both if own in each[:2] and each not in self._groups)
+        if not new:
+            return
+        every: list[list[Edge]] = [[] for _ in range(dist.get_world_size())]
+        with collectives.announced("all_gather_object", "world", None):
+            dist.all_gather_object(every, new)
+        # All ranks make all groups. Two that make theirs alone would have to have made as many groups before
+        # as each other: torch names a group by that number, and the first transfer would wait for ever.
+        for edge in sorted({Edge(*each) for found in every for each in found}):
+            group = dist.new_group(
+                [edge.source, edge.target],
+                timeout=_timeout(self._group, self._device),
+                backend=dist.get_backend(self._group),
+            )
+            if own in edge[:2]:
+                self._groups[edge] = group
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
@@ -123,14 +134,22 @@ class CollectiveTransport:
     def close(self) -> None:
         """Nothing: the process groups are torch's, and end with the others."""
 
-    def over(self, receiving: _Receiving) -> None:
+    def before(self, receiving: _Receiving) -> list[_Receiving]:
+        """Those before ``receiving`` in its queue that have not come, where its shape is not known."""
+        waiting = list(self._unknown.get(receiving.edge, ()))
+        return waiting[: waiting.index(receiving)] if receiving in waiting else []
+
+    def arrived(self, receiving: _Receiving) -> None:
         """``receiving`` has its message."""
-        self._receivings.remove(receiving)
         waiting = self._unknown.get(receiving.edge)
         if waiting and waiting[0] is receiving:
             waiting.popleft()
             if waiting:
                 waiting[0].start()
+
+    def taken(self, receiving: _Receiving) -> None:
+        """The message of ``receiving`` was taken."""
+        self._receivings.remove(receiving)
 
     def receive_into(self, edge: Edge, buffer: Tensor) -> Any:
         """Start the edge's next message into ``buffer``."""
@@ -186,6 +205,7 @@ class _Receiving:
     ) -> None:
         self.edge = edge
         self.is_over = False
+        self._has_arrived = False
         self._out = out
         self._transport = transport
         self._shape = shape
@@ -204,27 +224,44 @@ class _Receiving:
 
     def test(self) -> bool:
         # Gloo's works say so only after a wait; the elements of a message of unknown shape come after it.
+        if self._has_arrived:
+            return True
         return self._work is not None and self._shape is not None and bool(self._work.is_completed())
 
     def lease(self, timeout: float | None = None) -> Owned:
         return Owned(self.wait(timeout))
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        if self._buffer is None:
+        for each in self._transport.before(self):
+            each.arrive(timeout)
+        self.arrive(timeout)
+        message, self._buffer, self._work = self._buffer, None, None
+        if message is None:
             raise MtMegatronError(
-                f"a message from rank {self.edge.source} is waited for before an earlier one of the same "
-                "queue, whose shape is not known yet; take them in order"
+                f"a message from rank {self.edge.source} is taken twice; keep what the first wait returned"
             )
+        self.is_over = True
+        self._transport.taken(self)
+        return message
+
+    def arrive(self, timeout: float | None) -> None:
+        """Return when the message is here."""
+        if self._has_arrived:
+            return
         _wait(self._work, timeout)
         if self._shape is None:
+            assert self._buffer is not None
             dims, *sizes = self._buffer.tolist()
             self._shape = sizes[:dims]
             self.start()
             _wait(self._work, timeout)
-        message, self._buffer, self._work = self._buffer, None, None
-        self.is_over = True
-        self._transport.over(self)
-        return message
+        self._has_arrived = True
+        self._transport.arrived(self)
+
+
+def _answer(edge: Edge) -> Edge:
+    """The edge of the gradients of what goes over ``edge``, and the other way about."""
+    return Edge(edge.target, edge.source, BACKWARD if edge.lane == FORWARD else FORWARD)
 
 
 def _wait(work: Any, timeout: float | None) -> None:

@@ -234,6 +234,8 @@ def _fitting(file: Schedule, text: str, ranks: int, chunks: int, microbatches: i
             f"micro-batches; expected {ranks} ranks of {chunks} chunk(s) and {microbatches} micro-batches, "
             "as the run has"
         )
+    if file.forward_only:
+        raise ConfigError(f"{text} has forwards only; expected the backwards of a training step as well")
     return file
 
 

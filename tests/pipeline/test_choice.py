@@ -38,6 +38,13 @@ def test_a_file_is_its_schedule(tmp_path: Path) -> None:
         choice.schedule(2, 2, 6)
 
 
+def test_a_file_without_backwards_trains_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "evaluation.csv"
+    file.write_text(to_csv(forward_only(Placement(2), 4)))
+    (problem,) = parse(str(file)).problems(2, 1, 4)
+    assert "has forwards only; expected the backwards of a training step" in problem
+
+
 def test_a_source_gives_the_same_object_again() -> None:
     """The executor checks a schedule once."""
     source = parse("zb_h1").source(2, 1)

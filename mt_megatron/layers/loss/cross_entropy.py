@@ -56,6 +56,10 @@ def linear_cross_entropy(
 def _takes_gradient_early(weight: Tensor) -> bool:
     if not weight.requires_grad:
         return True
+    if getattr(weight, "zero_out_wgrad", False):
+        # An embedding on this rank has it too and adds to it in its backward: the schedule would decide which
+        # of the two comes first.
+        return False
     return weight.is_leaf and getattr(weight, "main_grad", None) is not None
 
 

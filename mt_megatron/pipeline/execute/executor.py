@@ -7,6 +7,7 @@ order whatever the schedule, so that each gradient, loss and statistic is summed
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -112,6 +113,10 @@ class StepRun:
         self._queues: dict[tuple[int, int], DeferredWgrad] = {}
         # By the action that transfers it:
         self._receiving: dict[Action, Receiving] = {}
+        self._postponed: dict[Edge, deque[Action]] = {}
+        """Gradients whose shapes were not known when they were to be received, and those behind them: the
+        messages of a queue are received in the order in which they are sent."""
+
         self._outgoing: dict[Action, Tensor] = {}
         self._sending: dict[Action, Sending] = {}
         self._last_sent: dict[Edge, tuple[Action, Sending]] = {}
@@ -126,8 +131,8 @@ class StepRun:
         finalizes = config.finalize_model_grads_func is not None and not call.forward_only
         if finalizes:
             embedding = self._schedules.clear_embedding_activation_buffer(config, call.model)
-        self._transport.prepare(self._edges())
         try:
+            self._transport.prepare(self._edges())
             if not call.forward_only:
                 stages = self._placement.stages_of(self._rank)
                 self._reduction = Reduction(config, call.model, stages, self._actions)
@@ -209,9 +214,9 @@ class StepRun:
         step = self._schedules.backward_step
         begin = None if self._times is None else self._times.begins(action)
         if at in self._splits:
-            with deferred_wgrad(DeferredWgrad()) as queue:
+            self._queues[at] = queue = DeferredWgrad()
+            with deferred_wgrad(queue):
                 gradient = step(given, output, gradient, self._model_type, self._config)
-            self._queues[at] = queue
         else:
             gradient = step(given, output, gradient, self._model_type, self._config)
         if self._times is not None:
@@ -228,7 +233,8 @@ class StepRun:
             self._outgoing[sent] = gradient
 
     def _weight_gradients(self, action: Action) -> None:
-        queue = self._queues.pop((action.stage, action.microbatch))
+        # Until it is empty it is among those that an error discards.
+        queue = self._queues[action.stage, action.microbatch]
         chunk = self._at(action)
         where = {"microbatch": action.microbatch, "chunk": chunk}
         begin = None if self._times is None else self._times.begins(action)
@@ -237,25 +243,40 @@ class StepRun:
             events.span("backward", **where),
         ):
             queue.flush(len(queue))
+        del self._queues[action.stage, action.microbatch]
         if self._times is not None:
             self._times.computed(action, begin)
 
     def _receive(self, action: Action) -> None:
         if action in self._receiving:
             return
-        send = matching_send(action)
-        edge = self._edge(send)
+        edge = self._edge(matching_send(action))
+        if action.kind is Kind.RECV_B and self._shape is None:
+            # A gradient has the shape of its output. Too early where there is none: the backward asks again.
+            postponed = self._postponed.setdefault(edge, deque())
+            if postponed or (action.stage, action.microbatch) not in self._shapes:
+                postponed.append(action)
+                return
+        self._post_receive(edge, action)
+
+    def _post_receive(self, edge: Edge, action: Action) -> None:
         shape = self._shape
         if action.kind is Kind.RECV_B and shape is None:
-            # That of the output that the gradient belongs to. Too early where there is none: the backward
-            # asks again.
-            shape = self._shapes.pop((action.stage, action.microbatch), None)
-            if shape is None:
-                return
+            shape = self._shapes.pop((action.stage, action.microbatch))
         with self._events.receive(action, self._size(shape), "start"):
             self._receiving[action] = self._transport.post_recv(
-                edge, shape, self._config.pipeline_dtype, label=_label(send)
+                edge, shape, self._config.pipeline_dtype, label=_label(matching_send(action))
             )
+
+    def _receive_postponed(self, awaited: Action) -> None:
+        """Receive what was postponed, up to ``awaited``. What is sent before it has its shape by now: its
+        sender had the output."""
+        edge = self._edge(matching_send(awaited))
+        postponed = self._postponed.get(edge)
+        while postponed and awaited not in self._receiving:
+            self._post_receive(edge, postponed.popleft())
+        if awaited not in self._receiving:
+            self._post_receive(edge, awaited)
 
     def _send(self, action: Action) -> None:
         tensor = self._outgoing.pop(action)
@@ -321,7 +342,7 @@ class StepRun:
         awaited = transfers_in(self._placement, action)
         if awaited is None:
             return local.pop((action.stage, action.microbatch))
-        self._receive(awaited)
+        self._receive_postponed(awaited)
         begin = None if self._times is None else self._times.mark()
         with self._events.receive(awaited, self._size(self._shape), "wait"):
             found = self._receiving.pop(awaited).wait()

@@ -24,8 +24,8 @@ class Reduction:
     def __init__(
         self, config: Any, model: Sequence[torch.nn.Module], stages: Sequence[int], actions: Sequence[Action]
     ) -> None:
-        """``stages``: by chunk. Switches the reduction off for all chunks. Raises ConfigError for a
-        ``no_sync_func`` that is not one per chunk."""
+        """``stages``: by chunk. Switches the reduction off for all chunks. Raises ConfigError as
+        ``require_per_chunk`` does."""
         self._model = model
         self._chunk = {stage: chunk for chunk, stage in enumerate(stages)}
         self._start = _per_chunk(config.grad_sync_func, len(model), "grad_sync_func", shared=True)
@@ -74,6 +74,12 @@ class Reduction:
         context = self._off.pop(chunk, None)
         if context is not None:
             context.__exit__(None, None, None)
+
+
+def require_per_chunk(config: Any, chunks: int) -> None:
+    """Raise ConfigError for a ``no_sync_func``, or a list of ``grad_sync_func``, of another length."""
+    _per_chunk(config.grad_sync_func, chunks, "grad_sync_func", shared=True)
+    _per_chunk(config.no_sync_func, chunks, "no_sync_func", shared=False)
 
 
 def _switches(actions: Sequence[Action]) -> dict[int, int]:

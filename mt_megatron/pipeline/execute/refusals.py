@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel import stage_order
 from mt_megatron.pipeline.actions import Schedule, Style
+from mt_megatron.pipeline.execute.reduction import require_per_chunk
 
 if TYPE_CHECKING:
     from mt_megatron.pipeline.execute.executor import StepCall
@@ -60,6 +61,8 @@ def require_fit(schedule: Schedule, call: StepCall, decoder_seq_length: int | No
             f"found {name} with decoder_seq_length {decoder_seq_length} and seq_length {call.seq_length}; "
             "expected the same. Take Megatron-Core's own schedules (--pipeline-schedule 1f1b)"
         )
+    if not call.forward_only:
+        require_per_chunk(get_model_config(call.model[0]), len(call.model))
     if get_model_config(call.model[0]).pipeline_dtype is None:
         raise ConfigError(
             "found no pipeline_dtype in the model's configuration; expected that of its outputs"

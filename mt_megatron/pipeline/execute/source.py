@@ -7,6 +7,7 @@ here, without another switch.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.step_times import StepTimes
 from mt_megatron.pipeline.lowering import lowered
 from mt_megatron.pipeline.validate import check
+from mt_megatron.seams import collectives
 from mt_megatron.seams import transport as seam
 
 Choose = Callable[[int, int, bool], "Schedule | None"]
@@ -71,6 +73,9 @@ _make_transport: MakeTransport | None = None
 _transport: tuple[weakref.ref[Any], Transport] | None = None
 _checked: OrderedDict[int, tuple[Schedule, ReadySchedule]] = OrderedDict()
 """By identity of the schedule; the latest last."""
+
+_agreed: weakref.ref[Any] | None = None
+"""The process group whose ranks have what is in ``_checked``."""
 
 _MOST_CHECKED = 64
 
@@ -215,19 +220,43 @@ def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
 
 
 def _ready(schedule: Schedule) -> ReadySchedule:
-    """``schedule`` with its transfers, after the validator had nothing to say."""
+    """``schedule`` with its transfers, after the validator had nothing to say and all ranks of the pipeline
+    have the same one. Collective where it is new. Raises ConfigError."""
     from megatron.core import parallel_state
 
+    global _agreed
     rank = parallel_state.get_pipeline_model_parallel_rank()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if _agreed is None or _agreed() is not group:
+        # Other ranks: on all of them everything is new.
+        _checked.clear()
+        _agreed = weakref.ref(group)
     known = _checked.get(id(schedule))
-    if known is None or known[0] is not schedule or known[1].rank != rank:
+    if known is None or known[0] is not schedule:
         check(schedule)
+        _require_same(schedule, group)
         known = schedule, ReadySchedule(schedule if schedule.is_lowered else lowered(schedule), rank)
         _checked[id(schedule)] = known
         while len(_checked) > _MOST_CHECKED:
             _checked.popitem(last=False)
     _checked.move_to_end(id(schedule))
     return known[1]
+
+
+def _require_same(schedule: Schedule, group: Any) -> None:
+    """Raise ConfigError on all ranks of the pipeline where they do not have the same schedule."""
+    actions = [[str(action) for action in actions] for actions in schedule.ranks]
+    digest = int.from_bytes(hashlib.blake2b(repr(actions).encode(), digest_size=3).digest(), "big")
+    summed = torch.tensor([digest, digest * digest], dtype=torch.int64, device=current_backend().device())
+    with collectives.announced("all_reduce", "pp", group, summed):
+        torch.distributed.all_reduce(summed, group=group)
+    digests, squares = summed.tolist()
+    if digests * digests != schedule.placement.ranks * squares:
+        raise ConfigError(
+            f"found another order of actions in pipeline schedule {schedule.name} on another rank of the "
+            "pipeline; expected one schedule. Give all nodes the same file and version of mt_megatron, and "
+            "choose a schedule by what all ranks know alike"
+        )
 
 
 def _require_open() -> None:

@@ -7,22 +7,27 @@ from typing import Any
 
 import torch
 
+from mt_megatron.errors import ConfigError
 from tests.patches import small_gpt
 from tests.pipeline.execute import small_models
 from tests.pipeline.execute.ranks import use
 
 
 def without_tags(pp: int) -> dict[str, list[str]]:
-    """What differs when each edge has a group of its own, as NCCL needs it, and no message a tag."""
+    """What differs when each edge has a group of its own, as NCCL needs it, and no message a tag. Ranks have
+    made other numbers of groups before, as stages do: the first and the last share embeddings."""
     from mt_megatron.comm.collective import CollectiveTransport
     from mt_megatron.pipeline.execute.source import set_transport
 
     found = {}
-    chunks = 2
+    chunks, count = 2, 2 * pp
     small_models.start(pp, vpp=chunks)
     pipeline = small_models.Pipeline("dense", layers=pp * chunks)
+    own = torch.distributed.get_rank()
+    for _ in range(own):
+        torch.distributed.new_group([own], use_local_synchronization=True)
     use(None, pp)
-    expected = pipeline.digests(pipeline.step(4))
+    expected = pipeline.digests(pipeline.step(count))
     made: list[Any] = []
 
     def untagged(group: Any, device: Any, made: list[Any] = made) -> Any:
@@ -31,8 +36,8 @@ def without_tags(pp: int) -> dict[str, list[str]]:
 
     set_transport(untagged)
     for name in ("breadth_first", "zb_h1"):
-        use(name, pp, chunks)
-        got = pipeline.digests(pipeline.step(4))
+        use(name, pp, chunks, count)
+        got = pipeline.digests(pipeline.step(count))
         found[name] = [key for key in expected if got[key] != expected[key]]
     assert len(made) == 1 and made[0]._groups
     set_transport(None)
@@ -56,6 +61,43 @@ def uneven(pp: int) -> dict[str, list[str]]:
         use(name, pp, chunks)
         got = pipeline.digests(pipeline.step(4, data=data))
         found[name] = [key for key in expected if got[key] != expected[key]]
+    use(None, pp)
+    return found
+
+
+def made_ready_early(pp: int) -> dict[str, list[str]]:
+    """What differs from upstream where shapes are unknown and receives come before the forwards that tell
+    the shapes of the gradients, as under ``auto`` on slow links; micro-batches of other lengths or not."""
+    from mt_megatron.pipeline.execute.source import set_pipeline_schedule
+    from mt_megatron.pipeline.generate.catalogue import generate
+    from mt_megatron.pipeline.lowering import lowered
+
+    found = {}
+    for chunks, names in ((1, ("1f1b", "zb_h1")), (2, ("depth_first", "breadth_first", "memory_capped"))):
+        small_models.start(pp, vpp=chunks if chunks > 1 else None)
+        pipeline = small_models.Pipeline("dense", layers=pp * chunks, variable_seq_lengths=True)
+        for count, uneven in ((4, True), (4, False), (1, True)):
+            cut = [slice(4 + index if uneven else None) for index in range(count)]
+            batches = pipeline.batches(count)
+            data = [
+                {name: value[:, each] for name, value in batch.items()}
+                for each, batch in zip(cut, batches, strict=True)
+            ]
+            use(None, pp)
+            upstreams = chunks == 1 or count % pp == 0
+            expected = pipeline.digests(pipeline.step(count, data=data)) if upstreams else None
+            for name in names:
+                options = {"cap": 2} if name == "memory_capped" else {}
+                try:
+                    made = generate(name, ranks=pp, chunks=chunks, microbatches=count, **options)
+                except ConfigError:
+                    continue
+                for ahead in (1, 2, 4):
+                    set_pipeline_schedule(lowered(made, ahead=ahead))
+                    got = pipeline.digests(pipeline.step(count, data=data))
+                    expected = expected or got
+                    label = f"{name} x{chunks} m{count} ahead {ahead}{' uneven' * uneven}"
+                    found[label] = [key for key in expected if got[key] != expected[key]]
     use(None, pp)
     return found
 
@@ -240,6 +282,7 @@ def refused(pp: int) -> dict[str, str]:
         "ranks": generate("1f1b", ranks=pp + 1, microbatches=4),
         "chunks": generate("interleaved", ranks=pp, chunks=2, microbatches=4),
         "forward only": Schedule("evaluation", made.placement, 4, made.ranks, True),
+        "other rank": generate("zb_h1", ranks=pp, microbatches=4) if torch.distributed.get_rank() else made,
     }.items():
         source.set_pipeline_schedule(lambda step, count, only, chosen=schedule: chosen)
         try:

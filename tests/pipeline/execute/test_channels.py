@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.execute.reduction import require_per_chunk
 from tests.launch import run_ranks
 
 HERE = "tests.pipeline.execute.channel_ranks"
@@ -16,6 +20,7 @@ def found() -> list[dict[str, Any]]:
     names = [
         "without_tags",
         "uneven",
+        "made_ready_early",
         "evaluations",
         "reductions",
         "wrong_orders",
@@ -23,6 +28,21 @@ def found() -> list[dict[str, Any]]:
         "partly_recomputed",
     ]
     return run_ranks(2, f"{HERE}:several", 2, names)
+
+
+def test_groups_of_edges_meet_among_three_stages() -> None:
+    """Of which the middle one is in more groups than the others, and makes its groups one after another."""
+    for rank in run_ranks(3, f"{HERE}:without_tags", 3, timeout=100):
+        assert len(rank) == 2 and not any(rank.values())
+
+
+def test_gradients_of_unknown_shape_are_received_in_the_order_of_their_sends(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        differing = rank["made_ready_early"]
+        assert len(differing) >= 36, sorted(differing)
+        assert {key: names for key, names in differing.items() if names} == {}
 
 
 @pytest.mark.parametrize("name", ["without_tags", "uneven"])
@@ -90,6 +110,15 @@ def test_what_cannot_run_is_refused_before_anything_is_sent(found: list[dict[str
         assert "for 3 ranks of 1 chunks; expected 2 ranks of 1" in said["ranks"]
         assert "2 ranks of 2 chunks; expected 2 ranks of 1" in said["chunks"]
         assert "4 micro-batches forward only" in said["forward only"]
+        assert "another order of actions in pipeline schedule" in said["other rank"]
+
+
+def test_reductions_of_chunks_are_asked_for_one_by_one() -> None:
+    """Upstream's interleaved schedule takes one ``no_sync_func`` for all."""
+    config = SimpleNamespace(grad_sync_func=print, no_sync_func=nullcontext)
+    require_per_chunk(config, 1)
+    with pytest.raises(ConfigError, match="found 1 no_sync_func for 2 model chunks"):
+        require_per_chunk(config, 2)
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
