@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,9 @@ class Automatic:
         self._pipelines: dict[int, _Pipeline] = {}
         """By micro-batches of a step."""
         self._latest: _Pipeline | None = None
-        self._unread: tuple[int, _Pipeline, Vector, StepTimes] | None = None
+        self._unread: tuple[_Ran, StepTimes] | None = None
         """Times of a step that no sum has taken up yet."""
-        self._sum: tuple[int, _Pipeline, Vector, _Sum] | None = None
+        self._sum: tuple[_Ran, _Sum] | None = None
 
     def begin_at(self, step: int, *, folder: Path | None, say: Callable[[str], None]) -> None:
         """The next training step follows ``step`` others; rank 0 writes its decisions into ``folder`` (None:
@@ -143,7 +144,7 @@ class Automatic:
         device that queues its work. Not as soon as the device is through: that moment differs between ranks,
         and collectives of one group must begin in the same order on all of them."""
         current = self._pipelines[schedule.microbatches]
-        self._unread = self._step, current, current.running()[1], times
+        self._unread = _Ran(self._step, current, current.control.current, current.running()[1]), times
         if times.is_host:
             self._tell()
 
@@ -159,16 +160,16 @@ class Automatic:
 
     def _take_in(self) -> None:
         if self._sum is not None:
-            step, current, vector, pending = self._sum
+            ran, pending = self._sum
             self._sum = None
             *summed, digests, squares = pending.wait()
             if not _are_equal(digests, squares):
-                self._stop_adapting(current, f"after step {step + 1}")
+                self._stop_adapting(ran.pipeline, f"after step {ran.step + 1}")
                 return
-            measured = vector.unpack(summed, step)
+            measured = ran.vector.unpack(summed, ran.step)
             # The first step of a process compiles, allocates and connects: it is like no other.
-            if measured is not None and step != self._first:
-                self._report(current, current.control.observe(measured))
+            if measured is not None and ran.step != self._first:
+                self._report(ran.pipeline, ran.pipeline.control.observe(measured, ran.schedule))
         if self._unread is not None:
             current_backend().synchronize()
             self._tell()
@@ -177,14 +178,14 @@ class Automatic:
         """Start the sum of the step that none has taken up; its times can be read."""
         if self._unread is None:
             return
-        step, current, vector, times = self._unread
+        ran, times = self._unread
         read = times.read()
         if read is None:
             raise MtMegatronError("the device is synchronised, and the end of the last step is not known")
         rank, pipeline, tells = _place()
-        values = vector.pack(read, rank, pipeline) if tells else [0] * len(vector)
-        told = _Sum([*values, *_squared(_digest(repr(current.control.state())))])
-        self._unread, self._sum = None, (step, current, vector, told)
+        values = ran.vector.pack(read, rank, pipeline) if tells else [0] * len(ran.vector)
+        told = _Sum([*values, *_squared(_digest(repr(ran.pipeline.control.state())))])
+        self._unread, self._sum = None, (ran, told)
         self.reductions += 1
 
     def _report(self, current: _Pipeline, outcome: Outcome | None) -> None:
@@ -361,6 +362,18 @@ class _Pipeline:
             known = chosen, ahead, lowered(chosen.schedule, ahead=ahead), known[3]
         self._running = known
         return known[2:]
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A step that was measured."""
+
+    step: int
+    pipeline: _Pipeline
+    schedule: Candidate
+    """What it ran: ``control.current`` may be another one when its times are read."""
+
+    vector: Vector
 
 
 class _Sum:

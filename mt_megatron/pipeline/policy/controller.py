@@ -96,13 +96,13 @@ class Outcome:
     """Steps under the old schedule that were compared."""
 
     steps: int
-    """And under the new one."""
+    """And under the new one: both with inputs like those of the decision."""
 
     seconds_before: float
     """Median step of those before the switch, with like inputs."""
 
     seconds: float
-    """Median step after it."""
+    """Median step after it, with like inputs."""
 
     predicted_gain: float
 
@@ -118,8 +118,17 @@ class _Trial:
 
     decision: Decision
     decided_at: int
+    old: Candidate
+    """What ran before, and its simulated step from the decision's inputs."""
+
+    simulated: float
+
     before: list[float]
     after: list[float]
+    """Measured steps with like inputs."""
+
+    steps: int = 0
+    """All that were measured after the switch."""
 
 
 class Controller:
@@ -176,8 +185,11 @@ class Controller:
 
     # -- what comes in
 
-    def observe(self, measured: Measured) -> Outcome | None:
-        """Take in one step that ran ``current``; the outcome of the last switch once it is known."""
+    def observe(self, measured: Measured, ran: Candidate | None = None) -> Outcome | None:
+        """Take in one step that ran ``ran`` (None: ``current``); the outcome of the last switch once it is
+        known. Of a step that ran another schedule than ``current``, as the last one before a switch where
+        times are read late, times of stages and links are taken in and nothing else."""
+        is_current = ran is None or ran is self.current
         self._last = measured.step
         for stage, forward in enumerate(measured.forward):
             self._forward[stage].add(forward)
@@ -191,6 +203,8 @@ class Controller:
         for edge, time in measured.edges.items():
             self._delay.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.delay)
             self._wire.setdefault(edge, Smoothed(_DELAY_FLOOR)).add(time.wire)
+        if not is_current:
+            return None
         if measured.memory is not None and not self._cap_is_given:
             self._take_memory(measured)
         if self._is_known():
@@ -227,8 +241,11 @@ class Controller:
         trial = self._trial
         if trial is None or not math.isfinite(measured.seconds):
             return None
-        trial.after.append(measured.seconds)
-        return self._ended() if len(trial.after) >= OUTCOME else None
+        trial.steps += 1
+        # A link that healed meanwhile is no gain of the switch: the old schedule would be quick again too.
+        if abs(trial.old.program.makespan(self._costs(measured)) / trial.simulated - 1.0) < CHANGE:
+            trial.after.append(measured.seconds)
+        return self._ended() if trial.steps >= OUTCOME else None
 
     def _ended(self) -> Outcome | None:
         trial, self._trial = self._trial, None
@@ -327,7 +344,8 @@ class Controller:
                 for seconds, simulated in self._times
                 if abs(simulated * bias / decision.seconds_before - 1.0) < CHANGE
             ]
-            self._trial = _Trial(decision, self._last, like, [])
+            simulated = self.current.program.makespan(self.situation().costs)
+            self._trial = _Trial(decision, self._last, self.current, simulated, like, [])
             self._times.clear()
         self.current = decision.chosen
         return ended

@@ -60,8 +60,8 @@ def rounding_otherwise(observe: Any) -> Any:
     over the slow link on: on rank 1."""
     import torch.distributed as dist
 
-    def observed(control: Any, measured: Any) -> Any:
-        outcome = observe(control, measured)
+    def observed(control: Any, measured: Any, ran: Any) -> Any:
+        outcome = observe(control, measured, ran)
         if dist.get_rank() == 1 and measured.step >= SLOW_FROM:
             control._forward[0].mean = math.nextafter(control._forward[0].mean, 2.0)
         return outcome

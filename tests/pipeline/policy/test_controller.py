@@ -13,7 +13,8 @@ from mt_megatron.pipeline.actions import Placement, Schedule
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.policy import candidates
 from mt_megatron.pipeline.policy.automatic import controller
-from mt_megatron.pipeline.policy.controller import MEMORY_SHARE, Controller, Outcome
+from mt_megatron.pipeline.policy.candidates import Candidate
+from mt_megatron.pipeline.policy.controller import MEMORY_SHARE, OUTCOME, Controller, Outcome
 from mt_megatron.pipeline.policy.decide import Decision, decide
 from mt_megatron.pipeline.policy.situation import EdgeTime, Measured
 from mt_megatron.pipeline.policy.smoothing import Smoothed
@@ -136,6 +137,52 @@ def test_the_outcome_is_what_was_measured() -> None:
     after = np.median(seconds[found.decided_at + 1 : found.decided_at + 1 + found.steps])
     assert found.seconds == pytest.approx(after, rel=0.01)
     assert found.gain == pytest.approx(1 - found.seconds / found.seconds_before)
+
+
+def switched() -> tuple[Pipeline, Candidate]:
+    """A pipeline that has just switched because of a slow link, and the schedule before it."""
+    pipeline = Pipeline(Placement(4), 16, noise=0.001, cap=(6.0,) * 4)
+    pipeline.run(5)
+    pipeline.slow = both(1, 2, 2.0)
+    before, earlier = pipeline.control.current, len(pipeline.switches)
+    while len(pipeline.switches) == earlier:
+        before = pipeline.control.current
+        pipeline.run(1)
+    assert before is not pipeline.control.current
+    return pipeline, before
+
+
+def measured_now(pipeline: Pipeline, ran: Candidate) -> Measured:
+    links = {edge: Link(delay) for edge, delay in pipeline.slow.items()}
+    costs = Costs(forward=1.0, backward=2.0, weight=1.0, link=Link(0.02), links=links)
+    return pipeline._measured(ran.program.makespan(costs), bool(ran.schedule.splits_backward))
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_link_that_heals_is_no_gain_of_the_switch(heals: bool) -> None:
+    pipeline, _ = switched()
+    if heals:
+        pipeline.slow = {}
+    control, found = pipeline.control, []
+    for _ in range(OUTCOME):
+        # No decision in between: it may be dear.
+        found.append(control.observe(measured_now(pipeline, control.current)))
+        pipeline.step += 1
+    assert [each is None for each in found] == [True] * (OUTCOME - 1) + [heals]
+
+
+def test_the_last_step_before_a_switch_is_not_the_new_schedules() -> None:
+    """Where times are read late, it is told after the switch."""
+    pipeline, before = switched()
+    control = pipeline.control
+    assert before is not control.current and control._trial is not None
+    late = replace(measured_now(pipeline, before), seconds=1e6)
+    forward, ratios = control._forward[0].mean, {name: [*each] for name, each in control._ratios.items()}
+    control.observe(late, before)
+    assert control._trial.steps == 0 and not control._times and control._forward[0].mean != forward
+    assert {name: [*each] for name, each in control._ratios.items()} == ratios
+    control.observe(late)
+    assert control._trial.steps == 1 and control._times, "a control: it is taken for the new schedule's"
 
 
 def test_a_device_says_how_much_memory_there_is() -> None:

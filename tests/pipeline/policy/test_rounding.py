@@ -116,8 +116,8 @@ def train(
 
     observe = Controller.observe
 
-    def rounding(control: Controller, measured: Any) -> Any:
-        outcome = observe(control, measured)
+    def rounding(control: Controller, measured: Any, ran: Any) -> Any:
+        outcome = observe(control, measured, ran)
         if otherwise(world.get_rank(), measured.step - begin):
             smoothed = control._forward[2]
             smoothed.mean = math.nextafter(smoothed.mean, 2.0)
