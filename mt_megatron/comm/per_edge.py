@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label, Receiving, Sending, Transport
+from mt_megatron.errors import MtMegatronError
 
 Make = Callable[[], Transport]
 
@@ -22,6 +24,7 @@ class PerEdgeTransport:
         self._kind_of = kind_of
         self._made: dict[str, Transport] = {}
         self._of: dict[Edge, Transport] = {}
+        self._is_closed = False
         self.name = ""
         """Names of the transports in use, joined by ``+``."""
 
@@ -58,7 +61,7 @@ class PerEdgeTransport:
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
     ) -> Sending:
-        return self._of[edge].post_send(edge, tensor, with_shape=with_shape, label=label)
+        return self._transport(edge).post_send(edge, tensor, with_shape=with_shape, label=label)
 
     def post_recv(
         self,
@@ -69,7 +72,17 @@ class PerEdgeTransport:
         label: Label = UNLABELLED,
         out: Tensor | None = None,
     ) -> Receiving:
-        return self._of[edge].post_recv(edge, shape, dtype, label=label, out=out)
+        return self._transport(edge).post_recv(edge, shape, dtype, label=label, out=out)
+
+    def _transport(self, edge: Edge) -> Transport:
+        found = self._of.get(edge)
+        if found is None:
+            self.require_open()
+            raise MtMegatronError(
+                f"found a message for {edge}, which was not prepared; give all edges of a schedule to "
+                "prepare()"
+            )
+        return found
 
     def finish(self) -> None:
         for each in self._made.values():
@@ -80,10 +93,13 @@ class PerEdgeTransport:
             each.abandon(cause)
 
     def require_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("this transport is closed; make a new one")
         for each in self._made.values():
             each.require_open()
 
     def close(self) -> None:
+        self._is_closed = True
         while self._made:
             self._made.popitem()[1].close()
         self._of.clear()

@@ -19,6 +19,7 @@ from torch import Tensor
 from mt_megatron.comm.errors import TransportError
 from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge, Label, Receiving, Sending, Transport
 from mt_megatron.errors import ConfigError
+from mt_megatron.parallel import stage_order
 
 _FORWARD, _BACKWARD = Label(direction=FORWARD), Label(direction=BACKWARD)
 
@@ -47,10 +48,12 @@ class StageExchange:
         self._unsent: deque[Sending] = deque()
 
     def edges(self) -> set[Edge]:
-        """All that upstream's schedules use here. In a loop of chunks the last rank sends to the first."""
+        """All that schedules of this placement use here. In a loop of chunks the last rank sends to the
+        first, in a V the second chunk goes back."""
         from megatron.core import parallel_state
 
-        loops = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        is_v = stage_order.is_v()
+        loops = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None and not is_v
         stage = parallel_state.get_pipeline_model_parallel_rank()
         is_last = stage == parallel_state.get_pipeline_model_parallel_world_size() - 1
         found = set()
@@ -59,6 +62,8 @@ class StageExchange:
                 found |= {self._from(before, FORWARD), self._to(before, BACKWARD)}
             if loops or not is_last:
                 found |= {self._to(after, FORWARD), self._from(after, BACKWARD)}
+        if is_v:
+            found |= {Edge(each.target, each.source, each.lane) for each in found}
         return found
 
     def communicate(
@@ -219,10 +224,11 @@ class _Later:
 
     def wait(self) -> None:
         """Return when ``tensor`` holds the message. Again: at once."""
-        receiving, self._receiving = self._receiving, None
+        receiving = self._receiving
         if receiving is None:
             return
         found = receiving.wait()
+        self._receiving = None
         if not self._has_shape:
             # Only the sender knew how large it is: the tensor gets the message's memory.
             self.tensor.data = found
@@ -240,9 +246,9 @@ class _Posted:
         self._sending: Sending | None = sending
 
     def wait(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.wait()
+        if self._sending is not None:
+            self._sending.wait()
+            self._sending = None
 
     def is_completed(self) -> bool:
         return self._sending is None or self._sending.test()

@@ -259,6 +259,7 @@ class Outgoing:
                 self.abandon(error)
                 return
             departure.is_staged = True
+            del departure.source  # handles are kept longer than the tensor has to be
             self._queue.popleft()
             self.changed.notify_all()
 

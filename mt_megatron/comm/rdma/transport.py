@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import threading
@@ -17,7 +18,14 @@ from torch import Tensor
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.comm.bootstrap import Bootstrap, Place, own_place
-from mt_megatron.comm.errors import TransportError, TransportUnavailable, given_up
+from mt_megatron.comm.errors import (
+    PeerLost,
+    TransferTimeout,
+    TransportError,
+    TransportUnavailable,
+    given_up,
+    told,
+)
 from mt_megatron.comm.rdma import ports, verbs
 from mt_megatron.comm.rdma.edges import Incoming, Memory, Outgoing
 from mt_megatron.comm.rdma.engine import Engine
@@ -38,6 +46,9 @@ _DEPTH = 1024
 
 _GOODBYE_SECONDS = 1.0
 """For writes that are on their way, and again for the last one, when a transport is closed."""
+
+_LOOK_SECONDS = 0.5
+"""Between two looks whether a rank that is waited for has given up."""
 
 _LANES = 1 << 12
 
@@ -106,6 +117,7 @@ class RdmaTransport:
         self._preparing = threading.Lock()
         self._ended: str | None = None
         self._is_closed = False
+        self._has_given_up = False
         try:
             self._device = (open_device or self._open_device)()
         except Unusable as error:
@@ -135,9 +147,10 @@ class RdmaTransport:
                     )
             try:
                 self._connect_all(new)
-            except BaseException:
+            except BaseException as error:
                 # Half of the links are made: no message must be posted to one that is not connected.
                 self._end("failed to connect all its edges; make a new one")
+                self._give_up(error)
                 raise
 
     def _connect_all(self, new: Sequence[Edge]) -> None:
@@ -172,7 +185,7 @@ class RdmaTransport:
         for peer in peers:
             self._publish(f"ready/{self._own}/{peer}", {})
         for peer in peers:
-            self._fetch(f"ready/{peer}/{self._own}", deadline)
+            self._fetch(f"ready/{peer}/{self._own}", peer, deadline)
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
@@ -236,6 +249,7 @@ class RdmaTransport:
             self._end(given_up(cause))
             for link in self._links.values():
                 link.say_bye()
+            self._give_up(cause)
 
     def close(self) -> None:
         with self._preparing:
@@ -292,7 +306,7 @@ class RdmaTransport:
 
     def _take_ring(self, edge: Edge, deadline: float) -> None:
         link = self._links[edge.target]
-        offer = self._fetch(_ring_key(edge), deadline)
+        offer = self._fetch(_ring_key(edge), edge.target, deadline)
         if offer["is_one"] != (self._direct is None):
             raise TransportUnavailable(
                 self.name,
@@ -308,7 +322,7 @@ class RdmaTransport:
 
     def _connect(self, peer: int, deadline: float) -> None:
         link = self._links[peer]
-        hello = self._fetch(f"hello/{peer}/{self._own}", deadline)
+        hello = self._fetch(f"hello/{peer}/{self._own}", peer, deadline)
         if "unusable" in hello:
             raise TransportUnavailable(
                 self.name, f"rank {peer}: {hello['unusable']}", "use --p2p-transport auto or collective"
@@ -344,10 +358,42 @@ class RdmaTransport:
     def _publish(self, key: str, value: dict[str, Any]) -> None:
         self._bootstrap.publish(key, json.dumps(value).encode())
 
-    def _fetch(self, key: str, deadline: float) -> dict[str, Any]:
-        found = self._bootstrap.fetch(key, max(0.1, deadline - time.monotonic()))
-        value: dict[str, Any] = json.loads(found)
-        return value
+    def _fetch(self, key: str, peer: int, deadline: float) -> dict[str, Any]:
+        """What ``peer`` publishes under ``key``. Raises PeerLost where it gives up instead."""
+        while True:
+            left = max(0.1, deadline - time.monotonic())
+            try:
+                value: dict[str, Any] = json.loads(self._bootstrap.fetch(key, min(left, _LOOK_SECONDS)))
+                return value
+            except TransferTimeout:
+                self._require_there(peer)
+                if time.monotonic() > deadline:
+                    raise TransferTimeout(
+                        f"rank {self._own} waited {self._timeout:.3g} s for {key!r} of rank {peer}; see what "
+                        "that rank's process says, or raise the time-out"
+                    ) from None
+
+    def _require_there(self, peer: int) -> None:
+        """Raise PeerLost if ``peer`` has given up, or its link has ended."""
+        ended = self._links[peer].end()
+        if ended is not None:
+            raise ended
+        try:
+            found = json.loads(self._bootstrap.fetch(f"gave_up/{peer}", 0.0))
+        except TransferTimeout:
+            return
+        place = Place(**found["place"])
+        raise PeerLost(place.rank, place.host, place.pid, f"it gave up its channels ({found['said']})")
+
+    def _give_up(self, cause: BaseException | None) -> None:
+        """Tell ranks that wait for this one to connect, if the store is still there."""
+        if self._has_given_up:
+            return
+        self._has_given_up = True
+        place = json.loads(own_place(self._own).encode())
+        said = "after an error" if cause is None else told(cause)
+        with contextlib.suppress(Exception):
+            self._publish(f"gave_up/{self._own}", {"place": place, "said": said})
 
     # The end.
 

@@ -213,8 +213,8 @@ class Incoming:
         """Return when ``expected`` is there, in place if ``leases`` and it fits the ring."""
         seconds = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
-        if not self._consuming.acquire(blocking=False):
-            self._queue_up(seconds)
+        if not self._consuming.acquire(blocking=False) and not self._queue_up(expected, deadline, seconds):
+            return
         try:
             if expected.kind is not None and self._receive_small(expected, min(seconds, SLICE_SECONDS)):
                 return
@@ -242,13 +242,19 @@ class Incoming:
         self._arrived(expected)
         return True
 
-    def _queue_up(self, seconds: float) -> None:
-        """Get the consumer after the thread that has it; the helper gives way."""
+    def _queue_up(self, expected: Expected, deadline: float, seconds: float) -> bool:
+        """Get the consumer after the thread that has it; the helper gives way. False: not needed any more, as
+        that thread has taken ``expected`` on its way to a later message."""
         with self._posting:
             self._waiting += 1
         try:
-            if not self._consuming.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-                raise self._late(seconds)
+            while not self._consuming.acquire(timeout=SLICE_SECONDS):
+                if expected.is_there:
+                    return False
+                self._raise()
+                if time.monotonic() > deadline:
+                    raise self._late(seconds)
+            return True
         finally:
             with self._posting:
                 self._waiting -= 1

@@ -261,12 +261,12 @@ class Peers:
     def close(self, farewell: str, said: str | None = None) -> None:
         """Close all connections; ``farewell``: a key of ``_FAREWELLS``, ``said``: the error behind it."""
         self._listener.close()
+        for peer in self._connected.values():
+            peer.leave(farewell, said)
         if farewell == "abandon":
             # For ranks that wait for this one to connect. The store may be gone with the rank that serves it.
             with contextlib.suppress(Exception):
                 self._bootstrap.publish(f"gave_up/{self.own.rank}", b"true")
-        for peer in self._connected.values():
-            peer.leave(farewell, said)
 
     def drop(self) -> None:
         """Close this process's descriptors after a fork."""
