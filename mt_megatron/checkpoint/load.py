@@ -150,8 +150,9 @@ def _load_all(folder: Path, trainable: Trainable, job: Job, verify: bool) -> tup
         _load_chunks(trainable, state)
         # Steps are counted by the run, whatever it trained with before.
         fp8.begin_at(trainable.chunks, document["progress"]["iteration"])
-        if fp8_continues:
-            fp8.load(trainable.chunks, state.get(fp8.KEY, {}))
+        found = state.get(fp8.KEY, {}) if fp8_continues else {}
+        fp8.reset(trainable.chunks, but=found)
+        fp8.load(trainable.chunks, found)
         _keep_group_settings(state["optimizer"], settings)
         trainable.optimizer.load_state_dict(state["optimizer"])
     saved = state["opt_param_scheduler"]

@@ -78,9 +78,19 @@ class Activation:
             return ()
         if not recipe.wgrad.quantised:
             return (self.matrix(),)
-        if recipe.shares_input_codes or owner.state.options.save_activations:
+        if recipe.shares_input_codes or (owner.state.options.save_activations and self._keeps_rows()):
             return _tensors(self.quantised("wgrad"))
         return (self.matrix(),)
+
+    def _keeps_rows(self) -> bool:
+        """True where the codes that wgrad reads have the operand's own rows, so that those of several ranks
+        can be put together: no block was filled up, which another rank's rows would have to go on with."""
+        if self._group is None or self._group.size() == 1 or self.source is None:
+            return True
+        cast = self._owner.recipe.cast("wgrad", "input")
+        block = cast.block[1] if cast.granularity == "block" else 1
+        rows = self.source.shape[0]
+        return rows % block == 0 and rows % (cast.hadamard or 1) == 0
 
     @classmethod
     def restored(

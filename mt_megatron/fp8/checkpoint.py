@@ -3,11 +3,13 @@ depend on is the run's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from mt_megatron.errors import CheckpointError
 from mt_megatron.fp8.attach import recipe_of_config
+from mt_megatron.fp8.layers import run_recipe
 from mt_megatron.fp8.state import states_of
 
 KEY = "fp8"
@@ -71,6 +73,14 @@ def begin_at(chunks: Any, iteration: int) -> None:
         state.step = iteration
 
 
+def reset(chunks: Any, *, but: Collection[str] = ()) -> None:
+    """Start the state of all linears anew that are not named in ``but``."""
+    for state in states_of(chunks):
+        for name in state.linears:
+            if name not in but:
+                state.reset_row(name)
+
+
 def load(chunks: Any, loaded: Mapping[str, Any]) -> None:
     """Put what ``sharded_state`` described, with loaded tensors, back."""
     for state in states_of(chunks):
@@ -114,8 +124,8 @@ def _few(names: list[str]) -> str:
 
 def saved_recipe(model: Mapping[str, Any]) -> str | None:
     """The recipe of a run whose configuration's section ``model`` is given."""
-    recipe = model.get("fp8_recipe")
-    return recipe if recipe is not None else ("delayed" if model.get("fp8") is not None else None)
+    names = ("fp8_recipe", "fp8", "transformer_impl")
+    return run_recipe(SimpleNamespace(**{name: model.get(name) for name in names}))
 
 
 def continues(folder: Any, saved: Mapping[str, Any], config: Any) -> tuple[bool, list[str]]:

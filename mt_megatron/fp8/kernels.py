@@ -33,6 +33,14 @@ class Device(Protocol):
     def fp8_granularities(self) -> tuple[str, ...]: ...
 
 
+def _require_bf16_of_rows(recipe: str, device: Device, bf16: bool) -> None:
+    if device.name == "cuda" and not bf16 and recipe not in native_recipes(("tensor",)):
+        raise ConfigError(
+            f"fp8_recipe {recipe} without bf16 on cuda; expected bf16, the only result that torch._scaled_mm "
+            "has there with scales per row. Set --bf16, or --fp8-recipe tensorwise."
+        )
+
+
 def chosen(backend: str, recipe: str, device: Device, *, bf16: bool) -> Kernels:
     """What computes ``recipe`` on ``device`` where ``fp8_backend`` is ``backend``.
 
@@ -43,7 +51,10 @@ def chosen(backend: str, recipe: str, device: Device, *, bf16: bool) -> Kernels:
     granularities = device.fp8_granularities()
     if backend == "auto":
         require_possible(recipe, device.name, granularities)
-        return "reference" if device.name == "cpu" else "scaled_mm"
+        if device.name == "cpu":
+            return "reference"
+        _require_bf16_of_rows(recipe, device, bf16)
+        return "scaled_mm"
     if backend == "reference":
         return "reference"
     if backend == "scaled_mm":
@@ -55,6 +66,7 @@ def chosen(backend: str, recipe: str, device: Device, *, bf16: bool) -> Kernels:
                 f"recipe whose scales torch._scaled_mm knows here: {', '.join(known) or 'none'}. Set "
                 "--fp8-recipe, or --fp8-backend reference, which emulates every recipe."
             )
+        _require_bf16_of_rows(recipe, device, bf16)
         return "scaled_mm"
     if backend == "deep_gemm":
         _require_deep_gemm(recipe, device, bf16)

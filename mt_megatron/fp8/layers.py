@@ -22,6 +22,15 @@ ALWAYS_BF16 = {
 """Part of the model -> why no recipe covers it."""
 
 
+def run_recipe(model: Any) -> str | None:
+    """Recipe of a run of the trainer, by the section ``model`` of its configuration. ``fp8``, upstream's name
+    of a format, means delayed scaling: by Transformer Engine where its layers were asked for by name, which
+    is no recipe, and by ours otherwise, whether it is installed or not."""
+    if model.fp8_recipe is not None:
+        return str(model.fp8_recipe)
+    return None if model.fp8 is None or model.transformer_impl == "transformer_engine" else "delayed"
+
+
 def layer_reason(number: int, config: Any) -> str | None:
     """Why layer ``number`` (from 1, depths of multi-token prediction after the last) stays in bf16; None
     when it does not. ``config`` has the fields of ``TransformerConfig`` as attributes."""
@@ -30,6 +39,6 @@ def layer_reason(number: int, config: Any) -> str | None:
     first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
     if number <= first:
         return f"among the first {first} (num_layers_at_start_in_bf16)"
-    if number > config.num_layers - last:
+    if last and number > config.num_layers - last:
         return f"among the last {last} (num_layers_at_end_in_bf16)"
     return None

@@ -60,6 +60,10 @@ def scaled_mm(
     a multiple of 16, which the kernels ask for."""
     left = a.codes if a.along == 1 else a.codes.t()
     right = b.codes.t() if b.along == 1 else b.codes
+    if 0 in (*left.shape, *right.shape):
+        # An expert without tokens: kernels know no empty operands with scales per row.
+        nothing = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+        return _into(nothing, None, out, accumulate)
     missing = -left.shape[1] % 16
     if missing:
         left = _pad(left, missing, 1)

@@ -9,6 +9,7 @@ same.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import scale_of
 from mt_megatron.fp8.recipe import ROLES, AmaxGroup, Kind, Recipe
 from mt_megatron.seams import collectives
+
+_log = logging.getLogger("mt_megatron")
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
@@ -87,7 +90,7 @@ class Fp8State:
 
         self.telemetry: Telemetry | None = None
         self.sampling = False
-        self.announce: Callable[[str], None] = lambda line: None
+        self.announce: Callable[[str], None] = _log.info
         self._slots: dict[tuple[str, Kind], int] = {}
         self._maxima: list[float] = []
         """The format's maximum of each slot."""
@@ -296,6 +299,16 @@ class Fp8State:
             slots = [self._slots[name, kind] for kind in KINDS]
             scale[slots] = row[1 : 1 + len(KINDS)].to(scale)
             history[slots] = row[1 + len(KINDS) :].view(len(KINDS), -1).to(history)
+
+    def reset_row(self, name: str) -> None:
+        """Start one linear anew, as when its model was built."""
+        for linear in self.linears[name]:
+            linear.demoted = False
+        if self.recipe.scaling == "delayed":
+            self._noted = None
+            slots = [self._slots[name, kind] for kind in KINDS]
+            for tensor, value in zip(self._tensors(self._device()), (0.0, 1.0, 0.0), strict=True):
+                tensor[slots] = value
 
     def snapshot(self) -> Callable[[], None]:
         """Remembers everything that a step changes; what is returned brings it back."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from mt_megatron.backends.current import current_backend
 from mt_megatron.errors import ConfigError, PatchError
+from mt_megatron.fp8.layers import run_recipe
 
 _log = logging.getLogger("mt_megatron")
 
@@ -72,7 +73,7 @@ def _device_type() -> str:
 
 def _obstacle(device_type: str, model: Any, documents_apart: bool) -> str:
     """Why Transformer Engine's layers cannot be used here; empty when they can."""
-    if model.fp8_recipe is not None or model.fp8 is not None:
+    if run_recipe(model) is not None:
         return "fp8_recipe is set, which Megatron-Core's local linears compute"
     if device_type != "cuda":
         return f"Transformer Engine needs CUDA and the backend's device is {device_type}"

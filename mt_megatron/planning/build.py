@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mt_megatron.fp8.layers import run_recipe
 from mt_megatron.planning.parameters import ModelShape
 from mt_megatron.planning.shape import shape_of
 
@@ -32,6 +33,7 @@ def transformer_config(config: TrainingConfig) -> Any:
     values["activation_func"] = _activation(values.pop("activation_func"))
     for name in ("init_method", "output_layer_init_method"):
         values[name] = _init_method(values.pop(name))
+    values["fp8_recipe"] = run_recipe(config.model)
     parallel = config.parallel
     values["pipeline_model_parallel_layout"] = resolved_layout(config)
     for name in ("moe_layer_freq", "pipeline_model_parallel_layout"):

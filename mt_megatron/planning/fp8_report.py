@@ -7,7 +7,7 @@ from typing import Any
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.layers import ALWAYS_BF16, OUTPUT_LAYER, SENSITIVE, layer_reason
+from mt_megatron.fp8.layers import ALWAYS_BF16, OUTPUT_LAYER, SENSITIVE, layer_reason, run_recipe
 from mt_megatron.fp8.recipe import OPERANDS, ROLES, AmaxGroup, Recipe, recipe_of
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.linears import Casts, linears
@@ -18,7 +18,7 @@ from mt_megatron.planning.shape import padded_shape_of
 def recipe_of_run(config: TrainingConfig) -> Recipe | None:
     """The recipe that ``config`` asks for; None for none. Raises ConfigError for one that cannot be."""
     model = config.model
-    name = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
+    name = run_recipe(model)
     if name is None:
         return None
     group: AmaxGroup | None = "tp-cp" if model.tp_only_amax_red else None
@@ -48,12 +48,17 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
     recipe = recipe_of_run(config)
     newest: dict[str, dict[str, Mapping[str, Any]]] = {}
     demoted: dict[str, str] = {}
+    since: dict[str, int] = {}
     for record in telemetry:
         if recipe is None or record.get("recipe", recipe.name) != recipe.name:
             continue  # of an earlier part of the run, with another recipe
         newest.setdefault(record["linear"], {})[f"{record['operand']} of {record['role']}"] = record
         if record.get("demoted"):
             demoted[record["linear"]] = f"demoted after step {record['step']}: {record['demoted']}"
+            since[record["linear"]] = record["step"]
+        elif record["step"] > since.get(record["linear"], record["step"]):
+            # It computes in FP8 again: the step of its demotion was undone.
+            del demoted[record["linear"]], since[record["linear"]]
     every = linears(model_shape(config))
     total = sum(each.flops for each in every)
     rows, inside = [], 0.0

@@ -15,6 +15,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen
+from mt_megatron.fp8.layers import run_recipe
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams import widened
@@ -38,7 +39,7 @@ def check_before_start(config: TrainingConfig, backend: Backend, world_size: int
 
 
 def _check_fp8(config: TrainingConfig, backend: Backend) -> None:
-    recipe = config.model.fp8_recipe or ("delayed" if config.model.fp8 is not None else None)
+    recipe = run_recipe(config.model)
     if recipe is not None:
         chosen(config.model.fp8_backend, recipe, backend, bf16=config.train.bf16)
 

@@ -13,6 +13,7 @@ from mt_megatron.config.rampup import BatchSizes
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.data.loader.datasets import SampleDataset
+from mt_megatron.fp8.checkpoint import begin_at as fp8_begin_at
 from mt_megatron.fp8.state import states_of
 from mt_megatron.seams import events
 from mt_megatron.seams.schedule import ForwardStep
@@ -145,12 +146,17 @@ class Steps:
         self._is_first = False
         self._advance(result)
         if result.diverged is not None and not self.observer.diverged(iteration, result.diverged.reason):
+            for restore in self._fp8_before:
+                # The step is left out, and with it its magnitudes and what was demoted for them.
+                restore()
             self.progress = self._recovery.after(
                 result.diverged,
                 self.progress,
                 explain=lambda: self._explain(before, shape, random_states),
                 roll_back=self._roll_back,
             )
+            # Steps go on from here, after a rollback too.
+            fp8_begin_at(self._trainable.chunks, self.progress.iteration)
             self._watch.mean = LossMean(self.progress.loss_mean, self.progress.loss_mean_steps)
         self._undo = None
         return result

@@ -10,18 +10,20 @@ import importlib.machinery
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mt_megatron import patched
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.checks import fp8_problems
 from mt_megatron.fp8.deep_gemm_products import deep_gemm_nt
 from mt_megatron.fp8.kernels import chosen, libraries
+from mt_megatron.fp8.layers import layer_reason, run_recipe
 from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.products import reference
 from mt_megatron.fp8.quantise import Quantised
@@ -222,6 +224,46 @@ def test_values_are_checked() -> None:
     [te] = fp8_problems({"fp8_backend": "te", "fp8_recipe": "tensorwise"})
     assert "set transformer_impl transformer_engine with fp8 (--fp8-format)" in te
     assert any("without fp8_recipe" in line for line in fp8_problems({"fp8_backend": "deep_gemm"}))
+
+
+def test_scales_per_row_need_bf16_on_cuda() -> None:
+    cuda = Device("cuda", ("tensor", "row"))
+    assert chosen("auto", "rowwise", cuda, bf16=True) == chosen("auto", "tensorwise", cuda, bf16=False)
+    for backend in ("auto", "scaled_mm"):
+        with pytest.raises(ConfigError, match="rowwise without bf16 on cuda; expected bf16"):
+            chosen(backend, "rowwise", cuda, bf16=False)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_upstreams_format_is_delayed_scaling_of_ours(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether Transformer Engine is installed or not, unless its layers were asked for by name."""
+    from mt_megatron.fp8.checkpoint import saved_recipe
+    from mt_megatron.models.layer_spec import _obstacle
+    from mt_megatron.patches.model import transformer_config as patch
+    from mt_megatron.planning.build import transformer_config
+
+    monkeypatch.setattr(patch, "find_spec", lambda name: object() if installed else None)
+    for implementation, recipe in (("auto", "delayed"), ("local", "delayed"), ("transformer_engine", None)):
+        argv = f"{MODEL} --bf16 --fp8-format hybrid --transformer-impl {implementation}"
+        config = load_config(argv.split())
+        assert run_recipe(config.model) == recipe
+        told = {"fp8": "hybrid", "fp8_recipe": None, "transformer_impl": implementation}
+        assert saved_recipe(told) == recipe
+        says = _obstacle("cuda", config.model, False)
+        assert ("fp8_recipe is set" in says) == (recipe is not None)
+        if recipe is not None:
+            with patched("cpu"):
+                built = transformer_config(config)
+            assert (built.fp8_recipe, built.fp8_recipe_format, built.fp8) == ("delayed", "hybrid", None)
+
+
+def test_depths_of_prediction_are_no_last_layers() -> None:
+    fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers": 4}
+    for last, reason in ((0, None), (1, "among the last 1 (num_layers_at_end_in_bf16)")):
+        config = SimpleNamespace(**fields, num_layers_at_end_in_bf16=last)
+        assert layer_reason(5, config) == layer_reason(4, config) == reason
 
 
 def test_transformer_engine_is_upstreams_own_path_and_must_be_there() -> None:

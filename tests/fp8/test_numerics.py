@@ -7,6 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
 from mt_megatron.fp8.quantise import Quantised, quantise, rotated
 from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, PRESETS, ROLES, Cast
-from mt_megatron.fp8.telemetry import FIELDS, measures
+from mt_megatron.fp8.state import Options
+from mt_megatron.fp8.telemetry import FIELDS, _reason, measures
 from mt_megatron.planning.fp8_report import fp8_cost, fp8_report
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.validate.fp8 import fp8_layer_problems
@@ -202,6 +204,25 @@ def test_the_report_counts_shares_by_hand(capsys: pytest.CaptureFixture[str]) ->
     assert "expected --fp8-recipe NAME" in capsys.readouterr().err
     assert main(["fp8", "recipes"]) == 0
     assert "musa from 3.1" in capsys.readouterr().out
+
+
+def test_a_demotion_whose_step_was_undone_is_no_reason() -> None:
+    config = load_config([*SMALL, "--fp8-recipe", "blockwise"])
+    name = fp8_report(config)["linears"][-5]["linear"]
+    about = {"linear": name, "operand": "input", "role": "fprop", "recipe": "blockwise"}
+    records = [{**about, "step": 2}, {**about, "step": 4, "demoted": "input of fprop has ..."}]
+    records.append({**about, "role": "dgrad", "step": 4})  # measured before the linear was demoted
+    for more, demoted in (([], True), ([{**about, "step": 6}], False)):
+        rows = {row["linear"]: row["reason"] for row in fp8_report(config, [*records, *more])["linears"]}
+        assert (rows[name] == "demoted after step 4: input of fprop has ...") == demoted
+
+
+def test_elements_that_are_not_finite_demote_nothing() -> None:
+    """One of them makes all measures of its tensor the worst there are."""
+    state: Any = SimpleNamespace(options=Options(demote_underflow=0.1, demote_saturation=0.1, demote_snr=20))
+    bad = {"underflow": 0.5, "saturation": 0.5, "not_finite": 1e-6, "snr": -100.0, "scale": 0.0}
+    assert _reason(bad, state) is None
+    assert "50.00 % underflow" in str(_reason({**bad, "not_finite": 0.0}, state))
 
 
 def test_a_mixture_names_the_linears_that_are_built() -> None:

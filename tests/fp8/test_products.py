@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from mt_megatron.fp8.activation import Activation
 from mt_megatron.fp8.bounds import operand_error, product_bound
 from mt_megatron.fp8.formats import FORMATS
 from mt_megatron.fp8.linear import Fp8Linear
@@ -208,6 +211,42 @@ def test_bytes_of_codes_and_scales() -> None:
     assert sizes["mxfp8"] == x.numel() + 256 * 16
     assert sizes["nvfp4"] == x.numel() // 2 + 256 * 32 + 4
     assert all(FORMATS[recipe.fprop.a.format].bits <= 8 for recipe in PRESETS.values())
+
+
+@pytest.mark.parametrize(("name", "block"), [("blockwise", 128), ("mxfp8", 32), ("nvfp4", 16)])
+def test_codes_of_a_part_of_a_block_are_not_kept_for_a_gathering(name: str, block: int) -> None:
+    """The block would have to go on with another rank's rows, and codes of its padding would be gathered."""
+    state = Fp8State(PRESETS[name], Options(save_activations=True))
+    linear = Fp8Linear(state, "layers.0.linear", torch.nn.Parameter(torch.randn(64, 64).bfloat16()))
+    state.add(linear)
+    two: Any = SimpleNamespace(size=lambda: 2)
+    for rows, group, kept in ((block, two, True), (block - 4, two, False), (block - 4, None, True)):
+        x = torch.randn(rows, 64).bfloat16()
+        made = Activation(linear, "input", x, group=group, dtype=x.dtype, keep=True)
+        with mock.patch.object(
+            Fp8Linear, "cast", lambda self, role, kind, x, along, **others: _cast(name, x)
+        ):
+            saved = made.saved()
+        assert (len(saved) > 1) == kept, (rows, group)
+        assert kept or saved[0] is x
+
+
+def _cast(name: str, x: Tensor) -> Quantised:
+    return quantise(x, PRESETS[name].cast("wgrad", "input"), 0)
+
+
+@pytest.mark.parametrize(("role", "shapes"), [("fprop", ((0, 64), (32, 64))), ("wgrad", ((0, 32), (0, 64)))])
+def test_experts_without_tokens_have_empty_and_zero_products(
+    role: Role, shapes: tuple[tuple[int, int], ...]
+) -> None:
+    product = PRESETS["rowwise"].product(role)
+    operands = []
+    for shape, each, along in zip(shapes, (product.a, product.b), CONTRACTED[role], strict=True):
+        codes = torch.zeros(shape).to(torch.float8_e4m3fn)
+        scales = torch.ones(shape[1 - along])
+        operands.append(Quantised(cast=each, along=along, shape=shape, codes=codes, inverse=scales))
+    found = scaled_mm(role, *operands, product, torch.bfloat16)
+    assert found.shape == ((0, 32) if role == "fprop" else (32, 64)) and not found.any()
 
 
 def test_bytes_that_backward_keeps_of_an_input() -> None:

@@ -18,6 +18,7 @@ EP2 = f"{MIXTURE} --expert-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SAVED = ("blockwise", "mxfp8")
 TOGETHER = ("delayed", "tensorwise", "blockwise")
 LINEARS = 4 * 4
 """Of the model: QKV, projection and two of the MLP in four layers."""
@@ -79,6 +80,8 @@ def test_grouped_and_single_experts_agree(alone: dict[str, Any]) -> None:
 def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
     layouts = {
         **{f"{name} sp": f"--fp8-recipe {name} {SP}" for name in PRESETS},
+        # 32 rows on each rank: whole blocks of one recipe and a part of one of the other.
+        **{f"{name} saved": f"--fp8-recipe {name} {SP} --fp8-save-activations" for name in SAVED},
         "delayed tp2": f"--fp8-recipe delayed --fp8-amax-history-len 4 {TP2}",
         "delayed dp2": "--fp8-recipe delayed --fp8-amax-history-len 4",
         "delayed tp2 alone": f"--fp8-recipe delayed --fp8-amax-history-len 4 {TP2} --tp-only-amax-red",
@@ -98,6 +101,13 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
             f"{name} gathered": f"--fp8-recipe {name} {ZERO1} --fp8-param-gather",
         }
     return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=900)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_inputs_saved_in_fp8_are_gathered_alike(pairs: list[dict[str, Any]], name: str) -> None:
+    for found in pairs:
+        for what in ("losses", "norms"):
+            assert found[f"{name} saved"][what] == found[f"{name} sp"][what]
 
 
 def test_ranks_with_other_samples_may_have_scales_of_their_own(pairs: list[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
-from mt_megatron.fp8.layers import FEATURES, layer_reason
+from mt_megatron.fp8.layers import FEATURES, layer_reason, run_recipe
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.linears import linears
 from mt_megatron.planning.shape import padded_shape_of
@@ -16,7 +16,7 @@ PARAM_GATHER = ("delayed", "tensorwise")
 def fp8_layer_problems(config: TrainingConfig) -> list[str]:
     """One line per problem: found, expected, what to change."""
     model = config.model
-    recipe = model.fp8_recipe or ("delayed" if model.fp8 is not None else None)
+    recipe = run_recipe(model)
     found = []
     if config.ddp.fp8_param_gather and (
         recipe not in PARAM_GATHER or not config.parallel.use_distributed_optimizer or not config.train.bf16
