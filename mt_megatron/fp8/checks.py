@@ -73,6 +73,11 @@ def fp8_problems(values: Mapping[str, Any]) -> list[str]:
             f"fp8_recipe {recipe} with fp16, whose loss scaling and range are not FP8's; expected bf16 with "
             "it. Set bf16 instead of fp16 or leave fp8_recipe out."
         )
+    if values.get("fp8_output_layer") and values.get("defer_embedding_wgrad_compute"):
+        found.append(
+            "fp8_output_layer with defer_embedding_wgrad_compute, whose late weight gradients are computed "
+            "in bf16; expected one of the two. Leave one of them out."
+        )
     given = {name: values[name] for name, default in _DELAYED.items() if values.get(name, default) != default}
     try:
         recipe_of(

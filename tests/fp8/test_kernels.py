@@ -259,6 +259,13 @@ def test_upstreams_format_is_delayed_scaling_of_ours(
             assert (built.fp8_recipe, built.fp8_recipe_format, built.fp8) == ("delayed", "hybrid", None)
 
 
+def test_an_output_layer_in_fp8_defers_nothing() -> None:
+    [line] = fp8_problems(
+        {"fp8_recipe": "tensorwise", "fp8_output_layer": True, "defer_embedding_wgrad_compute": True}
+    )
+    assert "late weight gradients are computed in bf16; expected one of the two" in line
+
+
 def test_depths_of_prediction_are_no_last_layers() -> None:
     fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers": 4}
     for last, reason in ((0, None), (1, "among the last 1 (num_layers_at_end_in_bf16)")):
