@@ -32,7 +32,7 @@ from mt_megatron.seams import collectives
 from mt_megatron.seams import transport as seam
 
 Choose = Callable[[int, int, bool], "Schedule | None"]
-"""(step, micro-batches, forward only) -> the schedule, on all ranks of a pipeline the same; None: upstream's.
+"""(step, micro-batches, forward only) -> the schedule, on all ranks of the job the same; None: upstream's.
 ``step`` counts the training steps that this process has asked for since the source was set, from 0;
 an evaluation has the number of the next step."""
 
@@ -220,8 +220,8 @@ def _chosen(num_microbatches: int, forward_only: bool) -> Schedule | None:
 
 
 def _ready(schedule: Schedule) -> ReadySchedule:
-    """``schedule`` with its transfers, after the validator had nothing to say and all ranks of the pipeline
-    have the same one. Collective where it is new. Raises ConfigError."""
+    """``schedule`` with its transfers, after the validator had nothing to say and all ranks have the same
+    one. Collective over all ranks of the job where it is new. Raises ConfigError."""
     from megatron.core import parallel_state
 
     global _agreed
@@ -233,8 +233,7 @@ def _ready(schedule: Schedule) -> ReadySchedule:
         _agreed = weakref.ref(group)
     known = _checked.get(id(schedule))
     if known is None or known[0] is not schedule:
-        check(schedule)
-        _require_same(schedule, group)
+        _require_same(schedule)
         known = schedule, ReadySchedule(schedule if schedule.is_lowered else lowered(schedule), rank)
         _checked[id(schedule)] = known
         while len(_checked) > _MOST_CHECKED:
@@ -243,19 +242,29 @@ def _ready(schedule: Schedule) -> ReadySchedule:
     return known[1]
 
 
-def _require_same(schedule: Schedule, group: Any) -> None:
-    """Raise ConfigError on all ranks of the pipeline where they do not have the same schedule."""
+def _require_same(schedule: Schedule) -> None:
+    """Raise ConfigError on all ranks of the job where ``schedule`` is not valid or not the same on all. Ranks
+    of other pipelines count too: they share collectives of tensors and of gradients."""
+    problem: ConfigError | None = None
+    try:
+        check(schedule)
+    except ConfigError as error:
+        problem = error
     actions = [[str(action) for action in actions] for actions in schedule.ranks]
     digest = int.from_bytes(hashlib.blake2b(repr(actions).encode(), digest_size=3).digest(), "big")
-    summed = torch.tensor([digest, digest * digest], dtype=torch.int64, device=current_backend().device())
-    with collectives.announced("all_reduce", "pp", group, summed):
-        torch.distributed.all_reduce(summed, group=group)
-    digests, squares = summed.tolist()
-    if digests * digests != schedule.placement.ranks * squares:
+    own = [digest, digest * digest, int(problem is not None)]
+    summed = torch.tensor(own, dtype=torch.int64, device=current_backend().device())
+    with collectives.announced("all_reduce", "world", None, summed):
+        torch.distributed.all_reduce(summed)
+    digests, squares, failed = summed.tolist()
+    if problem is not None:
+        raise problem
+    if failed or digests * digests != torch.distributed.get_world_size() * squares:
+        what = "a schedule that is not valid" if failed else "another order of actions"
         raise ConfigError(
-            f"found another order of actions in pipeline schedule {schedule.name} on another rank of the "
-            "pipeline; expected one schedule. Give all nodes the same file and version of mt_megatron, and "
-            "choose a schedule by what all ranks know alike"
+            f"found {what} on another rank, which runs pipeline schedule {schedule.name} too; expected one "
+            "schedule. Give all nodes the same file and version of mt_megatron, and choose a schedule by "
+            "what all ranks know alike"
         )
 
 

@@ -110,7 +110,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sent(found: list[dict[str
         assert "for 3 ranks of 1 chunks; expected 2 ranks of 1" in said["ranks"]
         assert "2 ranks of 2 chunks; expected 2 ranks of 1" in said["chunks"]
         assert "4 micro-batches forward only" in said["forward only"]
-        assert "another order of actions in pipeline schedule" in said["other rank"]
+        assert "found another order of actions on another rank" in said["other rank"]
 
 
 def test_reductions_of_chunks_are_asked_for_one_by_one() -> None:
