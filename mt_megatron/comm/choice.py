@@ -28,6 +28,7 @@ from mt_megatron.comm.shared_memory import native
 from mt_megatron.comm.stage_exchange import StageExchange
 from mt_megatron.comm.transport import Edge
 from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.parallel import stage_order
 from mt_megatron.seams import collectives
 from mt_megatron.seams import transport as seam
 from mt_megatron.seams.transport import AUTO, COLLECTIVE
@@ -65,7 +66,7 @@ class Rank:
     """Global ranks of each pipeline that it is part of, in the pipeline's order."""
 
     loops: bool
-    """True where the last stage sends to the first: there are several chunks per rank."""
+    """True where the last stage sends to the first: there are several chunks per rank, and not in a V."""
 
     device: str
     """Type of the device that its tensors are on."""
@@ -345,7 +346,8 @@ def _this_rank(text: str, groups: Sequence[Any], device: torch.device) -> Rank:
     return Rank(
         place=own_place(dist.get_rank()),
         pipelines=tuple(tuple(dist.get_process_group_ranks(group)) for group in groups),
-        loops=parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None,
+        loops=parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        and not stage_order.is_v(),
         device=device.type,
         library=dist.get_backend(groups[0]),
         unusable={name: why for name, why in unusable.items() if why is not None},

@@ -186,10 +186,10 @@ class _Sending:
         return not self._parts
 
     def wait(self, timeout: float | None = None) -> None:
-        # A work of Gloo's can be waited for once.
-        parts, self._parts = self._parts, []
-        for work, _ in parts:
-            _wait(work, timeout)
+        # A work of Gloo's can be waited for once; what was not over is waited for again.
+        while self._parts:
+            _wait(self._parts[0][0], timeout)
+            del self._parts[0]
 
 
 class _Receiving:

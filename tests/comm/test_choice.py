@@ -7,14 +7,17 @@ import os
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
 from mt_megatron.comm import kinds
 from mt_megatron.comm.bootstrap import Place
 from mt_megatron.comm.choice import Plan, Rank, choose
+from mt_megatron.comm.errors import TransportError
+from mt_megatron.comm.per_edge import PerEdgeTransport
 from mt_megatron.comm.transport import Edge
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import ParallelConfig
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import ConfigError, MtMegatronError
 from mt_megatron.launching.scripts.choice import TRANSPORT, Choice
 from mt_megatron.seams.transport import NAMES
 from mt_megatron.training.validate import validate
@@ -59,6 +62,16 @@ def test_the_line_says_where_the_ring_has_no_helper() -> None:
     assert "; shm in Python alone on rank 2 on b and 1 more: its C helper is missing" in Plan(ranks).line()
     alone = [dataclasses.replace(each, has_ring_helper=False) for each in job("a", "b", verbs=True)]
     assert "Python alone" not in Plan(alone).line(), "nothing goes over shared memory"
+
+
+def test_a_closed_transport_of_edges_says_so() -> None:
+    made = PerEdgeTransport({}, lambda edge: "shm")
+    with pytest.raises(MtMegatronError, match="was not prepared; give all edges"):
+        made.post_send(Edge(0, 1, 0), torch.zeros(1))
+    made.close()
+    for use in (made.require_open, lambda: made.post_recv(Edge(0, 1, 0), (1,), torch.float32)):
+        with pytest.raises(TransportError, match="is closed; make a new one"):
+            use()
 
 
 def test_a_refusal_names_all_ranks_that_lack_something() -> None:
