@@ -56,8 +56,8 @@ def fp8_report(config: TrainingConfig, telemetry: Iterable[Mapping[str, Any]] = 
         if record.get("demoted"):
             demoted[record["linear"]] = f"demoted after step {record['step']}: {record['demoted']}"
             since[record["linear"]] = record["step"]
-        elif record["step"] > since.get(record["linear"], record["step"]):
-            # It computes in FP8 again: the step of its demotion was undone.
+        elif record["step"] != since.get(record["linear"], record["step"]):
+            # It computes in FP8 again: the step of its demotion was undone, or a resume went back before it.
             del demoted[record["linear"]], since[record["linear"]]
     every = linears(model_shape(config))
     total = sum(each.flops for each in every)

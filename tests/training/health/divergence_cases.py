@@ -24,6 +24,33 @@ def runs(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def fp8_of_a_step_left_out(folder: str, policy: str) -> list[list[Any]]:
+    """After each step, of which the fourth diverges: iteration, the FP8 state's step and its rows."""
+    from mt_megatron.fp8.state import states_of
+    from mt_megatron.training.steps import Steps
+
+    start()
+    found: list[list[Any]] = []
+    take = Steps.take
+
+    def watched(self: Any, wishes: Any) -> Any:
+        result = take(self, wishes)
+        [state] = states_of(self._trainable.chunks)
+        rows = {name: state.row(name).tolist() for name in state.linears}
+        found.append([self.progress.iteration, state.step, rows])
+        return result
+
+    flags = "--fp8-recipe delayed --fp8-amax-history-len 4 --no-first-last-layers-bf16 --train-iters 6 "
+    flags += f"--on-divergence {policy} --save-interval 2 --save {folder}/{policy}"
+    fault = {"module": "decoder.layers.0.mlp", "kind": "backward", "value": "nan", "steps": [4], "rank": 0}
+    Steps.take = watched  # type: ignore[method-assign]
+    with injected(fault):
+        error = run(f"{SMALL} {flags}", folder, policy).get("error")
+    Steps.take = take  # type: ignore[method-assign]
+    assert error is None, error
+    return found
+
+
 def runs_and_repetitions(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """``runs``, and what a repeated step loses with and without its random states."""
     found = runs(folder, cases)

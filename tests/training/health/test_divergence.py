@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_step_left_out_changes_nothing_wherever_its_fault_is(found: list[dict[
     assert skipped["finished"]
     assert [each["iteration"] for each in skipped["divergences"]] == [4, 5]
     assert "decoder.layers.0.mlp" in skipped["divergences"][0]["found"]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_left_out_leaves_no_trace_in_fp8(tmp_path: Path, policy: str) -> None:
+    """Neither its magnitudes nor, after a rollback, another number of steps than the run's."""
+    target = "tests.training.health.divergence_cases:fp8_of_a_step_left_out"
+    [found] = run_ranks(1, target, str(tmp_path), policy, timeout=100)
+    assert [(iteration, step) for iteration, step, _ in found] == [(n, n) for n in range(1, 7)]
+    rows = [rows for _, _, rows in found]
+    assert rows[2] != rows[1] and rows[4] != rows[3], "a control: other steps leave some"
+    assert rows[3] == (rows[2] if policy == "skip" else rows[1]), "of the third step, or of the checkpoint"
 
 
 def test_a_rollback_leaves_the_weights_of_the_checkpoint_and_goes_on_with_later_data(
