@@ -56,11 +56,15 @@ def linear_cross_entropy(
 def _takes_gradient_early(weight: Tensor) -> bool:
     if not weight.requires_grad:
         return True
-    if getattr(weight, "zero_out_wgrad", False):
-        # An embedding on this rank has it too and adds to it in its backward: the schedule would decide which
-        # of the two comes first.
+    if getattr(weight, "zero_out_wgrad", False) and _has_stages():
+        # The stage's copy of the embedding for further depths: its embedding adds in backward, and the order
+        # of the two would be that of the schedule.
         return False
     return weight.is_leaf and getattr(weight, "main_grad", None) is not None
+
+
+def _has_stages() -> bool:
+    return bool(parallel_state.get_pipeline_model_parallel_world_size() > 1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
