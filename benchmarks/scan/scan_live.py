@@ -32,7 +32,8 @@ from recording import machine, record, table  # noqa: E402
 
 SECONDS, STEPS = 15.0, 10
 _QUIET_STEPS, _QUIET_SECONDS = 12, 8.0
-_WAIT = 20.0
+_WAIT, _WAIT_STEPS, _LONGEST_WAIT = 20.0, 12, 90.0
+"""Time for a fault to be named: so many seconds and so many steps, which take longer on slow machines."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +99,10 @@ def trial(layout: Layout, running: Job, fault: Planned) -> Trial:
     _, offset = running.findings(0)
     began_unix, began = time.time(), time.monotonic()
     with fault.begin():
-        while time.monotonic() - began < _WAIT and not found.right and not found.right_later:
+        while not found.right and not found.right_later:
+            gone, trained = time.monotonic() - began, running.step() - found.step
+            if gone > _LONGEST_WAIT or (gone > _WAIT and trained >= _WAIT_STEPS):
+                break
             running.check()
             time.sleep(0.1)
             news, offset = running.findings(offset)
@@ -151,7 +155,9 @@ def run_layout(layout: Layout, seed: int, scratch: Path, options: argparse.Names
     ):
         _wait_for_first_steps(running)
         groups.release(running.watcher())
-        for fault in plan(layout, running, network, groups, seed)[: options.per_run]:
+        step_seconds = _step_seconds(running)
+        planned = plan(layout, running, network, groups, seed, step_seconds)
+        for fault in planned[: options.per_run]:
             before = set(trials[-1].ranks) if trials else set()
             alarms, quiet = wait_for_quiet(running, _QUIET_STEPS, before)
             if "reads" in fault.name:
@@ -192,6 +198,15 @@ def _wait_for_first_steps(running: Job) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("no five steps within three minutes")
         time.sleep(0.2)
+
+
+def _step_seconds(running: Job) -> float:
+    """Of a few steps without a fault."""
+    first, began = running.step(), time.monotonic()
+    while running.step() - first < 4:
+        running.check()
+        time.sleep(0.02)
+    return (time.monotonic() - began) / 4
 
 
 def _shares(groups: dict[str, list[Trial]]) -> dict[str, dict[str, Any]]:

@@ -42,9 +42,13 @@ class Planned:
     """A context manager: the fault is on inside it."""
 
 
-def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int) -> list[Planned]:
-    """Faults of this layout, one of each kind, in random order on random ranks."""
+def plan(
+    layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int, step_seconds: float
+) -> list[Planned]:
+    """Faults of this layout, one of each kind, in random order on random ranks. ``step_seconds`` without a
+    fault: a cable is narrow for what a step sends in that time."""
     pick = random.Random(seed)
+    slower = max(1.0, step_seconds)
     rank = lambda: pick.randrange(RANKS)  # noqa: E731
     pids = running.pids()
     planned = []
@@ -66,7 +70,7 @@ def plan(layout: Layout, running: Job, network: Hosts, groups: Limits, seed: int
         f = pick.choice(layout.links)
         add("delayed sockets", f.ranks, ("slow_link",), lambda: network.delayed(*f.ranks, f.delay))
         g = pick.choice(layout.links)
-        add("narrow cable", g.ranks, ("slow_link",), lambda: network.narrow(*g.ranks, g.megabits))
+        add("narrow cable", g.ranks, ("slow_link",), lambda: network.narrow(*g.ranks, g.megabits / slower))
     if layout.reads:
         h = pick.choice(layout.reads)
         add("throttled reads", (h,), ("slow_data",), lambda: groups.slow_reads(h, 10))

@@ -40,7 +40,7 @@ class Link:
     """Seconds by which it delays each packet when slow: less where a step has hundreds of exchanges."""
 
     megabits: float = 4.0
-    """Per second, when it is a narrow cable."""
+    """Per second, when it is a narrow cable and a step takes a second."""
 
 
 def _tensor_parallel(*ranks: int) -> Link:
