@@ -7,7 +7,7 @@ tell over the store of their process group, which needs no collective, that they
 
 from __future__ import annotations
 
-from datetime import timedelta
+import time
 from itertools import count
 from typing import Any
 
@@ -41,17 +41,16 @@ class EndedCommand:
         MtMegatronError, which ends the run, where some are not within ``SECONDS``."""
         if self._store is None:
             return
-        keys = [f"{self._key}/{rank}" for rank in range(dist.get_world_size())]
-        try:
-            self._store.wait(keys, timedelta(seconds=SECONDS))
-        except RuntimeError:
-            inside = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if inside:
+        inside, deadline = list(range(dist.get_world_size())), time.monotonic() + SECONDS
+        # Not by a wait of the store's, which holds the connection that other threads use.
+        while inside := [rank for rank in inside if not self._store.check([f"{self._key}/{rank}"])]:
+            if time.monotonic() > deadline:
                 raise MtMegatronError(
                     f"{self._name} failed on rank {dist.get_rank()} alone ({type(error).__name__}: {error}) "
                     f"while {_named(inside)} in the middle of it, from where nothing can call them back: the "
                     "run ends. Ask for less at a time, or resume from the last checkpoint without it"
                 ) from error
+            time.sleep(0.05)
 
 
 def _named(ranks: list[int]) -> str:
