@@ -135,7 +135,7 @@ class CollectiveTransport:
         """Nothing: the process groups are torch's, and end with the others."""
 
     def before(self, receiving: _Receiving) -> list[_Receiving]:
-        """Those before ``receiving`` in its queue that have not come, where its shape is not known."""
+        """Receives before ``receiving`` in a queue of unknown shapes whose messages have not come."""
         waiting = list(self._unknown.get(receiving.edge, ()))
         return waiting[: waiting.index(receiving)] if receiving in waiting else []
 

@@ -105,7 +105,7 @@ class Telemetry:
 
 def _reason(found: dict[str, float], state: Fp8State) -> str | None:
     if found["not_finite"] > 0:
-        # One infinity spoils the measures of a whole tensor, and is no fault of the format.
+        # Measures of a whole tensor are spoilt by one infinity, which is no fault of the format.
         return None
     options = state.options
     for field, limit in (("underflow", options.demote_underflow), ("saturation", options.demote_saturation)):

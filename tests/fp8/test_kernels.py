@@ -238,7 +238,7 @@ def test_scales_per_row_need_bf16_on_cuda() -> None:
 def test_upstreams_format_is_delayed_scaling_of_ours(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether Transformer Engine is installed or not, unless its layers were asked for by name."""
+    """Transformer Engine may be installed or not; its layers asked for by name are no recipe."""
     from mt_megatron.fp8.checkpoint import saved_recipe
     from mt_megatron.models.layer_spec import _obstacle
     from mt_megatron.patches.model import transformer_config as patch

@@ -218,7 +218,7 @@ def test_a_demotion_whose_step_was_undone_is_no_reason() -> None:
 
 
 def test_elements_that_are_not_finite_demote_nothing() -> None:
-    """One of them makes all measures of its tensor the worst there are."""
+    """Measures of a tensor with one of them are the worst there are."""
     state: Any = SimpleNamespace(options=Options(demote_underflow=0.1, demote_saturation=0.1, demote_snr=20))
     bad = {"underflow": 0.5, "saturation": 0.5, "not_finite": 1e-6, "snr": -100.0, "scale": 0.0}
     assert _reason(bad, state) is None

@@ -359,7 +359,7 @@ class RdmaTransport:
         self._bootstrap.publish(key, json.dumps(value).encode())
 
     def _fetch(self, key: str, peer: int, deadline: float) -> dict[str, Any]:
-        """What ``peer`` publishes under ``key``. Raises PeerLost where it gives up instead."""
+        """Value that ``peer`` publishes under ``key``. Raises PeerLost where it gives up instead."""
         while True:
             left = max(0.1, deadline - time.monotonic())
             try:

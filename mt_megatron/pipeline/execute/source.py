@@ -7,7 +7,6 @@ here, without another switch.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.parallel import stage_order
 from mt_megatron.pipeline import forward_only as forward_only_schedules
 from mt_megatron.pipeline.actions import Schedule
+from mt_megatron.pipeline.execute.agreement import are_equal, digest_of, squared
 from mt_megatron.pipeline.execute.executor import ReadySchedule, StepCall, StepRun
 from mt_megatron.pipeline.execute.refusals import require_fit
 from mt_megatron.pipeline.execute.step_times import StepTimes
@@ -251,15 +251,14 @@ def _require_same(schedule: Schedule) -> None:
     except ConfigError as error:
         problem = error
     actions = [[str(action) for action in actions] for actions in schedule.ranks]
-    digest = int.from_bytes(hashlib.blake2b(repr(actions).encode(), digest_size=3).digest(), "big")
-    own = [digest, digest * digest, int(problem is not None)]
+    own = [*squared(digest_of(repr(actions))), int(problem is not None)]
     summed = torch.tensor(own, dtype=torch.int64, device=current_backend().device())
     with collectives.announced("all_reduce", "world", None, summed):
         torch.distributed.all_reduce(summed)
     digests, squares, failed = summed.tolist()
     if problem is not None:
         raise problem
-    if failed or digests * digests != torch.distributed.get_world_size() * squares:
+    if failed or not are_equal(digests, squares, torch.distributed.get_world_size()):
         what = "a schedule that is not valid" if failed else "another order of actions"
         raise ConfigError(
             f"found {what} on another rank, which runs pipeline schedule {schedule.name} too; expected one "

@@ -12,7 +12,6 @@ waits for one that went on."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from ...backends.current import current_backend
 from ...errors import ConfigError, MtMegatronError
 from ...parallel import stage_order
 from ..actions import Placement, Schedule, Style
+from ..execute.agreement import are_equal, digest_of, squared
 from ..execute.step_times import StepTimes
 from ..forward_only import forward_only
 from ..lowering import lowered
@@ -163,7 +163,7 @@ class Automatic:
             ran, pending = self._sum
             self._sum = None
             *summed, digests, squares = pending.wait()
-            if not _are_equal(digests, squares):
+            if not are_equal(digests, squares, dist.get_world_size()):
                 self._stop_adapting(ran.pipeline, f"after step {ran.step + 1}")
                 return
             measured = ran.vector.unpack(summed, ran.step)
@@ -184,7 +184,7 @@ class Automatic:
             raise MtMegatronError("the device is synchronised, and the end of the last step is not known")
         rank, pipeline, tells = _place()
         values = ran.vector.pack(read, rank, pipeline) if tells else [0] * len(ran.vector)
-        told = _Sum([*values, *_squared(_digest(repr(ran.pipeline.control.state())))])
+        told = _Sum([*values, *squared(digest_of(repr(ran.pipeline.control.state())))])
         self._unread, self._sum = None, (ran, told)
         self.reductions += 1
 
@@ -208,12 +208,12 @@ class Automatic:
         if self._latest is not None and self._adapts:
             control.learn_from(self._latest.control)
         self.reductions += 1
-        digests, squares = _Sum(_squared(_digest(repr(control.state())))).wait()
+        digests, squares = _Sum(squared(digest_of(repr(control.state())))).wait()
         pipelines = parallel_state.get_data_parallel_world_size()
         self._pipelines[microbatches] = made = _Pipeline(control, pipelines)
         if dist.get_rank() == 0:
             self.log.start(self._step, control, pipelines=pipelines)
-        if not _are_equal(digests, squares):
+        if not are_equal(digests, squares, dist.get_world_size()):
             self._stop_adapting(made, "at the start")
         if dist.get_rank() == 0:
             self._say(
@@ -229,7 +229,7 @@ class Automatic:
         state, ranks = current.control.state(), dist.get_world_size()
         digests = [0] * (len(state) * ranks)
         for number, text in enumerate(state.values()):
-            digests[number * ranks + dist.get_rank()] = _digest(text)
+            digests[number * ranks + dist.get_rank()] = digest_of(text)
         pipelines = list(self._pipelines.values())
         self.reductions += 1
         summed = _Sum([*digests, *(int(each.fits()) for each in pipelines)]).wait()
@@ -297,22 +297,8 @@ class Automatic:
     def _all_agree(self, chosen: Candidate) -> bool:
         """True where all ranks chose ``chosen``; all ranks come to the same answer."""
         self.reductions += 1
-        return _are_equal(*_Sum(_squared(_digest(chosen.digest))).wait())
-
-
-def _digest(text: str) -> int:
-    """24 bits: the squares of 30,000 ranks' digests add up within 64 bits."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big")
-
-
-def _squared(digest: int) -> list[int]:
-    return [digest, digest * digest]
-
-
-def _are_equal(digests: int, squares: int) -> bool:
-    """True where the digests are equal whose sum, and sum of squares, over all ranks these are. No digest of
-    one rank is compared, so every rank comes to the same answer."""
-    return digests * digests == dist.get_world_size() * squares
+        digests, squares = _Sum(squared(digest_of(chosen.digest))).wait()
+        return are_equal(digests, squares, dist.get_world_size())
 
 
 _MOST_NAMED = 4
@@ -371,7 +357,7 @@ class _Ran:
     step: int
     pipeline: _Pipeline
     schedule: Candidate
-    """What it ran: ``control.current`` may be another one when its times are read."""
+    """Schedule that it ran: ``control.current`` may be another one when its times are read."""
 
     vector: Vector
 

@@ -119,7 +119,7 @@ class _Trial:
     decision: Decision
     decided_at: int
     old: Candidate
-    """What ran before, and its simulated step from the decision's inputs."""
+    """Schedule before the switch, and its simulated step from the decision's inputs."""
 
     simulated: float
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mt_megatron.errors import MtMegatronError
 
 SECONDS = 30.0
-"""How long a rank that failed waits for the others: they are in the command's last part, or never come."""
+"""Limit of a failed rank's wait for the others: they are in the command's last part, or never come."""
 
 _numbers = count()
 """Of commands of this process; all ranks follow the same ones."""

@@ -37,7 +37,7 @@ class _Rank:
 
     last_step: int = -1
     sampled: bool = False
-    """Whether statistics of the attempt are written."""
+    """True where statistics of the attempt are written."""
 
     attempt: int = 0
 

@@ -14,7 +14,7 @@ from tests.pipeline.execute.ranks import use
 
 
 def without_tags(pp: int) -> dict[str, list[str]]:
-    """What differs when each edge has a group of its own, as NCCL needs it, and no message a tag. Ranks have
+    """Differences when each edge has a group of its own, as NCCL needs it, and no message a tag. Ranks have
     made other numbers of groups before, as stages do: the first and the last share embeddings."""
     from mt_megatron.comm.collective import CollectiveTransport
     from mt_megatron.pipeline.execute.source import set_transport
@@ -66,7 +66,7 @@ def uneven(pp: int) -> dict[str, list[str]]:
 
 
 def made_ready_early(pp: int) -> dict[str, list[str]]:
-    """What differs from upstream where shapes are unknown and receives come before the forwards that tell
+    """Differences from upstream where shapes are unknown and receives come before the forwards that tell
     the shapes of the gradients, as under ``auto`` on slow links; micro-batches of other lengths or not."""
     from mt_megatron.pipeline.execute.source import set_pipeline_schedule
     from mt_megatron.pipeline.generate.catalogue import generate

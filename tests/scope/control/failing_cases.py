@@ -27,7 +27,7 @@ class Together(Counting):
 
 
 def failing(seconds: float) -> dict[str, Any]:
-    """What commands that fail at their end and in the middle come to on this rank; one that failed waits
+    """Results on this rank of commands that fail at their end and in the middle; one that failed waits
     ``seconds`` for the other."""
     dist.init_process_group("gloo")
     store: Any = dist.distributed_c10d._get_default_store()
