@@ -27,12 +27,28 @@ SOURCE = Path(__file__).with_name("ring.c")
 STEM = "_ring"
 """Name of the library in this folder, before the interpreter's suffix."""
 
-_VERSION = 4
+_VERSION = 5
 _KEEPS_LOCK_BYTES = 1 << 15
 """Messages up to this size are copied without releasing Python's global lock: about a microsecond."""
 
 _LEAST_SPIN_NS, _FIRST_SPIN_NS, _MOST_SPIN_NS = 2_000, 30_000, 100_000
 """A sleep and its wake-up cost about 50 us; what does not come in that time is worth a sleep."""
+
+
+_USUAL_CACHE_BYTES = 32 << 20
+"""Where the kernel does not tell the size of the last cache."""
+
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+"""In guests too it is what the cores share; ``sysconf`` tells that of the whole processor there."""
+
+
+@lru_cache(maxsize=1)
+def last_cache_bytes() -> int:
+    """Bytes of the last cache of the processor. A message of that size does not stay in it."""
+    try:
+        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10 or _USUAL_CACHE_BYTES
+    except (OSError, ValueError):
+        return _USUAL_CACHE_BYTES
 
 
 class _EndState(ctypes.Structure):
@@ -53,6 +69,7 @@ class _EndState(ctypes.Structure):
         ("spin_least_ns", ctypes.c_uint64),
         ("spin_most_ns", ctypes.c_uint64),
         ("sleeps", ctypes.c_uint64),
+        ("stream_bytes", ctypes.c_uint64),
         ("guard", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
     ]
@@ -118,6 +135,7 @@ class _End:
             spin_ns=_FIRST_SPIN_NS if spins else 0,
             spin_least_ns=_LEAST_SPIN_NS if spins else 0,
             spin_most_ns=_MOST_SPIN_NS if spins else 0,
+            stream_bytes=last_cache_bytes(),
         )
         self._end = ctypes.addressof(self._state)
 

@@ -22,8 +22,11 @@ SIZE = RingSize(4096, 5)
 RING = SIZE.slots * SIZE.slot_bytes
 
 
-def ends(producer: str, consumer: str, begin: int) -> tuple[Any, Any, memory.Mapping]:
-    """Two ends in this process whose counters begin at ``begin``, a multiple of the slots."""
+def ends(
+    producer: str, consumer: str, begin: int, stream_bytes: int | None = None
+) -> tuple[Any, Any, memory.Mapping]:
+    """Two ends in this process whose counters begin at ``begin``, a multiple of the slots. ``stream_bytes``:
+    what native ones take for larger than the caches."""
     if "native" in (producer, consumer) and isinstance(native.load(), str):
         pytest.skip(str(native.load()))
     if "python" in (producer, consumer) and native.why_not_plain() is not None:
@@ -38,6 +41,8 @@ def ends(producer: str, consumer: str, begin: int) -> tuple[Any, Any, memory.Map
         if hasattr(end, "_state"):
             for name in fields:
                 setattr(end._state, name, begin)
+            if stream_bytes is not None:
+                end._state.stream_bytes = stream_bytes
         else:
             for name in fields:
                 setattr(end, f"_{name}", begin)
@@ -51,14 +56,16 @@ def content(number: int, nbytes: int) -> bytes:
 @pytest.mark.parametrize("begin", [0, 2**32 - 6, 2**33 - 12], ids=["zero", "wraps", "wraps again"])
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_ring_is_a_queue(producer: str, consumer: str, begin: int) -> None:
+@pytest.mark.parametrize("stream_bytes", [None, 1], ids=["cached", "past the caches"])
+def test_a_ring_is_a_queue(producer: str, consumer: str, begin: int, stream_bytes: int | None) -> None:
     begin -= begin % SIZE.slots
-    source, sink, mapping = ends(producer, consumer, begin)
+    source, sink, mapping = ends(producer, consumer, begin, stream_bytes)
     draws = random.Random(begin)
     queue: deque[tuple[bytes, bytes]] = deque()
     held: list[tuple[int, int, bytes]] = []
     pending: tuple[bytes, Any, int] | None = None
     target = ctypes.create_string_buffer(4 * RING)
+    shift = 0
     taking: tuple[bytes, bytes] | None = None
     received = number = 0
     while received < 150:
@@ -82,7 +89,7 @@ def test_a_ring_is_a_queue(producer: str, consumer: str, begin: int) -> None:
             peeked = sink.peek(0)
             if peeked is not None:
                 assert peeked == queue[0][0]
-                taking = queue.popleft()
+                taking, shift = queue.popleft(), draws.randrange(130)
         else:
             body = taking[1]
             if 0 < len(body) <= RING and draws.random() < 0.5 and not _begun(sink):
@@ -90,8 +97,8 @@ def test_a_ring_is_a_queue(producer: str, consumer: str, begin: int) -> None:
                 if offset is not None:
                     held.append((sink.hold(len(body)), offset, body))
                     taking, received = None, received + 1
-            elif sink.take(ctypes.addressof(target), len(body), 0):
-                assert target.raw[: len(body)] == body
+            elif sink.take(ctypes.addressof(target) + shift, len(body), 0):
+                assert target.raw[shift : shift + len(body)] == body
                 taking, received = None, received + 1
     assert received == 150
 

@@ -132,8 +132,8 @@ _ACCESS = {
     Do.LOAD: r"atomic_load_explicit\(at\(end, {place}\), memory_order_{order}\)",
     Do.STORE: r"atomic_store_explicit\(at\(end, {place}\), .*, memory_order_{order}\)",
     Do.FENCE: r"atomic_thread_fence\(memory_order_{order}\)",
-    Do.READ: r"memcpy\(",
-    Do.WRITE: r"memcpy\(",
+    Do.READ: r"(memcpy|copy)\(",
+    Do.WRITE: r"(memcpy|copy)\(",
     Do.SLEEP: r"futex_wait\(at\(end, {place}\), seen, ",
     Do.WAKE: r"futex_wake\(at\(end, {place}\)\)",
 }
@@ -182,6 +182,11 @@ def test_credit_is_given_after_each_copy() -> None:
     assert take.index("wait_published(") < take.index('STEP("consumer.payload"') < take.index("took(")
     took = source[source.rindex("static void took(") :]
     assert took.index("end->taken = counter;") < took.index("give(end);") < took.index("\n}\n")
+
+
+def test_stores_past_the_caches_are_fenced_before_a_release() -> None:
+    copy = native.SOURCE.read_text().split("static void copy(")[1].split("\n}\n")[0]
+    assert copy.rindex("_mm_stream_si128(") < copy.index("_mm_sfence();") < copy.index("return;")
 
 
 @pytest.mark.parametrize(
