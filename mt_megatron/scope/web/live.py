@@ -68,6 +68,9 @@ class Sockets:
         self.state: dict[str, Any] | None = None
         """What the training last said of itself: paused, steps_left, armed ... None: nothing yet."""
 
+        self._texts: dict[int, tuple[Mapping[str, Any], str]] = {}
+        """By ``id`` of the event, which is kept with its notice: each is written once for all browsers."""
+
     async def listen(self) -> None:
         """Keep ``state`` up to date, for browsers that come later. Until cancelled."""
         if self._live is None:
@@ -122,12 +125,21 @@ class Sockets:
                 return
             if event.get("k") not in wanted:
                 continue
-            notice = small(event)
             if subscription.dropped > told:
                 told = subscription.dropped
-                notice["browser_dropped"] = told
-            text = json.dumps(notice, separators=(",", ":"))
+                text = _written({**small(event), "browser_dropped": told})
+            else:
+                text = self._text(event)
             await asyncio.wait_for(socket.send_text(text), SEND_S)
+
+    def _text(self, event: Mapping[str, Any]) -> str:
+        """The notice of ``event``."""
+        kept = self._texts.get(id(event))
+        if kept is None:
+            kept = self._texts[id(event)] = event, _written(small(event))
+            if len(self._texts) > QUEUE:
+                del self._texts[next(iter(self._texts))]
+        return kept[1]
 
     async def _receive(self, socket: WebSocket, wanted: set[str]) -> None:
         rate = Rate(MESSAGES_PER_S, MESSAGES_BURST)
@@ -153,6 +165,10 @@ class Sockets:
                 self._audit.refused("message", says=why)
                 await socket.close(POLICY_VIOLATION)
                 return
+
+
+def _written(notice: Mapping[str, Any]) -> str:
+    return json.dumps(notice, separators=(",", ":"))
 
 
 def small(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import struct
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import pytest
 
+from mt_megatron.scope.web import live
 from mt_megatron.scope.web.live import QUEUE, small
 from tests.scope.sidecar.fake_ranks import until
 from tests.scope.web.support import Served
@@ -34,6 +38,24 @@ def test_events_come_without_arrays(page: Served) -> None:
                 break
             # It has not taken the wish yet.
             assert json.loads(link.recv(timeout=10))["step"] == 5 and time.monotonic() < until
+
+
+def test_a_notice_is_written_once_for_all_browsers(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    cookie, written = page.enter(), []
+
+    def counted(event: Mapping[str, Any]) -> dict[str, Any]:
+        written.append(event["step"])
+        return small(event)
+
+    monkeypatch.setattr(live, "small", counted)
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(page.connect(cookie)) for _ in range(3)]
+        until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 3)
+        for step in range(2 * QUEUE):
+            page.publish({"k": "step", "step": step})
+            for link in links:
+                assert json.loads(link.recv(timeout=20)) == {"k": "step", "step": step}
+    assert written == list(range(2 * QUEUE))
 
 
 def test_state_is_kept_for_browsers_that_come_later(page: Served) -> None:

@@ -26,7 +26,8 @@ def test_slow_clients_take_no_place_for_long(page: Served, monkeypatch: pytest.M
         # A place or two may still have been taken by the connections that asked for a session before.
         assert sum(still_open(link) for link in slow) >= MOST_CONNECTIONS - 3
     until(lambda: page.ask("/").status == 401)
-    monkeypatch.setattr(connection, "REQUEST_S", 0.5)
+    # Longer than a busy machine takes to open them all.
+    monkeypatch.setattr(connection, "REQUEST_S", 2.0)
     with contextlib.ExitStack() as stack:
         slow = slow_clients(page, stack)
 
@@ -37,6 +38,7 @@ def test_slow_clients_take_no_place_for_long(page: Served, monkeypatch: pytest.M
 
         until(drips)  # further bytes do not put the end off
         until(lambda: not any(still_open(link) for link in slow))
+        monkeypatch.setattr(connection, "REQUEST_S", 10.0)
         assert page.ask("/api/run", cookie=page.enter()).status == 200
 
 
@@ -82,7 +84,8 @@ def connected(page: Served, stack: contextlib.ExitStack, said: bytes) -> socket.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     link.settimeout(10)
     link.connect(("127.0.0.1", page.port))
-    link.sendall(said)
+    with contextlib.suppress(ConnectionError):  # cut off already, where this thread was held up
+        link.sendall(said)
     return link
 
 
