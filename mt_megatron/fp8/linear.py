@@ -251,7 +251,7 @@ class Fp8Linear:
             state.counts["padded_rows"] += -x.shape[0] % self.recipe.row_multiple
         generator = None
         if cast.stochastic:
-            generator = state.generator(f"{self.name} {self.index}", expert, kind, draw, x.device)
+            generator = state.generator(f"{self.name} {self.index}", expert, role, kind, draw, x.device)
         if self.recipe.scaling == "delayed":
             largest = amax_of(x, cast, along)
             if group is not None and group.size() > 1 and not state.has_history(self.name, kind):
@@ -291,7 +291,7 @@ class Fp8Linear:
 
         def generator(expert: int) -> torch.Generator:
             draw = (draws or {}).get(expert, NO_DRAW)
-            return state.generator(f"{self.name} {self.index}", expert, kind, draw, x.device)
+            return state.generator(f"{self.name} {self.index}", expert, role, kind, draw, x.device)
 
         def delayed(largest: Tensor) -> Tensor:
             scale = state.delayed_scale(self.name, kind, largest)

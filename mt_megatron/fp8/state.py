@@ -22,7 +22,7 @@ from torch import Tensor
 from mt_megatron.fp8.formats import FORMATS
 from mt_megatron.fp8.kernels import Kernels
 from mt_megatron.fp8.quantise import scale_of
-from mt_megatron.fp8.recipe import ROLES, AmaxGroup, Kind, Recipe
+from mt_megatron.fp8.recipe import ROLES, AmaxGroup, Kind, Recipe, Role
 from mt_megatron.seams import collectives
 
 _log = logging.getLogger("mt_megatron")
@@ -266,12 +266,13 @@ class Fp8State:
     # Draws.
 
     def generator(
-        self, name: str, expert: int | None, kind: Kind, draw: Draw, device: torch.device
+        self, name: str, expert: int | None, role: Role, kind: Kind, draw: Draw, device: torch.device
     ) -> torch.Generator:
-        """A generator for one cast: the same for the same seed, step, linear and micro-batch. Ranks with
-        other samples draw other numbers; tensor-parallel ranks the same, since some of their operands are
-        equal and must stay so."""
-        text = f"{self.options.seed} {draw.step} {_data_rank()} {name} {expert} {kind} {draw.number}"
+        """A generator for one cast: the same for the same seed, step, linear, product and micro-batch. Other
+        products of an operand draw other numbers, so that their errors are independent, as do ranks with
+        other samples; tensor-parallel ranks the same, since some of their operands are equal and must stay
+        so."""
+        text = f"{self.options.seed} {draw.step} {_data_rank()} {name} {expert} {role} {kind} {draw.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         generator = torch.Generator(device=device)
         generator.manual_seed(seed)

@@ -20,7 +20,7 @@ from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.products import reference, scaled_mm
 from mt_megatron.fp8.quantise import Quantised, quantise, rotated
 from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, Recipe, Role, native_recipes
-from mt_megatron.fp8.state import Fp8State, Options
+from mt_megatron.fp8.state import Draw, Fp8State, Options
 from tests.fp8.drawn import KINDS, cases
 
 COUNT = 2000 if os.environ.get("MT_MEGATRON_SOAK") == "1" else 160
@@ -233,6 +233,20 @@ def test_codes_of_a_part_of_a_block_are_not_kept_for_a_gathering(name: str, bloc
 
 def _cast(name: str, x: Tensor) -> Quantised:
     return quantise(x, PRESETS[name].cast("wgrad", "input"), 0)
+
+
+def test_products_of_one_gradient_draw_for_themselves() -> None:
+    state = Fp8State(PRESETS["nvfp4"], Options())
+    cpu = torch.device("cpu")
+
+    def noise(role: Role, draw: int = 1) -> Tensor:
+        made = state.generator("linear", None, role, "grad", Draw(3, draw), cpu)
+        return torch.rand(10_000, generator=made) - 0.5
+
+    one = noise("dgrad")
+    assert torch.equal(one, noise("dgrad"))
+    for other in (noise("wgrad"), noise("dgrad", 2)):
+        assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.05
 
 
 @pytest.mark.parametrize(("role", "shapes"), [("fprop", ((0, 64), (32, 64))), ("wgrad", ((0, 32), (0, 64)))])
