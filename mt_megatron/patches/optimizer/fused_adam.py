@@ -20,25 +20,29 @@ from mt_megatron.patching.spec import Patch
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
-def _adam(original: Any, *, backend: Backend) -> Any:
+def _adam(original: Any, *, backend: Backend, made: set[type]) -> Any:
+    """``made``: classes of the optimizers that it has made."""
     import torch
 
-    if original is not torch.optim.AdamW:
+    if original not in (torch.optim.AdamW, torch.optim.Adam):
         return original  # Apex's or Transformer Engine's, which is fused already
 
     class Fused(type):
-        """Calling makes the backend's optimizer; type checks answer for torch's class."""
+        """Calling makes the backend's optimizer; type checks answer for torch's class and the backend's,
+        which need not be derived from it."""
 
         def __call__(cls, params: Any, **options: Any) -> Any:
-            return backend.adamw(params, **options)
+            optimizer = backend.adamw(params, **options)
+            made.add(type(optimizer))
+            return optimizer
 
         def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original)
+            return isinstance(instance, (original, *made))
 
         def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, original)
+            return issubclass(subclass, (original, *made))
 
-    return Fused("AdamW", (), {"__doc__": original.__doc__, "__module__": original.__module__})
+    return Fused(original.__name__, (), {"__doc__": original.__doc__, "__module__": original.__module__})
 
 
 def _step_is_per_parameter() -> bool:
@@ -143,6 +147,7 @@ def patches(backend: Backend) -> list[Patch]:
             digest=digest,
         )
 
+    made: set[type] = set()
     shape = "a per-parameter step is no tensor of the shard's shape; it travels in the parameter groups"
     return [
         Patch(
@@ -151,7 +156,15 @@ def patches(backend: Backend) -> list[Patch]:
             kind="value",
             feature="optimizer",
             reason="the backend's fused AdamW instead of torch's loop over parameters",
-            body=partial(_adam, backend=backend),
+            body=partial(_adam, backend=backend, made=made),
+        ),
+        Patch(
+            id="optimizer.distributed_adam",
+            target="megatron.core.optimizer.distrib_optimizer:Adam",
+            kind="value",
+            feature="optimizer",
+            reason="it refuses optimizers of other classes, such as torch_musa's and AdamW before torch 2.6",
+            body=partial(_adam, backend=backend, made=made),
         ),
         Patch(
             id="optimizer.inverse_loss_scale",

@@ -126,12 +126,15 @@ def _whole(found: _Operations) -> _Operations:
     waits = _first_of_each(found.take(np.flatnonzero((found.flags & WAIT) != 0)))
     _, at, of = np.intersect1d(starts.seq, waits.seq, assume_unique=True, return_indices=True)
     starts, waits = starts.take(at), waits.take(of)
+    # On a device the transfer runs in a stream of its own: the start's time is that of its launch, and the
+    # stream that waits stands until it is over. A wait that the host alone timed says nothing of that.
+    told = waits.timed | ~starts.timed
     length = np.maximum(waits.end - starts.begin, 1)
     # A wait that took no time says that it was over before, not when.
-    waited = starts.timed | (waits.end - waits.begin > 0.05 * length)
+    waited = told & (waits.end - waits.begin > 0.05 * length)
     joined = {each.name: getattr(starts, each.name) for each in fields(starts)}
     joined.update(
-        end=np.where(starts.timed, starts.end, waits.end), waited=waited, shared=starts.shared | waits.shared
+        end=np.where(told, waits.end, starts.end), waited=waited, shared=starts.shared | waits.shared
     )
     whole = found.take(np.flatnonzero(~background)).then(_Operations(**joined))
     return whole.take(np.argsort(whole.seq, kind="stable"))

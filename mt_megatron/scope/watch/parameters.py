@@ -290,7 +290,10 @@ def _rule(share: Share) -> _Rule | None:
     group, name = share.group, type(share.inner).__name__
     if any(group.get(option) for option in ("amsgrad", "maximize", "nesterov")):
         return None
-    if name == "AdamW" or (name == "FusedAdam" and group.get("adam_w_mode", _adam_w_mode(share.inner))):
+    # FusedAdamW: torch_musa's.
+    if name in ("AdamW", "FusedAdamW") or (
+        name == "FusedAdam" and group.get("adam_w_mode", _adam_w_mode(share.inner))
+    ):
         return _adamw
     if name == "SGD" and group.get("momentum") and not group.get("dampening"):
         return _momentum
