@@ -25,6 +25,14 @@ supported_python() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 12))' 2>/dev/null
 }
 
+# Path of a program, not relative: it is also run from /.
+absolute() {
+    local found
+    found="$(command -v "$1")"
+    [[ $found == /* ]] || found="$PWD/$found"
+    printf '%s\n' "$found"
+}
+
 # What an environment must have; tests add theirs.
 MODULES=(mt_megatron torch megatron.core tokenizers)
 
@@ -40,7 +48,7 @@ find_base_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3.10 python3 python; do
         if [[ -n $candidate ]] && supported_python "$candidate"; then
-            command -v "$candidate"
+            absolute "$candidate"
             return
         fi
     done
@@ -53,7 +61,7 @@ ensure_environment() {
     local venv="$REPO_ROOT/.venv" base
     if [[ -n ${PYTHON:-} ]]; then
         supported_python "$PYTHON" || die "PYTHON=$PYTHON does not run, or is not Python 3.10 or 3.11"
-        PYTHON="$(command -v "$PYTHON")"
+        PYTHON="$(absolute "$PYTHON")"
     elif [[ -x $venv/bin/python ]] && has_mt_megatron "$venv/bin/python"; then
         PYTHON="$venv/bin/python"
         return

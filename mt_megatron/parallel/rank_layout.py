@@ -18,6 +18,7 @@ from mt_megatron.backends.base import Backend
 from mt_megatron.backends.distributed.namespace import (
     let_group_threads_rest,
     local_device,
+    node_count,
     prepare_environment,
 )
 from mt_megatron.backends.distributed.rendezvous import elastic_group
@@ -148,9 +149,8 @@ def initialize(layout: RankLayout, backend: Backend, timeout: timedelta = timede
         raise ConfigError("the model parallel groups exist already; call destroy() before making others")
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
         _require_world(launched, layout)
-        prepare_environment(backend, nodes=math.ceil(launched / local))
+        prepare_environment(backend, nodes=node_count())
         backend.set_device(local_device(backend))
         dist.init_process_group(backend.collective, timeout=timeout, **elastic_group(timeout))
         _made_default_group = True

@@ -203,6 +203,17 @@ def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
     assert run.count("--save") == 1 and "elsewhere" in run
 
 
+def test_an_interpreter_with_a_relative_path_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    script = f'. "{ROOT}/examples/launch_common.sh"; DRY_RUN=1; ensure_environment; echo "$PYTHON"'
+    command = ["bash", "-c", script]
+    environment = {**os.environ, "PYTHON": "bin/python"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (str(tmp_path / "bin" / "python"), "")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -314,10 +315,15 @@ def _drop_nccl_options(kwargs: dict[str, Any], collective: str) -> None:
         kwargs["pg_options"] = None
 
 
-def single_node() -> bool:
-    """Whether every rank of this job runs here, by torchrun's variables (unset: a lone process)."""
+def node_count() -> int:
+    """Nodes of this job, by torchrun's variables (unset: a lone process). Where a launcher of another kind
+    tells no ``LOCAL_WORLD_SIZE``: 1 if the ranks meet on loopback, else 2 for several."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    return world <= int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if local is not None:
+        return max(1, math.ceil(world / int(local)))
+    meeting_point = os.environ.get("MASTER_ADDR", "localhost")
+    return 1 if world == 1 or meeting_point == "localhost" or meeting_point.startswith("127.") else 2
 
 
 _SET_BY_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
@@ -344,10 +350,41 @@ def prepare_environment(backend: Backend, *, nodes: int) -> None:
         )
 
 
+_LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+)
+"""Variables with a process's number on its node: torchrun's, then those of other launchers."""
+
+
+def _local_rank(backend: Backend) -> int:
+    own, *others = _LOCAL_RANKS
+    if os.environ.get(own):
+        return int(os.environ[own])
+    # Alone in a job, a process may still be one of many that a launcher started.
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or backend.device_count() <= 1:
+        return 0
+    for name in others:
+        if os.environ.get(name):
+            return int(os.environ[name])
+    if node_count() == 1:
+        return int(os.environ.get("RANK", "0"))
+    raise BackendError(
+        f"found WORLD_SIZE={os.environ['WORLD_SIZE']}, {backend.device_count()} {backend.name} devices and "
+        f"no number of this process on its node; expected one of {', '.join(_LOCAL_RANKS)}: without it all "
+        "processes of a node would take device 0. Start them with torchrun, or set LOCAL_RANK and "
+        "LOCAL_WORLD_SIZE"
+    )
+
+
 def local_device(backend: Backend) -> int:
     """Index of this process's device: its local rank, or 0 where the launcher shows each process one
-    device of its own (by ``<NAME>_VISIBLE_DEVICES``). Raises BackendError when it has none."""
-    rank, count = int(os.environ.get("LOCAL_RANK", "0")), backend.device_count()
+    device of its own (by ``<NAME>_VISIBLE_DEVICES``). Raises BackendError when it has none, or when nothing
+    says which."""
+    rank, count = _local_rank(backend), backend.device_count()
     if rank < count:
         return rank
     variable = f"{backend.name.upper()}_VISIBLE_DEVICES"
@@ -397,7 +434,7 @@ def distributed_overrides(backend: Backend) -> dict[str, Any]:
     @functools.wraps(dist.init_process_group)
     def init_process_group(backend_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         backend_name = kwargs.pop("backend", backend_name)
-        prepare_environment(backend, nodes=1 if single_node() else 2)
+        prepare_environment(backend, nodes=node_count())
         _drop_nccl_options(kwargs, backend.collective)
         device_id = kwargs.pop("device_id", None)
         if device_id is not None and backend.device_type != "cpu":

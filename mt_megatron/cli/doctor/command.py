@@ -330,9 +330,12 @@ def _fp8_text(backends: dict[str, Any], usable: list[str], present: dict[str, bo
 
 def _warnings(report: dict[str, Any]) -> list[str]:
     warnings = []
-    for name in ("transformer-engine", "apex"):
+    for name, used in (
+        ("transformer-engine", "on CUDA its layers are used (--transformer-impl auto), and its FusedAdam"),
+        ("apex", "its FusedAdam is used"),
+    ):
         if report["versions"][name] is not None:
-            warnings.append(f"{name} {report['versions'][name]} is installed; this version does not use it")
+            warnings.append(f"{name} {report['versions'][name]} is installed: {used}")
     namespace = report["megatron_core"]["namespace"]
     if len(namespace) > 1:
         warnings.append(

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.backends.distributed.namespace import (
         let_group_threads_rest,
         local_device,
+        node_count,
         prepare_environment,
-        single_node,
     )
     from mt_megatron.scan.respond.measures import Measures
     from mt_megatron.scan.respond.selftest import selftest
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         import torch.distributed as dist
 
-        prepare_environment(backend, nodes=1 if single_node() else 2)
+        prepare_environment(backend, nodes=node_count())
         dist.init_process_group(backend.collective)
         try:
             measures = Measures(backend, size=args.size)
