@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.errors import PatchError
-from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.errors import ConfigError, PatchError
+from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scan.clock.pings import ClockPings
 from mt_megatron.scan.clock.store_messages import StoreBoard
@@ -65,6 +65,7 @@ class Session:
         modules: Sequence[Any] = (),
         samples: Mapping[str, Callable[[], float | None]] | None = None,
         say: Callable[[str], None] = logger.warning,
+        place: Coordinates | None = None,
     ) -> None:
         """Nothing happens before ``start``.
 
@@ -72,7 +73,8 @@ class Session:
         for the folder's group too. ``facts`` go into ``run.json`` (``num_microbatches``, the
         model ...), ``modules`` are the model's chunks, whose submodules level ``full`` records;
         ``samples`` are read at every flush, in the background, as counters of these names.
-        ``say`` gets a line where something is worth one.
+        ``say`` gets a line where something is worth one. ``place``: of this rank, where its groups are not
+        in the order of ``layout``.
         """
         self.files = run_files(run)
         level_of(level)
@@ -80,6 +82,7 @@ class Session:
         """While it records."""
         self._rank = rank
         self._layout = layout
+        self._place = place or layout.coordinates(rank)
         self._backend = backend
         self._level: Level = level
         self._window = window
@@ -102,6 +105,7 @@ class Session:
             {
                 "host": socket.gethostname(),
                 "boot": boot_id(),
+                "place": asdict(self._place),
                 "session": self._next_session(),
                 "board": secrets.token_hex(8),
                 "alone": not _traced,
@@ -157,7 +161,7 @@ class Session:
 
     def _begin(self, everyone: list[dict[str, Any]]) -> None:
         machines = list(dict.fromkeys(each["boot"] for each in everyone))
-        coordinates = asdict(self._layout.coordinates(self._rank))
+        coordinates = asdict(self._place)
         opened = set_group_readable(
             self.files.root,
             self._group_readable,
@@ -241,7 +245,7 @@ class Session:
                     "rank": rank,
                     "host": each["host"],
                     "node": machines.index(each["boot"]),
-                    **asdict(layout.coordinates(rank)),
+                    **each["place"],
                 }
                 for rank, each in enumerate(everyone)
             ],
@@ -270,11 +274,12 @@ def session(
     process beside rank 0 says who holds the run up. ``group_readable``: as of ``Session``. Raises
     ``ConfigError`` for a level or window that does not exist, and nothing else.
     """
-    rank, layout = _this_rank()
+    rank, layout, place = _this_rank()
     traced = Session(
         run,
         rank=rank,
         layout=layout,
+        place=place,
         backend=_backend(),
         level=level,
         window=window,
@@ -300,23 +305,39 @@ def _gather(own: Any) -> list[Any]:
     return found
 
 
-def _this_rank() -> tuple[int, RankLayout]:
-    """Rank, and the layout as Megatron-Core was told; without its groups everything is data-parallel."""
+def _this_rank() -> tuple[int, RankLayout, Coordinates | None]:
+    """Rank, the layout as Megatron-Core was told, and the rank's place in its groups, whatever their order;
+    without groups everything is data-parallel."""
     import torch.distributed as dist
 
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # Not imported here: a program that does not use it has no groups of it either.
-    parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
-        return rank, RankLayout(world_size=world_size)
-    return rank, RankLayout(
-        world_size=world_size,
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        cp=parallel_state.get_context_parallel_world_size(),
-        ep=parallel_state.get_expert_model_parallel_world_size(),
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return rank, RankLayout(world_size=world_size), None
+    ep, dp = state.get_expert_model_parallel_rank(), state.get_data_parallel_rank()
+    place = Coordinates(
+        tp=state.get_tensor_model_parallel_rank(),
+        cp=state.get_context_parallel_rank(),
+        ep=ep,
+        edp=dp // state.get_expert_model_parallel_world_size(),
+        dp=dp,
+        pp=state.get_pipeline_model_parallel_rank(),
     )
+    sizes: dict[str, Any] = {
+        "tp": state.get_tensor_model_parallel_world_size(),
+        "pp": state.get_pipeline_model_parallel_world_size(),
+        "vpp": state.get_virtual_pipeline_model_parallel_world_size(),
+        "cp": state.get_context_parallel_world_size(),
+        "ep": state.get_expert_model_parallel_world_size(),
+    }
+    try:
+        return rank, RankLayout(world_size=world_size, **sizes), place
+    except ConfigError as error:
+        logger.warning(
+            "scan: the layout's sizes are left out of the trace: %s", error
+        )
+        return rank, RankLayout(world_size=world_size), place
 
 
 def _backend() -> Backend:

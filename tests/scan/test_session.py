@@ -23,6 +23,7 @@ from mt_megatron.scan.record.control import change_control
 from mt_megatron.scan.record.levels import Window
 from mt_megatron.scan.session import session
 from mt_megatron.seams import events
+from tests.launch import run_ranks
 
 
 def steps(count: int, first: int = 1) -> None:
@@ -100,6 +101,11 @@ def test_a_wrong_level_is_an_error_before_anything_starts(tmp_path: Path) -> Non
     ):
         pass
     assert not (tmp_path / "scan").exists()
+
+
+def test_places_are_those_of_the_groups_that_exist(tmp_path: Path) -> None:
+    found = run_ranks(4, "tests.scan.session_ranks:places", str(tmp_path))
+    assert found == [[[0, 0], [0, 1], [1, 0], [1, 1]]] * 4
 
 
 def test_the_watcher_runs_beside_and_ends_with_the_session(tmp_path: Path) -> None:
