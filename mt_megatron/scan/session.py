@@ -105,7 +105,7 @@ class Session:
             {
                 "host": socket.gethostname(),
                 "boot": boot_id(),
-                "place": asdict(self._place),
+                "place": {**asdict(self._place), **_part_of(self._modules)},
                 "session": self._next_session(),
                 "board": secrets.token_hex(8),
                 "alone": not _traced,
@@ -334,10 +334,21 @@ def _this_rank() -> tuple[int, RankLayout, Coordinates | None]:
     try:
         return rank, RankLayout(world_size=world_size, **sizes), place
     except ConfigError as error:
-        logger.warning(
-            "scan: the layout's sizes are left out of the trace: %s", error
-        )
+        logger.warning("scan: the layout's sizes are left out of the trace: %s", error)
         return rank, RankLayout(world_size=world_size), place
+
+
+def _part_of(chunks: Sequence[Any]) -> dict[str, Any]:
+    """How many of the model's layers ``chunks`` hold, and whether its head; empty where they do not say."""
+    layers, has_head = 0, False
+    for chunk in chunks:
+        while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
+            chunk = chunk.module
+        found = getattr(getattr(chunk, "decoder", None), "layers", None)
+        if found is None or not hasattr(chunk, "post_process"):
+            return {}
+        layers, has_head = layers + len(found), has_head or bool(chunk.post_process)
+    return {"layers": layers, "has_head": has_head} if chunks else {}
 
 
 def _backend() -> Backend:

@@ -32,6 +32,11 @@ class Place:
     tp: int = 0
     cp: int = 0
     ep: int = 0
+    layers: int | None = None
+    """Of the model, that it holds; None: not said."""
+
+    has_head: bool | None = None
+    """Whether it computes the output layer and the loss; None: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,15 @@ def _place(rank: int, said: Mapping[str, Any]) -> Place:
     inner = said.get("coordinates")
     facts = {**inner, **said} if isinstance(inner, Mapping) else said
     numbers = {axis: int(facts.get(axis) or 0) for axis in COORDINATES}
-    host = str(facts.get("host") or "")
-    return Place(rank=rank, host=host, node=int(facts.get("node") or 0), **numbers)
+    layers, has_head = facts.get("layers"), facts.get("has_head")
+    return Place(
+        rank=rank,
+        host=str(facts.get("host") or ""),
+        node=int(facts.get("node") or 0),
+        layers=None if layers is None else int(layers),
+        has_head=None if has_head is None else bool(has_head),
+        **numbers,
+    )
 
 
 def _few(ranks: tuple[int, ...]) -> str:

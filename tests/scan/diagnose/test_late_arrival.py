@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,28 @@ def test_a_stage_without_peers_is_judged_by_its_past() -> None:
     (found,) = slow_stages(slow, [])
     assert found.cause == "slow_compute" and found.ranks == (1,)
     assert abs(found.first_step - 21) <= 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "found"),
+    [
+        ((None,) * 4, None, [("slow_compute", (0,))]),
+        ((2, 2, 2, 2), 3, [("slow_compute", (0,))]),
+        ((4, 2, 2, 2), 3, []),
+        ((2, 2, 2, 2), 0, []),
+    ],
+    ids=["not said", "as many", "more layers", "the head, as in a V"],
+)
+def test_stages_are_compared_with_those_that_have_as_much_to_do(
+    layers: tuple[int | None, ...], head: int | None, found: list[Any]
+) -> None:
+    run = table(dp=1, pp=4)
+    run.columns["compute"][0] *= 1.6
+    places = {
+        rank: replace(place, layers=layers[rank], has_head=None if head is None else rank == head)
+        for rank, place in run.places.items()
+    }
+    assert named(slow_stages(replace(run, places=places), [])) == found
 
 
 def test_peers_with_less_to_do_were_not_slow_before() -> None:

@@ -117,12 +117,21 @@ def _by_layers(table: StepTable, number: int, blamed: Sequence[Finding]) -> list
 
 
 def _by_other_stages(table: StepTable, number: int, levels: Floats) -> list[Finding]:
-    """Slow from the first step on, layers not recorded: stages other than the last have as many of them.
+    """Slow from the first step on, layers not recorded: beside stages that have as many of them.
 
-    The last one's head may take any time, so that it is neither judged nor compared with.
+    The head may take any time, so that its stage is neither judged nor compared with. Where nothing says who
+    has what, as in traces of before, that is the last stage, and all others are taken for alike.
     """
-    others = [each for each in range(len(table.roles) - 1) if each != number]
-    if len(table.roles[number]) > 1 or number == len(table.roles) - 1 or not others:
+    parts = [table.places[table.ranks[int(rows[0])]] for rows in table.roles]
+    heads: list[bool | None] = [each.has_head for each in parts]
+    if None in heads:
+        heads = [False] * (len(parts) - 1) + [True]
+    others = [
+        each
+        for each, part in enumerate(parts)
+        if each != number and not heads[each] and part.layers == parts[number].layers
+    ]
+    if len(table.roles[number]) > 1 or heads[number] or not others:
         return []
     series = levels[number] - median_of_rows(levels[others])
     raised = raised_levels(
@@ -168,7 +177,7 @@ def _finding(table: StepTable, rows: NDArray[np.int64], raised: Raised, beside: 
         said = f"a layer of stage {stage} takes {more} longer than the median of the other stages'"
         trust = 0.7
     else:
-        said = f"own work of stage {stage} takes {more} more than the median of the others but the last"
+        said = f"own work of stage {stage} takes {more} more than the median of stages with as many layers"
         trust = 0.6 if raised.level >= CERTAIN_BESIDE_STAGES else 0.48
     hosts = {table.places[rank].host for rank in ranks}
     # The host's facts are those of one rank.
