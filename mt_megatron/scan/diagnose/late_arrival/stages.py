@@ -123,8 +123,8 @@ def _by_other_stages(table: StepTable, number: int, levels: Floats) -> list[Find
     has what, as in traces of before, that is the last stage, and all others are taken for alike.
     """
     parts = [table.places[table.ranks[int(rows[0])]] for rows in table.roles]
-    heads: list[bool | None] = [each.has_head for each in parts]
-    if None in heads:
+    heads = [bool(each.has_head) for each in parts]
+    if any(each.has_head is None for each in parts):
         heads = [False] * (len(parts) - 1) + [True]
     others = [
         each
