@@ -56,6 +56,11 @@ def _all_gather(real: Any) -> Any:
     return gather
 
 
+def _all_gather_object(found: list[Any], own: Any, group: Any = None) -> None:
+    """Every rank says the same; torch's own form reads sizes from tensors, and fake ones have no data."""
+    found[:] = [own] * len(found)
+
+
 # Collectives that torch has no fake form of: as for the others, nothing happens and it is done.
 _more_collectives = torch.library.Library("c10d", "IMPL")
 for _name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
@@ -84,6 +89,7 @@ def fake_rank(rank: int, world: int, cuda: RecordingCuda) -> Iterator[OnCuda]:
         mock.patch.object(torch, "set_rng_state", lambda state: None),
         mock.patch.object(dist, "_all_gather_base", _all_gather(dist._all_gather_base)),
         mock.patch.object(dist, "all_gather_into_tensor", _all_gather(dist.all_gather_into_tensor)),
+        mock.patch.object(dist, "all_gather_object", _all_gather_object),
         mock.patch.dict(os.environ, torchrun_environment(rank, world, cuda.devices)),
         mock.patch.object(dist, "new_group", new_group),
     ):

@@ -86,7 +86,9 @@ def flags(row: Row) -> list[str]:
         f"--attention-dropout {row['dropout']} "
         f"--tensor-model-parallel-size {row['tp']} --pipeline-model-parallel-size {row['pp']} "
         f"--context-parallel-size {row['cp']} --expert-model-parallel-size {row['ep']} "
-        f"--micro-batch-size {MICRO_BATCH} --mock-data --train-iters 1 --lr 1e-3"
+        f"--micro-batch-size {MICRO_BATCH} --mock-data --train-iters 1 --lr 1e-3 "
+        # Ranks that stand alone cannot agree on another transport.
+        "--p2p-transport collective"
     ).split()
     switches = {
         "--sequence-parallel": row["sp"],
