@@ -10,6 +10,8 @@ import pytest
 from tests.fake_cuda.layouts import FACTORS, covering, legal, stages
 from tests.fake_cuda.pairwise import Row, all_pairs, covering_rows, pairs_of
 
+pytestmark = pytest.mark.daily
+
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
