@@ -11,6 +11,7 @@ import pytest
 
 from tests import index_cache
 from tests.fork_server import installed_here
+from tests.second_lane import is_moved
 from tests.soak import SoakReport
 
 
@@ -30,8 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # A deadline measures the machine: beside other work a first example takes longer than the later ones.
-hypothesis.settings.register_profile("suite", deadline=None)
-hypothesis.settings.load_profile("suite")
+hypothesis.settings.register_profile("first lane", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("second lane", deadline=None, max_examples=100)
+hypothesis.settings.load_profile("first lane")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests whose volume depends on the lane, rather than their existence, read these.
     if config.getoption("--all") or config.getoption("--soak"):
         os.environ["MT_MEGATRON_DAILY"] = "1"
+        hypothesis.settings.load_profile("second lane")
     if config.getoption("--soak"):
         os.environ["MT_MEGATRON_SOAK"] = "1"
         name = config.getoption("--soak-record")
@@ -82,7 +85,9 @@ def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return False
     if item.get_closest_marker("soak") and not soak:
         return False
-    if item.get_closest_marker("daily") and not (config.getoption("--all") or soak):
+    if (item.get_closest_marker("daily") or is_moved(item.nodeid)) and not (
+        config.getoption("--all") or soak
+    ):
         return False
     needed = item.get_closest_marker("backend")
     return needed is None or needed.args[0] == config.getoption("--backend")

@@ -6,7 +6,7 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-_GATE, _PARITY = "the coverage gate's launches", "the parity runs"
+_GATE, _PARITY, _PLAN = "the coverage gate's launches", "the parity runs", "the planner's executed cases"
 SECONDS: dict[str, int] = {
     _PARITY: 100,
     "tests/training/test_loop.py": 58,
@@ -58,6 +58,8 @@ TOGETHER = {
     "tests/fake_cuda/test_forward.py": _GATE,
     "tests/parity/test_emulated_musa.py": _PARITY,
     "tests/parity/test_layouts.py": _PARITY,
+    "tests/planning/test_flops.py": _PLAN,
+    "tests/planning/test_memory.py": _PLAN,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.types import PARSERS, Option, members, options
+
+DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
 
 _TEXT = st.text(
     st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_categories=("C",)), min_size=1
@@ -66,7 +69,11 @@ def flags_can_say(value: Any) -> bool:
 
 
 @given(values=settings_by_option())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300 if DAILY else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_flags_yaml_and_the_printed_configuration_agree(tmp_path: Path, values: dict[str, Any]) -> None:
     values = {name: value for name, value in values.items() if flags_can_say(value)}
     known = options()
