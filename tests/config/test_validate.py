@@ -151,6 +151,21 @@ WRONG = [
         "moe_extended_tp is on with the alltoall dispatcher; expected allgather",
     ),
     (
+        "--family other --num-moe-experts 4 --moe-extended-tp --disable-bias-linear --save /tmp/x",
+        1,
+        "moe_extended_tp is on and save is /tmp/x; expected no checkpoints",
+    ),
+    (
+        "--family other --num-moe-experts 4 --moe-extended-tp --disable-bias-linear --load /",
+        1,
+        "moe_extended_tp is on and load is /; expected no checkpoints",
+    ),
+    (
+        "--family other --num-moe-experts 4 --moe-extended-tp --disable-bias-linear --resume /",
+        1,
+        "moe_extended_tp is on and resume is /; expected no checkpoints",
+    ),
+    (
         "--family other --num-moe-experts 4 --add-bias-linear",
         1,
         "add_bias_linear is on with num_moe_experts 4; expected no biases",

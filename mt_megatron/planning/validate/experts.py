@@ -58,12 +58,31 @@ def _experts(config: TrainingConfig) -> list[str]:
             f"moe_extended_tp is on with the {model.moe_token_dispatcher_type} dispatcher; expected "
             "allgather. Set --moe-token-dispatcher-type allgather."
         )
+    if model.moe_extended_tp:
+        found.extend(_extended_in_checkpoints(config))
     if model.add_bias_linear:
         found.append(
             f"add_bias_linear is on with num_moe_experts {experts}; expected no biases: experts have none. "
             "Set --disable-bias-linear."
         )
     return found
+
+
+def _extended_in_checkpoints(config: TrainingConfig) -> list[str]:
+    """Checkpoints that such a run names: Megatron-Core 0.9.0 raises an error where it would write or read
+    experts that are cut that way, so the work up to the first save would be lost."""
+    options = config.checkpoint
+    named = {
+        "save": options.save,
+        "load": options.load,
+        "resume": None if options.resume in ("auto", "never") else options.resume,
+    }
+    return [
+        f"moe_extended_tp is on and {name} is {value}; expected no checkpoints: Megatron-Core 0.9.0 can "
+        f"neither write nor read experts that are cut that way. Leave --moe-extended-tp or --{name} out."
+        for name, value in named.items()
+        if value is not None
+    ]
 
 
 def _capacity(config: TrainingConfig) -> list[str]:
