@@ -199,7 +199,7 @@ def train_step(
         if not overflowed:
             observer.gradients_ready()
         norm = None
-        if not overflowed and (watch.check_gradients or wants_norm(optimizer)):
+        if not overflowed and (watch.needs_norm or wants_norm(optimizer)):
             norm = gradient_norm(optimizer)
         sums = [*summed(reports, job), *depth_sums(trainable, job)]
         agreed = _agree(sums, job, iteration, wishes(), overflowed, watch.norm_is_bad(norm))

@@ -106,6 +106,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "variable_seq_lengths": "every sequence has train.seq_length tokens",
     "use_ring_exchange_p2p": "it needs a torch built with ring_exchange",
     "num_microbatches_with_partial_activation_checkpoints": "the trainer's forward step does not read it",
+    "log_num_zeros_in_grad": "the trainer makes its updates without counting them",
     "overlap_param_gather_with_optimizer_step": "distributed checkpoints cannot be written with it",
 }
 """Option -> why a value other than its default is refused."""

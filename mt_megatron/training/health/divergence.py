@@ -65,6 +65,11 @@ class DivergenceWatch:
         self._hysteresis = hysteresis
         self._stuck_overflows = 0
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step is judged by its gradient norm, whatever clipping needs."""
+        return self.check_gradients or self._norm_limit is not None
+
     def remember(self) -> Callable[[], None]:
         """Keeps the mean and the count of overflows; what is returned brings them back."""
         value, steps, overflows = self.mean.value, self.mean.steps, self._stuck_overflows

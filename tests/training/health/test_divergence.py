@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mt_megatron.training import step as steps
 from mt_megatron.training.health.divergence import DivergenceWatch
 from tests.launch import run_ranks
 
@@ -134,6 +136,50 @@ def test_the_mean_weighs_the_last_hundred_steps() -> None:
 )
 def test_which_norms_are_bad(norm: float | None, limit: float | None, bad: bool) -> None:
     assert DivergenceWatch(grad_norm_limit=limit).norm_is_bad(norm) == bad
+
+
+class _OneRank:
+    """As much of a job as ``train_step`` asks for."""
+
+    layout = SimpleNamespace(dp=1, world_size=1)
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return values
+
+
+@pytest.mark.parametrize(("limit", "norm", "bad"), [(None, None, False), (9.0, 7.0, False), (5.0, 7.0, True)])
+def test_a_limit_is_enough_for_the_norm_to_be_computed(
+    limit: float | None, norm: float | None, bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither clipping nor the search for NaN asks for it."""
+    parts: dict[str, Any] = {
+        "forget": None,
+        "forward_backward": [],
+        "summed": [2.0, 1.0],
+        "depth_sums": [],
+        "learning_rate": 0.1,
+        "prepare": False,
+        "gradient_norm": 7.0,
+        "clip_and_apply": None,
+        "update_expert_bias": None,
+    }
+    for name, found in parts.items():
+        monkeypatch.setattr(steps, name, lambda *args, found=found: found)
+    optimizer = SimpleNamespace(config=SimpleNamespace(clip_grad=0.0))
+    scheduler = SimpleNamespace(step=lambda samples: None)
+    trainable: Any = SimpleNamespace(optimizer=optimizer, scheduler=scheduler, chunks=[])
+    job: Any = _OneRank()
+    result = steps.train_step(
+        trainable,
+        lambda batches, model: None,  # type: ignore[arg-type,return-value]
+        [],
+        steps.Shape(num_microbatches=1, micro_batch_size=1, seq_length=4),
+        job,
+        iteration=1,
+        watch=DivergenceWatch(check_gradients=False, grad_norm_limit=limit),
+    )
+    assert result.grad_norm == norm
+    assert (result.diverged is not None) == result.skipped == bad
 
 
 def test_overflows_are_trouble_only_when_the_scale_is_stuck() -> None:
