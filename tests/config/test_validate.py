@@ -395,6 +395,11 @@ WRONG = [
         1,
         "/nonexistent/x.bin and /nonexistent/x.idx do not exist",
     ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+        1,
+        "start_weight_decay is 0.2; expected at most end_weight_decay = 0.1",
+    ),
     ("--no-mock-data --train-data-path 1 a 0 b", 1, "expected a weight above 0 before each prefix"),
     ("--no-mock-data --train-data-path 1 a 2", 1, "expected a weight above 0 before each prefix"),
     ("--tokenizer-type HuggingFaceTokenizer --vocab-size none", 1, "tokenizer_model is not set"),

@@ -131,6 +131,12 @@ def _weight_decay(config: TrainingConfig) -> list[str]:
                 f"{name} is not set; expected a number with weight_decay_incr_style "
                 f"{train.weight_decay_incr_style}. Set --{name.replace('_', '-')}."
             )
+    start, end = ends.values()
+    if not constant and start is not None and end is not None and start > end >= 0:
+        found.append(
+            f"start_weight_decay is {start}; expected at most end_weight_decay = {end}: Megatron-Core lets "
+            "weight decay grow only. Change --start-weight-decay or --end-weight-decay."
+        )
     return found
 
 
