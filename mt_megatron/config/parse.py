@@ -204,9 +204,11 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
     if preset is not None:
         for entry in read_yaml(presets.path(preset)):
             from_preset.take_entry(entry)
-    values = from_preset.values | from_yaml.values | from_flags.values
-    counted = divide_samples(values, reader.problems)
     aliases = from_preset.aliases + from_yaml.aliases + from_flags.aliases
+    presumed = {name: value for alias in aliases for name, value in alias.presumes.items()}
+    # Last of all: what the preset or the file says goes before what a flag makes likely.
+    values = presumed | from_preset.values | from_yaml.values | from_flags.values
+    counted = divide_samples(values, reader.problems)
     reader.problems.extend(_unmet(aliases, values))
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
@@ -372,7 +374,7 @@ class _Reader:
                 f"{alias.otherwise}."
             )
         else:
-            self.values = {**alias.presumes, **self.values, **alias.sets}
+            self.values |= alias.sets
 
     def _convert(self, option: Option, value: object, where: str) -> None:
         try:

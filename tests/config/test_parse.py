@@ -87,6 +87,17 @@ def test_yaml_spellings(tmp_path: Path, text: str, section: str, name: str, expe
     assert getattr(getattr(load_config([], yaml_file(tmp_path, text)), section), name) == expected
 
 
+def test_what_a_switch_presumes_gives_way_to_the_file_and_the_preset(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "model: {rotary_scaling_factor: 4.0}")
+    model = load_config(["--use-rope-scaling"], path).model
+    assert (model.rotary_scaling_factor, model.original_max_position_embeddings) == (4.0, 8192)
+    path = yaml_file(tmp_path, "model: {use_rope_scaling: true, original_max_position_embeddings: 4096}")
+    model = load_config(["--rotary-scaling-factor", "2"], path).model
+    assert (model.rotary_scaling_factor, model.original_max_position_embeddings) == (2.0, 4096)
+    model = load_config(["--model", "deepseek_v3", "--use-rope-scaling"]).model
+    assert (model.rotary_scaling_factor, model.original_max_position_embeddings) == (40.0, 4096)
+
+
 def test_yaml_merge_keys_are_understood(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "train:\n  <<: {seed: 5, bf16: true}\n  seed: 6\n")
     assert (load_config([], path).train.seed, load_config([], path).train.bf16) == (6, True)
