@@ -86,8 +86,8 @@ def _dataset(config: TrainingConfig, tokenizer: Any, folder: Path, job: Job) -> 
         tokenizer=tokenizer,
         sequence_length=config.train.seq_length or 0,
         train_samples=(config.train.train_iters or 1) * config.global_batch_size(job.layout.world_size),
-        valid_samples=0 if config.data.mock_data else None,
-        test_samples=0 if config.data.mock_data else None,
+        valid_samples=0,
+        test_samples=0,
         seed=config.train.seed,
         cache_dir=folder / "index_cache",
     ).train

@@ -16,7 +16,7 @@ from mt_megatron.checkpoint.save import SaveReport
 from mt_megatron.checkpoint.store import CheckpointStore
 from mt_megatron.config.rampup import batch_sizes
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.data.loader.datasets import Datasets, build_datasets, order_fingerprint
+from mt_megatron.data.loader.datasets import Datasets, build_datasets, has_order, order_fingerprint
 from mt_megatron.data.loader.sample_need import require_samples
 from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import CheckpointError, DataError
@@ -328,16 +328,16 @@ class _Run:
         ]
         beside = prefixes[0].parent if prefixes else Path(config.checkpoint.save or ".")
         # A weighted blend cannot be one pass over everything; any other evaluation is limited later.
-        weighted = len(config.data.valid_data_path) > 1 or len(config.data.data_path) > 1
+        counted = config.data.mock_data or len(config.data.data_path) > 1
+        validation = counted or len(config.data.valid_data_path) > 1 or train.eval_iters == 0
+        test = counted or len(config.data.test_data_path) > 1
         return build_datasets(
             config.data,
             tokenizer=self.tokenizer,
             sequence_length=self.shape.seq_length,
             train_samples=int(self.batch_sizes.samples_after(self.train_iters)),
-            valid_samples=train.eval_iters * self.global_batch_size
-            if weighted or config.data.mock_data
-            else None,
-            test_samples=0 if weighted or config.data.mock_data else None,
+            valid_samples=train.eval_iters * self.global_batch_size if validation else None,
+            test_samples=0 if test else None,
             seed=train.seed,
             cache_dir=beside / "index_cache",
         )
@@ -351,9 +351,8 @@ class _Run:
             check_folder(resumed.folder, self.config)
         if resumed.folder is None and self.config.checkpoint.init_from_hf is not None:
             self.display.say(init_from_hf(self.config, self.trainable))
-        if (
-            resumed.folder is not None
-            and read_manifest(resumed.folder).get("data_order") != self.manifest["data_order"]
+        if resumed.folder is not None and not has_order(
+            self.datasets.train, read_manifest(resumed.folder).get("data_order")
         ):
             notes.append(
                 "the order of training samples is not the checkpoint's (other data, or train_iters needs "

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import DataConfig
-from mt_megatron.data.loader.datasets import build_datasets, order_fingerprint
+from mt_megatron.data.loader.datasets import build_datasets, has_order, order_fingerprint
 from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError
+from mt_megatron.training import loop
 from tests.launch import run_ranks
 
 VOCABULARY = 64
@@ -91,6 +96,64 @@ def test_order_is_kept_when_more_samples_of_the_same_epoch_are_asked_for(
     several_epochs = _build(prepared, tmp_path / "cache", train_samples=len(more) * 3).train
     assert len(several_epochs) >= len(more) * 3
     assert order_fingerprint(several_epochs) != order_fingerprint(more)
+
+
+def test_the_order_of_a_blend_is_that_of_its_parts_and_weights(prepared: DataConfig, tmp_path: Path) -> None:
+    parts = [_build(prepared, tmp_path / "cache", seed=seed).train for seed in (1, 2)]
+
+    def blend(samples: int, weights: list[float], parts: list[Any]) -> Any:
+        index = np.arange(samples) % 2
+        return SimpleNamespace(
+            datasets=parts, weights=weights, dataset_index=index, dataset_sample_index=index
+        )
+
+    few, more = blend(10, [0.5, 0.5], parts), blend(20, [0.5, 0.5], parts)
+    assert order_fingerprint(few) == order_fingerprint(more)
+    for other in (blend(10, [0.4, 0.6], parts), blend(10, [0.5, 0.5], parts[::-1])):
+        assert order_fingerprint(other) != order_fingerprint(few)
+        assert not has_order(other, order_fingerprint(few))
+    assert has_order(more, order_fingerprint(few)) and not has_order(few, None)
+    # What an earlier version wrote: the indices of the blend itself as well.
+    digest = hashlib.sha256()
+    for part in (few, *parts):
+        for name in (
+            "document_index",
+            "sample_index",
+            "shuffle_index",
+            "dataset_index",
+            "dataset_sample_index",
+        ):
+            if hasattr(part, name):
+                digest.update(name.encode() + np.ascontiguousarray(getattr(part, name)).tobytes())
+    assert has_order(few, digest.hexdigest()) and not has_order(more, digest.hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("paths", "eval_iters", "samples"),
+    [
+        ({"train_data_path": ("a",), "valid_data_path": ("b",)}, 2, (None, None)),
+        ({"train_data_path": ("a",), "valid_data_path": ("b",)}, 0, (0, None)),
+        ({"train_data_path": ("a",), "test_data_path": ("1", "a", "1", "b")}, 2, (None, 0)),
+        ({"train_data_path": ("a",), "valid_data_path": ("1", "a", "1", "b")}, 2, (8, None)),
+        ({"data_path": ("1", "a", "1", "b"), "split": "8,1,1"}, 2, (8, 0)),
+        ({"data_path": ("a",), "split": "8,1,1"}, 2, (None, None)),
+    ],
+)
+def test_a_run_asks_for_as_many_held_out_samples_as_it_needs(
+    paths: dict[str, Any], eval_iters: int, samples: tuple[int | None, int | None], monkeypatch: Any
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(loop, "build_datasets", lambda data, **options: asked.update(options))
+    run: Any = SimpleNamespace(
+        config=replace(load_config(["--eval-iters", str(eval_iters)]), data=DataConfig(**paths)),
+        tokenizer=None,
+        shape=SimpleNamespace(seq_length=LENGTH),
+        batch_sizes=SimpleNamespace(samples_after=lambda steps: 4 * steps),
+        train_iters=5,
+        global_batch_size=4,
+    )
+    loop._Run._datasets(run)
+    assert (asked["valid_samples"], asked["test_samples"]) == samples
 
 
 def test_data_prepared_anew_under_the_same_path_gets_a_new_index(
@@ -194,6 +257,59 @@ def test_damaged_files_and_another_tokenizers_data_are_named(prepared: DataConfi
         _build(prepared, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("paths", "split", "message"),
+    [
+        (("train",), "1,99", "the training share of the split 1,99 of .*train holds 0 tokens in 0 of its 40"),
+        (
+            ("0.9", "train", "0.1", "valid"),
+            "98,1,1",
+            "the validation share of the split 98,1,1 of .*valid holds 0 tokens in 0 of its 12",
+        ),
+        (
+            ("valid", "train", "train"),
+            "98,1,1",
+            "the validation share of the split 98,1,1 of .*valid holds 0 tokens .* at least 17. Change",
+        ),
+    ],
+)
+def test_a_share_without_tokens_is_an_error_and_not_a_search_without_end(
+    paths: tuple[str, ...], split: str, message: str, prepared: DataConfig, tmp_path: Path
+) -> None:
+    found = tuple(each if each[0] == "0" else str(tmp_path / each) for each in paths)
+    with pytest.raises(DataError, match=message):
+        _build(DataConfig(data_path=found, split=split), tmp_path / "cache", valid_samples=4, test_samples=4)
+
+
+def test_a_role_without_samples_is_none(prepared: DataConfig, tmp_path: Path) -> None:
+    data = DataConfig(data_path=prepared.train_data_path, split="98,1,1")
+    train, valid, test = _build(data, tmp_path / "cache", valid_samples=0, test_samples=0)
+    assert len(train) >= 20 and valid is None and test is None
+    of_roles = DataConfig(
+        train_data_path=prepared.train_data_path,
+        valid_data_path=prepared.valid_data_path,
+        test_data_path=("0.5", *prepared.train_data_path, "0.5", *prepared.valid_data_path),
+    )
+    train, valid, test = _build(of_roles, tmp_path / "cache", test_samples=0)
+    assert len(train) >= 20 and valid is not None and test is None
+
+
+def test_an_index_cache_that_cannot_be_written_is_named(prepared: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DataError, match=r"index cache .* cannot be written: .* with --data-cache-path"):
+        _build(prepared, tmp_path / "file" / "cache")
+    generated = DataConfig(mock_data=True)
+    with pytest.raises(DataError, match=r"index cache .* cannot be written: .* with --data-cache-path"):
+        build_datasets(
+            generated,
+            tokenizer=NullTokenizer(8192),
+            sequence_length=LENGTH,
+            train_samples=4,
+            seed=1,
+            cache_dir=tmp_path / "file",
+        )
+
+
 def build_in_a_group(folder: str) -> dict[str, Any]:
     """One rank of the test below: a weighted blend and a plain validation set."""
     import torch.distributed as dist
@@ -204,7 +320,17 @@ def build_in_a_group(folder: str) -> dict[str, Any]:
     )
     train, valid, _ = _build(data, Path(folder) / "cache", train_samples=40)
     anew = bool(train.built_anew_on_cache_miss)
+    divided = DataConfig(data_path=("0.7", f"{folder}/a", "0.3", f"{folder}/b"), split="80,10,10")
+    parts = _build(divided, Path(folder) / "cache", train_samples=40, valid_samples=8, test_samples=0)
+    (Path(folder) / "file").touch()
+    try:
+        _build(data, Path(folder) / "file", train_samples=40)
+        said = ""
+    except DataError as error:
+        said = str(error)
     result = {
+        "parts": [None if part is None else len(part) for part in parts],
+        "said": said,
         "train": order_fingerprint(train),
         "valid": order_fingerprint(valid),
         "anew": anew,
@@ -221,5 +347,7 @@ def test_all_ranks_see_the_same_blend_and_only_rank_0_builds_it(tmp_path: Path) 
     first, second = run_ranks(2, "tests.data.test_datasets:build_in_a_group", str(tmp_path))
     assert (first["anew"], second["anew"]) == (True, False)
     assert first["counts"] == second["counts"] == [28, 12]
-    for key in ("train", "valid", "first"):
+    for key in ("train", "valid", "first", "parts", "said"):
         assert first[key] == second[key]
+    assert first["parts"][0] >= 40 and first["parts"][1] >= 8 and first["parts"][2] is None
+    assert "cannot be written" in first["said"] and "--data-cache-path" in first["said"]

@@ -6,6 +6,7 @@ One job at a time fills an index cache; what a killed job left half written is m
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -109,6 +110,7 @@ def _write(lock: IO[str], text: str) -> None:
     lock.flush()
 
 
+_ROLES = ("training", "validation", "test")
 _ORDER = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
 
 
@@ -148,7 +150,7 @@ def build_datasets(
     that takes. The order of samples is the same for every ``train_samples`` that one epoch
     satisfies; beyond that it depends on the number of epochs, as in Megatron-LM.
     ``valid_samples=None`` (``test_samples`` alike) means one pass over everything held out, less
-    the last, incomplete sample: every evaluation then sees the same tokens.
+    the last, incomplete sample: every evaluation then sees the same tokens. 0 means no dataset.
 
     Rank 0 writes the index cache, the others then read it, so the folder (``data.data_cache_path``,
     else ``cache_dir``) must be one that all nodes see. Its subfolder is named after the size and
@@ -157,10 +159,9 @@ def build_datasets(
     A mask is only made for ``reset_attention_mask`` with ``packed_sequences=False``. Otherwise
     attention is causal, and ``batches`` says where documents begin if they are to be kept apart.
 
-    Raises ``DataError`` when files are missing, damaged, do not fit the tokenizer, or hold too
-    little for one sample.
+    Raises ``DataError`` on every rank when files are missing, damaged, do not fit the tokenizer, or hold
+    too little for one sample, and when rank 0 cannot write the index.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
     sources, prefixes = _sources(data, (train_samples, valid_samples, test_samples))
@@ -181,18 +182,14 @@ def build_datasets(
     )
     kind = MockGPTDataset if data.mock_data else GPTDataset
     sizes = [train_samples, valid_samples, test_samples]
-    # Megatron lets this one write and the others then read.
-    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    try:
-        with filling(cache) if writes else contextlib.nullcontext():
-            built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
-    except (AssertionError, ValueError, IndexError, OSError, EOFError) as error:
-        raise DataError(
-            f"Megatron could not build its datasets from {prefixes} with the index cache {cache}: "
-            f"{type(error).__name__}: {error}. The cache must be on storage that all nodes share; if its "
-            "files are damaged, delete that folder"
-        ) from error
-    for role, dataset in zip(("training", "validation", "test"), built, strict=True):
+    if config.split_matrix is not None:
+        # Of no samples Megatron makes an empty dataset, or looks for its first token for ever.
+        shares = zip(config.split_matrix, sizes, strict=True)
+        config.split_matrix = [None if size == 0 else share for share, size in shares]
+    if not data.mock_data:
+        _require_shares(config, sizes)
+    built = _built(kind, sizes, config, cache, prefixes)
+    for role, dataset in zip(_ROLES, built, strict=True):
         if dataset is not None and len(dataset) < 1:
             raise DataError(
                 f"the {role} data holds fewer than {sequence_length + 1} tokens, too few for one sample of "
@@ -201,14 +198,135 @@ def build_datasets(
     return Datasets(*built)
 
 
+def _built(
+    kind: type, sizes: list[int | None], config: Any, cache: Path, prefixes: list[str]
+) -> list[SampleDataset | None]:
+    """What Megatron builds: on rank 0 first, which writes the index, then on the others, which read it.
+
+    Megatron waits for rank 0 at each dataset, so that an error there would leave the others waiting: here
+    they hear of it and raise it too.
+    """
+    distributed = torch.distributed.is_initialized()
+    writes = not distributed or torch.distributed.get_rank() == 0
+    problem: list[str | None] = [None]
+
+    def build() -> list[SampleDataset | None]:
+        try:
+            with filling(cache) if writes else contextlib.nullcontext():
+                built: list[SampleDataset | None] = _builder(kind, sizes, config).build()
+                return built
+        except Exception as error:  # Megatron raises a bare one for generated samples
+            problem[0] = _not_built(error, cache, prefixes)
+            if writes and distributed:
+                torch.distributed.broadcast_object_list(problem, src=0)
+            raise DataError(problem[0]) from error
+
+    if not distributed:
+        return build()
+    built = build() if writes else []
+    torch.distributed.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise DataError(problem[0])
+    return built if writes else build()
+
+
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
+
+
+def _not_built(error: Exception, cache: Path, prefixes: list[str]) -> str:
+    found = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(found, OSError) and found.errno in _NOT_WRITABLE:
+        return (
+            f"the index cache {cache} of Megatron's datasets cannot be written: {found}. Give a folder that "
+            "can, on storage that all nodes share, with --data-cache-path"
+        )
+    return (
+        f"Megatron could not build its datasets from {prefixes} with the index cache {cache}: "
+        f"{type(found).__name__}: {found}. The cache must be on storage that all nodes share; if its "
+        "files are damaged, delete that folder"
+    )
+
+
+def _builder(kind: type, sizes: list[int | None], config: Any) -> Any:
+    """Megatron's builder without its barriers, for ranks that take turns at all datasets together."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    class _Builder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
+        @staticmethod
+        def build_generic_dataset(
+            cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *arguments: Any
+        ) -> Any:
+            return cls(*arguments)
+
+        def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
+            by_prefix = [
+                self._build_megatron_dataset_splits(prefix, split, sizes, False)
+                for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+            ]
+            return [list(by_role) for by_role in zip(*by_prefix, strict=True)]
+
+    return _Builder(kind, sizes, lambda: True, config)
+
+
+def _require_shares(config: Any, sizes: list[int | None]) -> None:
+    """Raise ``DataError`` where a prefix has nothing in a split that it takes part in: Megatron would
+    repeat nothing for ever to get the number of samples, or fail on one rank alone."""
+    for index, (role, size) in enumerate(zip(_ROLES, sizes, strict=True)):
+        blend = config.blend if config.blend_per_split is None else config.blend_per_split[index]
+        share = (0.0, 1.0) if config.split_matrix is None else config.split_matrix[index]
+        if blend is None or share is None:
+            continue
+        prefixes, weights = blend
+        # Prefixes without weights weigh what they hold, which has to be a sample at least.
+        wanted = config.sequence_length + 1 if len(prefixes) > 1 and weights is None else 1
+        if len(prefixes) == 1 and size is None:
+            continue
+        for prefix in prefixes:
+            documents, tokens, total = _share(prefix, share)
+            if tokens < wanted:
+                split = "" if config.split is None else f" of the split {config.split}"
+                raise DataError(
+                    f"the {role} share{split} of {prefix} holds {tokens} tokens in {documents} of its "
+                    f"{total} documents; expected at least {wanted}. Change --split, leave {prefix} out, "
+                    "or give it more documents"
+                )
+
+
+def _share(prefix: str, share: tuple[float, float]) -> tuple[int, int, int]:
+    """Documents and tokens of a share of ``prefix``, and all its documents; rounded as Megatron does."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    # Its end takes the memory of the lengths away.
+    data = IndexedDataset(prefix)
+    count = len(data.sequence_lengths)
+    begin, end = (round(each * float(count)) for each in share)
+    return end - begin, int(data.sequence_lengths[begin:end].sum(dtype=np.int64)), count
+
+
 def order_fingerprint(dataset: SampleDataset) -> str:
     """A digest of which tokens every sample index stands for (documents, offsets, shuffle, blend).
 
     Store it in a checkpoint and compare on resume: equal fingerprints mean that
     ``consumed_samples`` continues exactly where the earlier run stopped.
     """
-    digest = hashlib.sha256()
-    for part in [dataset, *getattr(dataset, "datasets", [])]:
+    parts = getattr(dataset, "datasets", None)
+    if parts is None:
+        return _digest([dataset])
+    # Which prefix each sample comes from follows from the weights; how many such samples there are, from
+    # the number that was asked for.
+    return _digest(parts, repr([float(weight) for weight in getattr(dataset, "weights", ())]))
+
+
+def has_order(dataset: SampleDataset, fingerprint: object) -> bool:
+    """Whether ``fingerprint``, which a checkpoint holds, is of the order of ``dataset``. Those of blends that
+    earlier versions wrote cover the number of samples as well."""
+    parts = [dataset, *getattr(dataset, "datasets", [])]
+    return fingerprint == order_fingerprint(dataset) or fingerprint == _digest(parts)
+
+
+def _digest(parts: Sequence[Any], blend: str = "") -> str:
+    digest = hashlib.sha256(blend.encode())
+    for part in parts:
         for name in _ORDER:
             array = getattr(part, name, None)
             if array is not None:
@@ -242,7 +360,10 @@ def _sources(data: DataConfig, samples: tuple[int | None, ...]) -> tuple[dict[st
             "found split together with train_data_path; split divides data_path only: drop one of them"
         )
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    blends = [get_blend_from_list(list(path) or None) for path in paths]
+    blends = [
+        None if count == 0 else get_blend_from_list(list(path) or None)
+        for path, count in zip(paths, samples, strict=True)
+    ]
     for role, blend, count in zip(("train", "valid", "test"), blends, samples, strict=True):
         if blend is not None and blend[1] is not None and count is None:
             raise DataError(
