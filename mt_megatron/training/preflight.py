@@ -13,6 +13,7 @@ from mt_megatron.config.field_kinds import Kind, changes
 from mt_megatron.config.model_change import flat, notes, refused
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.tokenizer import load_tokenizer
+from mt_megatron.data.prepare.sidecar import looking_for_ends
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import run_recipe
@@ -159,6 +160,20 @@ def check_folder(folder: Path, config: TrainingConfig) -> list[str]:
         # A conversion wrote it: its options of training are defaults, which nobody chose.
         found = [each for each in found if each.kind is not Kind.OBJECTIVE]
     return [*marked, *notes(found, config, f"the checkpoint {folder}")]
+
+
+def check_document_end(folder: Path, config: TrainingConfig, end: int) -> None:
+    """Raise ``CheckpointError`` when the run that saved ``folder`` ended documents with another token than
+    ``end`` and this one looks for it: it would go on with other documents."""
+    tokenizer = read_manifest(folder).get("tokenizer")
+    saved = tokenizer.get("eod") if isinstance(tokenizer, Mapping) else None
+    looking = looking_for_ends(config)
+    if looking and isinstance(saved, int) and saved != end:
+        raise CheckpointError(
+            f"{folder} was saved with the end-of-document token {saved}, and this run's tokenizer ends "
+            f"documents with {end}; expected the same for {' and '.join(looking)}. Name that run's tokenizer "
+            "with --tokenizer-model, or start from the weights alone with --load"
+        )
 
 
 def _start_folder(config: TrainingConfig) -> Path | None:

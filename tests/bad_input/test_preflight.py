@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.backends.cpu import CpuBackend
+from mt_megatron.checkpoint.files import write_manifest
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.planning.memory_estimate import memory_of
-from mt_megatron.training.preflight import check_checkpoint, device_memory, memory_notes, router_notes
+from mt_megatron.training.preflight import (
+    check_checkpoint,
+    check_document_end,
+    device_memory,
+    memory_notes,
+    router_notes,
+)
 from mt_megatron.training.validate import problems
 
 FLAGS = (
@@ -275,3 +282,14 @@ def test_a_manifest_without_a_configuration_is_left_to_the_loader(tmp_path: Path
     document["config"] = None
     manifest.write_text(json.dumps(document))
     check_checkpoint(config("--save", str(folder)))
+
+
+def test_another_end_of_documents_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"tokenizer": {"eod": 7, "eod_token": None}})
+    check_document_end(tmp_path, config(), 8)
+    looking = config("--reset-position-ids", "--eod-mask-loss")
+    check_document_end(tmp_path, looking, 7)
+    with pytest.raises(CheckpointError, match="token 7, .* with 8; .* --reset-position-ids and --eod-mask"):
+        check_document_end(tmp_path, looking, 8)
+    write_manifest(tmp_path, {"iteration": 1})
+    check_document_end(tmp_path, looking, 8)

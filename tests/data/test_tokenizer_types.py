@@ -147,6 +147,24 @@ def test_data_of_another_tokenizer_is_found_before_a_run(tmp_path: Path, model: 
         validate(too_small)
 
 
+@pytest.mark.parametrize("option", ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"])
+def test_another_end_of_documents_is_found_where_a_run_looks_for_it(option: str, tmp_path: Path) -> None:
+    made = preprocess(options(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts(5))), Lines()).prefixes[0]
+    own = ("--train-data-path", made, "--tokenizer-type", "ByteLevelTokenizer")
+    assert tokenizer_problem(made, config(*own, option)) is None
+    sidecar = json.loads(Path(made + ".json").read_text())
+    sidecar["tokenizer"]["eod"] = 10
+    Path(made + ".json").write_text(json.dumps(sidecar))
+    assert tokenizer_problem(made, config(*own)) is None
+    found = tokenizer_problem(made, config(*own, option))
+    assert found is not None and "with the end-of-document token 10, as" in found
+    assert f"ends documents with 256; expected the same for {option}. Name" in found
+    null = config(
+        "--train-data-path", made, "--tokenizer-type", "NullTokenizer", "--vocab-size", "300", option
+    )
+    assert "ends documents with 299" in (tokenizer_problem(made, null) or "")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

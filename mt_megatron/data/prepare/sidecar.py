@@ -53,9 +53,10 @@ def tokenizer_problem(prefix: str, config: TrainingConfig) -> str | None:
     """Whether ``prefix`` was made with another tokenizer than ``config`` names, on one line.
 
     None when they agree, or when nothing beside the data says what it was made with. The tokenizer
-    must be readable; NullTokenizer, which stands for any, is compared by size alone.
+    must be readable; NullTokenizer, which stands for any, is compared by size alone. The end of documents
+    is compared where the run looks for it.
     """
-    return _mismatch(prefix, load_tokenizer(config.data, vocab_size=config.model.vocab_size))
+    return _mismatch(prefix, load_tokenizer(config.data, vocab_size=config.model.vocab_size), config)
 
 
 def data_problems(prefix: str, config: TrainingConfig) -> list[str]:
@@ -70,7 +71,7 @@ def data_problems(prefix: str, config: TrainingConfig) -> list[str]:
         return [problem]
     try:
         tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
-        mismatch = _mismatch(prefix, tokenizer)
+        mismatch = _mismatch(prefix, tokenizer, config)
     except DataError as error:
         return [str(error)]
     if mismatch is not None:
@@ -84,26 +85,53 @@ def data_problems(prefix: str, config: TrainingConfig) -> list[str]:
     return []
 
 
-def _mismatch(prefix: str, tokenizer: TokenizerLike) -> str | None:
+def _mismatch(prefix: str, tokenizer: TokenizerLike, config: TrainingConfig) -> str | None:
     made = _made_with(prefix)
     if made is None:
         return None
     identity, vocab_size, name, source = made
     if tokenizer.identity.startswith("null-"):
         if vocab_size <= tokenizer.vocab_size:
-            return None
+            return _other_end(prefix, tokenizer, config)
         return (
             f"{prefix}.bin was made with {vocab_size} tokens ({name}), and NullTokenizer has "
             f"{tokenizer.vocab_size}; expected at least as many: raise --vocab-size"
         )
     if identity == tokenizer.identity:
-        return None
+        return _other_end(prefix, tokenizer, config)
     return (
         f"{prefix}.bin was made with another tokenizer: {source} says {name} with {vocab_size} tokens, "
         f"digest {identity[:12]}; this run's has {tokenizer.vocab_size} tokens, digest "
         f"{tokenizer.identity[:12]}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, "
         "or make the data again"
     )
+
+
+def _other_end(prefix: str, tokenizer: TokenizerLike, config: TrainingConfig) -> str | None:
+    """Another end of documents in data of the same vocabulary, which the run would look for in vain or find
+    within documents: ``tokenizer_config.json`` chooses it, and the digest is of ``tokenizer.json``."""
+    sidecar, looking = read_sidecar(prefix), looking_for_ends(config)
+    made = None if sidecar is None else sidecar["tokenizer"].get("eod")
+    if not looking or not isinstance(made, int) or made == tokenizer.eod:
+        return None
+    return (
+        f"{prefix}.bin was made with the end-of-document token {made}, as {sidecar_path(prefix)} says, and "
+        f"this run's tokenizer ends documents with {tokenizer.eod}; expected the same for "
+        f"{' and '.join(looking)}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, or "
+        "make the data again"
+    )
+
+
+def looking_for_ends(config: TrainingConfig) -> list[str]:
+    """Options of ``config`` that look for ends of documents in the tokens; packed sequences are a way of the
+    first."""
+    data = config.data
+    options = {
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--reset-position-ids": data.reset_position_ids,
+        "--eod-mask-loss": data.eod_mask_loss,
+    }
+    return [flag for flag, is_on in options.items() if is_on]
 
 
 def _made_with(prefix: str) -> tuple[str, int, str, Path] | None:
