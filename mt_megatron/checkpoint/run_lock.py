@@ -72,8 +72,8 @@ def held(config: TrainingConfig, job: Job) -> Iterator[list[str]]:
     """The lock of the folder to save to for as long as the run lasts; collective. Yields a note where the
     storage has no locks.
 
-    Raises ``CheckpointError`` on every rank when another run saves there, when the run would start anew
-    on top of another run's checkpoints, or with ``strict`` where there are no locks.
+    Raises ``CheckpointError`` on every rank when another run saves there, when the run would start anew or
+    continue a checkpoint of elsewhere on top of another run's, or with ``strict`` where there are no locks.
     """
     options = config.checkpoint
     if options.save is None:
@@ -118,13 +118,23 @@ def on_main(job: Job, action: Callable[[], Any]) -> Any:
 
 def _require_own(directory: Path, options: CheckpointConfig) -> None:
     there = files.complete_checkpoints(directory)
-    if options.resume != "never" or options.save_over_others or not there:
+    if options.resume == "auto" or options.save_over_others or not there:
+        return
+    if options.resume != "never" and _lies_in(Path(options.resume), directory):
         return
     raise CheckpointError(
         f"{directory} holds {len(there)} checkpoints of another run, the last of step "
-        f"{files.iteration_of(there[-1])}, and --resume never would write over them. Choose another --save, "
-        "continue that run with --resume auto, or confirm with --save-over-others"
+        f"{files.iteration_of(there[-1])}, and --resume {options.resume} would write over them. Choose "
+        "another --save, continue that run with --resume auto, or confirm with --save-over-others"
     )
+
+
+def _lies_in(checkpoint: Path, directory: Path) -> bool:
+    """Whether ``--resume checkpoint`` is ``directory`` or one of its folders; none is read, as what a kill
+    left is not yet put in order."""
+    if files.iteration_of(checkpoint) is None:
+        return checkpoint.resolve() == directory.resolve()
+    return directory.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
 
 def _write(lock: FileLock, content: bytes) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from mt_megatron.checkpoint import file_locks, retention
-from mt_megatron.checkpoint.files import complete_checkpoints, folder_name, owner_name
-from mt_megatron.checkpoint.run_lock import LOCK, RunLock
+from mt_megatron.checkpoint.files import MANIFEST, complete_checkpoints, folder_name, owner_name
+from mt_megatron.checkpoint.run_lock import LOCK, RunLock, _require_own
+from mt_megatron.config.schema import CheckpointConfig
 from mt_megatron.errors import CheckpointError
 from tests.launch import ROOT, run_ranks
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
@@ -120,6 +121,25 @@ def test_without_a_lock_only_what_is_known_to_be_left_goes(tmp_path: Path) -> No
     assert (tmp_path / folder_name(5) / "file").exists() and len(said) == 3
     retention.recover(tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == [folder_name(4), folder_name(5)]
+
+
+def test_continuing_from_elsewhere_on_top_of_another_run_is_refused(tmp_path: Path) -> None:
+    for folder in ("source", "other"):
+        place = tmp_path / folder / folder_name(3)
+        place.mkdir(parents=True)
+        (place / MANIFEST).write_text("{}")
+    source, other = tmp_path / "source", tmp_path / "other"
+    (tmp_path / "link").symlink_to(other)
+    own = (other, other / folder_name(3), tmp_path / "link", tmp_path / "link" / folder_name(3))
+    for resume in ("auto", *map(str, own)):
+        _require_own(other, CheckpointConfig(resume=resume))
+    for resume in (str(source), str(source / folder_name(3))):
+        with pytest.raises(
+            CheckpointError, match=f"1 checkpoints of another run, .* --resume {resume} would"
+        ):
+            _require_own(other, CheckpointConfig(resume=resume))
+        _require_own(other, CheckpointConfig(resume=resume, save_over_others=True))
+        _require_own(tmp_path / "empty", CheckpointConfig(resume=resume))
 
 
 @pytest.fixture(scope="module")
