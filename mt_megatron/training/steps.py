@@ -105,7 +105,7 @@ class Steps:
             hysteresis=config.optimizer.hysteresis,
         )
         self._watch.mean = LossMean(progress.loss_mean, progress.loss_mean_steps)
-        self._draws_dropout = config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+        self._draws = draws_in_steps(config)
         self._fp8_before: list[Callable[[], None]] = []
         self._is_first = True
         self._undo: Callable[[], None] | None = None
@@ -120,7 +120,7 @@ class Steps:
         before, iteration = self.progress, self.progress.iteration + 1
         rounds = self._sizes.at(before.consumed_samples) // self._shape.micro_batch_size
         shape = replace(self._shape, num_microbatches=rounds // self._job.layout.dp)
-        random_states = RandomStates.now(self._job) if self._draws_dropout else None
+        random_states = RandomStates.now(self._job) if self._draws else None
         self._undo = self._undoing(before, random_states)
         # Kernels are compiled and data loaders started in the first step of a process.
         limit = self._watchdog.unlimited if self._is_first else self._watchdog.progress
@@ -267,6 +267,13 @@ class Steps:
             )
             for _ in self._trainable.chunks
         ]
+
+
+def draws_in_steps(config: TrainingConfig) -> bool:
+    """Whether a step draws random numbers, which belong to what is taken back with it."""
+    model = config.model
+    jitter = model.num_moe_experts is not None and model.moe_input_jitter_eps is not None
+    return model.hidden_dropout > 0 or model.attention_dropout > 0 or jitter
 
 
 def touching(watchdog: Watchdog | NoWatchdog, forward_step: ForwardStep) -> ForwardStep:

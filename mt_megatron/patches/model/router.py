@@ -38,6 +38,12 @@ def _gating(original: Callable[..., Any], self: Any, input: Any) -> Any:
     return original(self, input) if logits is None else logits
 
 
+def _apply_input_jitter(self: Any, input: Any) -> Any:
+    from mt_megatron.layers.moe.router import jittered
+
+    return jittered(self, input)
+
+
 def _forward(original: Callable[..., Any], self: Any, input: Any) -> Any:
     with self.passes.begun(self, batch_size=input.shape[1] if input.dim() > 2 else 1):
         return original(self, input)
@@ -209,6 +215,13 @@ def patches(backend: Backend) -> list[Patch]:
             _gating,
             "moe_router_dtype: logits in fp32 of a model in bf16",
             "43c14e668d67a17e36b6160ead66d304a1bf343bf2a2a6c7415bcac54d1a7a7c",
+        ),
+        replace(
+            "apply_input_jitter",
+            f"{_ROUTER}TopKRouter.apply_input_jitter",
+            _apply_input_jitter,
+            "validation draws noise as well, so that resuming is not exact; fp32 noise makes bf16 input fp32",
+            "39a0811d1b321602fc994c9dad9fb59451de1ccc16781f5fe2b47285cd90e909",
         ),
         wrap(
             "forward",

@@ -5,20 +5,53 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
+from mt_megatron.layers.moe.router import jittered
 from mt_megatron.layers.moe.router_capacity import DROPPED, Capacity, limit
 from mt_megatron.layers.moe.router_losses import balancing_scores, sequence_loss, tokens_per_sequence
 from mt_megatron.layers.moe.router_topk import RouterOptions, Routing, choose_experts, lowest_index_topk
+from mt_megatron.training.steps import draws_in_steps
 from tests.layers.moe import router_oracle as oracle
 from tests.layers.moe.router_oracle import Case, Expected
 
 CASES = 10_000 if os.environ.get("MT_MEGATRON_SOAK") else 400
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_jitter_has_the_type_of_its_input_and_none_in_validation(dtype: torch.dtype) -> None:
+    hidden = torch.ones(64, 2, 8, dtype=dtype)
+    router = SimpleNamespace(config=SimpleNamespace(moe_input_jitter_eps=0.25), training=True)
+    torch.manual_seed(5)
+    noisy = jittered(router, hidden)
+    assert noisy.dtype is dtype and noisy.unique().numel() > 10
+    assert 0.75 <= noisy.min().item() < 0.8 and 1.2 < noisy.max().item() <= 1.25
+    if dtype is torch.float32:
+        torch.manual_seed(5)
+        upstreams = torch.distributions.Uniform(torch.tensor(0.75), torch.tensor(1.25)).rsample
+        assert torch.equal(noisy, upstreams(hidden.shape))
+    before = torch.get_rng_state()
+    router.training = False
+    assert jittered(router, hidden) is hidden
+    router.training, router.config.moe_input_jitter_eps = True, None
+    assert jittered(router, hidden) is hidden
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_with_jitter_draws() -> None:
+    plain = ["--family", "other", "--hidden-dropout", "0", "--attention-dropout", "0"]
+    mixture = [*plain, "--num-moe-experts", "4"]
+    assert not draws_in_steps(load_config(mixture))
+    assert draws_in_steps(load_config([*mixture, "--moe-input-jitter-eps", "0.01"]))
+    assert not draws_in_steps(load_config([*plain, "--moe-input-jitter-eps", "0.01"]))
+    assert draws_in_steps(load_config([*plain, "--hidden-dropout", "0.1"]))
 
 
 def options_of(case: Case) -> RouterOptions:
