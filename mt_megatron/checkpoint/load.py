@@ -316,9 +316,19 @@ def _load(folder: Path, wanted: dict[str, Any], document: Mapping[str, Any], str
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
+    if "optimizer" in wanted:
+        _require_same_groups(folder, wanted)
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder), strict=strict)
-    except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, EOFError) as error:
+    except (
+        CheckpointingException,
+        CheckpointException,
+        KeyError,
+        ValueError,
+        RuntimeError,
+        OSError,
+        EOFError,
+    ) as error:
         saved = document.get("config", {}).get("model", {})
         shape = ", ".join(f"{name} {saved[name]}" for name in _SHAPE if name in saved)
         raise CheckpointError(
@@ -326,6 +336,44 @@ def _load(folder: Path, wanted: dict[str, Any], document: Mapping[str, Any], str
             f"the configuration stored in its {MANIFEST}, or another checkpoint"
         ) from error
     return state
+
+
+def _require_same_groups(folder: Path, wanted: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` on every rank when one has other numbers of parameter groups than ``folder``;
+    collective. Megatron-Core notices it on that rank alone, and the others wait for it."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    mine = None
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(folder))
+    except (CheckpointingException, KeyError, ValueError, RuntimeError, OSError, EOFError):
+        # What is damaged or missing is said where it is loaded, by every rank.
+        saved = {}
+    if "optimizer" in saved:
+        there, own = _group_counts(saved["optimizer"]), _group_counts(wanted["optimizer"])
+        if there != own:
+            mine = f"rank {dist.get_rank()} has {own} and the checkpoint {there}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    said = [each for each in everyone if each is not None]
+    if said:
+        raise CheckpointError(
+            f"{folder} holds other parameter groups of the optimizer than this run has: {said[0]} (and "
+            f"{len(said) - 1} more ranks). Continue with the layout and the --decoupled-lr that it was saved "
+            "with, or start from the weights alone with --load"
+        )
+
+
+def _group_counts(state: Mapping[Any, Any]) -> list[int]:
+    """How many parameter groups each optimizer in a (nested) state has."""
+    found: list[int] = []
+    for key, value in state.items():
+        if key == "param_groups":
+            found.append(len(value))
+        elif isinstance(value, dict) and key not in ("state", "param_state"):
+            found += _group_counts(value)
+    return found
 
 
 def _words(layout: Mapping[str, Any]) -> str:

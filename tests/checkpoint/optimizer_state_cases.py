@@ -16,6 +16,7 @@ CASES = {
     "sgd_without_momentum": "--optimizer sgd --sgd-momentum 0",
     "sgd_bf16": "--optimizer sgd --bf16",
     "sgd_pipeline": "--optimizer sgd --pipeline-model-parallel-size 2",
+    "empty_first_stage": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 0,2",
     "fp16": FP16,
     "fp16_distributed": f"{FP16} --use-distributed-optimizer",
     "fp16_sgd": f"{FP16} --optimizer sgd",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mt_megatron.checkpoint import load
 from mt_megatron.checkpoint.load import complete
+from mt_megatron.errors import CheckpointError
 from tests.checkpoint.optimizer_state_cases import CASES
 from tests.launch import run_ranks
 
@@ -35,6 +38,29 @@ def test_a_run_is_continued_to_the_bit(found: dict[str, Any], name: str) -> None
     assert {**first["steps"], **second["steps"]} == whole["steps"]
     if "fp16" in name:
         assert first["skipped_iterations"] == 2, "an update was applied: this shows nothing"
+
+
+@pytest.mark.parametrize("others", [None, "rank 1 has [1] and the checkpoint [2]"])
+@pytest.mark.parametrize("own", [1, 2])
+def test_another_number_of_groups_is_told_to_all_ranks(
+    own: int, others: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    def gather(everyone: list[Any], mine: Any) -> None:
+        everyone[:] = [mine, others]
+
+    ranks = {"get_rank": lambda: 0, "get_world_size": lambda: 2, "all_gather_object": gather}
+    for name, function in ranks.items():
+        monkeypatch.setattr(load.dist, name, function)
+    saved = {"optimizer": {"optimizer": {"param_groups": [{}, {}]}}}
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda folder: saved)
+    wanted = {"optimizer": {"optimizer": {"param_groups": [{}] * own, "state": {}}}}
+    if own == 2 and others is None:
+        load._require_same_groups(Path("iter_0000002"), wanted)
+        return
+    with pytest.raises(CheckpointError, match=r"has \[1\] and the checkpoint \[2\] .* --load"):
+        load._require_same_groups(Path("iter_0000002"), wanted)
 
 
 def test_without_parameters_the_groups_count() -> None:

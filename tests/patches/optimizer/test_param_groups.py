@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mt_megatron
+from mt_megatron.patches.optimizer import param_groups
 
 
 class Stage(torch.nn.Module):
@@ -43,6 +44,36 @@ def test_the_order_does_not_depend_on_the_parameters() -> None:
         assert found == {(*dense, (1.0, True, False), (0.0, True, False))}
         first, later = groups(("embedding", "norm", "matrix")), groups(("norm", "matrix"))
         assert first == later == [(1.0, False, False), (0.0, False, False)]
+
+
+def test_a_stage_has_an_empty_group_where_only_others_have_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three stages: the embedding alone, layers, and layers with the output."""
+    stages = (("embedding",), ("norm", "matrix"), ("norm", "matrix", "embedding"))
+
+    def made(names: tuple[str, ...], decoupled: float | None) -> list[dict[str, Any]]:
+        from megatron.core.optimizer import _get_param_groups
+
+        found: list[dict[str, Any]] = _get_param_groups(
+            [Stage(names)], None, None, 1.0, 1e-3, 1e-4, decoupled, decoupled
+        )
+        return found
+
+    with mt_megatron.patched("cpu"):
+        for decoupled, expected in ((None, 2), (1e-2, 3)):
+            alone = [made(names, decoupled) for names in stages]
+            said = [{**group, "params": None} for groups in alone for group in groups]
+            monkeypatch.setattr(param_groups, "_pipelines", lambda: ["pipeline"])
+            monkeypatch.setattr(param_groups, "_of_all_stages", lambda groups, pipeline, said=said: said)
+            together = [made(names, decoupled) for names in stages]
+            monkeypatch.undo()
+            assert len({len(groups) for groups in alone}) > 1
+            settings = [[{**group, "params": None} for group in groups] for groups in together]
+            assert settings == [settings[0]] * 3 and len(settings[0]) == expected
+            for before, after in zip(alone, together, strict=True):
+                count = sum(len(group["params"]) for group in before)
+                assert sum(len(group["params"]) for group in after) == count
 
 
 def test_upstream_puts_a_later_stage_the_other_way_round() -> None:
