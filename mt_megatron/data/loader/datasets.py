@@ -198,9 +198,7 @@ def build_datasets(
     return Datasets(*built)
 
 
-def _built(
-    kind: type, sizes: list[int | None], config: Any, cache: Path, prefixes: list[str]
-) -> list[SampleDataset | None]:
+def _built(kind: type, sizes: list[int | None], config: Any, cache: Path, prefixes: list[str]) -> list[Any]:
     """What Megatron builds: on rank 0 first, which writes the index, then on the others, which read it.
 
     Megatron waits for rank 0 at each dataset, so that an error there would leave the others waiting: here
@@ -210,10 +208,10 @@ def _built(
     writes = not distributed or torch.distributed.get_rank() == 0
     problem: list[str | None] = [None]
 
-    def build() -> list[SampleDataset | None]:
+    def build() -> list[Any]:
         try:
             with filling(cache) if writes else contextlib.nullcontext():
-                built: list[SampleDataset | None] = _builder(kind, sizes, config).build()
+                built: list[Any] = _builder(kind, sizes, config).build()
                 return built
         except Exception as error:  # Megatron raises a bare one for generated samples
             problem[0] = _not_built(error, cache, prefixes)
