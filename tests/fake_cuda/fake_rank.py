@@ -77,10 +77,6 @@ def fake_rank(rank: int, world: int, cuda: RecordingCuda) -> Iterator[OnCuda]:
         # ``gloo`` groups beside the NCCL ones would look for their peers.
         return real_new_group(ranks, timeout, backend="fake", **kwargs)
 
-    def all_gather_object(everyone: list[Any], own: Any, group: Any = None) -> None:
-        # Objects travel as bytes, which fake tensors have not: the others say what this rank says.
-        everyone[:] = [own] * len(everyone)
-
     def host_rng_state() -> torch.Tensor:
         # Megatron compares it with itself: one byte whose value FakeTensorMode knows.
         return torch.tensor([0], dtype=torch.uint8)
@@ -96,7 +92,6 @@ def fake_rank(rank: int, world: int, cuda: RecordingCuda) -> Iterator[OnCuda]:
         mock.patch.object(dist, "all_gather_object", _all_gather_object),
         mock.patch.dict(os.environ, torchrun_environment(rank, world, cuda.devices)),
         mock.patch.object(dist, "new_group", new_group),
-        mock.patch.object(dist, "all_gather_object", all_gather_object),
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         mode = FakeTensorMode(shape_env=ShapeEnv())
