@@ -25,7 +25,8 @@ def scale_llama3(rotary: Any, factor: float) -> None:
         rope_type="llama3", rotary_scaling_factor=factor, original_max_position_embeddings=8192
     )
     _set(rotary, 2 * len(rotary.inv_freq), rotary.rotary_base, scaling)
-    rotary.rope_scaling = True
+    # A base or a size that the model's config sets later makes the frequencies anew, stretched likewise.
+    rotary.rope_scaling = scaling
 
 
 def fit_to_config(model: Any) -> None:
@@ -51,6 +52,8 @@ def fit_to_config(model: Any) -> None:
         return
     if scaling.rope_type != "rope":
         _check_stretched_once(scaling, rotary)
+    else:
+        scaling = getattr(rotary, "rope_scaling", scaling)
     size = 2 * len(rotary.inv_freq)
     if latent:
         if getattr(model, "rotary_percent", 1.0) != 1.0:
@@ -89,7 +92,7 @@ def _base(config: Any, rotary: Any) -> float:
 def _check_stretched_once(scaling: RopeScaling, rotary: Any) -> None:
     others = {
         "seq_len_interpolation_factor": rotary.seq_len_interpolation_factor is not None,
-        "rope_scaling": getattr(rotary, "rope_scaling", False),
+        "rope_scaling": hasattr(rotary, "rope_scaling"),
     }
     for name, is_set in others.items():
         if is_set:

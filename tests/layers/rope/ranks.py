@@ -156,11 +156,11 @@ def without_factor() -> float:
         rope_embedding.apply_stretched = kept
 
 
-def packed() -> float:
+def packed(**fields: Any) -> float:
     """Rotated one after another against each by itself."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
 
-    of, lengths = config(**STRETCHED["yarn"][0]), [20, 3, 30]
+    of, lengths = config(**fields), [20, 3, 30]
     angles = gpt(of).rotary_pos_emb(TOKENS)
     t = torch.randn(sum(lengths), HEADS, SIZE)
     borders = torch.tensor([0, 20, 23, 53], dtype=torch.int32)
@@ -193,10 +193,17 @@ def bases() -> dict[str, bool]:
     wanted = inverse_frequencies(SIZE, 5000.0, RopeScaling())
     latent = {"num_query_groups": None, "multi_latent_attention": True, "qk_pos_emb_head_dim": 6}
     of_latent = gpt(config(**latent, rotary_base=5000.0)).rotary_pos_emb.inv_freq
+    llama3 = RopeScaling(rope_type="llama3", rotary_scaling_factor=6.0, original_max_position_embeddings=8192)
+    by_argument = {"rope_scaling": True, "rope_scaling_factor": 6.0}
+    stretched = gpt(config(rotary_base=5000.0), **by_argument).rotary_pos_emb.inv_freq
+    latent_too = gpt(config(**latent, rotary_base=5000.0), **by_argument).rotary_pos_emb.inv_freq
     return {
         "config": torch.equal(gpt(config(rotary_base=5000.0)).rotary_pos_emb.inv_freq, wanted),
         "argument": torch.equal(gpt(config(), rotary_base=5000).rotary_pos_emb.inv_freq, wanted),
         "latent": torch.equal(of_latent, inverse_frequencies(6, 5000.0, RopeScaling())),
+        "stretched": torch.equal(stretched, inverse_frequencies(SIZE, 5000.0, llama3)),
+        "stretched latent": torch.equal(latent_too, inverse_frequencies(6, 5000.0, llama3)),
+        "another": not torch.equal(stretched, wanted),
     }
 
 
@@ -274,7 +281,7 @@ def everything() -> dict[str, Any]:
             name: difference({}, rope) for name, (_, rope) in STRETCHED.items() if name != "rope"
         },
         "without factor": without_factor(),
-        "packed": packed(),
+        "packed": packed(**STRETCHED["yarn"][0]),
         "arguments": arguments(),
         "base": bases(),
         **others(),
