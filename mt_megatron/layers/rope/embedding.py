@@ -67,9 +67,10 @@ def fit_to_config(model: Any) -> None:
 
 def apply_stretched(t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None) -> Tensor | None:
     """``t`` [s, b, heads, d], or [t, heads, d] with ``cu_seqlens``, rotated by ``freqs`` and multiplied by
-    the factor of the config's stretching; None where that is 1, and upstream's function does it all."""
+    the factor of the config's stretching; None where upstream's function does it all: the factor is 1, and
+    no pairs of packed sequences are interleaved, which upstream forgets."""
     factor = rotary_factor(rope_scaling_of(config))
-    if factor == 1.0:
+    if factor == 1.0 and (cu_seqlens is None or not config.rotary_interleaved):
         return None
     if cu_seqlens is not None:
         positions = document_positions(cu_seqlens.cpu(), 1).squeeze(0)

@@ -88,7 +88,8 @@ def _gpt(
 def _apply(
     original: Callable[..., Any], t: Any, freqs: Any, config: Any, cu_seqlens: Any | None = None
 ) -> Any:
-    if getattr(config, "rope_type", "rope") == "yarn":
+    packed_pairs = cu_seqlens is not None and config.rotary_interleaved
+    if packed_pairs or getattr(config, "rope_type", "rope") == "yarn":
         from mt_megatron.layers.rope.embedding import apply_stretched
 
         stretched = apply_stretched(t, freqs, config, cu_seqlens)
@@ -125,7 +126,8 @@ def patches(backend: Backend) -> list[Patch]:
             target=f"{_EMBEDDING}:apply_rotary_pos_emb",
             kind="wrap",
             feature="rope",
-            reason="YaRN multiplies cosines and sines by a factor, for which upstream has no place",
+            reason="YaRN multiplies cosines and sines by a factor, for which upstream has no place; with "
+            "packed sequences it drops rotary_interleaved",
             body=_apply,
             digest="e5c8f3250fc20c148dda6843bbbef104fdfb72645421e590d8a77f1a54cc4cdd",
         ),

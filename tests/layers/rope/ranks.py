@@ -282,6 +282,7 @@ def everything() -> dict[str, Any]:
         },
         "without factor": without_factor(),
         "packed": packed(**STRETCHED["yarn"][0]),
+        "packed interleaved": packed(rotary_interleaved=True),
         "arguments": arguments(),
         "base": bases(),
         **others(),

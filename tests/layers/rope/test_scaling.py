@@ -180,6 +180,11 @@ def test_packed_documents_are_stretched_alike(models: dict[str, Any]) -> None:
     assert models["packed"] <= 1e-6
 
 
+def test_packed_documents_are_rotated_in_the_pairs_of_the_config(models: dict[str, Any]) -> None:
+    """Upstream's function for packed sequences takes ``rotary_interleaved`` and drops it."""
+    assert models["packed interleaved"] <= 1e-6
+
+
 @pytest.mark.parametrize("other", ["bert", "t5", "mamba"])
 def test_other_models_are_stretched_too(models: dict[str, Any], other: str) -> None:
     assert models[other]
