@@ -107,6 +107,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "use_ring_exchange_p2p": "it needs a torch built with ring_exchange",
     "num_microbatches_with_partial_activation_checkpoints": "the trainer's forward step does not read it",
     "log_num_zeros_in_grad": "the trainer makes its updates without counting them",
+    "apply_residual_connection_post_layernorm": "no layer of Megatron-Core 0.9.0 reads it",
+    "moe_per_layer_logging": "nothing reads it: every record of a mixture has the load of each layer anyway",
     "overlap_param_gather_with_optimizer_step": "distributed checkpoints cannot be written with it",
 }
 """Option -> why a value other than its default is refused."""
