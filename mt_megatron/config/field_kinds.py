@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from mt_megatron.config.types import options
-from mt_megatron.layers.transformer_fields import moe_pattern
+from mt_megatron.layers.transformer_fields import ROPE_TYPES_OF, moe_pattern
 
 Values = Mapping[str, Any]
 """Option name -> value, of all sections together."""
@@ -212,7 +212,7 @@ def _rotary(values: Values) -> bool:
     return values["position_embedding_type"] == "rope" or _latent(values)
 
 
-def _of_type(*kinds: str) -> Callable[[Values], bool]:
+def _of_type(kinds: tuple[str, ...]) -> Callable[[Values], bool]:
     return lambda values: _rotary(values) and values["rope_type"] in kinds
 
 
@@ -234,10 +234,6 @@ _ACTIVE: Mapping[str, Callable[[Values], bool]] = {
     "rotary_interleaved": _rotary,
     "rotary_seq_len_interpolation_factor": _rotary,
     "rope_type": _rotary,
-    "rotary_scaling_factor": _of_type("linear", "llama3", "yarn"),
-    "original_max_position_embeddings": _of_type("llama3", "yarn"),
-    "rope_low_freq_factor": _of_type("llama3"),
-    "rope_high_freq_factor": _of_type("llama3"),
     "moe_router_group_topk": _groups,
     "moe_router_group_score_topk": _groups,
     "moe_token_drop_policy": _capacity,
@@ -248,7 +244,7 @@ _ACTIVE: Mapping[str, Callable[[Values], bool]] = {
         _experts(values) and bool(values["moe_router_enable_expert_bias"])
     ),
     "mtp_loss_scaling_factor": lambda values: bool(values["mtp_num_layers"]),
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _of_type("yarn")),
+    **{name: _of_type(kinds) for name, kinds in ROPE_TYPES_OF.items()},
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"), _latent),
     "v_head_dim": _latent,
     **dict.fromkeys(

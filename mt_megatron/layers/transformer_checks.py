@@ -12,7 +12,7 @@ from typing import Any, get_args
 from mt_megatron.layers.mtp.checks import prediction_problems
 
 from ..errors import ConfigError
-from .transformer_fields import FIELDS, LOAD_BALANCING, moe_pattern
+from .transformer_fields import FIELDS, LOAD_BALANCING, ROPE_TYPES_OF, moe_pattern
 
 Values = Mapping[str, Any]
 
@@ -270,7 +270,14 @@ def _rotary(values: Values) -> list[str]:
             f"rope_low_freq_factor is {low} and rope_high_freq_factor {high}; expected the first below the "
             "second. Change rope_low_freq_factor."
         ]
-    return []
+    found = []
+    for name, kinds in ROPE_TYPES_OF.items():
+        if kind not in kinds and _get(values, name) != _DEFAULTS[name]:
+            found.append(
+                f"{name} is {_get(values, name)} with rope_type {kind}, which does not read it; expected "
+                f"{_DEFAULTS[name]}. Set rope_type to {' or '.join(kinds)}, or leave {name} out."
+            )
+    return found
 
 
 def _stages(values: Values) -> list[str]:

@@ -8,7 +8,7 @@ Megatron.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -169,6 +169,16 @@ _ROTARY = _fields(
     ("rope_low_freq_factor", float, 1.0, "Llama 3.1: rotations below which a frequency is stretched."),
     ("rope_high_freq_factor", float, 4.0, "Llama 3.1: rotations from which a frequency is kept."),
 )
+
+_STRETCHED = ("linear", "llama3", "yarn")
+ROPE_TYPES_OF: Mapping[str, tuple[str, ...]] = {
+    "rotary_scaling_factor": _STRETCHED,
+    "original_max_position_embeddings": ("llama3", "yarn"),
+    "rope_low_freq_factor": ("llama3",),
+    "rope_high_freq_factor": ("llama3",),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), ("yarn",)),
+}
+"""Number of rotary positions -> the values of ``rope_type`` that read it."""
 
 _PREDICTION = _fields(
     (

@@ -33,6 +33,9 @@ _LATENT = (
     "--original-max-position-embeddings 64 --rotary-base 1000 --mscale 0.7 --mscale-all-dim 0.7"
 )
 _STRETCHED = "--rotary-scaling-factor 8 --original-max-position-embeddings 16"
+_UNSTRETCHED = (
+    "--rotary-scaling-factor 1 --original-max-position-embeddings 4096 --mscale 1 --mscale-all-dim 0"
+)
 BASES = {
     "dense": _COMMON,
     "linear": f"{_COMMON} --rope-type linear --rotary-scaling-factor 2",
@@ -58,7 +61,10 @@ def drawn(rng: random.Random) -> dict[str, list[tuple[str, str]]]:
         "rotary_percent": [("dense", "0.5")],
         "rotary_interleaved": [("dense", "true")],
         "rotary_seq_len_interpolation_factor": [("dense", f"{number(1.5, 4):.3f}")],
-        "rope_type": [("dense", f"linear --rotary-scaling-factor {number(2, 4):.2f}"), ("latent", "rope")],
+        "rope_type": [
+            ("dense", f"linear --rotary-scaling-factor {number(2, 4):.2f}"),
+            ("latent", f"rope {_UNSTRETCHED}"),
+        ],
         "rotary_scaling_factor": [(each, f"{number(9, 16):.2f}") for each in ("linear", "llama3", "latent")],
         "original_max_position_embeddings": [("llama3", "8"), ("latent", "8")],
         "beta_fast": [("latent", f"{number(2, 3):.2f}")],

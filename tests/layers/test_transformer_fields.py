@@ -102,6 +102,7 @@ GOOD: tuple[dict[str, Any], ...] = (
     MIXTURE | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     {"multi_latent_attention": True, "num_attention_heads": 4, "num_query_groups": 4},
     {"rope_type": "llama3", "rotary_scaling_factor": 8.0},
+    {"rope_type": "rope", "rotary_scaling_factor": 1, "original_max_position_embeddings": 4096},
     {"num_layers_in_first_pipeline_stage": 2, "first_pipeline_num_layers": 2},
     {"moe_router_dtype": "fp64"},
 )
@@ -160,6 +161,14 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"recompute_mla_up_proj": True}, "on without multi-latent attention"),
     ({"rope_type": "ntk"}, "is 'ntk'; expected one of rope, linear, llama3, yarn"),
     ({"rope_type": "llama3", "rope_low_freq_factor": 4.0}, "expected the first below the second"),
+    (
+        {"rotary_scaling_factor": 40.0},
+        "rotary_scaling_factor is 40.0 with rope_type rope, which does not read it; expected 1.0",
+    ),
+    ({"rope_type": "linear", "beta_fast": 16.0}, "beta_fast is 16.0 with rope_type linear"),
+    ({"rope_type": "llama3", "mscale": 0.707}, "mscale is 0.707 with rope_type llama3"),
+    ({"rope_type": "yarn", "rope_high_freq_factor": 8.0}, "rope_high_freq_factor is 8.0 with rope_type yarn"),
+    ({"rope_type": "linear", "original_max_position_embeddings": 8192}, "is 8192 with rope_type linear"),
     ({"mtp_num_layers": 0}, "mtp_num_layers is 0; expected more than 0"),
     (
         {"num_layers_in_first_pipeline_stage": 2, "first_pipeline_num_layers": 3},

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.layers.transformer_fields import FIELDS, ROPE_TYPES_OF
 
 _NAMES = ("megatron.core.transformer.transformer_config", "MLATransformerConfig")
 
@@ -37,6 +38,7 @@ def mla_transformer_config() -> type:
 
         def __post_init__(self) -> None:
             _take_over(self)
+            _leave_out(self, MLATransformerConfig)
             super().__post_init__()
 
     MLATransformerConfig.__module__, MLATransformerConfig.__qualname__ = _NAMES
@@ -45,7 +47,7 @@ def mla_transformer_config() -> type:
 
 def _take_over(config: Any) -> None:
     given, original = config.max_position_embeddings, config.original_max_position_embeddings
-    if given is None:
+    if given is None or config.rope_type not in ROPE_TYPES_OF["original_max_position_embeddings"]:
         return
     if original not in (4096, given):
         raise ConfigError(
@@ -53,3 +55,12 @@ def _take_over(config: Any) -> None:
             "expected one number, since both mean the same. Leave max_position_embeddings out."
         )
     config.original_max_position_embeddings = given
+
+
+def _leave_out(config: Any, defaults: type) -> None:
+    """YaRN's numbers go where another ``rope_type`` reads none of them: they are defaults of this class."""
+    for field in FIELDS:
+        kinds = ROPE_TYPES_OF.get(field.name)
+        unread = kinds is not None and config.rope_type not in kinds
+        if unread and getattr(config, field.name) == getattr(defaults, field.name):
+            setattr(config, field.name, field.default)

@@ -258,7 +258,7 @@ def refusals() -> dict[str, str]:
         "few angles": lambda: module(hidden, None, rotary_pos_emb=torch.zeros(2, 1, 1, shape.rope)),
         "percent": lambda: model(shape.config(), rotary_percent=0.5),
         "theta": lambda: model(shape.config(), rotary_base=77777),
-        "spec alone": lambda: model(shape.config(multi_latent_attention=False, rope_type="rope")),
+        "spec alone": lambda: model(shape.config(multi_latent_attention=False)),
         "split": split_down_projection,
         "bias": lambda: ReplicatedLinear(
             4, 4, config=shape.config(), init_method=torch.nn.init.zeros_, bias=True

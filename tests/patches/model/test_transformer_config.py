@@ -74,6 +74,11 @@ found["latent"] = [
     latent.rotary_scaling_factor, latent.normalization, latent.original_max_position_embeddings,
     pickle.loads(pickle.dumps(latent)) == latent,
 ]
+unstretched = MLATransformerConfig(**SIZES, rope_type="rope", max_position_embeddings=128)
+found["unstretched"] = [
+    unstretched.rotary_scaling_factor, unstretched.mscale, unstretched.original_max_position_embeddings,
+    refused(MLATransformerConfig, **SIZES, rope_type="rope", rotary_scaling_factor=8.0),
+]
 found["two_lengths"] = refused(
     MLATransformerConfig, **SIZES, max_position_embeddings=1, original_max_position_embeddings=2
 )
@@ -118,6 +123,11 @@ def test_fields_left_unset_change_no_other_and_exist_on_older_objects(found: dic
 def test_the_later_configuration_of_latent_attention_has_its_defaults(found: dict[str, Any]) -> None:
     assert found["latent"] == [True, True, 512, "yarn", 40.0, "RMSNorm", 128, True]
     assert "max_position_embeddings is 1 and original_max_position_embeddings is 2" in found["two_lengths"]
+
+
+def test_its_numbers_of_yarn_are_not_there_without_yarn(found: dict[str, Any]) -> None:
+    assert found["unstretched"][:3] == [1.0, 1.0, 4096]
+    assert "rotary_scaling_factor is 8.0 with rope_type rope" in found["unstretched"][3]
 
 
 def test_a_capacity_goes_with_the_balancing_of_sequences(found: dict[str, Any]) -> None:
