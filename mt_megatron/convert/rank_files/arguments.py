@@ -56,6 +56,9 @@ _SAME = (
     "moe_router_group_score_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_dtype",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_expert_input_to_capacity",
     "multi_latent_attention",
     "q_lora_rank",
     "kv_lora_rank",
@@ -123,6 +126,7 @@ def options_from_arguments(args: argparse.Namespace | None) -> dict[str, Any]:
         options["layernorm_zero_centered_gamma"] = True
     if given.get("num_experts"):
         options["num_moe_experts"] = given["num_experts"]
+        options = _capacity(options, given)
     else:
         for name in [each for each in options if each.startswith("moe_")]:
             del options[name]
@@ -167,6 +171,7 @@ def arguments_of(
         "norm_epsilon": model.layernorm_epsilon,
         "apply_layernorm_1p": model.layernorm_zero_centered_gamma,
         "num_experts": model.num_moe_experts,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
         "model_family": model.family,
         "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "padded_vocab_size": padded_vocab_size,
@@ -209,6 +214,18 @@ def _vocab_size(given: Mapping[str, Any]) -> dict[str, int]:
         return {}
     adds_end_of_document = given.get("tokenizer_type") == "NullTokenizer" and not given.get("model_family")
     return {"vocab_size": int(size) + adds_end_of_document}
+
+
+def _capacity(options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with a dispatcher where experts have a capacity, which the default, ``allgather``, does not
+    know; a later version's ``flex`` sends the same tokens. Upstream takes a capacity below 0 for none."""
+    found = dict(options)
+    if found.get("moe_expert_capacity_factor", -1) < 0:
+        found.pop("moe_expert_capacity_factor", None)
+        return found
+    named = given.get("moe_token_dispatcher_type")
+    found["moe_token_dispatcher_type"] = named if named == "alltoall_seq" else "alltoall"
+    return found
 
 
 def _impl(asked: str) -> str:

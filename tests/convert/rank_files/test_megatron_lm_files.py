@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mt_megatron.convert.rank_files.arguments import load_trusted, options_from_arguments
+from mt_megatron.config.parse import load_config
+from mt_megatron.convert.rank_files.arguments import arguments_of, load_trusted, options_from_arguments
 from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import differing, read
@@ -75,6 +77,27 @@ def test_files_of_ours_count_every_token(llama: Path, tmp_path: Path) -> None:
     assert options_from_arguments(first["args"])["vocab_size"] == first["args"].vocab_size
     converted(ranks, tmp_path / "back", "huggingface")
     assert differing(read(tmp_path / "back"), read(llama)) == []
+
+
+_MIXTURE = {"num_layers": 2, "num_experts": 4, "moe_token_drop_policy": "position"}
+
+
+def test_a_capacity_of_experts_is_kept_both_ways() -> None:
+    given = {**_MIXTURE, "moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+    options = options_from_arguments(argparse.Namespace(**given, moe_token_dispatcher_type="flex"))
+    names = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity")
+    assert {name: options[name] for name in names} == {name: given[name] for name in names}
+    assert options["moe_token_dispatcher_type"] == "alltoall"
+    words = "--model mixtral_8x7b --moe-expert-capacity-factor 1.5 --moe-token-dispatcher-type alltoall_seq"
+    back = options_from_arguments(arguments_of(load_config(words.split()), 32000, 1))
+    assert (back["moe_expert_capacity_factor"], back["moe_token_dispatcher_type"]) == (1.5, "alltoall_seq")
+
+
+def test_without_a_capacity_tokens_travel_as_the_run_says() -> None:
+    options = options_from_arguments(argparse.Namespace(**_MIXTURE, moe_expert_capacity_factor=None))
+    assert "moe_expert_capacity_factor" not in options and "moe_token_dispatcher_type" not in options
+    negative = options_from_arguments(argparse.Namespace(**_MIXTURE, moe_expert_capacity_factor=-1.0))
+    assert negative == options
 
 
 def test_a_gpt_2_like_model_is_named(llama: Path, tmp_path: Path) -> None:
