@@ -15,6 +15,7 @@ import torch
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import CheckpointError
+from mt_megatron.layers.transformer_fields import ROPE_TYPES_OF
 from mt_megatron.patches.compat.torch_numpy import trusted_globals
 
 COMMON = "common.pt"
@@ -133,6 +134,8 @@ def options_from_arguments(args: argparse.Namespace | None) -> dict[str, Any]:
     if not given.get("multi_latent_attention"):
         for name in _LATENT:
             options.pop(name, None)
+    if not given.get("model_family"):
+        options = _as_later_versions_stretch(options)
     if given.get("use_rope_scaling"):
         options |= {
             "rope_type": "llama3",
@@ -225,6 +228,25 @@ def _capacity(options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
         return found
     named = given.get("moe_token_dispatcher_type")
     found["moe_token_dispatcher_type"] = named if named == "alltoall_seq" else "alltoall"
+    return found
+
+
+def _as_later_versions_stretch(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with the rotary positions that Megatron-Core 0.12 computes for them.
+
+    Latent attention is stretched by YaRN unless ``rope_type`` says otherwise, from
+    ``max_position_embeddings`` where the original length has no name of its own. Numbers that it reads
+    nowhere, such as an ordinary attention's ``mscale_all_dim`` of 1, are left out.
+    """
+    found = dict(options)
+    latent = found.get("multi_latent_attention")
+    kind = found.setdefault("rope_type", "yarn") if latent else found.get("rope_type", "rope")
+    if kind == "yarn" and "max_position_embeddings" in found:
+        found.setdefault("original_max_position_embeddings", found["max_position_embeddings"])
+    for name, kinds in ROPE_TYPES_OF.items():
+        # The factor counts there for latent attention's softmax without any stretching: it is not lost.
+        if kind not in kinds and not (latent and name == "rotary_scaling_factor"):
+            found.pop(name, None)
     return found
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from mt_megatron.config.model_change import changes_from
 from mt_megatron.config.parse import load_config
 from mt_megatron.convert.rank_files.arguments import arguments_of, load_trusted, options_from_arguments
 from mt_megatron.errors import CheckpointError
+from mt_megatron.layers.transformer_checks import field_problems
 from tests.convert import published
 from tests.convert.published import differing, read
 from tests.convert.recorded_run import converted
@@ -77,6 +79,41 @@ def test_files_of_ours_count_every_token(llama: Path, tmp_path: Path) -> None:
     assert options_from_arguments(first["args"])["vocab_size"] == first["args"].vocab_size
     converted(ranks, tmp_path / "back", "huggingface")
     assert differing(read(tmp_path / "back"), read(llama)) == []
+
+
+_LATENT = {
+    "num_layers": 2,
+    "multi_latent_attention": True,
+    "max_position_embeddings": 2048,
+    "rotary_scaling_factor": 40.0,
+    "mscale_all_dim": 1.0,
+    "rope_type": None,
+}
+
+
+def test_latent_attention_of_a_later_version_is_stretched_by_yarn() -> None:
+    options = options_from_arguments(argparse.Namespace(**_LATENT))
+    assert (options["rope_type"], options["original_max_position_embeddings"]) == ("yarn", 2048)
+    assert (options["rotary_scaling_factor"], options["mscale_all_dim"]) == (40.0, 1.0)
+    own_length = options_from_arguments(argparse.Namespace(**_LATENT, original_max_position_embeddings=64))
+    assert own_length["original_max_position_embeddings"] == 64
+    plain = options_from_arguments(argparse.Namespace(**{**_LATENT, "rope_type": "rope"}))
+    assert plain["rope_type"] == "rope" and "original_max_position_embeddings" not in plain
+    assert "rotary_scaling_factor is 40.0 with rope_type rope" in field_problems(plain)[0]
+
+
+def test_files_of_ours_say_how_latent_attention_is_stretched() -> None:
+    of_ours = options_from_arguments(argparse.Namespace(**_LATENT, model_family="deepseek"))
+    assert "rope_type" not in of_ours
+    words = "--model deepseek_v2_lite --vocab-size 4096"
+    config = load_config(words.split())
+    back = options_from_arguments(arguments_of(config, 4096, 1))
+    assert changes_from(back, config) == []
+
+
+def test_numbers_that_no_stretching_reads_are_left_out() -> None:
+    given = argparse.Namespace(num_layers=2, mscale=1.0, mscale_all_dim=1.0, rotary_scaling_factor=1.0)
+    assert field_problems(options_from_arguments(given)) == []
 
 
 _MIXTURE = {"num_layers": 2, "num_experts": 4, "moe_token_drop_policy": "position"}
