@@ -23,6 +23,8 @@ from mt_megatron.planning.memory_estimate import DEFAULT_IMBALANCE, memory_case,
 from mt_megatron.planning.parameters import ParameterCount, count_parameters
 from mt_megatron.planning.pipeline_layout import chunk_layer_counts
 from mt_megatron.planning.suggest import Choice, Suggestion, suggest
+from mt_megatron.planning.validate.experts import expert_problems
+from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.planning.validate.model import model_problems
 from mt_megatron.planning.validate.parallel import parallel_problems
 
@@ -365,7 +367,12 @@ def _costs(config: TrainingConfig, world_size: int | None, expert_imbalance: flo
     if config.train.seq_length is None:
         plan["not_estimated"].append("operations and memory: they depend on --seq-length")
         return plan
-    problems = [*model_problems(config), *parallel_problems(config, world)]
+    problems = [
+        *model_problems(config),
+        *parallel_problems(config, world),
+        *expert_problems(config, world),
+        *fp8_layer_problems(config),
+    ]
     if problems:
         raise ConfigError("the layout is impossible:\n" + "\n".join(f"- {line}" for line in problems))
     case = memory_case(config, world, expert_imbalance=expert_imbalance)

@@ -15,6 +15,8 @@ from mt_megatron.config.schema import CoreOptions, TrainingConfig
 from mt_megatron.parallel.stage_layers import end_counts
 from mt_megatron.planning.activation_options import Recompute
 from mt_megatron.planning.pipeline_layout import BALANCED
+from mt_megatron.planning.validate.experts import expert_problems
+from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.planning.validate.model import model_problems
 from mt_megatron.planning.validate.parallel import node_problems, parallel_problems
 from mt_megatron.planning.validate.rampup import rampup_problems
@@ -179,6 +181,8 @@ def rule_problems(layout: Layout, config: TrainingConfig, world_size: int, per_n
         *model_problems(applied),
         *parallel_problems(applied, world_size),
         *node_problems(applied, world_size, per_node),
+        *expert_problems(applied, world_size),
+        *fp8_layer_problems(applied),
         *train_problems(applied),
         *rampup_problems(applied, world_size),
     ]

@@ -130,6 +130,23 @@ def test_what_is_suggested_for_experts_passes_validation(mixtral: Suggestion) ->
         assert worst_memory(memory_case(config, 64)).total == choice.memory.total
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--num-moe-experts 8 --moe-ffn-hidden-size 706 --family mixtral", "moe_ffn_hidden_size is N"),
+        ("--fp8-recipe blockwise --ffn-hidden-size 1440", "mlp.linear_fcN of layer N"),
+    ],
+)
+def test_layouts_that_the_run_refuses_for_its_layers_are_not_offered(options: str, reason: str) -> None:
+    argv = [*SMALL, "--mock-data", *options.split()]
+    found = suggest(load_config(argv), 8, H100)
+    assert any(reason in each.reason for each in found.rejected), found.rejected
+    tried = [load_config([*argv, *choice.layout.options()]) for choice in found.choices]
+    assert tried and {config.parallel.tensor_model_parallel_size for config in tried} == {1, 2}
+    for config in tried:
+        assert problems(config, world_size=8, check_files=False) == []
+
+
 def test_a_busier_rank_needs_more_memory_and_time(mixtral: Suggestion) -> None:
     layout = next(choice.layout for choice in mixtral.choices if choice.layout.expert == 8)
     config = layout.apply(mixtral.config)

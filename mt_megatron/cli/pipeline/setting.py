@@ -227,13 +227,20 @@ def _of_configuration(
     from mt_megatron.planning.hardware import hardware_of
     from mt_megatron.planning.memory_estimate import memory_case
     from mt_megatron.planning.pipeline_costs import pipeline_costs
+    from mt_megatron.planning.validate.experts import expert_problems
+    from mt_megatron.planning.validate.fp8 import fp8_layer_problems
     from mt_megatron.planning.validate.model import model_problems
     from mt_megatron.planning.validate.parallel import parallel_problems
 
     if world_size is None:
         raise ConfigError("--world-size is not given; expected the number of devices beside --model")
     config = load_config(argv)
-    if problems := [*model_problems(config), *parallel_problems(config, world_size)]:
+    if problems := [
+        *model_problems(config),
+        *parallel_problems(config, world_size),
+        *expert_problems(config, world_size),
+        *fp8_layer_problems(config),
+    ]:
         raise ConfigError("the layout is impossible:\n" + "\n".join(f"- {line}" for line in problems))
     if config.parallel.pipeline_model_parallel_size == 1:
         raise ConfigError("--pipeline-model-parallel-size is 1; expected at least 2 ranks of a pipeline")
