@@ -235,6 +235,7 @@ def config_json(
     for name in _WRITTEN_ANEW:
         kept.pop(name, None)
     kept |= document
+    _require_no_contradiction(kept, model)
     if fp8_block is not None:
         kept["quantization_config"] = {
             "activation_scheme": "dynamic",
@@ -261,10 +262,25 @@ def _require_same_model(document: Mapping[str, Any], model: Any) -> None:
         )
 
 
+def _require_no_contradiction(document: Mapping[str, Any], model: Any) -> None:
+    """Raise ``ConfigError`` where an entry that was taken over says something else than the model."""
+    try:
+        _require_same_model(document, model)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(
+            "the earlier config.json, of --hf-files or carried along, has an entry that contradicts the "
+            f"model: {error}. Take that entry out of it, or give --hf-files of the model's own architecture"
+        ) from error
+
+
 _WRITTEN_ANEW = (
     "auto_map",
     "dtype",
     "head_dim",
+    "layer_types",
+    "num_local_experts",
+    "num_mtp_layers",
+    "original_max_position_embeddings",
     "partial_rotary_factor",
     "quantization_config",
     "rope_parameters",

@@ -99,6 +99,36 @@ def test_entries_of_an_earlier_file_are_kept_unless_they_would_contradict() -> N
 
 
 @pytest.mark.parametrize(
+    ("preset", "entries"),
+    [
+        ("llama3.1_8b", {"layer_types": ["full_attention"] * 3, "original_max_position_embeddings": 4096}),
+        ("qwen3_30b_a3b", {"num_local_experts": 4}),
+        ("deepseek_v3", {"num_local_experts": 4, "num_mtp_layers": 3}),
+    ],
+)
+def test_entries_of_another_size_of_the_architecture_are_left_out(
+    preset: str, entries: dict[str, Any]
+) -> None:
+    config = load_config(["--model", preset, "--vocab-size", "4096"])
+    plain = config_json(config.model, dtype="bfloat16")
+    like = {"model_type": plain["model_type"], **entries}
+    assert config_json(config.model, dtype="bfloat16", like=like) == plain
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"attention_bias": True}, "attention_bias = True"),
+    ],
+)
+def test_an_entry_that_contradicts_the_export_is_refused(entries: dict[str, Any], said: str) -> None:
+    config = load_config(["--model", "mixtral_8x7b"])
+    with pytest.raises(ConfigError, match=f"--hf-files.* contradicts the model.*{said}"):
+        config_json(config.model, dtype="bfloat16", like={"model_type": "mixtral", **entries})
+
+
+@pytest.mark.parametrize(
     ("preset", "options", "said"),
     [
         ("llama3_8b", ["--normalization", "LayerNorm"], "normalization"),
