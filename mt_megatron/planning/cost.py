@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from mt_megatron.pipeline.actions import Placement
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.simulate.costs import Costs
 from mt_megatron.pipeline.simulate.program import Program
@@ -139,7 +140,8 @@ def _bubble(times: list[StageTime], batches: int) -> float:
     ranks, chunks = len(times), len(times[0].chunks)
     if ranks == 1:
         return 0.0
-    forwards, backwards = passes(times)
+    # Both schedules that are simulated here place chunks in loops.
+    forwards, backwards = passes(times, Placement(ranks, chunks))
     costs = Costs(forward=forwards, backward=backwards)
     slowest = max(time.total for time in times)
 
@@ -153,18 +155,20 @@ def _bubble(times: list[StageTime], batches: int) -> float:
     return bubble(more) + (bubble(more) - bubble(few)) / ranks * (batches - more)
 
 
-def passes(times: list[StageTime], *, transfers: bool = True) -> tuple[list[float], list[float]]:
+def passes(
+    times: list[StageTime], placement: Placement, *, transfers: bool = True
+) -> tuple[list[float], list[float]]:
     """Seconds of the forward and of the backward of each model chunk, in the order that a batch takes: what a
     rank does besides is spread over its chunks as their operations are; ``transfers`` between stages too, or
     they are left out."""
     forwards, backwards = [], []
-    for chunk in range(len(times[0].chunks)):
-        for time in times:
-            share = time.chunks[chunk] / time.compute
-            total = time.total - (0.0 if transfers else time.pipeline)
-            once = (total - time.recompute) / 3
-            forwards.append(share * once)
-            backwards.append(share * (total - once))
+    for index in range(placement.stages):
+        time = times[placement.rank(index)]
+        share = time.chunks[placement.chunk(index)] / time.compute
+        total = time.total - (0.0 if transfers else time.pipeline)
+        once = (total - time.recompute) / 3
+        forwards.append(share * once)
+        backwards.append(share * (total - once))
     return forwards, backwards
 
 

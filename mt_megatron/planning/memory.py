@@ -196,11 +196,15 @@ def stage_layers(case: MemoryCase) -> list[int]:
     return [sum(place.layers for place in places(case, stage)) for stage in range(case.pipeline_parallel)]
 
 
+def placement_of(case: MemoryCase) -> Placement:
+    """Where the model chunks lie that a batch takes one after another."""
+    style = Style.LOOP if case.schedule is None else case.schedule.placement.style
+    return Placement(case.pipeline_parallel, case.chunks, style)
+
+
 def places(case: MemoryCase, stage: int) -> list[ChunkPlace]:
     """The chunks of one stage in their order."""
-    style = Style.LOOP if case.schedule is None else case.schedule.placement.style
-    placement = Placement(case.pipeline_parallel, case.chunks, style)
-    return list(_places(case.shape, chunk_layers(case), placement)[stage])
+    return list(_places(case.shape, chunk_layers(case), placement_of(case))[stage])
 
 
 @lru_cache(maxsize=4096)
@@ -334,12 +338,9 @@ def _casts(case: MemoryCase, stage: int) -> int:
         return 0
     counts, shape = chunk_layers(case), case.shape
     ends = list(accumulate(counts))
-    layers = [
-        layer
-        for index in range(stage, len(counts), case.pipeline_parallel)
-        for layer in range(ends[index] - counts[index] + 1, ends[index] + 1)
-    ]
-    last = stage == case.pipeline_parallel - 1
+    own = placement_of(case).stages_of(stage)
+    layers = [layer for index in own for layer in range(ends[index] - counts[index] + 1, ends[index] + 1)]
+    last = len(counts) - 1 in own
     if last:
         layers += range(ends[-1] + 1, ends[-1] + 1 + (shape.mtp_num_layers or 0))
     return case.casts.of(

@@ -9,27 +9,35 @@ from mt_megatron.pipeline.simulate.costs import Costs, Link
 from mt_megatron.planning.activation_memory import hidden_bytes
 from mt_megatron.planning.cost import passes, stage_times
 from mt_megatron.planning.hardware import Hardware
-from mt_megatron.planning.memory import MemoryCase, estimate_memory, kept_bytes, places, state_memory
+from mt_megatron.planning.memory import (
+    MemoryCase,
+    estimate_memory,
+    kept_bytes,
+    placement_of,
+    places,
+    state_memory,
+)
 
 
 def pipeline_costs(case: MemoryCase, hardware: Hardware) -> Costs:
     """Seconds and bytes of each stage (model chunk, in the order that a batch takes), and the links between
     pipeline ranks: those of a node where the whole pipeline is in one, else those between nodes."""
     times, ranks, options = stage_times(case, hardware), case.pipeline_parallel, case.activations
-    forwards, backwards = passes(times, transfers=False)
-    weights = [time.weights[chunk] for chunk in range(case.chunks) for time in times]
+    placement = placement_of(case)
+    own = [(placement.rank(index), placement.chunk(index)) for index in range(placement.stages)]
+    forwards, backwards = passes(times, placement, transfers=False)
+    weights = [times[rank].weights[chunk] for rank, chunk in own]
     beside = options.tensor_parallel * options.context_parallel * case.data_parallel
     inside = beside * ranks <= hardware.devices_per_node
     bandwidth = (hardware.intra_node_gbps if inside else hardware.inter_node_gbps) * 1e9
     kept, static, reductions = [], [], []
     memory = estimate_memory(case).stages
-    for chunk in range(case.chunks):
-        for rank in range(ranks):
-            kept.append(float(kept_bytes(case, places(case, rank)[chunk])))
-            # A rank's is counted with its first stage; what activations take comes on top.
-            whole = memory[rank].total - memory[rank].activations
-            static.append(float(whole) if chunk == 0 else 0.0)
-            reductions.append(_reduction(case, hardware, rank) / case.chunks)
+    for rank, chunk in own:
+        kept.append(float(kept_bytes(case, places(case, rank)[chunk])))
+        # A rank's is counted with its first stage; what activations take comes on top.
+        whole = memory[rank].total - memory[rank].activations
+        static.append(float(whole) if chunk == 0 else 0.0)
+        reductions.append(_reduction(case, hardware, rank) / case.chunks)
     return Costs(
         forward=forwards,
         backward=backwards,

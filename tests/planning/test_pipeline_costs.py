@@ -53,3 +53,23 @@ def test_links_and_reductions_follow_the_machine() -> None:
     assert set(np.ravel(near.reduction)) == {0.0}
     reductions = np.ravel(far.reduction)
     assert (reductions > 0).all() and reductions[0] > reductions[1] == reductions[2]  # The embedding.
+
+
+def test_a_v_takes_its_chunks_down_and_up_again() -> None:
+    layers = [1, 2, 3, 4, 5, 6, 7, 4]
+    case = case_of(
+        "--global-batch-size 16 --virtual-pipeline-model-parallel-size 2 --pipeline-schedule zbv "
+        f"--pipeline-model-parallel-layout {','.join(map(str, layers))} --fp8-recipe blockwise",
+        4,
+    )
+    assert case.schedule is not None and case.casts is not None
+    costs = pipeline_costs(case, H100)
+    for times in (costs.forward, costs.backward, costs.weight):
+        assert (np.diff(np.ravel(times)[:7]) > 0).all(), times  # the last chunk has the output layer too
+    kept = np.ravel(costs.activation)
+    assert (np.diff(kept[:7]) > 0).all(), kept
+    stages = estimate_memory(case).stages
+    assert memory_peaks(case.schedule, costs).tolist() == [stage.total for stage in stages]
+    # The first layer and the last one, both of the first rank, stay in bf16.
+    of_a_layer = stages[3].casts // 9
+    assert [stage.casts // of_a_layer for stage in stages] == [1 + 4 - 2, 2 + 7, 3 + 6, 4 + 5]

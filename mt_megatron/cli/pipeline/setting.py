@@ -225,6 +225,7 @@ def _of_configuration(
     # These take a while to import, and a traced run needs none of them.
     from mt_megatron.config.parse import load_config
     from mt_megatron.planning.hardware import hardware_of
+    from mt_megatron.planning.memory import placement_of
     from mt_megatron.planning.memory_estimate import memory_case
     from mt_megatron.planning.pipeline_costs import pipeline_costs
     from mt_megatron.planning.validate.experts import expert_problems
@@ -256,7 +257,7 @@ def _of_configuration(
     return Setting(
         about=(about, "times and bytes by the cost model of mt-megatron plan: estimates, not measurements"),
         samples=(pipeline_costs(case, hardware),),
-        placement=Placement(case.pipeline_parallel, case.chunks),
+        placement=placement_of(case),
         microbatches=case.num_microbatches,
     )
 
