@@ -166,6 +166,28 @@ def _depth_bytes(shape: ModelShape, options: ActivationOptions, *, again: bool) 
     return kept + layer_bytes(shape, options, mixture=shape.pattern[-1:] == (1,))
 
 
+def exchanged_width(shape: ModelShape, options: ActivationOptions) -> int:
+    """Numbers of a token's keys and values that context-parallel ranks exchange."""
+    if shape.multi_latent_attention:
+        return 2 * shape.query_size // options.tensor_parallel  # Values are padded to the size of keys.
+    return 2 * shape.num_query_groups * shape.kv_channels // options.tensor_parallel
+
+
+def exchange_workspace(shape: ModelShape, options: ActivationOptions) -> int:
+    """Keys and values of other context-parallel ranks at the worst moment, which is in attention's backward
+    pass, and their gradients, which are summed in fp32.
+
+    all_gather: both of the whole sequence. p2p: one shard in use and one on its way, and three of gradients:
+    the one just made, and the sum before it where it leaves and where it arrives.
+    """
+    if options.context_parallel == 1:
+        return 0
+    shard = options.tokens * exchanged_width(shape, options)
+    if options.exchange == "p2p":
+        return shard * (2 * options.element_bytes + 3 * _FP32)
+    return options.context_parallel * shard * (options.element_bytes + _FP32)
+
+
 def backward_workspace(
     shape: ModelShape, place: ChunkPlace, options: ActivationOptions, weight_gradient: int
 ) -> int:
@@ -180,6 +202,8 @@ def backward_workspace(
         default=0,
     )
     gradients += weight_gradient
+    made_again = max((_made_again(shape, options, kind) for kind in set(kinds)), default=0)
+    gradients = max(gradients, exchange_workspace(shape, options) + made_again if kinds else 0)
     again = recompute.recomputed_layers(place.layers)
     if not again:
         return gradients

@@ -57,6 +57,9 @@ class ActivationOptions:
 
     tensor_parallel: int = 1
     context_parallel: int = 1
+    exchange: str = "all_gather"
+    """``cp_comm_type``: how keys and values travel between context-parallel ranks."""
+
     sequence_parallel: bool = False
     recompute: Recompute = Recompute()
     fused_activation: bool = False

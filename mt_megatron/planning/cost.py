@@ -23,7 +23,7 @@ from mt_megatron.pipeline.actions import Placement
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.simulate.costs import Costs
 from mt_megatron.pipeline.simulate.program import Program
-from mt_megatron.planning.activation_memory import hidden_bytes, layer_bytes
+from mt_megatron.planning.activation_memory import exchanged_width, hidden_bytes, layer_bytes
 from mt_megatron.planning.balance import balanced_layout
 from mt_megatron.planning.expert_memory import expert_rows
 from mt_megatron.planning.flops import ForwardFlops, forward_flops
@@ -321,11 +321,8 @@ def _context_parallel(case: MemoryCase, hardware: Hardware) -> float:
     size = options.context_parallel
     if size == 1:
         return 0.0
-    shape = case.shape
-    keys = 2 * shape.num_query_groups * shape.kv_channels / options.tensor_parallel
-    if shape.multi_latent_attention:
-        keys = 2 * shape.query_size / options.tensor_parallel
-    gathered = options.micro_batch * options.sequence * keys * options.element_bytes
+    width = exchanged_width(case.shape, options)
+    gathered = options.micro_batch * options.sequence * width * options.element_bytes
     span = options.tensor_parallel * size
     # Keys and values are gathered in forward and in backward, and their gradients are scattered.
     return 3 * ((size - 1) / size * gathered / _bandwidth(hardware, span) + hardware.latency)

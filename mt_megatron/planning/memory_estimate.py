@@ -113,6 +113,7 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         element_bytes=width,
         tensor_parallel=parallel.tensor_model_parallel_size,
         context_parallel=parallel.context_parallel_size,
+        exchange=parallel.cp_comm_type or "all_gather",
         sequence_parallel=parallel.sequence_parallel,
         recompute=recompute_of(model),
         fused_activation=model.bias_activation_fusion,

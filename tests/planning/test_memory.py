@@ -10,7 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mt_megatron.config.parse import load_config
-from mt_megatron.planning.activation_memory import ActivationOptions, Recompute, chunk_bytes, layer_bytes
+from mt_megatron.planning.activation_memory import (
+    ActivationOptions,
+    Recompute,
+    chunk_bytes,
+    exchange_workspace,
+    layer_bytes,
+)
+from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.memory import MemoryCase, estimate_memory, in_flight, worst_memory
 from mt_megatron.planning.memory_estimate import memory_case, memory_of
 from mt_megatron.planning.parameter_memory import StateOptions, chunk_state_memory
@@ -345,6 +352,29 @@ def test_estimates_add_up(layers: int, stages: int, chunks: int, rounds: int, tp
         assert all(sum(counts) <= case.num_microbatches * chunks for counts in in_flight(case, stage.stage))
     more = dataclasses.replace(case, activations=dataclasses.replace(case.activations, micro_batch=2))
     assert worst_memory(more).total > worst_memory(case).total
+
+
+@pytest.mark.parametrize(
+    ("flags", "element", "shards"),
+    [
+        ("--bf16", 2, 4 * (2 + 4)),
+        ("", 4, 4 * (4 + 4)),
+        # Of keys two, of their gradients three.
+        ("--bf16 --cp-comm-type p2p", 2, 2 * 2 + 3 * 4),
+    ],
+)
+def test_keys_of_other_context_ranks_are_part_of_the_workspace(flags: str, element: int, shards: int) -> None:
+    words = "--model llama3_8b --tensor-model-parallel-size 2 --micro-batch-size 2 --no-bf16"
+    alone = load_config([*words.split(), *flags.split()]) if "p2p" not in flags else None
+    spread = load_config([*words.split(), "--context-parallel-size", "4", *flags.split()])
+    # Two sequences of 8192 tokens, 8 groups of 128 over 2 ranks, keys and values; a quarter on each.
+    shard = 2 * 8192 // 4 * 2 * 8 * 128 // 2
+    options = memory_case(spread, 8).activations
+    assert options.element_bytes == element
+    assert exchange_workspace(model_shape(spread), options) == shard * shards
+    assert worst_memory(memory_case(spread, 8)).workspace >= shard * shards
+    if alone is not None:
+        assert exchange_workspace(model_shape(alone), memory_case(alone, 2).activations) == 0
 
 
 @given(layers=st.integers(1, 12), count=st.integers(1, 12))
