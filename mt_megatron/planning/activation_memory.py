@@ -31,6 +31,27 @@ def statistics_bytes(shape: ModelShape, options: ActivationOptions) -> int:
     return _FP32 if shape.normalization == "RMSNorm" else 2 * options.element_bytes
 
 
+def mask_bytes(shape: ModelShape, options: ActivationOptions) -> int:
+    """What masks of scores take in one layer's attention.
+
+    Kernels keep a window or a mask of documents as numbers of the activations' type, a new one for each
+    layer. Over context ranks the scores are computed in tiles: nothing is kept of windows, a mask is shared
+    by all layers (``chunk_bytes``), and dropout keeps one byte a score, under causality of half the square.
+    """
+    if options.context_parallel == 1:
+        rows = options.micro_batch if options.documents_mask else int(options.window)
+        return rows * options.sequence**2 * options.element_bytes
+    if not options.attention_dropout:
+        return 0
+    held = options.sequence // options.context_parallel
+    heads = shape.num_attention_heads // options.tensor_parallel
+    return options.micro_batch * heads * held * held * (options.context_parallel + 1) // 2
+
+
+def _is_masked(options: ActivationOptions) -> bool:
+    return options.window or options.documents_mask
+
+
 def _grouped(shape: ModelShape, options: ActivationOptions) -> int:
     heads, groups = (
         shape.num_attention_heads // options.tensor_parallel,
@@ -46,6 +67,9 @@ def _grouped(shape: ModelShape, options: ActivationOptions) -> int:
         kept = query + 2 * keys + query
         packed_stays = (shape.qk_layernorm) * packed
         kept += packed_stays
+    elif heads != groups and _is_masked(options) and not (options.on_cpu or selective):
+        # Kernels of accelerators take a mask or grouped heads: keys and values are repeated for each head.
+        kept = 4 * query + shape.qk_layernorm * packed
     else:
         # Values are a view of the packed projection, which therefore stays as a whole.
         kept = packed + query + (query if apart else 0) + (keys if rotated or shape.qk_layernorm else 0)
@@ -56,6 +80,7 @@ def _grouped(shape: ModelShape, options: ActivationOptions) -> int:
             bytes_ += options.tokens * query * options.element_bytes
     if not selective:
         bytes_ += options.tokens * heads * _FP32  # The logarithm of each softmax's sum.
+        bytes_ += mask_bytes(shape, options)
     return bytes_
 
 
@@ -63,6 +88,7 @@ def pads_values(shape: ModelShape, options: ActivationOptions) -> bool:
     """Whether values are padded to the size of keys: all kernels but ours for a CPU want one size."""
     differ = shape.qk_head_dim + shape.qk_pos_emb_head_dim != shape.v_head_dim
     own = options.on_cpu and options.context_parallel == 1 and options.sequence >= _SHORTEST_OWN
+    own = own and not (_is_masked(options) or options.attention_dropout)
     return shape.multi_latent_attention and differ and not own
 
 
@@ -83,7 +109,7 @@ def _latent(shape: ModelShape, options: ActivationOptions) -> int:
         wide += 2 * query + (0 if padded else output)
     bytes_ += options.tokens * wide * options.element_bytes
     if recompute.granularity != "selective":
-        bytes_ += options.tokens * heads * _FP32
+        bytes_ += options.tokens * heads * _FP32 + mask_bytes(shape, options)
     return bytes_
 
 
@@ -125,6 +151,8 @@ def chunk_bytes(shape: ModelShape, place: ChunkPlace, options: ActivationOptions
     groups = -(-again // recompute.num_layers) if recompute.method == "uniform" else again
     kept += groups * hidden // shared
     kept += _angle_bytes(shape, options)
+    if options.documents_mask and (again or options.context_parallel > 1):
+        kept += options.micro_batch * options.sequence**2 // options.context_parallel
     if place.first:
         kept += options.tokens * _INT64
         if options.hidden_dropout:

@@ -118,6 +118,10 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         recompute=recompute_of(model),
         fused_activation=model.bias_activation_fusion,
         hidden_dropout=model.hidden_dropout > 0,
+        window=_has_window(model.window_size, sequence),
+        documents_mask=config.data.reset_attention_mask
+        and (config.data.packed_sequences is False or parallel.context_parallel_size > 1),
+        attention_dropout=model.attention_dropout > 0,
         fused_loss=model.cross_entropy_loss_fusion,
         on_cpu=on_cpu,
         rotary_share=model.rotary_percent if model.position_embedding_type == "rope" else 0.0,
@@ -130,6 +134,12 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
         aux_loss=model.moe_aux_loss_coeff > 0
         and model.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss"),
     )
+
+
+def _has_window(size: tuple[int, int] | None, sequence: int) -> bool:
+    """Whether a window hides anything beside what causality does: a side below 0 or as long as the sequence
+    hides nothing."""
+    return size is not None and 0 <= size[0] < sequence - 1
 
 
 def recompute_of(model: Any) -> Recompute:

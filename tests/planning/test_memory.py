@@ -16,6 +16,7 @@ from mt_megatron.planning.activation_memory import (
     chunk_bytes,
     exchange_workspace,
     layer_bytes,
+    mask_bytes,
 )
 from mt_megatron.planning.build import model_shape
 from mt_megatron.planning.memory import MemoryCase, estimate_memory, in_flight, worst_memory
@@ -36,6 +37,8 @@ SHAPE = (
 # Sizes at which padding, buckets and shards do not come out even.
 ODD = SHAPE.format(96, 200, 4, 250, 64)
 
+LONGER = "--seq-length 256 --max-position-embeddings 256"
+
 ONE_RANK = [
     "",
     "--bf16",
@@ -47,9 +50,12 @@ ONE_RANK = [
     "--position-embedding-type learned_absolute --bf16 --no-grad-reduce-in-fp32",
     "--no-untie-embeddings-and-output-weights --hidden-dropout 0.1 --bf16 --use-distributed-optimizer",
     "--num-query-groups 4 --optimizer sgd",
+    f"--window-size 16 0 {LONGER} --bf16 --micro-batch-size 1",
 ]
 PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 TWO_RANKS = [
+    f"--context-parallel-size 2 --attention-dropout 0.1 {LONGER}",
+    f"--context-parallel-size 2 --window-size 16 0 --bf16 {LONGER}",
     "--tensor-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --bf16",
     "--context-parallel-size 2 --bf16 --use-distributed-optimizer",
@@ -87,6 +93,7 @@ LATENT = (
 COMPRESSED = f"{LATENT} --q-lora-rank 40"
 GROUPED = "--bf16 --moe-grouped-gemm"
 NEW_ON_ONE_RANK = [
+    f"{LATENT} --window-size 16 0 {LONGER} --bf16 --micro-batch-size 1",
     f"{EXPERTS} --no-moe-grouped-gemm",
     f"{EXPERTS} {GROUPED} --moe-aux-loss-coeff 0.01 --use-distributed-optimizer",
     f"{EXPERTS} {GROUPED} --moe-layer-freq [0,1,0,1] --no-untie-embeddings-and-output-weights",
@@ -375,6 +382,32 @@ def test_keys_of_other_context_ranks_are_part_of_the_workspace(flags: str, eleme
     assert worst_memory(memory_case(spread, 8)).workspace >= shard * shards
     if alone is not None:
         assert exchange_workspace(model_shape(alone), memory_case(alone, 2).activations) == 0
+
+
+def test_masks_and_windows_are_kept_by_every_layer() -> None:
+    words = "--model llama3_8b --micro-batch-size 2 --attention-dropout 0"
+    square = 8192 * 8192
+
+    for flags, expected in (
+        ("", 0),
+        ("--window-size 8191 0", 0),
+        ("--window-size 512 0", 2 * square),
+        ("--reset-attention-mask", 0),
+        ("--reset-attention-mask --no-packed-sequences", 2 * 2 * square),
+        ("--reset-attention-mask --context-parallel-size 2", 0),
+        ("--attention-dropout 0.1", 0),
+        # The own half of the sequence and half of the other one.
+        ("--attention-dropout 0.1 --context-parallel-size 2", 2 * 32 * square // 4 * 3 // 2),
+    ):
+        config = load_config([*words.split(), *flags.split()])
+        options = memory_case(config, config.parallel.context_parallel_size).activations
+        assert mask_bytes(model_shape(config), options) == expected, flags
+    # Over context ranks all layers share one mask of two sequences, a byte for each score.
+    plain, masked = (
+        worst_memory(memory_case(load_config([*words.split(), *more.split()]), 2))
+        for more in ("--context-parallel-size 2", "--context-parallel-size 2 --reset-attention-mask")
+    )
+    assert masked.activations - plain.activations == 2 * square // 2
 
 
 @given(layers=st.integers(1, 12), count=st.integers(1, 12))
