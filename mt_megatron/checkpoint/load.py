@@ -55,6 +55,17 @@ def _complete(inner: torch.optim.Optimizer) -> None:
         # It has no state to count updates in, and its groups do so instead.
         for group in inner.param_groups:
             group.setdefault("step", 0.0)
+    count_alike(inner.param_groups)
+
+
+def count_alike(groups: list[dict[str, Any]]) -> None:
+    """Give groups without parameters, which Apex's and Transformer Engine's FusedAdam leaves uncounted, the
+    updates of the others: those of another stage, for which the first one's are saved, may have some."""
+    counted = [group["step"] for group in groups if group["params"] and "step" in group]
+    if counted:
+        for group in groups:
+            if not group["params"]:
+                group["step"] = counted[0]
 
 
 def _initial(inner: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -120,13 +120,18 @@ def _require_own(directory: Path, options: CheckpointConfig) -> None:
     there = files.complete_checkpoints(directory)
     if options.resume == "auto" or options.save_over_others or not there:
         return
-    if options.resume != "never" and _lies_in(Path(options.resume), directory):
+    if options.resume != "never" and (_lies_in(Path(options.resume), directory) or _is_restarted()):
         return
     raise CheckpointError(
-        f"{directory} holds {len(there)} checkpoints of another run, the last of step "
-        f"{files.iteration_of(there[-1])}, and --resume {options.resume} would write over them. Choose "
+        f"{directory} holds {len(there)} checkpoints of another run, or of an earlier start, the last of "
+        f"step {files.iteration_of(there[-1])}, and --resume {options.resume} would write over them. Choose "
         "another --save, continue that run with --resume auto, or confirm with --save-over-others"
     )
+
+
+def _is_restarted() -> bool:
+    """Whether torchrun has started the ranks again: what is saved may be this run's own."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _lies_in(checkpoint: Path, directory: Path) -> bool:

@@ -205,9 +205,12 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
         for entry in read_yaml(presets.path(preset)):
             from_preset.take_entry(entry)
     aliases = from_preset.aliases + from_yaml.aliases + from_flags.aliases
-    presumed = {name: value for alias in aliases for name, value in alias.presumes.items()}
-    # Last of all: what the preset or the file says goes before what a flag makes likely.
-    values = presumed | from_preset.values | from_yaml.values | from_flags.values
+    values = from_preset.values | from_yaml.values | from_flags.values
+    # Last of all: what the preset or the file says goes before what a flag makes likely, which it does as
+    # long as nobody takes back what it sets.
+    for alias in aliases:
+        if all(values.get(name) == value for name, value in alias.sets.items()):
+            values = {**alias.presumes, **values}
     counted = divide_samples(values, reader.problems)
     reader.problems.extend(_unmet(aliases, values))
     if reader.problems:

@@ -9,6 +9,7 @@ import torch
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
+from mt_megatron.patches.optimizer.param_groups import same_on_all_stages
 from mt_megatron.planning.build import ddp_config, optimizer_config
 from mt_megatron.seams.family import ModelFamily
 from mt_megatron.training.distributed import Job, seed_dropout
@@ -63,7 +64,8 @@ def build(config: TrainingConfig, job: Job, family: ModelFamily) -> Trainable:
     modules = family.build_model(config, job.layout)
     core = get_model_config(modules[0])
     chunks = wrap(config, job, core, modules)
-    optimizer = get_megatron_optimizer(optimizer_config(config), chunks)
+    with same_on_all_stages():
+        optimizer = get_megatron_optimizer(optimizer_config(config), chunks)
     scheduler = build_scheduler(config, optimizer, config.global_batch_size(job.layout.world_size))
     _connect(core, chunks, optimizer)
     seed_dropout(config.train.seed, job)

@@ -52,6 +52,8 @@ def test_nodes_of_a_job(text: str, nodes: int, monkeypatch: pytest.MonkeyPatch) 
         ("RANK=11 WORLD_SIZE=16 SLURM_LOCALID=3 MASTER_ADDR=10.0.0.1", 3),
         ("RANK=11 WORLD_SIZE=16 OMPI_COMM_WORLD_LOCAL_RANK=3 MASTER_ADDR=10.0.0.1", 3),
         ("RANK=5 WORLD_SIZE=8 MASTER_ADDR=127.0.0.1", 5),
+        ("RANK=5 WORLD_SIZE=8 MASTER_ADDR=127.0.0.1 SLURM_LOCALID=0", 5),
+        ("RANK=11 WORLD_SIZE=16 SLURM_LOCALID=9 MASTER_ADDR=10.0.0.1", 1),
         ("SLURM_LOCALID=3", 0),
     ],
 )

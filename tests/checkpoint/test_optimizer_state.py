@@ -23,6 +23,16 @@ class Part:
         self.init_state_fn: Any = None
 
 
+def test_groups_without_parameters_count_as_the_others_do() -> None:
+    """FusedAdam counts in its groups and leaves out empty ones, for which another stage may have some."""
+    groups: list[dict[str, Any]] = [{"params": [], "step": 2}, {"params": [1], "step": 7}, {"params": []}]
+    load.count_alike(groups)
+    assert [group["step"] for group in groups] == [7, 7, 7]
+    groups = [{"params": []}, {"params": [1]}]
+    load.count_alike(groups)
+    assert groups == [{"params": []}, {"params": [1]}]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("optimizer_state"))

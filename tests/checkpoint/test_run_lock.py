@@ -123,7 +123,9 @@ def test_without_a_lock_only_what_is_known_to_be_left_goes(tmp_path: Path) -> No
     assert sorted(each.name for each in tmp_path.iterdir()) == [folder_name(4), folder_name(5)]
 
 
-def test_continuing_from_elsewhere_on_top_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_continuing_from_elsewhere_on_top_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("source", "other"):
         place = tmp_path / folder / folder_name(3)
         place.mkdir(parents=True)
@@ -140,6 +142,10 @@ def test_continuing_from_elsewhere_on_top_of_another_run_is_refused(tmp_path: Pa
             _require_own(other, CheckpointConfig(resume=resume))
         _require_own(other, CheckpointConfig(resume=resume, save_over_others=True))
         _require_own(tmp_path / "empty", CheckpointConfig(resume=resume))
+        # Started again by torchrun: they may be its own.
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        _require_own(other, CheckpointConfig(resume=resume))
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +166,10 @@ def test_every_rank_of_the_second_run_is_refused(found: dict[str, Any]) -> None:
 def test_starting_anew_on_top_of_another_run_is_refused(found: dict[str, Any]) -> None:
     for result in found["ranks"]:
         error = result["over"]["error"]
-        assert "1 checkpoints of another run, the last of step 2" in error and "--save-over-others" in error
+        assert (
+            "1 checkpoints of another run, or of an earlier start, the last of step 2" in error
+            and "--save-over-others" in error
+        )
         assert result["confirmed"]["iteration"] == 1
         assert result["kept"] == ["iter_0000002"]
     assert [each.name for each in complete_checkpoints(found["folder"] / "own")] == [

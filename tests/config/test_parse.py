@@ -94,6 +94,8 @@ def test_what_a_switch_presumes_gives_way_to_the_file_and_the_preset(tmp_path: P
     path = yaml_file(tmp_path, "model: {use_rope_scaling: true, original_max_position_embeddings: 4096}")
     model = load_config(["--rotary-scaling-factor", "2"], path).model
     assert (model.rotary_scaling_factor, model.original_max_position_embeddings) == (2.0, 4096)
+    model = load_config(["--rope-type", "rope"], yaml_file(tmp_path, "model: {use_rope_scaling: true}")).model
+    assert model.rotary_scaling_factor == load_config([]).model.rotary_scaling_factor
     model = load_config(["--model", "deepseek_v3", "--use-rope-scaling"]).model
     assert (model.rotary_scaling_factor, model.original_max_position_embeddings) == (40.0, 4096)
 

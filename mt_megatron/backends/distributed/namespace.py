@@ -367,11 +367,13 @@ def _local_rank(backend: Backend) -> int:
     # Alone in a job, a process may still be one of many that a launcher started.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or backend.device_count() <= 1:
         return 0
-    for name in others:
-        if os.environ.get(name):
-            return int(os.environ[name])
+    # Before a launcher's: one that started a single task which starts the ranks tells them all 0.
     if node_count() == 1:
         return int(os.environ.get("RANK", "0"))
+    for name in others:
+        if os.environ.get(name):
+            # More tasks than devices are visible: each task sees devices of its own.
+            return int(os.environ[name]) % backend.device_count()
     raise BackendError(
         f"found WORLD_SIZE={os.environ['WORLD_SIZE']}, {backend.device_count()} {backend.name} devices and "
         f"no number of this process on its node; expected one of {', '.join(_LOCAL_RANKS)}: without it all "

@@ -182,10 +182,6 @@ def build_datasets(
     )
     kind = MockGPTDataset if data.mock_data else GPTDataset
     sizes = [train_samples, valid_samples, test_samples]
-    if config.split_matrix is not None:
-        # Of no samples Megatron makes an empty dataset, or looks for its first token for ever.
-        shares = zip(config.split_matrix, sizes, strict=True)
-        config.split_matrix = [None if size == 0 else share for share, size in shares]
     if not data.mock_data:
         _require_shares(config, sizes)
     built = _built(kind, sizes, config, cache, prefixes)
@@ -246,7 +242,8 @@ def _not_built(error: Exception, cache: Path, prefixes: list[str]) -> str:
 
 
 def _builder(kind: type, sizes: list[int | None], config: Any) -> Any:
-    """Megatron's builder without its barriers, for ranks that take turns at all datasets together."""
+    """Megatron's builder without its barriers, for ranks that take turns at all datasets together. A role of
+    no samples is None: Megatron makes an empty dataset of it, or looks for its first token for ever."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
     class _Builder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
@@ -254,7 +251,15 @@ def _builder(kind: type, sizes: list[int | None], config: Any) -> Any:
         def build_generic_dataset(
             cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *arguments: Any
         ) -> Any:
+            parts = arguments[0]
+            if isinstance(parts, (list, tuple)) and all(part is None for part in parts):
+                return None  # A blend of a role of no samples.
             return cls(*arguments)
+
+        def _build_megatron_dataset_splits(self, prefix: Any, split: Any, *arguments: Any) -> Any:
+            # The configuration's own matrix stays: it is part of the names of all cached indices.
+            wanted = [None if size == 0 else share for share, size in zip(split, self.sizes, strict=True)]
+            return super()._build_megatron_dataset_splits(prefix, wanted, *arguments)
 
         def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
             by_prefix = [
@@ -272,7 +277,7 @@ def _require_shares(config: Any, sizes: list[int | None]) -> None:
     for index, (role, size) in enumerate(zip(_ROLES, sizes, strict=True)):
         blend = config.blend if config.blend_per_split is None else config.blend_per_split[index]
         share = (0.0, 1.0) if config.split_matrix is None else config.split_matrix[index]
-        if blend is None or share is None:
+        if blend is None or share is None or size == 0:
             continue
         prefixes, weights = blend
         # Prefixes without weights weigh what they hold, which has to be a sample at least.

@@ -7,7 +7,8 @@ stage with another number of them cannot load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -25,9 +26,27 @@ def _order(group: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+_completes = False
+
+
+@contextmanager
+def same_on_all_stages() -> Iterator[None]:
+    """Within it optimizers get the groups of all stages; every rank of a pipeline makes its optimizer there.
+
+    The trainer's, whose checkpoints hold one stage's groups for all. Files of a script hold each rank's own
+    groups, and those of before have no empty ones.
+    """
+    global _completes
+    before, _completes = _completes, True
+    try:
+        yield
+    finally:
+        _completes = before
+
+
 def _alike(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     groups = original(*args, **kwargs)
-    for pipeline in _pipelines():
+    for pipeline in _pipelines() if _completes else ():
         groups = _completed(groups, _of_all_stages(groups, pipeline))
     return sorted(groups, key=_order)
 

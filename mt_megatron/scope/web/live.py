@@ -24,6 +24,9 @@ from .source import Live, Subscription
 QUEUE = 256
 """Notices that wait for one browser."""
 
+_KEPT_TEXTS = 16
+"""Notices whose text is kept for browsers that take it a moment later; events may be large."""
+
 MESSAGES_PER_S, MESSAGES_BURST = 10.0, 40.0
 """Of one browser."""
 
@@ -108,6 +111,8 @@ class Sockets:
             self.dropped += subscription.dropped
             subscription.close()
             self.open -= 1
+            if not self.open:
+                self._texts.clear()
             with contextlib.suppress(Exception):  # closed already
                 await socket.close()
 
@@ -137,7 +142,7 @@ class Sockets:
         kept = self._texts.get(id(event))
         if kept is None:
             kept = self._texts[id(event)] = event, _written(small(event))
-            if len(self._texts) > QUEUE:
+            if len(self._texts) > _KEPT_TEXTS:
                 del self._texts[next(iter(self._texts))]
         return kept[1]
 

@@ -66,7 +66,11 @@ def test_a_stage_has_an_empty_group_where_only_others_have_parameters(
             said = [{**group, "params": None} for groups in alone for group in groups]
             monkeypatch.setattr(param_groups, "_pipelines", lambda: ["pipeline"])
             monkeypatch.setattr(param_groups, "_of_all_stages", lambda groups, pipeline, said=said: said)
-            together = [made(names, decoupled) for names in stages]
+            assert len({len(made(names, decoupled)) for names in stages}) > 1, (
+                "files of scripts have no others"
+            )
+            with param_groups.same_on_all_stages():
+                together = [made(names, decoupled) for names in stages]
             monkeypatch.undo()
             assert len({len(groups) for groups in alone}) > 1
             settings = [[{**group, "params": None} for group in groups] for groups in together]
