@@ -59,8 +59,8 @@ def _complete(inner: torch.optim.Optimizer) -> None:
 
 
 def count_alike(groups: list[dict[str, Any]]) -> None:
-    """Give groups without parameters, which Apex's and Transformer Engine's FusedAdam leaves uncounted, the
-    updates of the others: those of another stage, for which the first one's are saved, may have some."""
+    """Updates of groups without parameters, set to those of the others: FusedAdam of Apex and Transformer
+    Engine leaves them uncounted, and another stage, for which they are saved, may have parameters there."""
     counted = [group["step"] for group in groups if group["params"] and "step" in group]
     if counted:
         for group in groups:
@@ -359,7 +359,7 @@ def _require_same_groups(folder: Path, wanted: Mapping[str, Any]) -> None:
     try:
         saved = dist_checkpointing.load_common_state_dict(str(folder))
     except (CheckpointingException, KeyError, ValueError, RuntimeError, OSError, EOFError):
-        # What is damaged or missing is said where it is loaded, by every rank.
+        # Damage is reported where the file is loaded, by every rank.
         saved = {}
     if "optimizer" in saved:
         there, own = _group_counts(saved["optimizer"]), _group_counts(wanted["optimizer"])
@@ -377,7 +377,7 @@ def _require_same_groups(folder: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def _group_counts(state: Mapping[Any, Any]) -> list[int]:
-    """How many parameter groups each optimizer in a (nested) state has."""
+    """Numbers of parameter groups of the optimizers in a (nested) state."""
     found: list[int] = []
     for key, value in state.items():
         if key == "param_groups":

@@ -130,13 +130,13 @@ def _require_own(directory: Path, options: CheckpointConfig) -> None:
 
 
 def _is_restarted() -> bool:
-    """Whether torchrun has started the ranks again: what is saved may be this run's own."""
+    """True after a restart of the ranks by torchrun: the checkpoints may be this run's own."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _lies_in(checkpoint: Path, directory: Path) -> bool:
-    """Whether ``--resume checkpoint`` is ``directory`` or one of its folders; none is read, as what a kill
-    left is not yet put in order."""
+    """True where ``--resume checkpoint`` is ``directory`` or one of its folders. No folder is read, as a kill
+    may have left them in disorder."""
     if files.iteration_of(checkpoint) is None:
         return checkpoint.resolve() == directory.resolve()
     return directory.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)

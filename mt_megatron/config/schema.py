@@ -310,8 +310,8 @@ class CheckpointConfig:
     anew. Anything else is the directory of the checkpoint to continue from."""
 
     save_over_others: bool = False
-    """Whether ``--resume never``, or a checkpoint of another folder, may start in a ``save`` that holds
-    another run's checkpoints, and replace them. Otherwise that is an error."""
+    """Permission for ``--resume never``, or a checkpoint of another folder, to start in a ``save`` that holds
+    another run's checkpoints, and to replace them. Without it that is an error."""
 
     resume_skip_damaged: bool = False
     """Whether ``--resume auto`` continues from the newest whole checkpoint when the newest one is

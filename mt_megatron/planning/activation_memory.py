@@ -32,7 +32,7 @@ def statistics_bytes(shape: ModelShape, options: ActivationOptions) -> int:
 
 
 def mask_bytes(shape: ModelShape, options: ActivationOptions) -> int:
-    """What masks of scores take in one layer's attention.
+    """Bytes of masks of scores in one layer's attention.
 
     Kernels keep a window or a mask of documents as numbers of the activations' type, a new one for each
     layer. Over context ranks the scores are computed in tiles: nothing is kept of windows, a mask is shared

@@ -69,13 +69,13 @@ class ActivationOptions:
     """Whether dropout keeps masks."""
 
     window: bool = False
-    """Whether attention sees a window of the sequence (``window_size``)."""
+    """A window limits what attention sees of the sequence (``window_size``)."""
 
     documents_mask: bool = False
-    """Whether a mask of the whole sequence keeps documents apart (``reset_attention_mask``, not packed)."""
+    """A mask of the whole sequence keeps documents apart (``reset_attention_mask``, not packed)."""
 
     attention_dropout: bool = False
-    """Whether attention drops weights."""
+    """Attention drops weights."""
 
     fused_loss: bool = True
     """Whether output layer and loss are one (``cross_entropy_loss_fusion``)."""

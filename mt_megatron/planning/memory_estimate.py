@@ -137,7 +137,7 @@ def _activations(config: TrainingConfig, sequence: int, on_cpu: bool) -> Activat
 
 
 def _has_window(size: tuple[int, int] | None, sequence: int) -> bool:
-    """Whether a window hides anything beside what causality does: a side below 0 or as long as the sequence
+    """True where a window hides more than causality does: a side below 0 or as long as the sequence
     hides nothing."""
     return size is not None and 0 <= size[0] < sequence - 1
 

@@ -195,7 +195,7 @@ def build_datasets(
 
 
 def _built(kind: type, sizes: list[int | None], config: Any, cache: Path, prefixes: list[str]) -> list[Any]:
-    """What Megatron builds: on rank 0 first, which writes the index, then on the others, which read it.
+    """Datasets of Megatron's builder: made on rank 0 first, which writes the index, then on the others.
 
     Megatron waits for rank 0 at each dataset, so that an error there would leave the others waiting: here
     they hear of it and raise it too.
@@ -321,7 +321,7 @@ def order_fingerprint(dataset: SampleDataset) -> str:
 
 
 def has_order(dataset: SampleDataset, fingerprint: object) -> bool:
-    """Whether ``fingerprint``, which a checkpoint holds, is of the order of ``dataset``. Those of blends that
+    """True where a checkpoint's ``fingerprint`` is of the order of ``dataset``. Fingerprints of blends that
     earlier versions wrote cover the number of samples as well."""
     parts = [dataset, *getattr(dataset, "datasets", [])]
     return fingerprint == order_fingerprint(dataset) or fingerprint == _digest(parts)
