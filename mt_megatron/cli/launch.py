@@ -358,7 +358,7 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
 
 
 def _list_of_excluded(config: TrainingConfig) -> Path | None:
-    # Not earlier: they import torch, which what only prints does without.
+    # Not earlier: what only prints does without them.
     from mt_megatron.scan.format.run_files import run_files
     from mt_megatron.scan.respond.straggler_policy import excluded_path
     from mt_megatron.training.logging.metrics import metrics_path

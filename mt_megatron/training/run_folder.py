@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from mt_megatron.training.distributed import Job
+if TYPE_CHECKING:
+    from mt_megatron.training.distributed import Job
 
 
 def run_folder(given: str | None, metrics: Path | None) -> Path | None:
@@ -22,6 +22,9 @@ def run_folder(given: str | None, metrics: Path | None) -> Path | None:
 def agreed_folder(folder: Path | None, job: Job) -> Path | None:
     """Rank 0's ``folder``; collective. What is a pipe on one machine may be a file on another, or nothing,
     and a rank that writes nothing would leave the others waiting for it in a collective of those that do."""
+    # Not earlier: the launcher asks for the folder too, and starts seconds later where it imports torch.
+    import torch.distributed as dist
+
     said = [folder]
     if job.layout.world_size > 1:
         # No event: rank 0 may count collectives already, for its own figures, and the others do not yet.
