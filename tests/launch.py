@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.fork_server import Forked
@@ -134,6 +134,30 @@ def _fork(command: list[str], rank: int, environment: dict[str, str], stdout: in
         raise
     finally:
         os.close(read)
+
+
+def start_command(
+    command: Sequence[str], *, slot: int, cwd: str | Path, env: Mapping[str, str], output: IO[bytes]
+) -> Process:
+    """Start ``command`` (``[sys.executable, "-m", ...]``) without input, with both outputs to ``output``.
+
+    The process leads a session of its own; it is the fork of a warm interpreter where the command allows it.
+    """
+    from tests import fork_server
+
+    with open(os.devnull, "rb") as nothing:
+        files = (nothing.fileno(), output.fileno(), output.fileno())
+        with contextlib.suppress(fork_server.ColdStart):
+            return fork_server.start(command, slot=slot, cwd=cwd, env=env, files=files)
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=dict(env),
+            stdin=nothing,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def run_command(

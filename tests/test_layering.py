@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -79,7 +80,12 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-IMPORTS = {module: list(imports(ast.parse(path.read_text()), module)) for module, path in MODULES.items()}
+
+
+@cache
+def all_imports() -> dict[str, list[tuple[str, int]]]:
+    """What each module imports, with the lines. Not made at import: every worker collects."""
+    return {module: list(imports(ast.parse(path.read_text()), module)) for module, path in MODULES.items()}
 
 
 def imported_module(name: str) -> str | None:
@@ -95,7 +101,7 @@ def imported_module(name: str) -> str | None:
 
 def edges() -> Iterator[tuple[str, str, int]]:
     """Importing module, imported module and line, within the package."""
-    for module, found in IMPORTS.items():
+    for module, found in all_imports().items():
         for name, line in found:
             other = imported_module(name)
             if other is not None and other != module:
@@ -184,7 +190,7 @@ def test_circles_are_recognised() -> None:
 def test_the_patch_engine_knows_neither_torch_nor_megatron() -> None:
     wrong = [
         f"{where(module, line)}: imports {name}"
-        for module, found in IMPORTS.items()
+        for module, found in all_imports().items()
         if top(module) == "patching"
         for name, line in found
         if name.split(".")[0] in ("torch", "megatron", "numpy")
@@ -203,7 +209,7 @@ def room_of(name: str) -> str | None:
 
 def test_the_rooms_of_scan_import_one_way() -> None:
     wrong = []
-    for module, found in IMPORTS.items():
+    for module, found in all_imports().items():
         if top(module) != "scan" or module.endswith("__init__"):
             continue
         own = room_of(module)

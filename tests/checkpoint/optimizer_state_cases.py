@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.second_lane import of_lane
 from tests.training.loop_cases import run, start
 
 TINY = (
@@ -11,16 +12,19 @@ TINY = (
     "--hidden-dropout 0 --attention-dropout 0 --train-iters 5 --lr 5e-3"
 )
 FP16 = "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"
-CASES = {
-    "sgd": "--optimizer sgd",
-    "sgd_without_momentum": "--optimizer sgd --sgd-momentum 0",
-    "sgd_bf16": "--optimizer sgd --bf16",
-    "sgd_pipeline": "--optimizer sgd --pipeline-model-parallel-size 2",
-    "empty_first_stage": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 0,2",
-    "fp16": FP16,
-    "fp16_distributed": f"{FP16} --use-distributed-optimizer",
-    "fp16_sgd": f"{FP16} --optimizer sgd",
-}
+CASES = of_lane(
+    {
+        "sgd": "--optimizer sgd",
+        "sgd_without_momentum": "--optimizer sgd --sgd-momentum 0",
+        "sgd_bf16": "--optimizer sgd --bf16",
+        "sgd_pipeline": "--optimizer sgd --pipeline-model-parallel-size 2",
+        "empty_first_stage": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 0,2",
+        "fp16": FP16,
+        "fp16_distributed": f"{FP16} --use-distributed-optimizer",
+        "fp16_sgd": f"{FP16} --optimizer sgd",
+    },
+    *("sgd", "empty_first_stage", "fp16_distributed"),
+)
 
 
 def all_cases(folder: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from mt_megatron.fp8.recipe import PRESETS
 from tests.fp8.cases import MIXTURE
 from tests.launch import run_ranks
+from tests.second_lane import DAILY, of_lane
 
 CASES = "tests.fp8.cases"
 TP2 = "--tensor-model-parallel-size 2"
@@ -21,11 +21,7 @@ ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SAVED = ("blockwise", "mxfp8")
 TOGETHER = ("delayed", "tensorwise", "blockwise")
-FIRST_LANE = (
-    *("blockwise sp", "nvfp4 sp", "blockwise saved", "delayed tp2", "delayed dp2", "delayed zero1"),
-    *("delayed gathered", "delayed experts pp2", "delayed experts pp2 recomputed"),
-)
-"""Pairs of ranks that train in the first lane: what ``tests.second_lane`` leaves."""
+RECIPES = of_lane(PRESETS, "delayed", "blockwise", "nvfp4")
 
 LINEARS = 4 * 4
 """Of the model: QKV, projection and two of the MLP in four layers."""
@@ -38,26 +34,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(folder: str) -> dict[str, Any]:
-    layouts = {"bf16": "", **{name: f"--fp8-recipe {name}" for name in PRESETS}}
+    layouts = {"bf16": "", **{name: f"--fp8-recipe {name}" for name in RECIPES}}
     layouts |= {
         "recomputed": f"--fp8-recipe blockwise {RECOMPUTE}",
         "saved in FP8": "--fp8-recipe blockwise --fp8-save-activations",
-        "fp32": "--fp8-recipe blockwise --no-bf16",
         "mixture": f"--fp8-recipe tensorwise {MIXTURE}",
-        "mixture one by one": f"--fp8-recipe tensorwise {MIXTURE} --no-moe-grouped-gemm",
-        "mixture recomputed": f"--fp8-recipe tensorwise {MIXTURE} {RECOMPUTE}",
     }
-    return dict(run_ranks(1, f"{CASES}:trained", folder, layouts, 6, timeout=900)[0])
+    if DAILY:
+        layouts |= {
+            "mixture one by one": f"--fp8-recipe tensorwise {MIXTURE} --no-moe-grouped-gemm",
+            "mixture recomputed": f"--fp8-recipe tensorwise {MIXTURE} {RECOMPUTE}",
+        }
+    return dict(run_ranks(1, f"{CASES}:trained", folder, layouts, 6 if DAILY else 3, timeout=900)[0])
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_follows_bf16(alone: dict[str, Any], name: str) -> None:
     losses, expected = alone[name]["losses"], alone["bf16"]["losses"]
     assert all(map(math.isfinite, losses)) and losses != expected
     assert losses[-1] == pytest.approx(expected[-1], rel=0.02), (losses, expected)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_each_operand_is_cast_once_for_each_layout(alone: dict[str, Any], name: str) -> None:
     recipe, found = PRESETS[name], alone[name]
     counts, rounds = found["counts"], found["rounds"]
@@ -107,9 +105,12 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
             f"{name} zero1": f"--fp8-recipe {name} {ZERO1}",
             f"{name} gathered": f"--fp8-recipe {name} {ZERO1} --fp8-param-gather",
         }
-    if os.environ.get("MT_MEGATRON_DAILY") != "1":
-        layouts = {name: layouts[name] for name in FIRST_LANE}
-    return run_ranks(2, f"{CASES}:trained", folder, layouts, 4, timeout=900)
+    layouts = of_lane(
+        layouts,
+        *("blockwise sp", "blockwise saved", "delayed tp2", "delayed zero1", "delayed gathered"),
+        *("delayed experts pp2", "delayed experts pp2 recomputed"),
+    )
+    return run_ranks(2, f"{CASES}:trained", folder, layouts, 4 if DAILY else 3, timeout=900)
 
 
 @pytest.mark.parametrize("name", SAVED)

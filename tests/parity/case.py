@@ -14,7 +14,13 @@ VOCABULARY = 128
 SEQUENCE = 32
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
-STEPS = 20
+DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
+"""Whether the second lane runs too: then every layout does, otherwise one of each kind, for fewer steps."""
+
+STEPS = 20 if DAILY else 8
+LEARNS = 0.05 * STEPS
+"""By how much the loss of every reference falls at least."""
+
 CLIP = 1.0
 
 MODEL = (
@@ -86,9 +92,6 @@ REFERENCES = (
     Layout(name="one_mixture", mixture=True),
 )
 
-DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
-"""Whether the second lane runs too: then every layout does, otherwise one of each kind."""
-
 _CONTEXT_PARALLEL = (Layout(name="cp2", world=2, flags=CP, bf16_always=DAILY),)
 _CONTEXT_PARALLEL_DAILY = (
     Layout(name="cp2_tp2_sp", world=4, flags=f"{CP} --tensor-model-parallel-size 2 --sequence-parallel"),
@@ -113,6 +116,7 @@ CONTEXT_PARALLEL = (
 """Sequences spread over processes; more of them in the second lane, many more with ``--soak``."""
 
 _LAYOUTS_DAILY = (
+    Layout(name="tp2", world=2, flags="--tensor-model-parallel-size 2"),
     Layout(name="recompute_selective", flags="--recompute-granularity selective"),
     Layout(name="dp2_zero1_buckets", world=2, flags=f"{ZERO1} --bucket-size 20000"),
     Layout(name="pp2_tied", world=2, flags="--pipeline-model-parallel-size 2", tied=True),
@@ -125,13 +129,12 @@ _LAYOUTS_DAILY = (
 )
 LAYOUTS = (
     Layout(name="recompute", flags=RECOMPUTE, bf16_always=True),
-    Layout(name="tp2", world=2, flags="--tensor-model-parallel-size 2"),
     Layout(
-        name="tp2_sp", world=2, flags="--tensor-model-parallel-size 2 --sequence-parallel", bf16_always=True
+        name="tp2_sp", world=2, flags="--tensor-model-parallel-size 2 --sequence-parallel", bf16_always=DAILY
     ),
     Layout(name="pp2", world=2, flags="--pipeline-model-parallel-size 2"),
     Layout(name="vpp2", world=2, flags=VPP, bf16_always=DAILY),
-    Layout(name="dp2_zero1", world=2, flags=ZERO1, bf16_always=True),
+    Layout(name="dp2_zero1", world=2, flags=ZERO1, bf16_always=DAILY),
     Layout(name="dp2_overlap", world=2, flags="--overlap-grad-reduce --bucket-size 20000"),
     Layout(
         name="tp2_sp_pp2_tied",
@@ -166,12 +169,12 @@ _MIXTURES_SOAK = (
     ),
 )
 _MIXTURES_DAILY = (
+    Layout(name="mixture_recompute", flags=f"{RECOMPUTE} --recompute-mla-up-proj", mixture=True),
     Layout(name="mixture_sequential", flags="--no-moe-grouped-gemm", mixture=True),
     Layout(name="mixture_ep2", world=2, flags=EP, mixture=True),
     Layout(name="mixture_tp2_ep2", world=4, flags=f"{TP_SP} {EP}", mixture=True),
 )
 MIXTURES = (
-    Layout(name="mixture_recompute", flags=f"{RECOMPUTE} --recompute-mla-up-proj", mixture=True),
     Layout(name="mixture_ep2_zero1", world=2, flags=f"{EP} {ZERO1}", mixture=True),
     Layout(name="mixture_pp2", world=2, flags=PP, mixture=True),
     *(_MIXTURES_DAILY if DAILY else ()),

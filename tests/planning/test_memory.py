@@ -26,6 +26,7 @@ from mt_megatron.planning.parameter_tensors import ChunkPlace, ParameterTensor, 
 from mt_megatron.planning.parameters import ModelShape, count_parameters
 from tests.launch import run_ranks
 from tests.planning.executed import NEW_PEAKS, PEAKS
+from tests.second_lane import lines_of_lane
 
 SHAPE = (
     "--num-layers 4 --hidden-size {0} --ffn-hidden-size {1} --num-attention-heads {2} --num-query-groups 2 "
@@ -39,36 +40,53 @@ ODD = SHAPE.format(96, 200, 4, 250, 64)
 
 LONGER = "--seq-length 256 --max-position-embeddings 256"
 
-ONE_RANK = [
-    "",
-    "--bf16",
-    "--bf16 --micro-batch-size 3 --no-bias-activation-fusion --no-cross-entropy-loss-fusion",
-    "--recompute-granularity selective",
-    "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
-    "--normalization LayerNorm --no-gated-linear-unit --activation-func gelu --add-bias-linear "
-    "--qk-layernorm",
-    "--position-embedding-type learned_absolute --bf16 --no-grad-reduce-in-fp32",
-    "--no-untie-embeddings-and-output-weights --hidden-dropout 0.1 --bf16 --use-distributed-optimizer",
-    "--num-query-groups 4 --optimizer sgd",
-    f"--window-size 16 0 {LONGER} --bf16 --micro-batch-size 1",
-]
+ONE_RANK = lines_of_lane(
+    [
+        "",
+        "--bf16",
+        "--bf16 --micro-batch-size 3 --no-bias-activation-fusion --no-cross-entropy-loss-fusion",
+        "--recompute-granularity selective",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        "--normalization LayerNorm --no-gated-linear-unit --activation-func gelu --add-bias-linear "
+        "--qk-layernorm",
+        "--position-embedding-type learned_absolute --bf16 --no-grad-reduce-in-fp32",
+        "--no-untie-embeddings-and-output-weights --hidden-dropout 0.1 --bf16 --use-distributed-optimizer",
+        "--num-query-groups 4 --optimizer sgd",
+        f"--window-size 16 0 {LONGER} --bf16 --micro-batch-size 1",
+    ],
+    *(
+        "",
+        "--bf16 --micro-batch-size 3",
+        "--recompute-granularity selective",
+        "--no-untie",
+    ),
+)
 PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 8"
-TWO_RANKS = [
-    f"--context-parallel-size 2 --attention-dropout 0.1 {LONGER}",
-    f"--context-parallel-size 2 --window-size 16 0 --bf16 {LONGER}",
-    "--tensor-model-parallel-size 2",
-    "--tensor-model-parallel-size 2 --sequence-parallel --bf16",
-    "--context-parallel-size 2 --bf16 --use-distributed-optimizer",
-    PIPELINE,
-    f"{PIPELINE} --bf16 --no-untie-embeddings-and-output-weights",
-    f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer",
-    "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 4",
-    f"{PIPELINE} --pipeline-schedule breadth_first",
-    f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule depth_first",
-    "--use-distributed-optimizer",
-    "--bf16 --use-distributed-optimizer --overlap-grad-reduce --bucket-size 20000",
-    "",
-]
+TWO_RANKS = lines_of_lane(
+    [
+        f"--context-parallel-size 2 --attention-dropout 0.1 {LONGER}",
+        f"--context-parallel-size 2 --window-size 16 0 --bf16 {LONGER}",
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --bf16",
+        "--context-parallel-size 2 --bf16 --use-distributed-optimizer",
+        PIPELINE,
+        f"{PIPELINE} --bf16 --no-untie-embeddings-and-output-weights",
+        f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer",
+        "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 4",
+        f"{PIPELINE} --pipeline-schedule breadth_first",
+        f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule depth_first",
+        "--use-distributed-optimizer",
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --bucket-size 20000",
+        "",
+    ],
+    *(
+        "--context-parallel-size 2 --attention",
+        "--tensor-model-parallel-size 2 --sequence",
+        f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --bf16",
+        f"{PIPELINE} --pipeline-schedule",
+        "--bf16 --use",
+    ),
+)
 FOUR_RANKS = [
     f"--pipeline-model-parallel-size 4 --global-batch-size {batch} --num-layers 8{extra}"
     for batch in (16, 24)
@@ -92,33 +110,48 @@ LATENT = (
 )
 COMPRESSED = f"{LATENT} --q-lora-rank 40"
 GROUPED = "--bf16 --moe-grouped-gemm"
-NEW_ON_ONE_RANK = [
-    f"{LATENT} --window-size 16 0 {LONGER} --bf16 --micro-batch-size 1",
-    f"{EXPERTS} --no-moe-grouped-gemm",
-    f"{EXPERTS} {GROUPED} --moe-aux-loss-coeff 0.01 --use-distributed-optimizer",
-    f"{EXPERTS} {GROUPED} --moe-layer-freq [0,1,0,1] --no-untie-embeddings-and-output-weights",
-    f"{EXPERTS} --no-moe-grouped-gemm --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity",
-    f"{EXPERTS} --moe-layer-recompute {GROUPED}",
-    LATENT,
-    f"{COMPRESSED} --bf16",
-    f"{COMPRESSED} --recompute-mla-up-proj",
-    f"{COMPRESSED} --seq-length 32",
-    f"{COMPRESSED} {EXPERTS} {GROUPED} --mtp-num-layers 2",
-    "--mtp-num-layers 1 --bf16 --no-untie-embeddings-and-output-weights --no-cross-entropy-loss-fusion",
-]
+NEW_ON_ONE_RANK = lines_of_lane(
+    [
+        f"{LATENT} --window-size 16 0 {LONGER} --bf16 --micro-batch-size 1",
+        f"{EXPERTS} --no-moe-grouped-gemm",
+        f"{EXPERTS} {GROUPED} --moe-aux-loss-coeff 0.01 --use-distributed-optimizer",
+        f"{EXPERTS} {GROUPED} --moe-layer-freq [0,1,0,1] --no-untie-embeddings-and-output-weights",
+        f"{EXPERTS} --no-moe-grouped-gemm --moe-expert-capacity-factor 1.25 "
+        "--moe-pad-expert-input-to-capacity",
+        f"{EXPERTS} --moe-layer-recompute {GROUPED}",
+        LATENT,
+        f"{COMPRESSED} --bf16",
+        f"{COMPRESSED} --recompute-mla-up-proj",
+        f"{COMPRESSED} --seq-length 32",
+        f"{COMPRESSED} {EXPERTS} {GROUPED} --mtp-num-layers 2",
+        "--mtp-num-layers 1 --bf16 --no-untie-embeddings-and-output-weights --no-cross-entropy-loss-fusion",
+    ],
+    *(
+        f"{EXPERTS} {GROUPED} --moe-aux",
+        f"{EXPERTS} --no-moe-grouped-gemm --moe-expert-cap",
+        f"{COMPRESSED} {EXPERTS}",
+    ),
+)
 EXPERT_PARALLEL = f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer"
-NEW_ON_TWO_RANKS = [
-    f"{EXPERT_PARALLEL} {GROUPED}",
-    f"{EXPERT_PARALLEL} --no-moe-grouped-gemm",
-    f"{EXPERT_PARALLEL} {GROUPED} --moe-token-dispatcher-type allgather",
-    f"{COMPRESSED} {EXPERTS} {GROUPED} --tensor-model-parallel-size 2 --sequence-parallel",
-    f"{LATENT} --context-parallel-size 2 --bf16",
-    f"{PIPELINE} {COMPRESSED} {EXPERTS} {GROUPED} --moe-layer-freq [0,1,1,1] --mtp-num-layers 1 "
-    "--pipeline-model-parallel-layout 3,1 --use-distributed-optimizer",
-    f"{PIPELINE} --mtp-num-layers 1 --no-untie-embeddings-and-output-weights --use-distributed-optimizer "
-    "--bf16 --virtual-pipeline-model-parallel-size 2",
-    f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule zbv",
-]
+NEW_ON_TWO_RANKS = lines_of_lane(
+    [
+        f"{EXPERT_PARALLEL} {GROUPED}",
+        f"{EXPERT_PARALLEL} --no-moe-grouped-gemm",
+        f"{EXPERT_PARALLEL} {GROUPED} --moe-token-dispatcher-type allgather",
+        f"{COMPRESSED} {EXPERTS} {GROUPED} --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{LATENT} --context-parallel-size 2 --bf16",
+        f"{PIPELINE} {COMPRESSED} {EXPERTS} {GROUPED} --moe-layer-freq [0,1,1,1] --mtp-num-layers 1 "
+        "--pipeline-model-parallel-layout 3,1 --use-distributed-optimizer",
+        f"{PIPELINE} --mtp-num-layers 1 --no-untie-embeddings-and-output-weights --use-distributed-optimizer "
+        "--bf16 --virtual-pipeline-model-parallel-size 2",
+        f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+    ],
+    *(
+        f"{EXPERT_PARALLEL} {GROUPED}",
+        f"{PIPELINE} {COMPRESSED}",
+        f"{PIPELINE} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+    ),
+)
 NEW_ON_FOUR_RANKS = [
     f"{EXPERT_PARALLEL} {GROUPED}",
     f"{EXPERT_PARALLEL} {GROUPED} --tensor-model-parallel-size 2 --sequence-parallel",

@@ -61,6 +61,7 @@ def test_a_resumed_run_has_the_scale_and_its_counters(found: dict[str, Any]) -> 
     assert _scales(first) + _scales(second) == _scales(whole)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", ["endless", "endless_constant"])
 def test_endless_overflows_end_the_run_with_the_module(found: dict[str, Any], name: str) -> None:
     error = found[name]["error"]

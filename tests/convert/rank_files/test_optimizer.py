@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
+from tests.second_lane import of_lane
 
 EXPERTS = (
     "--family mixtral --num-moe-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
@@ -24,22 +25,25 @@ ODD = "--vocab-size 4333"
 TP2, PP2, EP2 = (f"--{name}-model-parallel-size 2" for name in ("tensor", "pipeline", "expert"))
 ZERO1 = "--use-distributed-optimizer"
 
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model": ODD,
-        "before": TP2,
-        "chain": [["torch", *TP2.split()], ["torch_dist", *TP2.split()]],
-        "after": TP2,
-        "by_rank": True,
-        "control": True,
+CASES: dict[str, dict[str, Any]] = of_lane(
+    {
+        "llama": {
+            "model": ODD,
+            "before": TP2,
+            "chain": [["torch", *TP2.split()], ["torch_dist", *TP2.split()]],
+            "after": TP2,
+            "by_rank": True,
+            "control": True,
+        },
+        "mixtral": {
+            "model": f"{EXPERTS} --bf16",
+            "before": f"{EP2} {ZERO1}",
+            "chain": [["torch", *PP2.split()], ["torch_dist", *EP2.split(), ZERO1]],
+            "after": f"{EP2} {ZERO1}",
+        },
     },
-    "mixtral": {
-        "model": f"{EXPERTS} --bf16",
-        "before": f"{EP2} {ZERO1}",
-        "chain": [["torch", *PP2.split()], ["torch_dist", *EP2.split(), ZERO1]],
-        "after": f"{EP2} {ZERO1}",
-    },
-}
+    "llama",
+)
 IN_SOAK: dict[str, dict[str, Any]] = {
     "mixtral_by_rank": {
         "model": f"{EXPERTS} --no-moe-grouped-gemm --bf16",

@@ -171,6 +171,13 @@ def paused_and_perturbed(folder: str) -> dict[str, Any]:
     found["paused"] = run("--train-iters 8", root / "paused", pauses)
     lab = _file(root / "lab.yaml", NOISE)
     found["undone"] = run(f"--train-iters 8 --scope-lab {lab} --save-interval 2", root / "undone")
+    return found
+
+
+def kept(folder: str) -> dict[str, Any]:
+    """A run perturbed for good: saved, continued, and begun from its weights."""
+    start()
+    root, found = Path(folder), dict[str, Any]()
     kept = _file(root / "kept.yaml", NOISE.replace("undo_at: 6", "snapshot: false"))
     also = f"--train-iters 6 --save-interval 2 --async-save --eval-iters 1 --scope-lab {kept}"
     found["kept"] = run(f"--exit-interval 4 {also}", root / "kept")

@@ -19,6 +19,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, f"{CASES}:kept", str(tmp_path_factory.mktemp("kept")), timeout=400)
+
+
+@pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, f"{CASES}:ended", str(tmp_path_factory.mktemp("ended")), timeout=400)
 
@@ -53,20 +58,19 @@ def test_perturbed_steps_are_marked_and_undone_by_themselves(found: list[dict[st
     assert found[0]["undone"]["audit"] == ["armed", "acts", "over", "undone"]
 
 
-def test_what_was_saved_under_a_perturbation_stays_marked(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        kept, later = _whole(each, "kept"), _whole(each, "goes on")
-        assert kept["marks"] == {"iter_0000002": None, "iter_0000004": "noise"} and kept["perturbed"] == [
-            3,
-            4,
-        ]
-        assert later["marks"] == {**kept["marks"], "iter_0000006": "noise"}
+@pytest.mark.daily
+def test_what_was_saved_under_a_perturbation_stays_marked(kept: list[dict[str, Any]]) -> None:
+    for each in kept:
+        first, later = _whole(each, "kept"), _whole(each, "goes on")
+        assert first["marks"] == {"iter_0000002": None, "iter_0000004": "noise"}
+        assert first["perturbed"] == [3, 4]
+        assert later["marks"] == {**first["marks"], "iter_0000006": "noise"}
         assert later["perturbed"] == [3, 4, 5, 6] and later["attempts"] == 6, (
             "its steps are over: nothing acts"
         )
         assert set(later["validated"]) == {"noise"}
         assert _whole(each, "from its weights")["marks"] == {"iter_0000002": "noise"}
-    lines = found[0]["goes on"]["lines"]
+    lines = kept[0]["goes on"]["lines"]
     assert any("is of a perturbed run (noise)" in line for line in lines)
     assert any("noise is left out: its steps are over at step 4" in line for line in lines)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
+from tests.second_lane import of_lane
 
 CASES = "tests.training.architectures.experts_cases"
 # The bias moves far enough to change the choice of experts within a few steps, which are an odd number:
@@ -29,7 +30,7 @@ LATENT = (
 )
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EP2 = "--expert-model-parallel-size 2"
-TWO = {"ep2": f"{MIXED} {EP2}", "ep2_zero1_bf16": f"{MIXED} {EP2} {ZERO1} --bf16"}
+TWO = of_lane({"ep2": f"{MIXED} {EP2}", "ep2_zero1_bf16": f"{MIXED} {EP2} {ZERO1} --bf16"}, "ep2")
 TWO_MORE = {
     "ep2_sequential_bf16": f"{MIXED} {EP2} --bf16 --no-moe-grouped-gemm",
     "ep2_allgather_uniform": f"{EXPERTS} {EP2} --moe-token-dispatcher-type allgather",

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from mt_megatron.backends.torch_version import torch_is_before
 from mt_megatron.training.health.watchdog import EXIT_CODE, Watchdog
 from mt_megatron.training.health.watchdog_evidence import Evidence, Sign, Waiting, evidence_from, verdict
-from tests.launch import ROOT, RankError, run_ranks
+from tests.launch import ROOT, RankError, run_ranks, start_command
+
+if TYPE_CHECKING:
+    from tests.launch import Process
 
 FAULTS = {"none": "none 0 0", "sleep": "sleep 1 5", "stop": "stop 1 5", "die": "die 1 5"}
 MORE_FAULTS = {"stop_main": "stop 0 5", "other": "other 1 5", "error": "error 1 5"}
@@ -29,7 +31,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(folder: Path, arguments: str) -> list[subprocess.Popen[bytes]]:
+def _start(folder: Path, arguments: str) -> list[Process]:
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
     processes = []
     for rank in range(2):
@@ -38,14 +40,10 @@ def _start(folder: Path, arguments: str) -> list[subprocess.Popen[bytes]]:
         for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"):
             environment.pop(name, None)
         with open(folder / f"{arguments.split()[0]}{arguments.split()[1]}.{rank}", "wb") as output:
+            command = [sys.executable, "-W", "ignore", "-m", "tests.training.health.watchdog_worker", "4"]
             processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "tests.training.health.watchdog_worker", "4"]
-                    + arguments.split(),
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=output,
-                    stderr=output,
+                start_command(
+                    [*command, *arguments.split()], slot=rank, cwd=ROOT, env=environment, output=output
                 )
             )
     return processes
