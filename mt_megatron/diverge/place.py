@@ -55,6 +55,7 @@ def kind_of(name: str, module: torch.nn.Module, *, gated: bool) -> Kind:
     if last == "rotary_pos_emb":
         return Kind(per_sample=False)
     if last in ("q_layernorm", "k_layernorm"):
+        # Of heads [s, b, heads, d]; that of a latent, [s, b, rank], every rank has whole.
         return Kind(split="heads")
     if last == "core_attention":
         return Kind(split="last")
@@ -82,7 +83,8 @@ def place(kind: Kind, tensor: Tensor, frame: Frame) -> Place | None:
     if found is None or samples is None:
         return None
     (shape[sequence], index[sequence]), (shape[batch], index[batch]) = found, samples
-    if kind.split is not None and frame.tp_size > 1 and tensor.dim() > 2:
+    least = 4 if kind.split == "heads" else 3
+    if kind.split is not None and frame.tp_size > 1 and tensor.dim() >= least:
         dim = 2 if kind.split == "heads" else tensor.dim() - 1
         shape[dim], index[dim] = _features(tensor.shape[dim], kind.split, frame)
     return tuple(shape), tuple(index)

@@ -102,6 +102,16 @@ def test_a_gated_projections_halves_stay_apart() -> None:
     assert found[1][2].tolist() == [3, 4, 5, 9, 10, 11]
 
 
+def test_heads_are_split_and_latents_are_not() -> None:
+    frame = Frame(
+        sequence=4, batch=1, positions=torch.arange(4), samples=torch.arange(1), tp_rank=1, tp_size=2
+    )
+    heads = place(Kind(split="heads"), torch.zeros(4, 1, 2, 8), frame)
+    assert heads is not None and heads[0] == (4, 1, 4, 8) and heads[1][2].tolist() == [2, 3]
+    latent = place(Kind(split="heads"), torch.zeros(4, 1, 24), frame)
+    assert latent is not None and latent[0] == (4, 1, 24) and latent[1][2] is None
+
+
 def test_a_shape_that_is_not_known_is_not_placed() -> None:
     frame = Frame(
         sequence=16, batch=4, positions=torch.arange(16), samples=torch.arange(2), tp_rank=0, tp_size=1

@@ -269,6 +269,21 @@ def test_paths_are_those_of_the_whole_model() -> None:
         taps.router_scores(mlp, lambda scores: None)
 
 
+def test_paths_number_experts_as_in_the_whole_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 1)
+    layer, experts = nn.Module(), nn.Module()
+    layer.layer_number, experts.num_local_experts = 3, 4
+    experts.local_experts = nn.ModuleList([Scale() for _ in range(4)])
+    layer.add_module("experts", experts)
+    model, decoder = nn.Module(), nn.Module()
+    decoder.layers = nn.ModuleList([layer])
+    model.decoder = decoder
+    found = [path for path, module in taps.named_modules(model) if isinstance(module, Scale)]
+    assert found == [f"decoder.layers.2.experts.local_experts.{number}" for number in range(4, 8)]
+
+
 def test_attention_inputs_make_what_core_attention_returns() -> None:
     (found,) = run_ranks(1, f"{HERE}:attention")
     assert len(found) == 9

@@ -191,9 +191,12 @@ class Lab:
         """Let ``one`` act from its first step on; what ``preview`` says, and its ``id``. Raises
         ``ConfigError``: a name that is taken, no target on any rank, a snapshot that does not fit."""
         one = starting_at(one, self._trainer.iteration + 1)
-        if any(each.one.name == one.name for each in self._armed):
+        taken = next((each for each in self._armed if each.one.name == one.name), None)
+        if taken is not None:
+            # What is disarmed keeps its name while it can be undone.
+            first = "undo" if taken.disarmed else "undo or disarm"
             raise ConfigError(
-                f"found the name {one.name!r} taken; undo or disarm that one first, or give another name"
+                f"found the name {one.name!r} taken; {first} that one first, or give another name"
             )
         targets, told = self._prepared(one)
         if one.snapshot and told["snapshot_mib_of_a_rank"] > told["limit_mib_of_a_rank"]:
@@ -399,6 +402,7 @@ class Lab:
         modules = module_targets(one, self._bare())
         for module in modules:
             require_changeable(one, module.path)
+            module.require_index(one, self._trainer.seq_length)
         return modules
 
     def _acting(self, one: Perturbation, targets: Sequence[Any]) -> Acting | None:

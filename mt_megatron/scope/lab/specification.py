@@ -364,10 +364,11 @@ def _require_consistent(one: Perturbation) -> None:
     if one.index is not None and (one.fraction is not None or one.heads is not None):
         other = "fraction" if one.fraction is not None else "heads"
         raise ConfigError(f"found index and {other}; expected one way of choosing elements")
-    if one.index is not None and one.on == "activation" and any(len(each) != 3 for each in one.index):
+    outputs = ("activation", "gradient")
+    if one.index is not None and one.on in outputs and any(len(each) != 3 for each in one.index):
         raise ConfigError(
-            "found an index of an activation that is not [position, sample of the step, feature]; give three "
-            "numbers"
+            f"found an index for on: {one.on} that is not [position, sample of the step, feature]; give "
+            "three numbers"
         )
     if one.on in TENSORS and not one.module:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +23,6 @@ from mt_megatron.scope.lab.values import Along, Places, Selection, require_type
 from mt_megatron.seams import taps
 from mt_megatron.seams.taps.names import whole_name
 
-_LOCAL_EXPERT = re.compile(r"(\.local_experts\.)(\d+)(?=\.|$)")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -73,18 +71,28 @@ class ModuleTarget:
         wanted, features = None, places.shape[-1]
         if one.index is not None:
             sequence = places.shape[0]
-            for position, _, feature in one.index:
-                if position >= sequence or feature >= features:
-                    raise ConfigError(
-                        f"found index [{position}, sample, {feature}] of {self.path}; expected positions "
-                        f"below {sequence} and features below {features}"
-                    )
+            self._require_inside(one.index, sequence, features)
             wanted = torch.tensor([activation_place(each, sequence, features) for each in one.index])
         along = None
         if self.heads is not None:
             chosen = head_coordinates(self.path, self.module, features, self.heads)
             along = Along(stride=1, size=features, chosen=chosen)
         return Selection(places=wanted, along=along, share=one.fraction)
+
+    def require_index(self, one: Perturbation, sequence: int) -> None:
+        """Raise ``ConfigError`` for an index that no output has; ``sequence``: tokens of a whole one."""
+        size = getattr(self.module, "output_size", None)
+        if one.index is not None:
+            self._require_inside(one.index, sequence, size if isinstance(size, int) else None)
+
+    def _require_inside(self, index: Sequence[Sequence[int]], sequence: int, features: int | None) -> None:
+        for position, _, feature in index:
+            if position >= sequence or (features is not None and feature >= features):
+                most = "" if features is None else f" and features below {features}"
+                raise ConfigError(
+                    f"found index [{position}, sample, {feature}] of {self.path}; expected positions below "
+                    f"{sequence}{most}"
+                )
 
 
 def parameter_targets(one: Perturbation, chunks: Sequence[nn.Module]) -> list[ParameterTarget]:
@@ -236,26 +244,13 @@ def _whole_name(chunk: nn.Module, name: str, parameter: nn.Parameter) -> str:
     if getattr(parameter, "shared_embedding", False):
         # The last stage's copy of tied weights is the same tensor of the whole model.
         return _EMBEDDING
-    return _whole_path(chunk, name)
+    return whole_name(chunk, name)
 
 
 def _modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for chunk in chunks:
         for local, module in chunk.named_modules():
-            yield _whole_path(chunk, local), module
-
-
-def _whole_path(chunk: nn.Module, local: str) -> str:
-    """``local`` with the numbers that its layer has in the whole model and its expert in the whole layer."""
-    path: str = whole_name(chunk, local)
-    expert = _LOCAL_EXPERT.search(local)
-    if expert is None:
-        return path
-    from megatron.core import parallel_state
-
-    experts: Any = chunk.get_submodule(local[: expert.start()])
-    first = parallel_state.get_expert_model_parallel_rank() * int(experts.num_local_experts)
-    return _LOCAL_EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first}", path)
+            yield whole_name(chunk, local), module
 
 
 def _gradient_type(parameter: nn.Parameter) -> torch.dtype:

@@ -117,7 +117,9 @@ class Asked:
         if kind == "logits":
             self._head.check(path, module)
             return Target(path=path, module=module, spread="columns")
-        spread = spread_of(module, path, self._place)
+        outer = path.rpartition(".")[0]
+        owner = next((each for name, each in self._named if name == outer), None)
+        spread = spread_of(module, path, self._place, owner=owner)
         if spread == "partial":
             raise ConfigError(
                 f"found {path}, of whose output each tensor parallel rank has summands; expected its mlp, "

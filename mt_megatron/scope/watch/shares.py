@@ -94,15 +94,17 @@ class Place:
         return [(each - first, each) for each in samples if 0 <= each - first < self.micro_batch_size]
 
 
-def spread_of(module: nn.Module, path: str, place: Place) -> Spread:
-    """How tensor-parallel ranks hold the output of ``module``."""
+def spread_of(module: nn.Module, path: str, place: Place, *, owner: nn.Module | None = None) -> Spread:
+    """How tensor-parallel ranks hold the output of ``module``, which is a part of ``owner``."""
     if place.layout.tp == 1:
         return "same"
     last = path.rpartition(".")[2]
     name = type(module).__name__
     if name.endswith("ColumnParallelLinear") or hasattr(module, "gather_output"):
         return "same" if getattr(module, "gather_output", False) else "columns"
-    if last in ("core_attention", "q_layernorm", "k_layernorm"):
+    # Beside a norm of latents that of the queries is one too, and every rank has latents whole.
+    norms = () if hasattr(owner, "kv_layernorm") else ("q_layernorm", "k_layernorm")
+    if last in ("core_attention", *norms):
         return "columns"
     if ".experts" in path and last != "shared_experts":
         # Each rank has summands; they are added up after the experts.

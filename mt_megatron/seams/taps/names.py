@@ -10,6 +10,7 @@ from torch import nn
 from mt_megatron.errors import ConfigError
 
 _LAYER = re.compile(r"^((?:.*\.)?(?:decoder|encoder)\.layers)\.(\d+)(?=\.|$)")
+_LOCAL_EXPERT = re.compile(r"(\.local_experts\.)(\d+)(?=\.|$)")
 _NUMBER = re.compile(r"^(?:.*\.)?layers\.(\d+)(?=\.|$)")
 
 
@@ -51,14 +52,28 @@ def layer_of(path: str) -> int | None:
 
 def whole_name(model: nn.Module, local: str) -> str:
     """``local``, the path of a module or parameter of the unwrapped ``model``, with its layer's number in
-    the whole model."""
+    the whole model and its expert's in the whole layer."""
+    expert = _LOCAL_EXPERT.search(local)
+    if expert is not None:
+        first = _first_expert(model.get_submodule(local[: expert.start()]))
+        local_name = local[: expert.start(2)] + str(int(expert.group(2)) + first) + local[expert.end() :]
+    else:
+        local_name = local
     found = _LAYER.match(local)
     if found is None:
-        return local
+        return local_name
     number = getattr(model.get_submodule(found.group()), "layer_number", None)
     if number is None:
-        return local
-    return f"{found.group(1)}.{int(number) - 1}{local[found.end() :]}"
+        return local_name
+    return f"{found.group(1)}.{int(number) - 1}{local_name[found.end() :]}"
+
+
+def _first_expert(experts: nn.Module) -> int:
+    """Number in the whole layer of the first of this rank's ``experts``."""
+    from megatron.core import parallel_state
+
+    count = getattr(experts, "num_local_experts", 0)
+    return int(parallel_state.get_expert_model_parallel_rank()) * int(count) if count else 0
 
 
 def unwrapped(chunk: nn.Module) -> nn.Module:

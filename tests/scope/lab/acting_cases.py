@@ -242,6 +242,7 @@ def refused() -> list[str]:
             "module": "decoder.layers.1.mlp.linear_fc1.weight",
             "index": [1, 2, 3],
         },
+        {"kind": "mask", "on": "activation", "module": "decoder.layers.1.mlp", "index": [9999, 0, 5]},
         {"kind": "mask", "on": "weight", "module": "*.linear_fc1.weight", "heads": [0]},
         {"kind": "mask", "on": "activation", "module": "*.core_attention", "heads": [4]},
         {"kind": "bit_flip", "bit": 32, "on": "weight", "module": "*.linear_fc1.weight"},

@@ -65,6 +65,7 @@ def test_what_the_model_cannot_have_is_refused() -> None:
         "in layers 9 on any rank",
         r"found index [96, 0] of decoder.layers.1.mlp.linear_fc1.weight; expected one within shape [96, 32]",
         "expected 2 numbers, shape [96, 32]",
+        "found index [9999, sample, 5] of decoder.layers.1.mlp; expected positions below ",
         "expected a module whose rows or features are heads'",
         "found head 4 of decoder.layers.0.self_attention.core_attention; expected 0 to 3",
         "found bit: 32 for decoder.layers.0.mlp.linear_fc1.weight of float32",

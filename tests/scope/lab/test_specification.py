@@ -96,6 +96,7 @@ def test_every_kind_is_read_back_as_it_was_written(kind: str) -> None:
         ({"fraction": 0}, "more than 0 and at most 1"),
         ({"fraction": "half"}, "found fraction: 'half'; expected a number"),
         ({"on": "activation", "index": [1, 2]}, "give three numbers"),
+        ({"on": "gradient", "index": [1, 2]}, "give three numbers"),
         ({"microbatches": [0]}, "belong to activation and gradient"),
         ({"on": "gradient", "master": True}, "belongs to weight"),
         ({"differentiate": True}, "belongs to activation"),
