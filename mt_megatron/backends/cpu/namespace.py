@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import Any, overload
 
 import psutil
 import torch
@@ -167,6 +167,24 @@ def _amp(backend: Backend) -> DeviceNamespace:
     )
 
 
+class _Generators(Sequence[torch.Generator]):
+    """The generator of every device, which are one. How many there are may be told after ``patch()``: by a
+    launcher within Python, which sets ``LOCAL_WORLD_SIZE`` in processes that it forked."""
+
+    def __init__(self, backend: Backend, generator: torch.Generator) -> None:
+        self._backend, self._generator = backend, generator
+
+    def __len__(self) -> int:
+        return self._backend.device_count()
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Generator: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[torch.Generator, ...]: ...
+    def __getitem__(self, index: int | slice) -> torch.Generator | tuple[torch.Generator, ...]:
+        return ((self._generator,) * len(self))[index]
+
+
 def _rng(backend: Backend) -> dict[str, Any]:
     generator = device_generator()
 
@@ -183,7 +201,7 @@ def _rng(backend: Backend) -> dict[str, Any]:
             backend.set_rng_state(state)
 
     return {
-        "default_generators": (generator,) * backend.device_count(),
+        "default_generators": _Generators(backend, generator),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "get_rng_state_all": lambda: [backend.get_rng_state() for _ in range(backend.device_count())],
