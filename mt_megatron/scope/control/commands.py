@@ -130,9 +130,11 @@ class Spool:
         """Make the folders, and drop what an earlier session left. Raises ``OSError``."""
         for each in (self._commands, self._results):
             each.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Listed before the folder can be made here: a command that is being left in a new one stays.
+            left = list(each.iterdir()) if each.is_dir() else []
             each.mkdir(mode=0o700, exist_ok=True)
             os.chmod(each, 0o700)
-            for path in each.iterdir():
+            for path in left:
                 path.unlink(missing_ok=True)
 
     def look(self) -> list[Any]:

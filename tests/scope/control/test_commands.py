@@ -74,6 +74,22 @@ def test_what_an_earlier_run_left_is_not_obeyed(spool: Spool, tmp_path: Path) ->
     assert spool.look() == []
 
 
+def test_a_command_that_comes_while_the_folder_is_made_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chmod = os.chmod
+
+    def left_meanwhile(path: Path, mode: int) -> None:
+        chmod(path, mode)
+        if path.name == "commands":
+            leave(tmp_path, "pause", {})
+
+    monkeypatch.setattr(os, "chmod", left_meanwhile)
+    spool = Spool(tmp_path)
+    spool.open()
+    assert [each["do"] for each in spool.look()] == ["pause"]
+
+
 def test_answers_do_not_pile_up(spool: Spool, tmp_path: Path) -> None:
     for number in range(120):
         spool.answer(f"a{number}", {"ok": True})
