@@ -7,6 +7,10 @@ process would: in a session of its own, with its own environment, folder, files,
 neither Megatron-Core nor what imports it, patches nothing, starts no thread and runs no tensor
 operation, so the fork finds what a cold process finds that has imported the same modules.
 
+A server whose environment has ``PATCHED`` goes on: it patches Megatron-Core for the CPU and imports what
+trainings need, half a second or more of CPU time that no fork spends again. Its forks find what a process
+finds after these calls.
+
 Variables that are read while a process starts or imports (``PYTHONPATH``, ``OMP_NUM_THREADS``,
 ``TORCH_*`` and every other one that ``_READ_LATER`` does not name) cannot be changed by the fork:
 each set of their values has servers of its own. For each set there are two, with different hash
@@ -38,9 +42,12 @@ ROOT = Path(__file__).resolve().parent.parent
 COLD = "MT_MEGATRON_TEST_COLD"
 """Environment variable of the tests; ``1`` starts every process cold."""
 
+PATCHED = "MT_MEGATRON_TEST_PATCHED"
+"""Environment variable of the tests; ``1`` asks for a fork of an interpreter that is patched."""
+
 _READ_LATER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|GLOO_\w+"
-    r"|PYTEST_\w+|MT_MEGATRON_\w+|HF_\w+|TOKENIZERS_PARALLELISM|COLUMNS|LINES"
+    r"|PYTEST_\w+|MT_MEGATRON_(?!TEST_PATCHED)\w+|HF_\w+|TOKENIZERS_PARALLELISM|COLUMNS|LINES"
 )
 """Variables that nothing reads before the target runs: a fork may change them."""
 
@@ -71,6 +78,20 @@ _MODULES = (
 Where one of them holds a patched object (tables of torch._dynamo do), ``patch()`` rebinds it in the
 fork. A cold process imports torch._dynamo after ``patch()``, with the first optimizer, or never.
 """
+
+
+_MODULES_OF_TRAININGS = (
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.dist_checkpointing.serialization",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "mt_megatron.models.llama",
+    "mt_megatron.training.validate",
+    "torch.distributed.tensor",
+)
+"""Imported after ``patch()``."""
 
 
 class ColdStart(Exception):
@@ -367,13 +388,16 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
     )
     for name in modules():
         importlib.import_module(name)
+    patched = given.get(PATCHED) == "1"
+    if patched:
+        _patch()
     # Imports may set variables of the environment and print warnings: each fork gets them too.
     changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
     said = os.pread(2, 1 << 20, 0)
     refusal = None
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         refusal = f"imports have started threads: {threads}"
-    elif upstream := [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+    elif not patched and (upstream := [name for name in sys.modules if name.split(".")[0] == "megatron"]):
         refusal = f"Megatron-Core is imported: {upstream[:3]}"
     while True:
         request, files = _receive(connection)
@@ -406,6 +430,19 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
             os.read(read, 1)
             os.close(read)
             _send(connection, {"pid": pid})
+
+
+def _patch() -> None:
+    import gc
+
+    import mt_megatron
+
+    mt_megatron.patch("cpu")
+    for name in _MODULES_OF_TRAININGS:
+        importlib.import_module(name)
+    gc.collect()
+    # What is here for good is not looked through again in every fork.
+    gc.freeze()
 
 
 def _exit_code(pid: int) -> int | None:
@@ -442,6 +479,7 @@ def _separate(call: dict[str, Any], files: list[int], changed: dict[str, str], s
     sys.path[1 : 1 + len(own)] = call["path"]
     os.environ.clear()
     os.environ.update({**call["env"], **changed})
+    os.environ.pop(PATCHED, None)
     random.seed()
     numpy.random.seed()
     torch.default_generator.seed()

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from tests.second_lane import DAILY
 
 if TYPE_CHECKING:
     from tests.fork_server import Forked
@@ -33,6 +36,15 @@ _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
 _TAIL_CHARACTERS = 6000
 _SLOTS = itertools.count()
+
+_PATCHED = re.compile(
+    r"tests\.(checkpoint|comm|convert|data|diverge|fp8|layers|models|parity|patches\.(events|model|optimizer)"
+    r"|pipeline|planning|resume|scan|scope|seams|training)\.(?!(\w+\.)*(test_swiglu|router_ranks|moe_ranks|test_linear"
+    r"|test_stage_layers|test_norm|test_transformer_config|test_param_groups|mtp\.ranks):)"
+)
+"""Targets whose ranks patch for the CPU with all features at once. Where they are given no environment of
+their own they are, in the first lane, forks of an interpreter that is patched already; in the second lane
+they patch themselves."""
 
 
 class RankError(AssertionError):
@@ -64,10 +76,11 @@ def run_ranks(
         folder = Path(scratch)
         (folder / "call.json").write_text(json.dumps({"target": target, "args": args}))
         store, port = loopback_store()
+        patched = not (DAILY or cold or env) and _PATCHED.match(target) is not None
         processes: list[Process] = []
         try:
             for rank in range(world_size):
-                processes.append(_start(folder, rank, world_size, port, env or {}, cold))
+                processes.append(_start(folder, rank, world_size, port, env or {}, cold, patched))
             problem = _wait(processes, time.monotonic() + timeout, timeout)
         finally:
             for process in processes:
@@ -79,9 +92,11 @@ def run_ranks(
 
 
 def _start(
-    folder: Path, rank: int, world_size: int, port: int, extra: Mapping[str, str], cold: bool
+    folder: Path, rank: int, world_size: int, port: int, extra: Mapping[str, str], cold: bool, patched: bool
 ) -> Process:
     path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    from tests import fork_server
+
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
@@ -97,8 +112,8 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **extra,
     }
-    from tests import fork_server
-
+    if patched:
+        environment[fork_server.PATCHED] = "1"
     command = [sys.executable, "-m", "tests.launch", str(folder)]
     with open(folder / f"stderr.{rank}", "wb") as stderr, open(folder / f"stdout.{rank}", "wb") as stdout:
         if not cold:

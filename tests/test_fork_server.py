@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import fork_server
+from tests import fork_server, launch
 from tests.launch import ROOT, RankError, run_command, run_ranks
 
 HERE = "tests.test_fork_server"
@@ -130,6 +131,17 @@ def sleep(folder: str) -> None:
 def warm() -> int:
     """How many forks this process has asked for so far."""
     return fork_server.forks
+
+
+def test_a_patched_fork_finds_what_one_finds_that_patches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    (plain,) = run_ranks(1, f"{HERE}:described", "x")
+    monkeypatch.setattr(launch, "DAILY", False)
+    monkeypatch.setattr(launch, "_PATCHED", re.compile(re.escape(HERE)))
+    (patched,) = run_ranks(1, f"{HERE}:described", "x")
+    assert plain["upstream before"] == [] and "megatron.core" in patched["upstream before"]
+    # Which patches wait for the import of their module follows from what is imported.
+    different = {name for name in plain if plain[name] != patched[name]} - {"upstream before", "patches"}
+    assert not different, {name: (plain[name], patched[name]) for name in different}
 
 
 def test_a_fork_finds_what_a_cold_process_finds() -> None:
