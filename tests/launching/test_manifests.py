@@ -141,6 +141,12 @@ def test_slurm_starts_one_task_on_each_node_which_meet_at_the_first(stand_ins: P
     assert "--master-addr n1 --master-port 20007 --rendezvous-id 7.0" in command
 
 
+def test_slurm_gives_the_task_the_cores_of_the_job(stand_ins: Path, tmp_path: Path) -> None:
+    """``srun`` of Slurm 22.05 and later does not take them over from ``sbatch``."""
+    found = run_slurm(slurm_script(JOB, SlurmOptions(cpus_per_node=64)), stand_ins, tmp_path)
+    assert "--cpus-per-task=64" in found[: found.index("--kill-on-bad-exit=1")]
+
+
 def directives(script: str) -> dict[str, str]:
     """The options that sbatch reads: those before the first command."""
     found = {}
