@@ -349,8 +349,13 @@ class FakeRay(types.ModuleType):
         return [each() for each in waiting] if isinstance(waiting, list) else waiting()
 
 
-def test_ray_places_one_torchrun_on_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [None, "2"])
+def test_ray_places_one_torchrun_on_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str | None
+) -> None:
     ray = FakeRay()
+    # As Ray sets it for a task: to its num_cpus.
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
 
     def placement_group(bundles: list[dict[str, int]], strategy: str) -> Any:
         ray.group = {"bundles": bundles, "strategy": strategy}
@@ -369,15 +374,20 @@ def test_ray_places_one_torchrun_on_each_node(tmp_path: Path, monkeypatch: pytes
     for name, module in parts.items():
         monkeypatch.setitem(sys.modules, name, module)
     script = tmp_path / "python"
-    script.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> {tmp_path}/seen\nexit "${{CODE:-0}}"\n')
+    script.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$*" >> {tmp_path}/seen\n'
+        f'echo "${{OMP_NUM_THREADS-none}}" >> {tmp_path}/threads\nexit "${{CODE:-0}}"\n'
+    )
     script.chmod(0o755)
-    job = replace(JOB, python=str(script), environment=(("CODE", "5"),))
+    given = () if threads is None else (("OMP_NUM_THREADS", threads),)
+    job = replace(JOB, python=str(script), environment=(("CODE", "5"), *given))
     names: dict[str, Any] = {"__name__": "job"}
     exec(compile(ray_program(job, RayOptions(cpus_per_node=4, vendor="mthreads")), "job.py", "exec"), names)
     assert names["main"]() == 5, "a machine's exit code is the program's"
     assert ray.group == {"bundles": [{"CPU": 4, "mthreads_gpu": 8}] * 2, "strategy": "STRICT_SPREAD"}
     assert [place for place, _ in ray.placed] == [0, 0, 1]
     assert ray.placed[1][1]["num_cpus"] == 4 and ray.placed[1][1]["resources"] == {"mthreads_gpu": 8}
+    assert (tmp_path / "threads").read_text().split() == [threads or "none"] * 2, "ranks share the processors"
     lines = (tmp_path / "seen").read_text().splitlines()
     assert [re.findall(r"--node-rank (\d)", line)[0] for line in lines] == ["0", "1"]
     assert all("-- --model llama3_8b --save /shared/my run" in line for line in lines)
