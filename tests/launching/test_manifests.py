@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from mt_megatron.launching.jobs.job import LaunchJob, check_job
 from mt_megatron.launching.jobs.kubernetes import KubernetesOptions, escaped, manifest_yaml, manifests
 from mt_megatron.launching.jobs.ray_entry import RayOptions, ray_program
 from mt_megatron.launching.jobs.slurm import SlurmOptions, slurm_script
+from mt_megatron.scope.sidecar.sinks import base as sinks
+from mt_megatron.training.validate import problems
 from tests.launching.schemas import SCHEMAS
 
 ANYTHING = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
@@ -427,6 +430,18 @@ def test_jobs_are_checked_before_anything_is_written(change: dict[str, Any], sai
     with pytest.raises(ConfigError) as error:
         check_job(job, restarts=True)
     assert said in str(error.value)
+
+
+def test_packages_may_be_on_the_machines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for holder in (importlib.util, sinks):
+        monkeypatch.setattr(holder, "find_spec", lambda name: None)
+    options = (*JOB.options, "--mock-data", "--train-iters", "1", "--transformer-impl", "transformer_engine")
+    options += ("--tensorboard-dir", "/shared/board", "--wandb-project", "p")
+    options += ("--scope", "record", "--scope-sink", "trackio:p")
+    config = check_job(replace(JOB, options=options), restarts=True)
+    here = problems(config, world_size=JOB.world_size)
+    for package in ("transformer_engine", "tensorboard", "wandb", "trackio"):
+        assert any(package in line and "not installed" in line for line in here), "where it runs it is needed"
 
 
 def test_tensor_parallelism_over_several_nodes_is_refused_unless_allowed() -> None:
