@@ -225,15 +225,7 @@ def _devices_here(options: list[str]) -> int:
 
     config = load_config(options)
     backend, reason = registry.select(config.launch.backend)
-    parallel = config.parallel
-    if backend.device_type != "cpu":
-        count = backend.device_count()
-    else:
-        count = (
-            parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * parallel.context_parallel_size
-        )
+    count = backend.device_count() if backend.device_type != "cpu" else config.fewest_processes
     _say(f"{count} process{'es' if count > 1 else ''} on this machine: {backend.name} ({reason})")
     return count
 
