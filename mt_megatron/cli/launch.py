@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mt_megatron.launching.jobs.torchrun import DEFAULT_PORT, LOOPBACK, Meeting,
 
 _FORMS = ("command", "slurm", "k8s", "ray")
 _RESTARTS = 3
+_TERMINATED = 128 + signal.SIGTERM
 _STARTS = (None, "command")
 _OPTIONS_OF_FORMS: dict[tuple[str | None, ...], tuple[str, ...]] = {
     ("slurm",): ("--time", "--partition", "--account", "--save-before", "--no-requeue"),
@@ -58,7 +60,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron launch --hostfile hosts -- --config run.yaml        (on every host)\n"
         "  mt-megatron launch --print slurm --nodes 8 --gpus-per-node 8 --time 12:00:00 \\\n"
         "    -- --config run.yaml --save /shared/run > job.sh\n\n"
-        "exit codes: torchrun's own; 2 when it was not started; 79 when the run left because of a straggler",
+        "exit codes: torchrun's own; 2 when it was not started; 79 when the run left because of a\n"
+        "straggler; 143 after SIGTERM with --from-environment",
     )
     parser.add_argument(
         "--print", dest="form", choices=_FORMS, help="print this instead of starting anything"
@@ -159,7 +162,9 @@ def run(args: argparse.Namespace) -> int:
         for line in _commands(args, job, hosts):
             print(line)
         return 0
-    return _start(job, _meeting(args, job, hosts, _rank(args, hosts)), config)
+    meeting = _meeting(args, job, hosts, _rank(args, hosts))
+    # A pod that ended with 0 is done for its cluster, whatever is left to train.
+    return _start(job, meeting, config, when_terminated=_TERMINATED if args.from_environment else 0)
 
 
 def _check_form(args: argparse.Namespace) -> None:
@@ -367,7 +372,9 @@ def _line(job: LaunchJob, meeting: Meeting | None) -> str:
     return shlex.join(["env", *variables, *words] if variables else words)
 
 
-def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> int:
+def _start(
+    job: LaunchJob, meeting: Meeting | None, config: TrainingConfig, *, when_terminated: int = 0
+) -> int:
     from mt_megatron.launching.jobs.supervise import supervise
 
     command = torchrun_command(job, meeting)
@@ -378,7 +385,7 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
     sys.stdout.flush()
     listed = _list_of_excluded(config)
     before = _content(listed)
-    code = supervise(command, {**os.environ, **job.variables()})
+    code = supervise(command, {**os.environ, **job.variables()}, when_terminated=when_terminated)
     # torchrun ends with 1 whatever its processes ended with.
     if code == 1 and _content(listed) != before:
         _say(f"a straggler's host is listed in {listed}; start again with --exclude-hosts {listed}")

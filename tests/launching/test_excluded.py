@@ -91,7 +91,7 @@ def test_a_stragglers_end_has_a_code_of_its_own(
     folder.mkdir(parents=True)
     (folder / "excluded-hosts").write_text("node-x\n")
 
-    def supervise(command: list[str], environment: object) -> int:
+    def supervise(command: list[str], environment: object, **_: object) -> int:
         assert command[0] == sys.executable
         if listed:
             (folder / "excluded-hosts").write_text("node-x\nnode-y\n")
@@ -106,7 +106,7 @@ def test_a_list_that_cannot_be_read_does_not_keep_a_run_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / "scan" / "excluded-hosts").mkdir(parents=True)
-    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda command, environment: 3)
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda *_, **__: 3)
     options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
     assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == 3
 
