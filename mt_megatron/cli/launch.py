@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     _check_form(args)
     hosts = read_hostfile(args.hostfile) if args.hostfile is not None else []
     excluded = read_excluded(args.exclude_hosts) if args.exclude_hosts is not None else []
-    if excluded:
+    if excluded or (hosts and args.exclude_hosts is not None):
         everyone, hosts = hosts, _without(args, hosts, excluded)
         if args.form is None and not _has_a_place(args, everyone, hosts):
             _say("this machine is excluded, or not needed: nothing is started")
@@ -196,7 +196,9 @@ def _without(args: argparse.Namespace, hosts: list[Host], excluded: list[Host]) 
             "--print slurm. Other schedulers choose hosts themselves: exclude it there."
         )
     left = remaining(hosts, excluded, args.nodes)
-    _say(f"without {names}: {len(left)} of {len(hosts)} hosts, {', '.join(host.name for host in left)}")
+    if excluded or len(left) < len(hosts):
+        without = f"without {names}: " if excluded else ""
+        _say(f"{without}{len(left)} of {len(hosts)} hosts, {', '.join(host.name for host in left)}")
     return left
 
 
