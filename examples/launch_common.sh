@@ -145,6 +145,29 @@ given() {
     return 1
 }
 
+# Sets FROM_FILE to the options that the file of --config sets, as they would be typed.
+read_config() {
+    FROM_FILE=()
+    local names
+    if [[ -n ${SHOWN_PYTHON:-} ]]; then
+        say "config: what $1 sets is read once the environment exists"
+        return
+    fi
+    names="$("$PYTHON" -W ignore -c '
+import sys
+from pathlib import Path
+from mt_megatron.config.parse import read_yaml
+from mt_megatron.errors import ConfigError
+try:
+    entries = read_yaml(Path(sys.argv[1]))
+except ConfigError as error:
+    sys.exit(f"error: {error}")
+# A printed configuration holds every option: null and false set none of those that are asked for.
+print(*("--" + entry.name.replace("_", "-") for entry in entries if entry.value not in (None, False)))
+' "$1")" || exit 2
+    read -r -a FROM_FILE <<<"$names"
+}
+
 # Adds to DATA_ARGUMENTS; prepares the corpus unless the arguments name data themselves.
 prepare_data() {
     DATA_ARGUMENTS=()
@@ -198,10 +221,12 @@ choose_threads() {
 
 usage() {
     cat <<EOF
-usage: bash $0 [--dry-run] [options of mt-megatron pretrain]
+usage: bash $0 [--dry-run] [--config FILE] [options of mt-megatron pretrain]
 
 Makes the environment if there is none, picks the backend, prepares data once and trains.
-Run again, it resumes. Variables:
+Run again, it resumes. With --config FILE it trains what FILE says, in the place of MODEL: with FILE's
+data if it names any, in runs/NAME-OF-FILE; what FILE says goes before all variables below but BACKEND.
+Variables:
   MODEL            a file of $FAMILY_DIR without .yaml: $(model_names)
                    ($CPU_MODEL on a CPU, $ACCELERATOR_MODEL otherwise)
   BACKEND          auto, cpu, cuda, musa (auto)
@@ -262,36 +287,65 @@ launch() {
     FAMILY_DIR="$1" CPU_MODEL="$2" ACCELERATOR_MODEL="$3" DRY_RUN=0
     shift 3
     local -a extra=()
-    local argument
-    for argument in "$@"; do
-        case "$argument" in
+    local config=""
+    while (($#)); do
+        case "$1" in
             --dry-run) DRY_RUN=1 ;;
             -h | --help)
                 usage
                 exit 0
                 ;;
-            *) extra+=("$argument") ;;
+            --config | --config=*)
+                [[ -z $config ]] || die "--config is given twice; expected one file: put what they say into one"
+                if [[ $1 == --config=* ]]; then
+                    config="${1#*=}"
+                elif (($# > 1)); then
+                    config="$2"
+                    shift
+                fi
+                [[ -n $config ]] || die "--config names no file; expected --config FILE"
+                ;;
+            *) extra+=("$1") ;;
         esac
+        shift
     done
+    if [[ -n $config ]]; then
+        [[ -z ${MODEL:-} ]] || die "MODEL=$MODEL and --config $config are both given; expected one of them: unset MODEL or leave --config out"
+        [[ -f $config ]] || die "found no file '$config'; expected the YAML file of --config, or MODEL as one of: $(model_names)"
+    fi
 
     ensure_environment
     choose_backend
-    if [[ -z ${MODEL:-} ]]; then
-        if [[ $BACKEND == cpu ]]; then MODEL="$CPU_MODEL"; else MODEL="$ACCELERATOR_MODEL"; fi
+    # What is typed, and what the user's own file says: the rest is the script's to choose.
+    local -a settled=("${extra[@]}")
+    if [[ -n $config ]]; then
+        MODEL="$(basename "$config")"
+        MODEL="${MODEL%.*}"
+        read_config "$config"
+        settled+=("${FROM_FILE[@]}")
+    else
+        if [[ -z ${MODEL:-} ]]; then
+            if [[ $BACKEND == cpu ]]; then MODEL="$CPU_MODEL"; else MODEL="$ACCELERATOR_MODEL"; fi
+        fi
+        config="$FAMILY_DIR/$MODEL.yaml"
+        [[ -f $config ]] || die "found no model '$MODEL'; expected one of: $(model_names)"
     fi
-    local config="$FAMILY_DIR/$MODEL.yaml"
-    [[ -f $config ]] || die "found no model '$MODEL'; expected one of: $(model_names)"
     compose_launch
     choose_threads
-    prepare_data "${extra[@]}"
+    prepare_data "${settled[@]}"
+    if ((${#DATA_ARGUMENTS[@]})) && [[ $config != "$FAMILY_DIR/$MODEL.yaml" ]]; then
+        say "config: $config names no data, so this trains on $DATA_DIR"
+    fi
     RUN_DIR="${RUN_DIR:-$REPO_ROOT/runs/$MODEL}"
 
     local -a command=(
         "${LAUNCH[@]}" --
         --config "$config" --backend "$BACKEND" "${DATA_ARGUMENTS[@]}"
     )
-    if [[ -n ${FP8:-} ]] && ! given --fp8-recipe -- "${extra[@]}"; then command+=(--fp8-recipe "$FP8"); fi
-    if bf16_is_slow && ! given --bf16 --no-bf16 --fp16 --fp8-recipe --fp8-format --cpu-bf16-products -- "${extra[@]}"; then
+    if [[ -n ${FP8:-} ]] && ! given --fp8-recipe -- "${settled[@]}"; then command+=(--fp8-recipe "$FP8"); fi
+    # A bf16 in a file does not insist on it: it may come from another machine.
+    if bf16_is_slow && ! given --bf16 --no-bf16 -- "${extra[@]}" &&
+        ! given --fp16 --fp8-recipe --fp8-format --cpu-bf16-products -- "${settled[@]}"; then
         if [[ ${NNODES:-1} == 1 ]]; then
             say "this processor has no AVX-512, without which bf16 takes 20 to 35 times as long: fp32 instead (--bf16 insists, --cpu-bf16-products fp32 makes it bearable)"
             command+=(--no-bf16)
@@ -300,13 +354,13 @@ launch() {
             say "this node's processor has no AVX-512, without which bf16 takes 20 to 35 times as long: --no-bf16 on all nodes avoids it"
         fi
     fi
-    if ! given --save -- "${extra[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
-    if ! given --data-cache-path -- "${extra[@]}"; then command+=(--data-cache-path "$RUN_DIR/index-cache"); fi
-    if ! given --metrics-path -- "${extra[@]}"; then command+=(--metrics-path "$RUN_DIR/metrics.jsonl"); fi
-    if ! given --pipeline-schedule -- "${extra[@]}"; then
+    if ! given --save -- "${settled[@]}"; then command+=(--save "$RUN_DIR/checkpoints"); fi
+    if ! given --data-cache-path -- "${settled[@]}"; then command+=(--data-cache-path "$RUN_DIR/index-cache"); fi
+    if ! given --metrics-path -- "${settled[@]}"; then command+=(--metrics-path "$RUN_DIR/metrics.jsonl"); fi
+    if ! given --pipeline-schedule -- "${settled[@]}"; then
         command+=(--pipeline-schedule "${PIPELINE_SCHEDULE:-auto_if_pipeline}")
     fi
-    if ! given --p2p-transport -- "${extra[@]}"; then command+=(--p2p-transport "${P2P_TRANSPORT:-auto}"); fi
+    if ! given --p2p-transport -- "${settled[@]}"; then command+=(--p2p-transport "${P2P_TRANSPORT:-auto}"); fi
     command+=("${extra[@]}")
 
     if [[ -n ${OMP_NUM_THREADS:-} ]]; then

@@ -174,6 +174,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_places(args: argparse.Namespace) -> None:
     if args.to_config is not None and args.from_hf is None:
         raise ConfigError("--to-config reads the config.json of --from-hf; a checkpoint has config.yaml")
+    if args.to_config is not None:
+        _check_alone(args)
     try:
         if args.from_hf is not None:
             check_published(args.from_hf)
@@ -184,6 +186,29 @@ def _check_places(args: argparse.Namespace) -> None:
     destination = args.to_hf or args.to_megatron or args.to_torch
     if destination is not None:
         check_destination(args.from_hf or args.from_megatron, destination)
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` that names every option that ``--to-config`` would not read."""
+    given = {
+        "--dtype": args.dtype,
+        "--max-shard-size": args.max_shard_size,
+        "--fp8": args.fp8,
+        "--with-optimizer": args.with_optimizer,
+        "--hf-files": args.hf_files,
+        "--no-verify-checkpoint": args.no_verify_checkpoint,
+        "--workers": args.workers,
+        "--json": args.json,
+    }
+    names = [name for name, value in given.items() if value not in (None, False)]
+    names += [word.partition("=")[0] for word in args.config_argv if word.startswith("-")]
+    names = names or args.config_argv
+    if names:
+        raise ConfigError(
+            f"--to-config is given with {', '.join(names)}; expected --from-hf and --no-mtp alone: the file "
+            f"says what config.json says. Leave {'it' if len(names) == 1 else 'them'} out; options of a run "
+            "are for mt-megatron pretrain."
+        )
 
 
 def _positive(text: str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,23 @@ from mt_megatron.launching.jobs.torchrun import DEFAULT_PORT, LOOPBACK, Meeting,
 
 _FORMS = ("command", "slurm", "k8s", "ray")
 _RESTARTS = 3
+_TERMINATED = 128 + signal.SIGTERM
+_STARTS = (None, "command")
+_OPTIONS_OF_FORMS: dict[tuple[str | None, ...], tuple[str, ...]] = {
+    ("slurm",): ("--time", "--partition", "--account", "--save-before", "--no-requeue"),
+    ("k8s",): (
+        *("--image", "--kubernetes-kind", "--namespace", "--shared-memory", "--cpu", "--memory"),
+        "--volume",
+    ),
+    ("slurm", "ray"): ("--cpus-per-node",),
+    ("slurm", "k8s", "ray"): ("--vendor",),
+    _STARTS: (
+        *("--node-rank", "--master-addr", "--master-port", "--local-addr", "--rendezvous-id"),
+        "--from-environment",
+    ),
+    (*_STARTS, "slurm"): ("--exclude-hosts",),
+}
+"""Forms (None: a start) -> the options that only these read."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -42,7 +60,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  mt-megatron launch --hostfile hosts -- --config run.yaml        (on every host)\n"
         "  mt-megatron launch --print slurm --nodes 8 --gpus-per-node 8 --time 12:00:00 \\\n"
         "    -- --config run.yaml --save /shared/run > job.sh\n\n"
-        "exit codes: torchrun's own; 2 when it was not started; 79 when the run left because of a straggler",
+        "exit codes: torchrun's own; 2 when it was not started; 79 when the run left because of a\n"
+        "straggler; 143 after SIGTERM with --from-environment",
     )
     parser.add_argument(
         "--print", dest="form", choices=_FORMS, help="print this instead of starting anything"
@@ -84,9 +103,9 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where the machines meet (set by what --print writes)")
     group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
     group.add_argument("--master-addr", metavar="ADDRESS", help="an address of the first machine")
-    group.add_argument("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT")
+    group.add_argument("--master-port", type=int, metavar="PORT", help=f"({DEFAULT_PORT})")
     group.add_argument("--local-addr", metavar="ADDRESS", help="how the others reach this machine")
-    group.add_argument("--rendezvous-id", default="mt-megatron", metavar="ID")
+    group.add_argument("--rendezvous-id", metavar="ID", help="(mt-megatron)")
     group.add_argument(
         "--from-environment", action="store_true", help="all this is in torchrun's PET_* variables"
     )
@@ -100,7 +119,6 @@ def _add_schedulers(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save-before",
         type=int,
-        default=300,
         metavar="SECONDS",
         help="Slurm: end so long before the limit (300)",
     )
@@ -109,15 +127,12 @@ def _add_schedulers(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vendor",
         choices=tuple(RESOURCES),
-        default="nvidia",
         help="Slurm, Kubernetes, Ray: whose devices (nvidia)",
     )
     group.add_argument("--image", metavar="IMAGE", help="Kubernetes: the container's image")
-    group.add_argument("--kubernetes-kind", choices=("TrainJob", "PyTorchJob"), default="TrainJob")
-    group.add_argument("--namespace", default="default", metavar="NAME", help="Kubernetes")
-    group.add_argument(
-        "--shared-memory", default="64Gi", metavar="SIZE", help="Kubernetes: of /dev/shm (64Gi)"
-    )
+    group.add_argument("--kubernetes-kind", choices=("TrainJob", "PyTorchJob"), help="(TrainJob)")
+    group.add_argument("--namespace", metavar="NAME", help="Kubernetes (default)")
+    group.add_argument("--shared-memory", metavar="SIZE", help="Kubernetes: of /dev/shm (64Gi)")
     group.add_argument("--cpu", metavar="N", help="Kubernetes: processors of a pod")
     group.add_argument("--memory", metavar="SIZE", help="Kubernetes: memory of a pod")
     group.add_argument(
@@ -128,24 +143,47 @@ def _add_schedulers(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print, or start torchrun and return its exit code. Raises ``ConfigError`` before anything starts."""
     options = args.command[1:] if args.command[:1] == ["--"] else args.command
+    _check_form(args)
     hosts = read_hostfile(args.hostfile) if args.hostfile is not None else []
     excluded = read_excluded(args.exclude_hosts) if args.exclude_hosts is not None else []
-    if excluded:
+    if excluded or (hosts and args.exclude_hosts is not None):
         everyone, hosts = hosts, _without(args, hosts, excluded)
         if args.form is None and not _has_a_place(args, everyone, hosts):
             _say("this machine is excluded, or not needed: nothing is started")
             return 0
     job = _job(args, options, hosts)
-    again = args.form in ("slurm", "k8s", "ray") and (job.max_restarts > 0 or not args.no_requeue)
+    printed = args.form in ("slurm", "k8s", "ray")
+    again = (printed and job.max_restarts > 0) or (args.form == "slurm" and not args.no_requeue)
     config = check_job(job, restarts=again)
-    if args.form in ("slurm", "k8s", "ray"):
+    if printed:
         print(_rendered(args, job, excluded), end="")
         return 0
     if args.form == "command":
         for line in _commands(args, job, hosts):
             print(line)
         return 0
-    return _start(job, _meeting(args, job, hosts, _rank(args, hosts)), config)
+    meeting = _meeting(args, job, hosts, _rank(args, hosts))
+    # A pod that ended with 0 is done for its cluster, whatever is left to train.
+    return _start(job, meeting, config, when_terminated=_TERMINATED if args.from_environment else 0)
+
+
+def _check_form(args: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` that names every given option that this form would not read."""
+    found = []
+    for forms, options in _OPTIONS_OF_FORMS.items():
+        for option in options:
+            value = getattr(args, option[2:].replace("-", "_"))
+            if args.form in forms or value is None or value is False or value == []:
+                continue
+            named = ["a start without --print"] if None in forms else []
+            named += [f"--print {form}" for form in forms if form is not None]
+            here = "without --print" if args.form is None else f"with --print {args.form}"
+            advice = f"Leave {option} out."
+            if option == "--exclude-hosts":
+                advice = "Other schedulers choose hosts themselves: exclude them there."
+            found.append(f"{option} is given {here}; expected it with {' or '.join(named)}. {advice}")
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def _without(args: argparse.Namespace, hosts: list[Host], excluded: list[Host]) -> list[Host]:
@@ -158,7 +196,9 @@ def _without(args: argparse.Namespace, hosts: list[Host], excluded: list[Host]) 
             "--print slurm. Other schedulers choose hosts themselves: exclude it there."
         )
     left = remaining(hosts, excluded, args.nodes)
-    _say(f"without {names}: {len(left)} of {len(hosts)} hosts, {', '.join(host.name for host in left)}")
+    if excluded or len(left) < len(hosts):
+        without = f"without {names}: " if excluded else ""
+        _say(f"{without}{len(left)} of {len(hosts)} hosts, {', '.join(host.name for host in left)}")
     return left
 
 
@@ -225,15 +265,7 @@ def _devices_here(options: list[str]) -> int:
 
     config = load_config(options)
     backend, reason = registry.select(config.launch.backend)
-    parallel = config.parallel
-    if backend.device_type != "cpu":
-        count = backend.device_count()
-    else:
-        count = (
-            parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * parallel.context_parallel_size
-        )
+    count = backend.device_count() if backend.device_type != "cpu" else config.fewest_processes
     _say(f"{count} process{'es' if count > 1 else ''} on this machine: {backend.name} ({reason})")
     return count
 
@@ -253,28 +285,35 @@ def _rendered(args: argparse.Namespace, job: LaunchJob, excluded: list[Host]) ->
                 account=args.account,
                 cpus_per_node=args.cpus_per_node,
                 devices=args.vendor != "none",
-                save_before=args.save_before,
                 requeue=not args.no_requeue,
                 exclude=tuple(host.name for host in excluded),
+                **_given(save_before=args.save_before),
             ),
         )
     if args.form == "ray":
-        return ray_program(job, RayOptions(cpus_per_node=args.cpus_per_node or 1, vendor=args.vendor))
+        return ray_program(job, RayOptions(**_given(cpus_per_node=args.cpus_per_node, vendor=args.vendor)))
     if args.image is None:
         raise ConfigError("--image is not set; expected the container image that holds mt_megatron.")
     return manifest_yaml(
         job,
         KubernetesOptions(
             image=args.image,
-            kind=args.kubernetes_kind,
-            namespace=args.namespace,
-            vendor=args.vendor,
-            shared_memory=args.shared_memory,
             cpu=args.cpu,
             memory=args.memory,
             claims=tuple(_claim(each) for each in args.volume),
+            **_given(
+                kind=args.kubernetes_kind,
+                namespace=args.namespace,
+                vendor=args.vendor,
+                shared_memory=args.shared_memory,
+            ),
         ),
     )
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """``values`` without those that nobody gave: defaults are those of the options' class."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _claim(text: str) -> tuple[str, str]:
@@ -314,10 +353,9 @@ def _meeting(args: argparse.Namespace, job: LaunchJob, hosts: list[Host], rank: 
         own = hosts[rank].name
     return Meeting(
         address=address,
-        port=args.master_port,
-        identity=args.rendezvous_id,
         hosts_it=None if rank is None else rank == 0,
         own_address=own,
+        **_given(port=args.master_port, identity=args.rendezvous_id),
     )
 
 
@@ -336,7 +374,9 @@ def _line(job: LaunchJob, meeting: Meeting | None) -> str:
     return shlex.join(["env", *variables, *words] if variables else words)
 
 
-def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> int:
+def _start(
+    job: LaunchJob, meeting: Meeting | None, config: TrainingConfig, *, when_terminated: int = 0
+) -> int:
     from mt_megatron.launching.jobs.supervise import supervise
 
     command = torchrun_command(job, meeting)
@@ -347,7 +387,7 @@ def _start(job: LaunchJob, meeting: Meeting | None, config: TrainingConfig) -> i
     sys.stdout.flush()
     listed = _list_of_excluded(config)
     before = _content(listed)
-    code = supervise(command, {**os.environ, **job.variables()})
+    code = supervise(command, {**os.environ, **job.variables()}, when_terminated=when_terminated)
     # torchrun ends with 1 whatever its processes ended with.
     if code == 1 and _content(listed) != before:
         _say(f"a straggler's host is listed in {listed}; start again with --exclude-hosts {listed}")

@@ -356,14 +356,7 @@ def _costs(config: TrainingConfig, world_size: int | None, expert_imbalance: flo
     )
     plan |= dict.fromkeys(("expert_state_per_stage_bytes", "layers_per_chunk", "expert_data_parallel_size"))
     plan |= {"memory_per_rank_bytes": None, "memory_per_stage_bytes": None, "not_estimated": []}
-    parallel = config.parallel
-    share = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-        * parallel.expert_model_parallel_size
-    )
-    world = plan["world_size"] = share if world_size is None else world_size
+    world = plan["world_size"] = config.fewest_processes if world_size is None else world_size
     if config.train.seq_length is None:
         plan["not_estimated"].append("operations and memory: they depend on --seq-length")
         return plan

@@ -178,7 +178,7 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
     """The configuration that ``argv`` and the YAML file describe; later ones win: preset, YAML, flags.
 
     ``argv`` holds options only (``--num-layers 4``, ``--num-layers=4``, ``--bf16``, ``--no-bf16``),
-    by Megatron-Core's field names or Megatron-LM 0.9's argument names. ``--config FILE`` in ``argv``
+    by Megatron-Core's field names or Megatron-LM 0.9's argument names. One ``--config FILE`` in ``argv``
     names the YAML file when ``yaml_path`` does not. No check of how values fit together is made:
     call ``mt_megatron.training.validate.validate`` for that. Imports neither torch nor megatron.
 
@@ -189,7 +189,13 @@ def load_config(argv: Sequence[str], yaml_path: str | Path | None = None) -> Tra
     if config_words and yaml_path is not None:
         raise ConfigError(f"--config is given and so is the file {yaml_path}. Keep one of them.")
     reader = _Reader()
-    for word in config_words[-1:]:
+    if len(config_words) > 1:
+        files = ", ".join(" ".join(word.given) or "nothing" for word in config_words)
+        raise ConfigError(
+            f"--config is given {len(config_words)} times ({files}); expected one file. Put what they say "
+            "into one, or give options of the others as flags."
+        )
+    for word in config_words:
         yaml_path = reader.one_value(word)
     entries = read_yaml(Path(yaml_path)) if yaml_path is not None else []
     from_yaml = _Reader(problems=reader.problems)

@@ -492,6 +492,18 @@ class TrainingConfig:
             )
         return world_size // share
 
+    @property
+    def fewest_processes(self) -> int:
+        """Smallest number of processes that the parallel sizes allow. Experts are shared out over
+        data-parallel processes, to which those of one context-parallel group do not belong."""
+        parallel = self.parallel
+        return (
+            parallel.tensor_model_parallel_size
+            * parallel.pipeline_model_parallel_size
+            * parallel.context_parallel_size
+            * parallel.expert_model_parallel_size
+        )
+
     def global_batch_size(self, world_size: int) -> int:
         """Sequences per step; ``micro_batch_size`` x data-parallel size when none was given."""
         if self.train.global_batch_size is not None:

@@ -82,14 +82,8 @@ def make_side(
         # Dropout masks belong to a layout: there is nothing to compare.
         arguments += ["--hidden-dropout", "0", "--attention-dropout", "0"]
     config = load_config(arguments)
-    parallel = config.parallel
     if processes is None:
-        processes = (
-            parallel.tensor_model_parallel_size
-            * parallel.pipeline_model_parallel_size
-            * parallel.context_parallel_size
-            * parallel.expert_model_parallel_size
-        )
+        processes = config.fewest_processes
     found = problems(config, world_size=processes, check_files=check_files)
     if found:
         lines = "\n".join(f"- {line}" for line in found)

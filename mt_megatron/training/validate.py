@@ -144,8 +144,9 @@ def _leaving(config: TrainingConfig) -> list[str]:
     ]
 
 
-def scope_problems(config: TrainingConfig) -> list[str]:
-    """One line per problem: found, expected, what to change."""
+def scope_problems(config: TrainingConfig, *, packages: bool = True) -> list[str]:
+    """One line per problem: found, expected, what to change. ``packages`` says whether those of the sinks
+    have to be installed here."""
     scope, found = config.scope, []
     given = {
         "scope_watch": bool(scope.scope_watch),
@@ -188,10 +189,10 @@ def scope_problems(config: TrainingConfig) -> list[str]:
 
         _, refused = parse_all(scope.scope_watch)
         found += [f"scope_watch: {line}. Change --scope-watch." for line in refused]
-    return found + _sink_problems(scope.scope_sink)
+    return found + _sink_problems(scope.scope_sink, packages)
 
 
-def _sink_problems(texts: Sequence[str]) -> list[str]:
+def _sink_problems(texts: Sequence[str], packages: bool) -> list[str]:
     if not texts:
         return []
     from mt_megatron.scope.sidecar.sinks.base import SinkError, is_installed, parsed
@@ -205,7 +206,7 @@ def _sink_problems(texts: Sequence[str]) -> list[str]:
             found.append(f"scope_sink: {error}. Change --scope-sink.")
             continue
         names.append(name)
-        if not is_installed(name):
+        if packages and not is_installed(name):
             found.append(
                 f"scope_sink is {text}, and the package {name} is not installed; expected it. Install it "
                 f'with `pip install "mt_megatron[{name}]"`, or leave --scope-sink out.'
@@ -221,7 +222,7 @@ def _sink_problems(texts: Sequence[str]) -> list[str]:
 def validate(config: TrainingConfig, *, world_size: int = 1, check_files: bool = True) -> None:
     """Check ``config`` for a run of ``world_size`` processes.
 
-    ``check_files=False`` leaves out the existence of data, tokenizer and checkpoints, for a
+    ``check_files=False`` leaves out the existence of data, tokenizer, checkpoints and packages, for a
     configuration that is checked on another machine than the one it runs on.
 
     Raises ``ConfigError`` with one line per problem: found, expected, what to change.
@@ -239,7 +240,7 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         # What follows computes with these numbers.
         return too_large
     return [
-        *support_problems(config),
+        *support_problems(config, packages=check_files),
         *model_problems(config),
         *parallel_problems(config, world_size),
         *expert_problems(config, world_size),
@@ -248,7 +249,7 @@ def problems(config: TrainingConfig, *, world_size: int = 1, check_files: bool =
         *checkpoint_problems(config),
         *rampup_problems(config, world_size),
         *scan_problems(config),
-        *scope_problems(config),
+        *scope_problems(config, packages=check_files),
         *(
             [*backend_problems(config), *file_problems(config), *lab_problems(config, world_size)]
             if check_files

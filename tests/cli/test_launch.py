@@ -110,6 +110,78 @@ def test_wrong_use_is_explained_and_starts_nothing(
     assert said in refused(capsys, *arguments)
 
 
+OF_FORMS = {
+    "--time 1:00:00": {"slurm"},
+    "--partition p": {"slurm"},
+    "--account a": {"slurm"},
+    "--save-before 300": {"slurm"},
+    "--no-requeue": {"slurm"},
+    "--image mt:1": {"k8s"},
+    "--kubernetes-kind TrainJob": {"k8s"},
+    "--namespace default": {"k8s"},
+    "--shared-memory 64Gi": {"k8s"},
+    "--cpu 4": {"k8s"},
+    "--memory 1Gi": {"k8s"},
+    "--volume a:/a": {"k8s"},
+    "--cpus-per-node 4": {"slurm", "ray"},
+    "--vendor nvidia": {"slurm", "k8s", "ray"},
+    "--node-rank 0": {"command", None},
+    "--master-addr a": {"command", None},
+    "--master-port 29500": {"command", None},
+    "--local-addr a": {"command", None},
+    "--rendezvous-id mt-megatron": {"command", None},
+    "--from-environment": {"command", None},
+}
+
+
+@pytest.mark.parametrize("option", OF_FORMS)
+def test_an_option_of_another_form_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Also where its value is the default: only that it was said counts."""
+    monkeypatch.setenv("PET_MASTER_ADDR", "node-0")
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda *_, **__: 0)
+    for form in (None, "command", "slurm", "k8s", "ray"):
+        words = [] if form is None else ["--print", form]
+        words += ["--image", "mt:1"] if form == "k8s" and not option.startswith("--image") else []
+        code = main(["launch", *words, "--gpus-per-node", "1", *option.split(), "--", *TRAIN])
+        said = capsys.readouterr().err
+        assert code == (0 if form in OF_FORMS[option] else 2), (form, said)
+        here = "without --print" if form is None else f"with --print {form}"
+        assert (f"{option.split()[0]} is given {here}; expected it with" in said) == (code == 2)
+
+
+def test_a_job_that_nothing_starts_again_need_not_save(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--print", "k8s", "--image", "mt:1", "--gpus-per-node", "1"]
+    assert "Set --save" in refused(capsys, *given, "--", *TRAIN[:-2])
+    assert main(["launch", *given, "--max-restarts", "0", "--", *TRAIN[:-2]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes"), [([], 1), (["expert"], 2), (["expert", "pipeline"], 4)], ids=str
+)
+def test_on_a_processor_experts_have_their_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sizes: list[str], processes: int
+) -> None:
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda *_, **__: 0)
+    options = ["--model", "mixtral_tiny", "--backend", "cpu", "--mock-data", "--train-iters", "1"]
+    options += ["--lr", "1e-3"]
+    for name in sizes:
+        options += [f"--{name}-model-parallel-size", "2"]
+    assert main(["launch", "--", *options]) == 0, capsys.readouterr().err
+    assert f"--nproc-per-node {processes} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "code"), [(["--from-environment"], 143), ([], 0)])
+def test_a_pod_that_was_told_to_end_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], code: int
+) -> None:
+    monkeypatch.setattr(
+        "mt_megatron.launching.jobs.supervise.supervise", lambda *_, when_terminated: when_terminated
+    )
+    assert main(["launch", *given, "--gpus-per-node", "1", "--", *TRAIN]) == code
+
+
 def test_hosts_and_nodes_must_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a:1\nb:1\n")
@@ -169,6 +241,25 @@ def test_signals_reach_the_processes_that_listen(tmp_path: Path, sent: signal.Si
         process.wait()
 
 
+@pytest.mark.parametrize(
+    ("sent", "ended", "code"),
+    [(signal.SIGTERM, 0, 143), (signal.SIGTERM, 7, 7), (signal.SIGUSR1, 0, 0), (signal.SIGINT, 0, 0)],
+    ids=str,
+)
+def test_sigterm_may_have_a_code_of_its_own(
+    tmp_path: Path, sent: signal.Signals, ended: int, code: int
+) -> None:
+    mark = tmp_path / "mark"
+    process = start_supervised(mark, exit_code=ended, when_terminated=143)
+    try:
+        wait_for(Path(f"{mark}.ready"), process)
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == code
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_nothing_survives_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     process = start_supervised(mark, exit_code=0)
@@ -186,18 +277,16 @@ def test_nothing_survives_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         process.wait()
 
 
-def start_supervised(mark: Path, exit_code: int) -> subprocess.Popen[bytes]:
-    code = (
-        "import sys\nfrom tests.cli.test_launch import supervised\n"
-        "sys.exit(supervised(sys.argv[1], sys.argv[2]))"
-    )
-    return subprocess.Popen([sys.executable, "-c", code, str(mark), str(exit_code)])
+def start_supervised(mark: Path, exit_code: int, when_terminated: int = 0) -> subprocess.Popen[bytes]:
+    code = "import sys\nfrom tests.cli.test_launch import supervised\nsys.exit(supervised(*sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", code, str(mark), str(exit_code), str(when_terminated)])
 
 
-def supervised(mark: str, exit_code: str) -> int:
+def supervised(mark: str, exit_code: str, when_terminated: str) -> int:
     """In the process of the test: supervises the parent, which notes its number first."""
     noting = f"import os; open({mark + '.started'!r}, 'w').write(str(os.getpid()))\n"
-    return supervise([sys.executable, "-c", noting + PARENT, CHILD, mark, exit_code], os.environ)
+    command = [sys.executable, "-c", noting + PARENT, CHILD, mark, exit_code]
+    return supervise(command, os.environ, when_terminated=int(when_terminated))
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:

@@ -41,6 +41,8 @@ def test_config_flag_names_the_file(tmp_path: Path) -> None:
     assert load_config([f"--config={path}"]).train.seq_length == 64
     with pytest.raises(ConfigError, match="Keep one"):
         load_config(["--config", str(path)], path)
+    with pytest.raises(ConfigError, match=r"--config is given 2 times \(.*conf.*\); expected one file"):
+        load_config(["--config", str(path), "--lr", "1e-3", f"--config={path}"])
 
 
 def test_the_last_of_a_repeated_flag_counts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -203,6 +204,44 @@ def test_named_data_and_folders_replace_the_scripts_own(tmp_path: Path) -> None:
     assert run.count("--save") == 1 and "elsewhere" in run
 
 
+OWN_DATA = """
+model: {preset: llama3_tiny}
+data:
+  train_data_path: mine/train
+checkpoint: {save: mine/checkpoints}
+"""
+PRINTED = """
+model: {preset: llama3_tiny}
+parallel:
+  p2p-transport: collective
+data:
+  data_path: null
+  train_data_path: null
+  mock_data: false
+"""
+
+
+def test_a_file_of_ones_own_takes_the_place_of_the_familys(tmp_path: Path) -> None:
+    (tmp_path / "my model.yaml").write_text(OWN_DATA)
+    shown = _launch("--dry-run", "--config", "my model.yaml", "--lr", "1e-3", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    (run,) = shown.stdout.splitlines()
+    words = shlex.split(run)
+    assert words.count("--config") == 1 and words[words.index("--config") + 1] == "my model.yaml"
+    assert not {"--train-data-path", "--tokenizer-model", "--save"} & set(words), "the file says these"
+    assert words[words.index("--metrics-path") + 1] == str(ROOT / "runs" / "my model" / "metrics.jsonl")
+    assert words[-2:] == ["--lr", "1e-3"] and "names no data" not in shown.stderr
+
+
+def test_a_file_without_data_gets_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(PRINTED)
+    shown = _launch("--dry-run", "--config=mine.yaml", cwd=tmp_path)
+    prepare, run = shown.stdout.splitlines()
+    assert "mt_megatron.cli prepare" in prepare and "/train " in run
+    assert "mine.yaml names no data, so this trains on" in shown.stderr
+    assert f"--save {ROOT}/runs/mine/checkpoints" in run and "--p2p-transport" not in run
+
+
 def test_an_interpreter_with_a_relative_path_is_kept(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -214,18 +253,25 @@ def test_an_interpreter_with_a_relative_path_is_kept(tmp_path: Path) -> None:
     assert (done.stdout.strip(), done.stderr) == (str(tmp_path / "bin" / "python"), "")
 
 
+TINY = str(LLAMA3 / "llama3_tiny.yaml")
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("arguments", "changes", "message"),
     [
-        ({"MODEL": "llama4"}, "expected one of: llama3_405b llama3_70b llama3_8b llama3_tiny"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "needs MASTER_ADDR"),
-        ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, "needs NODE_RANK"),
-        ({"BACKEND": "abacus"}, "no backend is called 'abacus'"),
-        ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python does not run"),
+        ("", {"MODEL": "llama4"}, "expected one of: llama3_405b llama3_70b llama3_8b llama3_tiny"),
+        ("", {"NNODES": "2", "NODE_RANK": "0"}, "needs MASTER_ADDR"),
+        ("", {"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, "needs NODE_RANK"),
+        ("", {"BACKEND": "abacus"}, "no backend is called 'abacus'"),
+        ("", {"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python does not run"),
+        ("--config nowhere.yaml", {}, "found no file 'nowhere.yaml'"),
+        ("--config", {}, "--config names no file"),
+        (f"--config {TINY} --config={TINY}", {}, "--config is given twice"),
+        (f"--config {TINY}", {"MODEL": "llama3_8b"}, "expected one of them"),
     ],
 )
-def test_wrong_use_ends_with_2_and_says_why(changes: dict[str, str], message: str) -> None:
-    shown = _launch("--dry-run", **changes)
+def test_wrong_use_ends_with_2_and_says_why(arguments: str, changes: dict[str, str], message: str) -> None:
+    shown = _launch("--dry-run", *arguments.split(), **changes)
     assert shown.returncode == 2
     assert message in shown.stderr
 

@@ -56,21 +56,62 @@ def test_an_excluded_machine_starts_nothing(
     )
 
 
-def test_a_given_place_is_that_in_the_whole_hostfile(
-    lists: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts, excluded = lists
-    places: list[tuple[int, bool | None, str]] = []
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool | None, str]]:
+    """Of every start: machines, whether this one leads, its address."""
+    found: list[tuple[int, bool | None, str]] = []
 
-    def start(job: object, meeting: object, config: object) -> int:
-        places.append((job.nodes, meeting.hosts_it, meeting.own_address))  # type: ignore[attr-defined]
+    def start(job: object, meeting: object, config: object, **_: object) -> int:
+        found.append((job.nodes, meeting.hosts_it, meeting.own_address))  # type: ignore[attr-defined]
         return 0
 
     monkeypatch.setattr(launch, "_start", start)
+    return found
+
+
+def test_a_given_place_is_that_in_the_whole_hostfile(
+    lists: tuple[str, str], places: list[tuple[int, bool | None, str]]
+) -> None:
+    hosts, excluded = lists
     given = ["launch", "--hostfile", hosts, "--exclude-hosts", excluded]
     for place in ("1", "2"):
         assert main([*given, "--node-rank", place, "--", *TRAIN]) == 0
     assert places == [(2, True, "127.0.0.1"), (2, False, "node-c")]
+
+
+@pytest.mark.parametrize("text", [None, "", "# nobody yet\n"])
+def test_spare_machines_wait_while_nobody_is_excluded(
+    lists: tuple[str, str],
+    places: list[tuple[int, bool | None, str]],
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+) -> None:
+    """Of three hosts a run of two takes the first two, from its first start on."""
+    hosts, excluded = lists
+    Path(excluded).unlink()
+    if text is not None:
+        Path(excluded).write_text(text)
+    given = ["launch", "--hostfile", hosts, "--exclude-hosts", excluded, "--nodes", "2"]
+    for place in "012":
+        assert main([*given, "--node-rank", place, "--", *TRAIN]) == 0
+    assert places == [(2, True, "node-a"), (2, False, "127.0.0.1")]
+    said = capsys.readouterr().err
+    assert "2 of 3 hosts, node-a, 127.0.0.1" in said and "nothing is started" in said
+    assert main([*given[:-1], "4", "--node-rank", "0", "--", *TRAIN]) == 2
+    assert "3 of 3 hosts are left when none is excluded; expected 4 (--nodes)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["k8s", "ray"])
+def test_schedulers_that_choose_hosts_themselves_refuse_the_list(
+    form: str, lists: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts, excluded = lists
+    given = ["launch", "--print", form, "--hostfile", hosts, "--exclude-hosts", excluded]
+    given += ["--image", "mt:1"] if form == "k8s" else []
+    assert main([*given, "--", *TRAIN, "--save", "/shared/run"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "Other schedulers choose hosts themselves" in said.err
+    assert f"--exclude-hosts is given with --print {form}" in said.err
 
 
 def test_too_few_hosts_are_refused(lists: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +132,7 @@ def test_a_stragglers_end_has_a_code_of_its_own(
     folder.mkdir(parents=True)
     (folder / "excluded-hosts").write_text("node-x\n")
 
-    def supervise(command: list[str], environment: object) -> int:
+    def supervise(command: list[str], environment: object, **_: object) -> int:
         assert command[0] == sys.executable
         if listed:
             (folder / "excluded-hosts").write_text("node-x\nnode-y\n")
@@ -106,7 +147,7 @@ def test_a_list_that_cannot_be_read_does_not_keep_a_run_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / "scan" / "excluded-hosts").mkdir(parents=True)
-    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda command, environment: 3)
+    monkeypatch.setattr("mt_megatron.launching.jobs.supervise.supervise", lambda *_, **__: 3)
     options = ["--model", "llama3_tiny", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
     assert main(["launch", "--gpus-per-node", "1", "--", *options, "--save", str(tmp_path / "run")]) == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from mt_megatron.launching.jobs.job import LaunchJob, check_job
 from mt_megatron.launching.jobs.kubernetes import KubernetesOptions, escaped, manifest_yaml, manifests
 from mt_megatron.launching.jobs.ray_entry import RayOptions, ray_program
 from mt_megatron.launching.jobs.slurm import SlurmOptions, slurm_script
+from mt_megatron.scope.sidecar.sinks import base as sinks
+from mt_megatron.training.validate import problems
 from tests.launching.schemas import SCHEMAS
 
 ANYTHING = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
@@ -139,6 +142,12 @@ def test_slurm_starts_one_task_on_each_node_which_meet_at_the_first(stand_ins: P
     assert command.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 python -m ")
     assert "--nodes 2 --gpus-per-node 8 --max-restarts 3" in command
     assert "--master-addr n1 --master-port 20007 --rendezvous-id 7.0" in command
+
+
+def test_slurm_gives_the_task_the_cores_of_the_job(stand_ins: Path, tmp_path: Path) -> None:
+    """``srun`` of Slurm 22.05 and later does not take them over from ``sbatch``."""
+    found = run_slurm(slurm_script(JOB, SlurmOptions(cpus_per_node=64)), stand_ins, tmp_path)
+    assert "--cpus-per-task=64" in found[: found.index("--kill-on-bad-exit=1")]
 
 
 def directives(script: str) -> dict[str, str]:
@@ -343,8 +352,13 @@ class FakeRay(types.ModuleType):
         return [each() for each in waiting] if isinstance(waiting, list) else waiting()
 
 
-def test_ray_places_one_torchrun_on_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [None, "2"])
+def test_ray_places_one_torchrun_on_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str | None
+) -> None:
     ray = FakeRay()
+    # As Ray sets it for a task: to its num_cpus.
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
 
     def placement_group(bundles: list[dict[str, int]], strategy: str) -> Any:
         ray.group = {"bundles": bundles, "strategy": strategy}
@@ -363,15 +377,20 @@ def test_ray_places_one_torchrun_on_each_node(tmp_path: Path, monkeypatch: pytes
     for name, module in parts.items():
         monkeypatch.setitem(sys.modules, name, module)
     script = tmp_path / "python"
-    script.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> {tmp_path}/seen\nexit "${{CODE:-0}}"\n')
+    script.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$*" >> {tmp_path}/seen\n'
+        f'echo "${{OMP_NUM_THREADS-none}}" >> {tmp_path}/threads\nexit "${{CODE:-0}}"\n'
+    )
     script.chmod(0o755)
-    job = replace(JOB, python=str(script), environment=(("CODE", "5"),))
+    given = () if threads is None else (("OMP_NUM_THREADS", threads),)
+    job = replace(JOB, python=str(script), environment=(("CODE", "5"), *given))
     names: dict[str, Any] = {"__name__": "job"}
     exec(compile(ray_program(job, RayOptions(cpus_per_node=4, vendor="mthreads")), "job.py", "exec"), names)
     assert names["main"]() == 5, "a machine's exit code is the program's"
     assert ray.group == {"bundles": [{"CPU": 4, "mthreads_gpu": 8}] * 2, "strategy": "STRICT_SPREAD"}
     assert [place for place, _ in ray.placed] == [0, 0, 1]
     assert ray.placed[1][1]["num_cpus"] == 4 and ray.placed[1][1]["resources"] == {"mthreads_gpu": 8}
+    assert (tmp_path / "threads").read_text().split() == [threads or "none"] * 2, "ranks share the processors"
     lines = (tmp_path / "seen").read_text().splitlines()
     assert [re.findall(r"--node-rank (\d)", line)[0] for line in lines] == ["0", "1"]
     assert all("-- --model llama3_8b --save /shared/my run" in line for line in lines)
@@ -411,6 +430,18 @@ def test_jobs_are_checked_before_anything_is_written(change: dict[str, Any], sai
     with pytest.raises(ConfigError) as error:
         check_job(job, restarts=True)
     assert said in str(error.value)
+
+
+def test_packages_may_be_on_the_machines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for holder in (importlib.util, sinks):
+        monkeypatch.setattr(holder, "find_spec", lambda name: None)
+    options = (*JOB.options, "--mock-data", "--train-iters", "1", "--transformer-impl", "transformer_engine")
+    options += ("--tensorboard-dir", "/shared/board", "--wandb-project", "p")
+    options += ("--scope", "record", "--scope-sink", "trackio:p")
+    config = check_job(replace(JOB, options=options), restarts=True)
+    here = problems(config, world_size=JOB.world_size)
+    for package in ("transformer_engine", "tensorboard", "wandb", "trackio"):
+        assert any(package in line and "not installed" in line for line in here), "where it runs it is needed"
 
 
 def test_tensor_parallelism_over_several_nodes_is_refused_unless_allowed() -> None:

@@ -214,11 +214,11 @@ def remaining(hosts: Sequence[Host], excluded: Sequence[Host], nodes: int | None
     """
     left = [host for host in hosts if not any(_same(host.name, other.name) for other in excluded)]
     if not left or (nodes is not None and len(left) < nodes):
+        names = ", ".join(host.name for host in excluded) or "none"
         raise ConfigError(
-            f"{len(left)} of {len(hosts)} hosts are left when {', '.join(host.name for host in excluded)} "
-            f"{'is' if len(excluded) == 1 else 'are'} excluded; expected "
-            f"{'at least one' if nodes is None else f'{nodes} (--nodes)'}. Add hosts to the hostfile, or "
-            "take repaired ones out of the list of --exclude-hosts."
+            f"{len(left)} of {len(hosts)} hosts are left when {names} {'is' if len(excluded) < 2 else 'are'} "
+            f"excluded; expected {'at least one' if nodes is None else f'{nodes} (--nodes)'}. Add hosts to "
+            "the hostfile, or take repaired ones out of the list of --exclude-hosts."
         )
     return left[:nodes] if nodes is not None else left
 

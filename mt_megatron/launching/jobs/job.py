@@ -61,8 +61,8 @@ class LaunchJob:
 def check_job(job: LaunchJob, *, restarts: bool) -> TrainingConfig:
     """The configuration of ``job``, when everything is right that can be known here.
 
-    Data, tokenizer and checkpoints may be on the machines alone and are not looked for. ``restarts``
-    says that the job may be started again, for which it must save. Raises ``ConfigError``.
+    Data, tokenizer, checkpoints and packages may be on the machines alone and are not looked for.
+    ``restarts`` says that the job may be started again, for which it must save. Raises ``ConfigError``.
     """
     found = [*_sizes(job), *_texts(job)]
     if found:

@@ -71,7 +71,9 @@ def train(node, address, port):
     """One torchrun; returns its exit code."""
     place = ["--master-addr", address, "--master-port", str(port), "--rendezvous-id", "ray"]
     place += ["--node-rank", str(node), "--local-addr", ray.util.get_node_ip_address()]
-    process = subprocess.Popen([*COMMAND, *place, *OPTIONS], env={**os.environ, **ENVIRONMENT})
+    # Ray sets it to the task's processors, which are those of all ranks: each would start as many threads.
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    process = subprocess.Popen([*COMMAND, *place, *OPTIONS], env={**inherited, **ENVIRONMENT})
     try:
         return process.wait()
     finally:

@@ -43,7 +43,10 @@ def slurm_script(job: LaunchJob, slurm: SlurmOptions) -> str:
     lines += [f"#SBATCH {directive}" for directive in _directives(job, slurm)]
     lines += ["set -euo pipefail", "", *_NODES.format(nodes=job.nodes).splitlines(), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.variables().items()]
-    lines += ["command=(", *_command(job), ")", "", *_RUN.format(nodes=job.nodes).splitlines()]
+    # Since 22.05 srun does not take it over from sbatch: the task would be bound to one core.
+    cpus = "" if slurm.cpus_per_node is None else f" --cpus-per-task={slurm.cpus_per_node}"
+    run = _RUN.format(nodes=job.nodes, cpus=cpus)
+    lines += ["command=(", *_command(job), ")", "", *run.splitlines()]
     if slurm.requeue:
         lines += _REQUEUE.splitlines()
     return "\n".join([*lines, 'exit "$status"', ""])
@@ -124,7 +127,7 @@ step="" stopped=0
 # The time is nearly over: training saves and ends by itself.
 trap 'stopped=1; [[ -z $step ]] || kill -USR1 "$step"' USR1
 trap '[[ -z $step ]] || kill -TERM "$step"' TERM
-srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 "${{command[@]}}" &
+srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 "${{command[@]}}" &
 step=$!
 while kill -0 "$step" 2>/dev/null; do
     # A signal ends the wait, not what is waited for.

@@ -23,8 +23,9 @@ _LOOK_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
-def supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``command`` (torchrun's) to its end and return its exit code.
+def supervise(command: Sequence[str], environment: Mapping[str, str], *, when_terminated: int = 0) -> int:
+    """Run ``command`` (torchrun's) to its end and return its exit code, or ``when_terminated`` in the
+    place of 0 after SIGTERM.
 
     SIGUSR1 goes to the processes that torchrun started, once all of them listen for it. SIGTERM and
     SIGINT go there as SIGTERM if they listen, else to torchrun; a second one goes to torchrun always.
@@ -36,7 +37,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
         list(command), env=dict(environment), start_new_session=True, preexec_fn=_in_torchrun
     )
     try:
-        return _watch(process, waiting)
+        return _watch(process, waiting, when_terminated)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -53,16 +54,19 @@ class _Note:
         self._waiting.append(number)
 
 
-def _watch(process: subprocess.Popen[bytes], waiting: list[int]) -> int:
-    ends = 0
+def _watch(process: subprocess.Popen[bytes], waiting: list[int], when_terminated: int) -> int:
+    ends, terminated = 0, False
     while True:
         code = process.poll()
+        if code == 0 and (terminated or signal.SIGTERM in waiting):
+            return when_terminated
         if code is not None:
             return 128 - code if code < 0 else code
         held: list[int] = []
         while waiting:
             number = waiting.pop(0)
             ends += number != signal.SIGUSR1
+            terminated |= number == signal.SIGTERM
             if not _hand_on(process, number, insist=ends > 1):
                 held.append(number)
         waiting.extend(held)

@@ -119,8 +119,9 @@ _PACKAGES = (("tensorboard_dir", "tensorboard", "tensorboard"), ("wandb_project"
 """Option, the package that it needs, and the extra of this project that brings it."""
 
 
-def support_problems(config: TrainingConfig) -> list[str]:
-    """One line for every option that is set and cannot be honoured."""
+def support_problems(config: TrainingConfig, *, packages: bool = True) -> list[str]:
+    """One line for every option that is set and cannot be honoured. ``packages`` says whether what it
+    needs has to be installed here."""
     values = {name: value for section in config.to_dict().values() for name, value in section.items()}
     found = []
     for name, reason in UNSUPPORTED.items():
@@ -130,13 +131,13 @@ def support_problems(config: TrainingConfig) -> list[str]:
                 f"{name} is {values[name]}; expected {option.default}: {reason}. Leave {option.flag} out."
             )
     engine = config.model.transformer_impl == "transformer_engine"
-    if engine and importlib.util.find_spec("transformer_engine") is None:
+    if packages and engine and importlib.util.find_spec("transformer_engine") is None:
         found.append(
             "transformer_impl is transformer_engine, which is not installed; expected auto or local. Install "
             "Transformer Engine or leave --transformer-impl out."
         )
     for name, package, extra in _PACKAGES:
-        if values[name] is not None and importlib.util.find_spec(package) is None:
+        if packages and values[name] is not None and importlib.util.find_spec(package) is None:
             found.append(
                 f"{name} is {values[name]}, and the package {package} is not installed; expected it. Install "
                 f'it with `pip install "mt_megatron[{extra}]"`, or leave {options()[name].flag} out.'

@@ -122,6 +122,13 @@ def test_the_command_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--from-hf", "Qwen/Qwen3-0.6B", "--to-hf", "o"], 2, "hf download Qwen/Qwen3-0.6B --local-dir"),
         (["--from-hf", "Qwen/Qwen3-0.6B", "--to-config", "o"], 2, "hf download Qwen/Qwen3-0.6B"),
         (["--from-megatron", ".", "--to-config", "out"], 2, "--from-hf"),
+        (["--from-hf", "a", "--to-config", "o", "--dtype", "bf16"], 2, "--to-config is given with --dtype;"),
+        (
+            ["--from-hf", "a", "--to-config", "o", "--fp8", "--json", "--num-layers", "2"],
+            2,
+            "with --fp8, --json, --num-layers;",
+        ),
+        (["--from-hf", "a", "--to-config", "o", "--seq-lenght=64"], 2, "--seq-lenght"),
         (["--from-hf", "a", "--to-hf", "c", "--max-shard-size", "5parsec"], 2, "5GB"),
         (["--from-hf", "a", "--to-hf", "c", "--workers", "0"], 2, "at least 1"),
     ],
