@@ -67,6 +67,9 @@ def make_side(
     """A checked side: ``common`` options, then its ``own``, on ``processes`` (the fewest that its parallel
     sizes need). ``check_files`` is that of ``validate``. Raises ``ConfigError`` when the configuration is
     wrong for that many."""
+    if _config_at(own) is not None:
+        # A side's own file is read in the place of the one that both have.
+        common = _without_config(common)
     arguments = [*common, *own, "--backend", backend]
     config = load_config(arguments)
     if config.data.mock_data and config.data.tokenizer_model is None:
@@ -96,6 +99,17 @@ def make_side(
         imports=tuple(imports),
         dropout_switched_off=dropout,
     )
+
+
+def _config_at(words: Sequence[str]) -> int | None:
+    return next((at for at, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
+
+
+def _without_config(words: Sequence[str]) -> list[str]:
+    at = _config_at(words)
+    if at is None:
+        return list(words)
+    return [*words[:at], *words[at + (1 if "=" in words[at] else 2) :]]
 
 
 def check_pair(a: Side, b: Side) -> list[str]:

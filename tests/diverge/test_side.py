@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mt_megatron.cli.main import main
-from mt_megatron.diverge.side import Side, check_pair
+from mt_megatron.diverge.side import Side, check_pair, make_side
 from mt_megatron.errors import ConfigError
 from tests.diverge.recordings import MODEL, side
 
@@ -17,6 +17,22 @@ def test_a_side_takes_as_many_processes_as_its_layout_needs() -> None:
     assert side("b", flags, None).processes == 4
     with pytest.raises(ConfigError, match="side b, 3 process"):
         side("b", flags, 3)
+
+
+@pytest.mark.parametrize("words", [["--config", "FILE"], ["--config=FILE"]])
+def test_a_file_of_a_sides_own_is_read_in_the_place_of_both_sides(tmp_path: Path, words: list[str]) -> None:
+    for name, seed in (("both", 5), ("own", 6)):
+        (tmp_path / f"{name}.yaml").write_text(f"train:\n  seed: {seed}\n")
+
+    def of(name: str) -> list[str]:
+        return [word.replace("FILE", str(tmp_path / f"{name}.yaml")) for word in words]
+
+    common = MODEL.replace("--seed 3", "").split()
+    for own, seed in (([], 5), (of("own"), 6)):
+        made = make_side(
+            "b", backend="cpu", common=[*of("both"), *common], own=own, processes=1, check_files=False
+        )
+        assert made.config().train.seed == seed
 
 
 def test_a_side_comes_back_from_its_file(tmp_path: Path) -> None:
