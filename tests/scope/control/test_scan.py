@@ -59,5 +59,6 @@ def test_neither_watchdog_nor_hang_detector_takes_a_pause_for_a_hang(tmp_path: P
     )
     for each in found:
         assert each["run"]["error"] is None and each["run"]["finished"], each["run"]
+        assert each["run"]["problems"] == []
         assert each["run"]["digest"] == each["alone"]["digest"]
     assert found[0]["seconds"] >= 12 and found[0]["findings"] == []
