@@ -106,8 +106,9 @@ def route(router: Any, logits: Tensor, balancing: str, *, batch_size: int = 1) -
     if capacity is not None:
         limited = limit(routing, capacity, options.num_experts)
         probs, indices, dropped = limited.probs, limited.indices, limited.dropped
-    has_loss = balancing != "none" and bool(config.moe_aux_loss_coeff)
-    if not now.counted or not (has_loss or router.enable_expert_bias or router.load is not None):
+    has_loss = now.attached and balancing != "none" and bool(config.moe_aux_loss_coeff)
+    counted = now.counted and (router.enable_expert_bias or router.load is not None)
+    if not (has_loss or counted):
         return probs, indices
     scores = None
     if has_loss and balancing == "seq_aux_loss":
@@ -120,6 +121,8 @@ def route(router: Any, logits: Tensor, balancing: str, *, batch_size: int = 1) -
         if has_loss:
             scores = balancing_scores(logits, options)
             probs = attach_balancing_loss(router, probs, scores, counts)
+    if not counted:
+        return probs, indices
     if router.enable_expert_bias:
         router.local_tokens_per_expert += counts
     if router.load is not None:
