@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launch import run_ranks
 from tests.patches.model.user_code_ranks import LOSSES, TOKENS
@@ -28,3 +29,15 @@ def test_losses_are_applied_and_counted_once_by_every_recomputation(
     assert again == once
     assert once["tokens"] == 2 * TOKENS
     assert any(map(any, once["gradient"])), "the loss has a gradient"
+
+
+@pytest.mark.parametrize("case", ["1 alltoall", "1 allgather", "2 alltoall", "2 allgather"])
+def test_code_between_dispatcher_and_experts_gets_every_experts_rows(found: Found, case: str) -> None:
+    seen = found["subclasses"][case]
+    topk = int(case[0])
+    assert seen["scaled"]["seen"] == seen["expected"]["seen"]
+    assert torch.allclose(torch.tensor(seen["scaled"]["output"]), torch.tensor(seen["expected"]["output"]))
+    for name in ("other", "exchanged"):
+        rows, counts = seen[name]["seen"]
+        assert rows == sum(counts) == topk * TOKENS, name
+        assert seen[name]["output"] == seen["other"]["output"], name

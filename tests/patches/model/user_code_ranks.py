@@ -57,7 +57,7 @@ def attempt(call: Callable[[], Any]) -> Any:
     """What ``call`` returns, or its error's name and text."""
     try:
         return call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
 
 
@@ -107,6 +107,71 @@ def checkpointing() -> dict[str, Any]:
     return found
 
 
+def subclasses() -> dict[str, Any]:
+    """What code between dispatcher and experts sees, and a layer's output: classes of users with grouped
+    and sequential experts, and other experts in place of the layer's own."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    class Scaled(MoELayer):  # type: ignore[misc]
+        def forward(self, hidden_states: Any) -> Any:
+            probs, indices = self.router(hidden_states)
+            rows, counts = self.token_dispatcher.token_permutation(hidden_states, probs, indices)
+            made, _ = self.experts(rows, counts)
+            self.seen = [rows.shape[0], counts.tolist()]
+            made = made * torch.arange(1.0, EXPERTS + 1).repeat_interleave(counts)[:, None]
+            return self.token_dispatcher.token_unpermutation(made, None)
+
+    class Rows(torch.nn.Module):
+        """Two times what it gets, and how many rows that is."""
+
+        def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, None]:
+            self.seen = [rows.shape[0], counts.tolist()]
+            return 2.0 * rows, None
+
+    class Other(MoELayer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.experts = Rows()
+
+    def exchanged(**options: Any) -> Any:
+        layer = layer_of(**options)
+        layer.experts = Rows()
+        return layer
+
+    def run(layer: Any) -> Any:
+        seer = layer if isinstance(layer, Scaled) else layer.experts
+        output, _ = layer(tokens_of())
+        return {"seen": seer.seen, "output": output.tolist()}
+
+    found: dict[str, Any] = {}
+    for topk in (1, 2):
+        for dispatcher in ("alltoall", "allgather"):
+            options = {
+                "moe_router_topk": topk,
+                "moe_router_pre_softmax": True,
+                "moe_token_dispatcher_type": dispatcher,
+            }
+            grouped = {**options, "moe_grouped_gemm": True}
+            found[f"{topk} {dispatcher}"] = {
+                "scaled": attempt(lambda made=grouped: run(layer_of(Scaled, **made))),
+                "expected": attempt(lambda made=options: run(_like_grouped(Scaled, made))),
+                "other": attempt(lambda made=grouped: run(layer_of(Other, **made))),
+                "exchanged": attempt(lambda made=grouped: run(exchanged(**made))),
+            }
+    return found
+
+
+def _like_grouped(kind: Any, options: dict[str, Any]) -> Any:
+    """A layer of sequential experts with the weights of one of grouped experts."""
+    grouped, made = layer_of(moe_grouped_gemm=True, **options), layer_of(kind, **options)
+    with torch.no_grad():
+        made.router.weight.copy_(grouped.router.weight)
+        for number, expert in enumerate(made.experts.local_experts):
+            expert.linear_fc1.weight.copy_(grouped.experts.weight1[number])
+            expert.linear_fc2.weight.copy_(grouped.experts.weight2[number])
+    return made
+
+
 def everything() -> dict[str, Any]:
     start()
-    return {"checkpointing": checkpointing()}
+    return {"checkpointing": checkpointing(), "subclasses": subclasses()}
