@@ -41,3 +41,18 @@ def test_code_between_dispatcher_and_experts_gets_every_experts_rows(found: Foun
         rows, counts = seen[name]["seen"]
         assert rows == sum(counts) == topk * TOKENS, name
         assert seen[name]["output"] == seen["other"]["output"], name
+
+
+@pytest.mark.parametrize("kind", ["Loop", "Calling", "Plain"])
+def test_grouped_experts_of_users_are_what_upstreams_weights_say(found: Found, kind: str) -> None:
+    """A forward of their own reads the weights in upstream's order, in which a checkpoint has them."""
+    expected, seen = found["grouped"]["GroupedMLP"], found["grouped"][kind]
+    assert (expected["dimensions"], seen["dimensions"]) == (3, 3 if kind == "Plain" else 2)
+    assert torch.allclose(torch.tensor(seen["output"]), torch.tensor(expected["output"]), atol=1e-6)
+    for mine, ours in zip(seen["gradients"], expected["gradients"], strict=True):
+        assert torch.allclose(torch.tensor(mine), torch.tensor(ours), atol=1e-5)
+    assert seen["kept"] == expected["kept"]
+
+
+def test_products_of_users_are_not_said_to_be_quantised(found: Found) -> None:
+    assert found["grouped"]["fp8"].startswith("ConfigError: found a Loop with a forward of its own")

@@ -172,6 +172,63 @@ def _like_grouped(kind: Any, options: dict[str, Any]) -> Any:
     return made
 
 
+def grouped_subclasses() -> dict[str, Any]:
+    """Output and gradients of grouped experts with weights in upstream's order: ours, and those of
+    subclasses that read the weights as upstream does or call the inherited forward."""
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    class Loop(GroupedMLP):  # type: ignore[misc]
+        def forward(self, rows: Any, counts: Any) -> Any:
+            weight1 = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
+            weight2 = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
+            parts = rows.split(counts.tolist())
+            made = [self.activation_func(part @ weight1[e]) @ weight2[e] for e, part in enumerate(parts)]
+            return torch.cat(made), None
+
+    class Calling(GroupedMLP):  # type: ignore[misc]
+        def forward(self, rows: Any, counts: Any) -> Any:
+            return super().forward(rows, counts)
+
+    class Plain(GroupedMLP):  # type: ignore[misc]
+        pass
+
+    config = config_of(moe_grouped_gemm=True, gradient_accumulation_fusion=False)
+    generator = torch.Generator().manual_seed(4)
+    state = {
+        "weight1": torch.randn(HIDDEN, EXPERTS * 64, generator=generator) * 0.2,
+        "weight2": torch.randn(EXPERTS * 32, HIDDEN, generator=generator) * 0.2,
+    }
+    found: dict[str, Any] = {}
+    for kind in (GroupedMLP, Loop, Calling, Plain):
+
+        def run(kind: Any = kind) -> Any:
+            experts, rows = kind(EXPERTS, config), tokens_of()[:, 0].detach().requires_grad_()
+            experts.load_state_dict(dict(state))
+            output, _ = experts(rows, torch.tensor([3, 0, 5, 4]))
+            (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+            gradients = [experts.weight1.grad, experts.weight2.grad]
+            if gradients[0].dim() == 3:
+                gradients = [each.transpose(1, 2).reshape(each.shape[0], -1) for each in gradients]
+            else:
+                shapes = [(EXPERTS, HIDDEN, -1), (EXPERTS, -1, HIDDEN)]
+                pairs = zip(gradients, shapes, strict=True)
+                gradients = [each.view(shape).reshape(EXPERTS, -1) for each, shape in pairs]
+            kept = sorted(experts.sharded_state_dict())
+            return {
+                "output": output.tolist(),
+                "gradients": [rows.grad.tolist(), *(each.tolist() for each in gradients)],
+                "dimensions": experts.weight1.dim(),
+                "kept": kept,
+            }
+
+        found[kind.__name__] = attempt(run)
+
+    from mt_megatron.fp8.attach import _weights
+
+    found["fp8"] = attempt(lambda: len(list(_weights(torch.nn.Sequential(Loop(EXPERTS, config))))))
+    return found
+
+
 def everything() -> dict[str, Any]:
     start()
-    return {"checkpointing": checkpointing(), "subclasses": subclasses()}
+    return {"checkpointing": checkpointing(), "subclasses": subclasses(), "grouped": grouped_subclasses()}
