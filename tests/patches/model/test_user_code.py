@@ -56,3 +56,9 @@ def test_grouped_experts_of_users_are_what_upstreams_weights_say(found: Found, k
 
 def test_products_of_users_are_not_said_to_be_quantised(found: Found) -> None:
     assert found["grouped"]["fp8"].startswith("ConfigError: found a Loop with a forward of its own")
+
+
+def test_the_type_of_a_routers_logits_is_not_autocasts(found: Found) -> None:
+    assert found["autocast"]["on"] == found["autocast"]["off"]
+    assert found["autocast"]["on"][0] == "torch.float32"
+    assert found["autocast"]["layer"] is True

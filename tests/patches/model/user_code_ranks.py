@@ -229,6 +229,40 @@ def grouped_subclasses() -> dict[str, Any]:
     return found
 
 
+def autocast() -> dict[str, Any]:
+    """Logits of a router with moe_router_dtype under autocast, and its gradients, beside those without."""
+    found: dict[str, Any] = {}
+    for name in ("off", "on"):
+
+        def run(on: bool = name == "on") -> Any:
+            router = layer_of(moe_router_dtype="fp32").router
+            tokens = tokens_of()
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                logits = router.gating(tokens)
+                slope = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+                # Backward too, which is where recomputation runs.
+                (logits * slope).sum().backward()
+            gradients = [router.weight.grad.tolist(), tokens.grad.tolist()]
+            return [str(logits.dtype), logits.tolist(), gradients]
+
+        found[name] = attempt(run)
+
+    def layer() -> Any:
+        made, tokens = layer_of(moe_router_dtype="fp32"), tokens_of()
+        with torch.autocast("cpu", torch.bfloat16):
+            output, _ = made(tokens)
+        output.float().sum().backward()
+        return bool(made.router.weight.grad.isfinite().all())
+
+    found["layer"] = attempt(layer)
+    return found
+
+
 def everything() -> dict[str, Any]:
     start()
-    return {"checkpointing": checkpointing(), "subclasses": subclasses(), "grouped": grouped_subclasses()}
+    return {
+        "checkpointing": checkpointing(),
+        "subclasses": subclasses(),
+        "grouped": grouped_subclasses(),
+        "autocast": autocast(),
+    }
