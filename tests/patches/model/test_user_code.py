@@ -62,3 +62,8 @@ def test_the_type_of_a_routers_logits_is_not_autocasts(found: Found) -> None:
     assert found["autocast"]["on"] == found["autocast"]["off"]
     assert found["autocast"]["on"][0] == "torch.float32"
     assert found["autocast"]["layer"] is True
+
+
+def test_recomputation_is_under_the_autocast_of_the_forward_pass(found: Found) -> None:
+    assert found["autocast"]["twice"] == found["autocast"]["once"]
+    assert isinstance(found["autocast"]["once"], list)

@@ -255,6 +255,16 @@ def autocast() -> dict[str, Any]:
         return bool(made.router.weight.grad.isfinite().all())
 
     found["layer"] = attempt(layer)
+    for name, recomputed in (("once", False), ("twice", True)):
+
+        def step(recomputed: bool = recomputed) -> Any:
+            made, tokens = layer_of(moe_layer_recompute=recomputed), tokens_of()
+            with torch.autocast("cpu", torch.bfloat16):
+                output, _ = made(tokens)
+            output.float().square().sum().backward()
+            return [made.router.weight.grad.tolist(), tokens.grad.tolist()]
+
+        found[name] = attempt(step)
     return found
 
 
