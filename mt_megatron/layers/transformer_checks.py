@@ -44,6 +44,13 @@ _NEED_EXPERTS = (
     "moe_router_topk_scaling_factor",
 )
 
+_NOT_SINKHORN = (
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_group_score_topk",
+    "moe_router_topk_scaling_factor",
+)
+
 
 def field_problems(values: Values) -> list[str]:
     """One line per problem: found, expected, what to change.
@@ -189,13 +196,28 @@ def _router(values: Values) -> list[str]:
             "moe_router_load_balancing_type is sinkhorn with sigmoid scores; expected aux_loss, seq_aux_loss "
             "or none. Change moe_router_load_balancing_type."
         )
+    if values.get("moe_router_load_balancing_type") == "sinkhorn":
+        unread = [name for name in _NOT_SINKHORN if _get(values, name) != _DEFAULTS[name]]
+        if unread:
+            said = ", ".join(f"{name} {_get(values, name)!r}" for name in unread)
+            found.append(
+                f"found {said} with sinkhorn balancing, which does not read it; expected no such option. "
+                f"Leave {', '.join(unread)} out, or set moe_router_load_balancing_type to aux_loss, "
+                "seq_aux_loss or none."
+            )
+        return found
     return found + _groups(values, experts, int(values.get("moe_router_topk") or 1))
 
 
 def _groups(values: Values, experts: int, topk: int) -> list[str]:
     groups, chosen = _get(values, "moe_router_num_groups"), _get(values, "moe_router_group_topk")
     if groups is None and chosen is None:
-        return []
+        if (judges := _get(values, "moe_router_group_score_topk")) is None:
+            return []
+        return [
+            f"moe_router_group_score_topk is {judges} without groups; expected moe_router_num_groups and "
+            "moe_router_group_topk with it. Set both or leave moe_router_group_score_topk out."
+        ]
     if groups is None or chosen is None:
         there, absent = ("moe_router_group_topk", "moe_router_num_groups")
         if chosen is None:
