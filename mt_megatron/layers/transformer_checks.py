@@ -6,7 +6,7 @@ nor Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from mt_megatron.layers.mtp.checks import prediction_problems
@@ -72,6 +72,25 @@ def field_problems(values: Values) -> list[str]:
 def check_fields(values: Values) -> None:
     """Raises ``ConfigError`` with everything that ``field_problems`` finds."""
     found = field_problems(values)
+    if found:
+        raise ConfigError("TransformerConfig: " + "; ".join(found))
+
+
+def check_read(values: Values, is_in_force: Callable[[str], bool]) -> None:
+    """Raises ``ConfigError`` for fields that are set and that nobody reads, since the patches of the
+    feature that does are not in force: the model would be another one."""
+    latent = _get(values, "multi_latent_attention")
+    found = []
+    for one in FIELDS:
+        if _get(values, one.name) == one.default:
+            continue
+        features = ("mla",) if latent and one.features == ("rope",) else one.features
+        absent = [name for name in features if not is_in_force(name)]
+        if absent:
+            found.append(
+                f"{one.name} is {_get(values, one.name)!r}, which the feature {' and '.join(absent)} reads; "
+                f"expected it among the features of patch(). Add {', '.join(absent)} or leave {one.name} out."
+            )
     if found:
         raise ConfigError("TransformerConfig: " + "; ".join(found))
 
