@@ -67,3 +67,10 @@ def test_the_type_of_a_routers_logits_is_not_autocasts(found: Found) -> None:
 def test_recomputation_is_under_the_autocast_of_the_forward_pass(found: Found) -> None:
     assert found["autocast"]["twice"] == found["autocast"]["once"]
     assert isinstance(found["autocast"]["once"], list)
+
+
+def test_a_loss_of_the_users_gets_logits(found: Found) -> None:
+    seen = found["losses"]
+    for name in ("fused", "own"):
+        assert seen[name][0] == pytest.approx(seen["apart"][0], rel=1e-6), name
+    assert seen["plain"][0] != pytest.approx(seen["apart"][0], rel=1e-3), "the loss is another one"

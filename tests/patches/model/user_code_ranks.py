@@ -268,6 +268,37 @@ def autocast() -> dict[str, Any]:
     return found
 
 
+def losses() -> dict[str, Any]:
+    """A model whose loss is its own, and one whose object has one: with the fused loss and without."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    class Tempered(GPTModel):  # type: ignore[misc]
+        def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
+            return super().compute_language_model_loss(labels, logits / 0.7)
+
+    def run(kind: Any, fused: bool, own: bool = False) -> Any:
+        options = {"num_moe_experts": None, "cross_entropy_loss_fusion": fused}
+        config = config_of(**options, hidden_dropout=0.0, attention_dropout=0.0)
+        torch.manual_seed(1)
+        model = kind(config, get_gpt_layer_local_spec(), 32, 8, position_embedding_type="rope")
+        for number, parameter in enumerate(model.parameters()):
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.data.copy_(drawn)
+        if own:
+            inherited = model.compute_language_model_loss
+            model.compute_language_model_loss = lambda labels, logits: inherited(labels, logits / 0.7)
+        tokens = torch.arange(8).view(1, 8)
+        return model(tokens, tokens, None, labels=tokens + 1).tolist()
+
+    return {
+        "apart": attempt(lambda: run(Tempered, False)),
+        "fused": attempt(lambda: run(Tempered, True)),
+        "own": attempt(lambda: run(GPTModel, True, own=True)),
+        "plain": attempt(lambda: run(GPTModel, True)),
+    }
+
+
 def everything() -> dict[str, Any]:
     start()
     return {
@@ -275,4 +306,5 @@ def everything() -> dict[str, Any]:
         "subclasses": subclasses(),
         "grouped": grouped_subclasses(),
         "autocast": autocast(),
+        "losses": losses(),
     }
