@@ -93,6 +93,7 @@ def patch(
         PatchError: anything else in the way, such as another plan that is still in force.
     """
     global _applied, _backend, _request
+    from mt_megatron.patches import choose
     from mt_megatron.patches.device.process_groups import end_groups
     from mt_megatron.patches.device.scope import redirect
 
@@ -119,6 +120,7 @@ def patch(
         # First, since methods decide by their caller from the moment they are patched.
         redirect(request.scope)
         applied = commit(plan, request.scope)
+        choose(wanted)
         _applied, _backend, _request = applied, chosen, replace(request, backend=chosen.name)
         if chosen.collective == "gloo" and (wanted is None or "collectives" in wanted):
             atexit.register(end_groups)
@@ -144,6 +146,10 @@ def unpatch() -> None:
 
             transport.close()
         _applied = _backend = _request = None
+        if "mt_megatron.patches" in sys.modules:
+            from mt_megatron.patches import choose
+
+            choose(None)
         if "mt_megatron.patches.device.process_groups" in sys.modules:
             from mt_megatron.patches.device.process_groups import end_groups
 

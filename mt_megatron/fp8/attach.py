@@ -222,9 +222,15 @@ def _weights(layer: Any) -> Iterator[tuple[str, Any, Any]]:
     from megatron.core.transformer.moe.experts import GroupedMLP
 
     from mt_megatron.layers.mla.spec import ReplicatedLinear
+    from mt_megatron.layers.moe.experts import is_arranged
 
     for name, module in layer.named_modules():
         if isinstance(module, GroupedMLP):
+            if not is_arranged(module):
+                raise ConfigError(
+                    f"found a {type(module).__name__} with a forward of its own in a layer of an fp8_recipe; "
+                    "expected GroupedMLP, whose products are quantised. Leave fp8_recipe out, or its forward"
+                )
             for parameter, linear in _GROUPED.items():
                 yield f"{name}.{linear}", module, getattr(module, parameter)
             continue

@@ -6,7 +6,7 @@ nor Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from mt_megatron.layers.mtp.checks import prediction_problems
@@ -44,6 +44,13 @@ _NEED_EXPERTS = (
     "moe_router_topk_scaling_factor",
 )
 
+_NOT_SINKHORN = (
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_group_score_topk",
+    "moe_router_topk_scaling_factor",
+)
+
 
 def field_problems(values: Values) -> list[str]:
     """One line per problem: found, expected, what to change.
@@ -65,6 +72,25 @@ def field_problems(values: Values) -> list[str]:
 def check_fields(values: Values) -> None:
     """Raises ``ConfigError`` with everything that ``field_problems`` finds."""
     found = field_problems(values)
+    if found:
+        raise ConfigError("TransformerConfig: " + "; ".join(found))
+
+
+def check_read(values: Values, is_in_force: Callable[[str], bool]) -> None:
+    """Raises ``ConfigError`` for fields that are set and that nobody reads, since the patches of the
+    feature that does are not in force: the model would be another one."""
+    latent = _get(values, "multi_latent_attention")
+    found = []
+    for one in FIELDS:
+        if _get(values, one.name) == one.default:
+            continue
+        features = ("mla",) if latent and one.features == ("rope",) else one.features
+        absent = [name for name in features if not is_in_force(name)]
+        if absent:
+            found.append(
+                f"{one.name} is {_get(values, one.name)!r}, which the feature {' and '.join(absent)} reads; "
+                f"expected it among the features of patch(). Add {', '.join(absent)} or leave {one.name} out."
+            )
     if found:
         raise ConfigError("TransformerConfig: " + "; ".join(found))
 
@@ -189,13 +215,28 @@ def _router(values: Values) -> list[str]:
             "moe_router_load_balancing_type is sinkhorn with sigmoid scores; expected aux_loss, seq_aux_loss "
             "or none. Change moe_router_load_balancing_type."
         )
+    if values.get("moe_router_load_balancing_type") == "sinkhorn":
+        unread = [name for name in _NOT_SINKHORN if _get(values, name) != _DEFAULTS[name]]
+        if unread:
+            said = ", ".join(f"{name} {_get(values, name)!r}" for name in unread)
+            found.append(
+                f"found {said} with sinkhorn balancing, which does not read it; expected no such option. "
+                f"Leave {', '.join(unread)} out, or set moe_router_load_balancing_type to aux_loss, "
+                "seq_aux_loss or none."
+            )
+        return found
     return found + _groups(values, experts, int(values.get("moe_router_topk") or 1))
 
 
 def _groups(values: Values, experts: int, topk: int) -> list[str]:
     groups, chosen = _get(values, "moe_router_num_groups"), _get(values, "moe_router_group_topk")
     if groups is None and chosen is None:
-        return []
+        if (judges := _get(values, "moe_router_group_score_topk")) is None:
+            return []
+        return [
+            f"moe_router_group_score_topk is {judges} without groups; expected moe_router_num_groups and "
+            "moe_router_group_topk with it. Set both or leave moe_router_group_score_topk out."
+        ]
     if groups is None or chosen is None:
         there, absent = ("moe_router_group_topk", "moe_router_num_groups")
         if chosen is None:

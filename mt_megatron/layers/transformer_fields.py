@@ -31,10 +31,25 @@ class AddedField:
     doc: str
     """What it means, on one line."""
 
+    features: tuple[str, ...] = ()
+    """Without whose patches it would be ignored. None where another field switches on what it describes."""
 
-def _fields(*rows: tuple[str, Any, Any, str]) -> tuple[AddedField, ...]:
+
+_READ_BY = {
+    # Layers get their attention where those of a mixture get their experts.
+    "multi_latent_attention": ("mla", "moe"),
+    "rope_type": ("rope",),
+    "rotary_base": ("rope",),
+    "mtp_num_layers": ("mtp",),
+    "fp8_recipe": ("fp8", "linear"),
+}
+
+
+def _fields(*rows: tuple[str, Any, Any, str], feature: str | None = None) -> tuple[AddedField, ...]:
+    of_all = () if feature is None else (feature,)
     return tuple(
-        AddedField(name=name, type=kind, default=default, doc=doc) for name, kind, default, doc in rows
+        AddedField(name=name, type=kind, default=default, doc=doc, features=_READ_BY.get(name, of_all))
+        for name, kind, default, doc in rows
     )
 
 
@@ -65,6 +80,7 @@ _EXPERTS = _fields(
         False,
         "Whether the shared expert computes on a stream of its own, beside the exchange of tokens.",
     ),
+    feature="moe",
 )
 
 _ROUTER = _fields(
@@ -109,6 +125,7 @@ _ROUTER = _fields(
         None,
         "Type in which the router computes its logits and scores. None: the parameters' type.",
     ),
+    feature="moe",
 )
 
 _ATTENTION = _fields(

@@ -77,6 +77,20 @@ def collect(backend: Backend) -> list[Patch]:
     return found
 
 
+_chosen: frozenset[str] | None = None
+
+
+def choose(features: frozenset[str] | None) -> None:
+    """Features of the plan that is in force from now on; None: all."""
+    global _chosen
+    _chosen = features
+
+
+def is_in_force(feature: str) -> bool:
+    """Whether the patches of ``feature`` are in force, while a plan is."""
+    return _chosen is None or feature in _chosen
+
+
 def reading_fields(features: frozenset[str]) -> list[str]:
     """Those of ``features`` whose patches read what the feature ``model_config`` adds."""
     return sorted(features & {"moe", "mla", "mtp", "rope", "fp8"})

@@ -20,6 +20,7 @@ MIXTURE: dict[str, Any] = {
     "expert_model_parallel_size": 2,
     "tensor_model_parallel_size": 2,
 }
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
 # Megatron-Core 0.12.3's names and defaults; mtp_loss_scaling_factor is the paper's, 0.12 has None and
@@ -97,6 +98,7 @@ GOOD: tuple[dict[str, Any], ...] = (
     MIXTURE,
     MIXTURE | GROUPS,
     MIXTURE | GROUPS | {"moe_router_topk": 3, "moe_router_group_score_topk": 1},
+    MIXTURE | SINKHORN,
     MIXTURE | {"moe_layer_freq": [0, 1, 1, 1], "moe_ffn_hidden_size": 6},
     MIXTURE | {"moe_shared_expert_intermediate_size": 2, "moe_shared_expert_overlap": True},
     MIXTURE | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -151,6 +153,15 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (MIXTURE | GROUPS | {"moe_router_topk": 3}, "moe_router_topk is 3; expected a multiple of"),
     (MIXTURE | GROUPS | {"moe_router_topk": 6}, "hold fewer; expected"),
     (MIXTURE | GROUPS | {"moe_router_group_score_topk": 3}, "expected 1 to the 2 experts"),
+    (MIXTURE | {"moe_router_group_score_topk": 1}, "moe_router_group_score_topk is 1 without groups"),
+    *(
+        (MIXTURE | SINKHORN | values, f"found {said} with sinkhorn balancing, which does not read it")
+        for values, said in (
+            (GROUPS, "moe_router_num_groups 4, moe_router_group_topk 2"),
+            ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor 2.5"),
+            ({"moe_router_group_score_topk": 1}, "moe_router_group_score_topk 1"),
+        )
+    ),
     (
         {"multi_latent_attention": True, "num_attention_heads": 4, "num_query_groups": 2},
         "num_query_groups is 2 with multi-latent attention",

@@ -30,12 +30,21 @@ from mt_megatron.seams.grouped_gemm import (
 )
 
 WEIGHTS = ("weight1", "weight2")
+"""Upstream's names of the two parameters."""
+
 _PARTITION = {"weight1": 1, "weight2": 2}
 
 
 def arrange_weights(module: Any) -> None:
     """Turn what upstream's constructor made into ``weight1`` [experts, (2) f, h] and ``weight2``
-    [experts, h, f]: the same matrices, so that a seed means the same model with and without us."""
+    [experts, h, f]: the same matrices, so that a seed means the same model with and without us.
+
+    A subclass with a forward of its own reads them in upstream's order, and keeps that.
+    """
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    if type(module).forward is not GroupedMLP.forward:
+        return
     for name in WEIGHTS:
         made = getattr(module, name)
         weight = torch.nn.Parameter(_as_linears(made.data, name, module), requires_grad=made.requires_grad)
@@ -45,6 +54,11 @@ def arrange_weights(module: Any) -> None:
             weight.partition_dim = _PARTITION[name]
         setattr(module, name, weight)
     module.register_load_state_dict_pre_hook(_accept_upstream_order)
+
+
+def is_arranged(module: Any) -> bool:
+    """Whether the weights of a ``GroupedMLP`` have our order, and not upstream's."""
+    return bool(module.weight1.dim() == 3)
 
 
 def _as_linears(flat: Tensor, name: str, module: Any) -> Tensor:
@@ -70,20 +84,25 @@ def forward(module: Any, hidden: Tensor, tokens_per_expert: Tensor) -> tuple[Ten
     if dispatcher is not None:
         handover = token_dispatch.of(dispatcher).take()
     config = module.config
-    options = {"gradient_accumulation_fusion": bool(config.gradient_accumulation_fusion)}
+    weight1, weight2 = module.weight1, module.weight2
+    arranged = is_arranged(module)
+    if not arranged:  # a subclass's own forward calls this one
+        weight1, weight2 = (_as_linears(getattr(module, name), name, module) for name in WEIGHTS)
+    # Gradients of weights that are computed reach the parameters through autograd.
+    options = {"gradient_accumulation_fusion": arranged and bool(config.gradient_accumulation_fusion)}
     if handover is not None:
         groups = handover.routing.groups
     else:
         groups = groups_from(tokens_per_expert, hidden.shape[0], hidden.device)
     if config.gated_linear_unit and config.activation_func is F.silu:
         routing, probs = (groups, None) if handover is None else (handover.routing, handover.probs)
-        return experts_swiglu(hidden, probs, module.weight1, module.weight2, routing, **options), None
+        return experts_swiglu(hidden, probs, weight1, weight2, routing, **options), None
     rows = hidden if handover is None else handover.routing.take(hidden)
-    rows = module.activation_func(grouped_linear(rows, module.weight1, groups, **options))
+    rows = module.activation_func(grouped_linear(rows, weight1, groups, **options))
     if handover is not None:
         weights = handover.routing.probs_of_rows(handover.probs)
         rows = rows * weights.unsqueeze(1).to(rows.dtype)
-    rows = grouped_linear(rows, module.weight2, groups, **options)
+    rows = grouped_linear(rows, weight2, groups, **options)
     return (rows if handover is None else handover.routing.combine(rows)), None
 
 

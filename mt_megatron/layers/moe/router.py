@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mt_megatron.backends.dtypes import has_float64
 from mt_megatron.errors import ConfigError
+from mt_megatron.layers import linear
 from mt_megatron.layers.moe.expert_bias import add_expert_bias
 from mt_megatron.layers.moe.router_capacity import Capacity, limit
 from mt_megatron.layers.moe.router_losses import attach_balancing_loss, balancing_scores, tokens_per_sequence
@@ -59,9 +60,12 @@ def jittered(router: Any, hidden: Tensor) -> Tensor:
 
 def logits_of(router: Any, hidden: Tensor) -> Tensor | None:
     """Logits [..., num_experts] of ``hidden`` [..., hidden] in ``moe_router_dtype``; None where that is
-    the type they have anyway."""
+    the type they have anyway. Autocast has no part in them."""
     name = router.config.moe_router_dtype
-    if name is None or (hidden.dtype is _DTYPES[name] and router.weight.dtype is _DTYPES[name]):
+    if name is None:
+        return None
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if not autocast and hidden.dtype is _DTYPES[name] and router.weight.dtype is _DTYPES[name]:
         return None
     if name == "fp64" and not has_float64(hidden.device):
         raise ConfigError(
@@ -79,17 +83,19 @@ class _LinearInType(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.dtype = dtype
-        return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))
+        with linear._autocast_off(hidden):
+            return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         of_hidden = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_hidden = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            rows = gradient.reshape(-1, gradient.size(-1))
-            of_weight = (rows.t() @ hidden.reshape(-1, hidden.size(-1)).to(ctx.dtype)).to(weight.dtype)
+        with linear._autocast_off(hidden):
+            if ctx.needs_input_grad[0]:
+                of_hidden = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
+            if ctx.needs_input_grad[1]:
+                rows = gradient.reshape(-1, gradient.size(-1))
+                of_weight = (rows.t() @ hidden.reshape(-1, hidden.size(-1)).to(ctx.dtype)).to(weight.dtype)
         return of_hidden, of_weight, None
 
 
@@ -106,8 +112,9 @@ def route(router: Any, logits: Tensor, balancing: str, *, batch_size: int = 1) -
     if capacity is not None:
         limited = limit(routing, capacity, options.num_experts)
         probs, indices, dropped = limited.probs, limited.indices, limited.dropped
-    has_loss = balancing != "none" and bool(config.moe_aux_loss_coeff)
-    if not now.counted or not (has_loss or router.enable_expert_bias or router.load is not None):
+    has_loss = now.attached and balancing != "none" and bool(config.moe_aux_loss_coeff)
+    counted = now.counted and (router.enable_expert_bias or router.load is not None)
+    if not (has_loss or counted):
         return probs, indices
     scores = None
     if has_loss and balancing == "seq_aux_loss":
@@ -120,6 +127,8 @@ def route(router: Any, logits: Tensor, balancing: str, *, batch_size: int = 1) -
         if has_loss:
             scores = balancing_scores(logits, options)
             probs = attach_balancing_loss(router, probs, scores, counts)
+    if not counted:
+        return probs, indices
     if router.enable_expert_bias:
         router.local_tokens_per_expert += counts
     if router.load is not None:

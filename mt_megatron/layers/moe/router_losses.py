@@ -60,10 +60,10 @@ def attach_balancing_loss(router: Any, activation: Tensor, scores: Tensor, count
     """``activation`` with the balancing loss's gradient on it.
 
     ``counts`` are int64 [num_experts] for a loss per micro-batch, [batch, num_experts] for one per
-    sequence. Does nothing without a coefficient and in passes that do not count.
+    sequence. Does nothing without a coefficient and outside of training; is tracked in passes that count.
     """
     config, now = router.config, router.passes.now(router)
-    if not config.moe_aux_loss_coeff or not now.counted:
+    if not config.moe_aux_loss_coeff or not now.attached:
         return activation
     group, coefficient = _domain(config)
     if counts.dim() == 1:
@@ -76,19 +76,21 @@ def attach_balancing_loss(router: Any, activation: Tensor, scores: Tensor, count
     else:
         loss = sequence_loss(scores, counts, router.topk, coefficient, group)
     parts = 1 if group is None else torch.distributed.get_world_size(group)
-    _track(router, "load_balancing_loss", loss / coefficient, group)
-    if router.load is not None:
-        router.load.add_balancing_loss(loss / coefficient, parts)
+    if now.counted:
+        tracked = loss.detach() / coefficient
+        _track(router, "load_balancing_loss", tracked, group)
+        if router.load is not None:
+            router.load.add_balancing_loss(tracked, parts)
     return _attach(activation, loss, config, tokens=scores.size(0) * parts)
 
 
 def attach_z_loss(router: Any, logits: Tensor) -> Tensor:
     """``logits`` [tokens, num_experts] with the gradient of ST-MoE's z-loss (arXiv:2202.08906) on them.
 
-    Does nothing without a coefficient and in passes that do not count.
+    Does nothing without a coefficient and outside of training; is tracked in passes that count.
     """
     config, now = router.config, router.passes.now(router)
-    if not config.moe_z_loss_coeff or not now.counted:
+    if not config.moe_z_loss_coeff or not now.attached:
         return logits
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import z_loss_func
@@ -96,9 +98,11 @@ def attach_z_loss(router: Any, logits: Tensor) -> Tensor:
     parts = parallel_state.get_tensor_and_context_parallel_world_size()
     coefficient = config.moe_z_loss_coeff / parts
     loss = z_loss_func(logits, coefficient)
-    _track(router, "z_loss", loss / coefficient, None)
-    if router.load is not None:
-        router.load.add_z_loss(loss / coefficient)
+    if now.counted:
+        tracked = loss.detach() / coefficient
+        _track(router, "z_loss", tracked, None)
+        if router.load is not None:
+            router.load.add_z_loss(tracked)
     return _attach(logits, loss, config, tokens=logits.size(0) * parts)
 
 

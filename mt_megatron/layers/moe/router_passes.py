@@ -1,7 +1,9 @@
-"""Forward passes of a router that count: each micro-batch of training once, recomputation aside.
+"""Forward passes of a router: which count, each micro-batch of training once, and which get losses attached.
 
 Tokens for the bias, losses for the tracker and figures for the log must not count a pass that is only
-there to be recomputed, nor evaluation.
+there to be recomputed, nor evaluation. The losses' gradients hang on every pass that autograd records:
+torch's checkpointing runs forward twice and takes the second pass's tensors for the first's graph, so both
+have to save the same ones; backward goes through one of them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ class Pass:
     counted: bool
     """Whether it is the one pass of its micro-batch that counts, which is one that backward follows."""
 
+    attached: bool
+    """Whether the losses' gradients are attached: in every pass of training that autograd records."""
+
 
 class Passes:
     """What a router has to remember of its passes."""
@@ -35,7 +40,9 @@ class Passes:
     @contextmanager
     def begun(self, router: Any, batch_size: int) -> Iterator[None]:
         """A forward pass of ``router`` runs within."""
-        self._now = Pass(batch_size=batch_size, counted=self._counts(router.training))
+        self._now = Pass(
+            batch_size=batch_size, counted=self._counts(router.training), attached=_is_recorded(router)
+        )
         try:
             yield
         finally:
@@ -43,7 +50,8 @@ class Passes:
 
     def now(self, router: Any) -> Pass:
         """The pass that runs; of a part that is called by itself, one that counts if it is training."""
-        return self._now or Pass(batch_size=1, counted=router.training and torch.is_grad_enabled())
+        recorded = _is_recorded(router)
+        return self._now or Pass(batch_size=1, counted=recorded, attached=recorded)
 
     def forget(self) -> None:
         """A new step begins."""
@@ -62,3 +70,7 @@ class Passes:
             self._to_come_again -= 1
             return True
         return False
+
+
+def _is_recorded(router: Any) -> bool:
+    return bool(router.training and torch.is_grad_enabled())

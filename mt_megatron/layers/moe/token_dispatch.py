@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -30,17 +31,33 @@ class Dispatch:
     """What a patched dispatcher remembers between its two halves; one per dispatcher object."""
 
     def __init__(self) -> None:
-        self.into_experts = False
-        """Whether the experts behind this dispatcher take a ``Handover``."""
-
+        # Weak, since the layer holds the dispatcher: it would be freed by the collector alone.
+        self._layer: ref[Any] | None = None
+        self._experts: ref[Any] | None = None
+        self._handed_over = False
         self.handover: Handover | None = None
         self.routing: Routing | None = None
         self.probs: Tensor | None = None
         self.shape = torch.Size()
 
+    def connect(self, layer: Any) -> None:
+        """Hand over to the experts that ``layer`` has now, for as long as it has them."""
+        self._layer, self._experts = ref(layer), ref(layer.experts)
+
+    @property
+    def into_experts(self) -> bool:
+        """Whether the experts behind this dispatcher take a ``Handover``: others that were put in their
+        place get rows, as does the copy of a layer."""
+        layer = None if self._layer is None else self._layer()
+        if layer is None or self._experts is None:
+            return False
+        connected: bool = layer.experts is self._experts() and of(layer.token_dispatcher) is self
+        return connected
+
     def begin(self, hidden: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """What ``token_permutation`` returns for all tokens [t, h]."""
-        if self.into_experts:
+        self._handed_over = self.into_experts
+        if self._handed_over:
             self.handover = Handover(routing=routing, probs=probs)
             return hidden, _counts(routing)
         self.routing, self.probs = routing, probs
@@ -48,11 +65,12 @@ class Dispatch:
 
     def end(self, rows: Tensor) -> Tensor:
         """Every token once, from what the experts returned."""
-        if self.into_experts:
+        if self._handed_over:
             if self.handover is not None:
                 raise MtMegatronError(
                     "the experts of an MoE layer did not take the routing that its dispatcher handed over; "
-                    "they were exchanged after the layer was built. Build the layer with the experts it uses"
+                    "expected GroupedMLP's own forward, which was replaced on the object. Put other experts "
+                    "in their place (layer.experts = ...), which get each expert's rows"
                 )
             return rows
         assert self.routing is not None
@@ -77,8 +95,12 @@ def of(dispatcher: Any) -> Dispatch:
 
 
 def connect(layer: Any) -> None:
-    """Let an MoE layer's dispatcher leave the gathering to its experts where both are known to agree."""
+    """Let an MoE layer's dispatcher leave the gathering to its experts where both are known to agree.
+
+    A subclass of ``MoELayer`` may do something with the rows between the two: it gets them as upstream's.
+    """
     from megatron.core.transformer.moe.experts import GroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
@@ -86,12 +108,14 @@ def connect(layer: Any) -> None:
 
     experts, dispatcher = layer.experts, layer.token_dispatcher
     kind = type(dispatcher)
-    if type(experts) is not GroupedMLP or layer.config.moe_pad_expert_input_to_capacity:
+    if type(layer) is not MoELayer or type(experts) is not GroupedMLP:
+        return
+    if layer.config.moe_pad_expert_input_to_capacity:
         return
     if kind is MoEAllGatherTokenDispatcher or (
         kind is MoEAlltoAllTokenDispatcher and not spans_ranks(layer.config)
     ):
-        of(dispatcher).into_experts = True
+        of(dispatcher).connect(layer)
         experts.token_dispatcher = dispatcher
 
 

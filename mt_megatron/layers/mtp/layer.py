@@ -21,6 +21,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+_KEPT = 1024
+"""Micro-batches whose sums wait on the device; some devices cannot add them up as exactly as the host."""
+
 
 @dataclass(kw_only=True)
 class MultiTokenPredictionLayerSubmodules:
@@ -137,6 +140,9 @@ class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
             for depth, layer in enumerate(self.submodules.layer_specs, start=1)
         )
         self._reported: list[Tensor] = []
+        self._total: Tensor | None = None
+        self.has_seen_labels = False
+        """Whether labels that stand for tokens were looked at; see ``model.forward``."""
 
     def forward(self, depth: int, embedding: Tensor, hidden_states: Tensor, **attention: Any) -> Tensor:
         """Depth ``depth``, from 1 on; see ``MultiTokenPredictionLayer.forward``."""
@@ -147,14 +153,24 @@ class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
         """Add the depths' sums of losses and of counted tokens, [D, 2] of any float type, of one
         micro-batch."""
         self._reported.append(sums)
+        if len(self._reported) >= _KEPT:
+            # A script that never asks would fill the device's memory.
+            self._total = self._summed()
 
     def take_reported(self) -> Tensor | None:
         """The sum of what was reported since the last call, float64 [D, 2] on the host; None when
         nothing was."""
+        total, self._total = self._summed(), None
+        return total
+
+    def _summed(self) -> Tensor | None:
+        """The total so far and what was kept since; waits for the device."""
         reported, self._reported = self._reported, []
+        total = self._total
         if not reported:
-            return None
-        total = torch.zeros(reported[0].shape, dtype=torch.float64)
+            return total
+        if total is None:
+            total = torch.zeros(reported[0].shape, dtype=torch.float64)
         for sums in torch.stack(reported).cpu().double():
             total += sums
         return total

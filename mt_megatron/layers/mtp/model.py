@@ -136,8 +136,11 @@ def forward(
     """The main losses, float32 [b, s], as ``original`` computes them; backward trains the depths too.
 
     ``input_ids`` may be missing, as in Megatron-LM's batches on the last stage: labels are the same tokens,
-    one position on.
+    one position on. Raises ``ConfigError`` for labels that are no tokens then, on an accelerator in the
+    first pass alone, since looking at them waits for the device.
     """
+    if input_ids is None:
+        _require_tokens(model, labels)
     with _noting_decoder(model.decoder) as decoder:
         losses: Tensor = original()
     hidden, attention = decoder["output"], decoder["attention"]
@@ -156,6 +159,19 @@ def forward(
             logits, _ = model.output_layer(hidden, weight=weight)
             found.append(model.compute_language_model_loss(shifted(labels, depth), logits))
     return joint.join(losses, found)
+
+
+def _require_tokens(model: Any, labels: Tensor) -> None:
+    if labels.device.type != "cpu" and model.mtp.has_seen_labels:
+        return
+    model.mtp.has_seen_labels = True
+    low, high = torch.stack(labels.aminmax()).tolist()
+    if low < 0 or high >= model.vocab_size:
+        raise ConfigError(
+            f"found labels from {low} to {high} and no input_ids on the last pipeline stage; expected 0 to "
+            f"{model.vocab_size - 1}, since multi-token prediction then takes the tokens from the labels. "
+            "Pass input_ids on the last stage too, or leave positions out by loss_mask instead"
+        )
 
 
 def _positions(model: Any, position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -240,7 +256,8 @@ def document_numbers(
     """The number of the document of each token, int64 [b, s] like ``labels``; None when no input shows them.
 
     Borders are where a packed sequence begins, where a bool mask [b or 1, 1, s, s] hides the token before
-    (Megatron's ``reset_attention_mask``), and where positions do not go on (``reset_position_ids``).
+    (Megatron's ``reset_attention_mask``; a mask of padding, [b, 1, 1, s], shows none), and where positions
+    do not go on (``reset_position_ids``).
     """
     borders = attention_mask if are_borders(attention_mask) else getattr(packed, "cu_seqlens_q", None)
     # One more, for borders that repeat the end.
@@ -249,7 +266,8 @@ def document_numbers(
     known_borders = borders is not None
     if borders is not None:
         flat[borders[1:].to(labels.device).long()] = True
-    elif attention_mask is not None and attention_mask.dtype is torch.bool and attention_mask.dim() == 4:
+    elif _says_who_sees_whom(attention_mask):
+        assert attention_mask is not None
         starts[:, 1:] |= torch.diagonal(attention_mask[:, 0], offset=-1, dim1=1, dim2=2)
         known_borders = True
     if position_ids is not None and position_ids.shape == labels.shape:
@@ -258,6 +276,12 @@ def document_numbers(
         starts[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & known
         known_borders = True
     return starts.cumsum(dim=1) if known_borders else None
+
+
+def _says_who_sees_whom(mask: Tensor | None) -> bool:
+    if mask is None or mask.dtype is not torch.bool or mask.dim() != 4:
+        return False
+    return mask.shape[2] == mask.shape[3]
 
 
 class DepthLosses:

@@ -75,11 +75,28 @@ def _entered(open_forks: list[str], name: str) -> Iterator[None]:
 def _checkpoint_forward(
     original: Callable[..., Any], ctx: Any, run_function: Any, distribute_saved_activations: bool, *args: Any
 ) -> Any:
-    """Recomputation has to fork as the forward pass did, though the fork around it is closed by then."""
+    """Recomputation has to fork as the forward pass did, though the fork around it is closed by then; and
+    to compute in the types of autocast, whose region is left by then."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     ctx.open_forks = list(vars(get_cuda_rng_tracker()).get(_OPEN, ()))
-    return original(ctx, run_function, distribute_saved_activations, *args)
+    return original(ctx, _in_autocast_of_now(run_function, args), distribute_saved_activations, *args)
+
+
+def _in_autocast_of_now(run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """``run`` under the autocast that is on now, whenever it is called; ``run`` itself where none is."""
+    import torch
+
+    kind = next((each.device.type for each in args if isinstance(each, torch.Tensor)), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        return run
+    dtype = torch.get_autocast_dtype(kind)
+
+    def again(*args: Any) -> Any:
+        with torch.autocast(kind, dtype=dtype):
+            return run(*args)
+
+    return again
 
 
 def _checkpoint_backward(original: Callable[..., Any], ctx: Any, *args: Any) -> Any:
@@ -129,7 +146,8 @@ def patches(backend: Backend) -> list[Patch]:
             target=f"{_RANDOM}:CheckpointFunction.forward",
             kind="wrap",
             feature="errata",
-            reason="recomputation replays the random numbers of the forks that were open in the forward pass",
+            reason="recomputation replays the random numbers of the forks that were open in the forward pass "
+            "and computes in the types of its autocast",
             body=_checkpoint_forward,
             digest="4902e6427316049dfbda728d39ae962a4349b79987aa9bab977fb51e8b0ec1e3",
             after=("errata.nested_forks",),

@@ -57,8 +57,12 @@ def _say(obstacle: str) -> None:
 
 def _obstacle(model: Any) -> str:
     """Why the logits have to exist; empty when they need not."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
+    loss = getattr(model.compute_language_model_loss, "__func__", None)
+    if loss is not LanguageModule.compute_language_model_loss:
+        return f"the loss of a {type(model).__name__} is its own (compute_language_model_loss)"
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:
         return f"the output layer is a {type(layer).__name__}"

@@ -30,8 +30,16 @@ def _grouped_forward(self: Any, permuted_local_hidden_states: Any, tokens_per_ex
 
 
 def _grouped_sharded_state_dict(
-    self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    original: Callable[..., Any],
+    self: Any,
+    prefix: str = "",
+    sharded_offsets: tuple[Any, ...] = (),
+    metadata: Any = None,
 ) -> Any:
+    from mt_megatron.layers.moe.experts import is_arranged
+
+    if not is_arranged(self):
+        return original(self, prefix, sharded_offsets, metadata)
     from mt_megatron.layers.moe.experts_checkpoint import sharded_state_dict
 
     return sharded_state_dict(self, prefix, sharded_offsets)
@@ -106,7 +114,7 @@ def patches(backend: Backend) -> list[Patch]:
         Patch(
             id="experts.checkpoint",
             target=f"{_EXPERTS}:GroupedMLP.sharded_state_dict",
-            kind="replace",
+            kind="wrap",
             feature="moe",
             reason="upstream cannot save the distributed optimizer's state of grouped experts",
             body=_grouped_sharded_state_dict,

@@ -9,8 +9,9 @@ from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers.transformer_checks import check_fields
+from mt_megatron.layers.transformer_checks import check_fields, check_read
 from mt_megatron.layers.transformer_fields import dataclass_fields
+from mt_megatron.patches import is_in_force
 from mt_megatron.patching.spec import Patch
 
 _MODULE = "megatron.core.transformer.transformer_config"
@@ -21,6 +22,7 @@ def _post_init(original: Callable[[Any], None], self: Any) -> None:
 
     _choose_fp8(self)
     check_fields(vars(self))
+    check_read(vars(self), is_in_force)
     if found := fp8_problems(vars(self)):
         raise ConfigError("TransformerConfig: " + "; ".join(found))
     with _as_upstream_knows_it(self):

@@ -79,6 +79,7 @@ def alone(folder: str) -> dict[str, Any]:
         "oracle": beside_the_oracle(),
         "over_microbatches": over_microbatches(),
         "by_later_names": by_later_names(),
+        "never_taken": never_taken(),
         "reference": mtp_layout_ranks.reference(folder),
     }
 
@@ -210,6 +211,24 @@ def by_later_names() -> dict[str, Any]:
         "empty": error(lambda: gpt_layer_specs.get_gpt_mtp_block_spec(mtp_model.config(), empty, False)),
         "depths": error(lambda: losses(1, mtp_block_spec=two)),
         "no depths": error(lambda: losses(None, mtp_block_spec=two)),
+    }
+
+
+def never_taken() -> dict[str, Any]:
+    """What a block keeps that nobody asks for its losses, and what it says in the end."""
+    small_gpt.start()
+    (model,) = mtp_model.build(mtp_model.config())
+    reports = torch.rand(2500, 2, 2, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    expected = torch.zeros(2, 2, dtype=torch.float64)
+    kept = 0
+    for sums in reports:
+        expected += sums
+        model.mtp.report(sums)
+        kept = max(kept, len(model.mtp._reported))
+    return {
+        "kept": kept,
+        "equal": torch.equal(model.mtp.take_reported(), expected),
+        "again": model.mtp.take_reported(),
     }
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mt_megatron.layers.mtp.model import counted_positions, document_numbers, shifted
+from mt_megatron.errors import ConfigError
+from mt_megatron.layers.mtp.model import (
+    _require_tokens,
+    counted_positions,
+    document_numbers,
+    forward,
+    shifted,
+)
 from tests.launch import run_ranks
 
 HERE = "tests.layers.mtp.ranks"
@@ -180,3 +188,26 @@ def test_an_unmodified_script_asks_as_later_versions_do(alone: dict[str, Any]) -
     assert found["empty"].startswith("the block spec of the last pipeline stage has no layer")
     assert "an mtp_block_spec of 2 layers; expected the same" in found["depths"]
     assert found["no depths"].startswith("found an mtp_block_spec and no mtp_num_layers")
+
+
+def test_a_mask_of_padding_shows_no_documents() -> None:
+    labels = torch.arange(12).view(2, 6)
+    padding = torch.zeros(2, 1, 1, 6, dtype=torch.bool)
+    padding[1, ..., 4:] = True
+    assert document_numbers(labels, None, padding, None) is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"), [([[1, -100, 3]], "from -100 to 3"), ([[1, 8, 3]], "from 1 to 8")]
+)
+def test_labels_that_are_no_tokens_do_not_stand_for_them(labels: list[list[int]], message: str) -> None:
+    model = SimpleNamespace(vocab_size=8, mtp=SimpleNamespace(has_seen_labels=False))
+    with pytest.raises(ConfigError, match=f"found labels {message} and no input_ids.*expected 0 to 7"):
+        forward(lambda: None, model, None, None, None, torch.tensor(labels), None)
+    _require_tokens(model, torch.tensor([[0, 7]]))
+
+
+def test_losses_that_nobody_reads_take_no_more_room(alone: dict[str, Any]) -> None:
+    found = alone["never_taken"]
+    assert found["kept"] <= 1024
+    assert found["equal"] and found["again"] is None

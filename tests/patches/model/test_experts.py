@@ -59,5 +59,5 @@ def test_one_rank() -> None:
     assert grouped.startswith("ConfigError: the configuration has moe_grouped_gemm=True")
     assert sequential.startswith("ConfigError: the layer specification was made for grouped experts")
     assert found["upstream_order"] == dict.fromkeys(("loaded", "own", "seeded", "attributes"), True)
-    assert found["exchanged"].startswith("MtMegatronError: the experts of an MoE layer did not take")
+    assert found["replaced"].startswith("MtMegatronError: the experts of an MoE layer did not take")
     assert found["accumulated"]["difference"] < 1e-6 and found["accumulated"]["size"] > 0.1

@@ -46,7 +46,7 @@ def without_closures(config):
 found = {"unpatched": refused(TransformerConfig, **MIXTURE), "off": []}
 plain = without_closures(TransformerConfig(**SIZES))
 before = state()
-mt_megatron.patch("cpu", features=["model_config"])
+mt_megatron.patch("cpu", features=["model_config", "moe", "mla"])
 @dataclass
 class Late(TransformerConfig):
     yours: int = 4
@@ -94,6 +94,22 @@ found["restored"] = sorted(str(key) for key in keys if before.get(key) != after.
 found["again"] = refused(TransformerConfig, **MIXTURE)
 found["gone"] = not hasattr(package, "MLATransformerConfig")
 found["late_class"] = Late(**MIXTURE).moe_ffn_hidden_size
+
+LATENT = dict(SIZES, multi_latent_attention=True, kv_lora_rank=4)
+YARN = dict(rope_type="yarn", rotary_scaling_factor=4.0)
+def with_features(*features):
+    with mt_megatron.patched("cpu", features=["model_config", *features]):
+        return {
+            "mixture": refused(TransformerConfig, **MIXTURE),
+            "latent": refused(TransformerConfig, **LATENT, **YARN),
+            "stretched": refused(TransformerConfig, **SIZES, **YARN),
+            "depths": refused(TransformerConfig, **SIZES, mtp_num_layers=1),
+            "fp8": refused(TransformerConfig, **SIZES, fp8_recipe="tensorwise"),
+            "upstreams": refused(TransformerConfig, **SIZES, num_moe_experts=4),
+        }
+found["none"] = with_features()
+found["some"] = with_features("mla", "fp8")
+found["enough"] = with_features("moe", "mla", "rope", "mtp", "fp8", "linear")
 print("found:" + json.dumps(found))
 """
 
@@ -145,3 +161,15 @@ def test_unpatching_restores_everything(found: dict[str, Any]) -> None:
 def test_features_that_read_the_fields_are_refused_without_them(feature: str) -> None:
     with pytest.raises(PatchError, match=f"features {feature} read fields.*model_config"):
         mt_megatron.patch("cpu", features=["device", feature])
+
+
+def test_fields_that_no_feature_in_force_reads_are_refused(found: dict[str, Any]) -> None:
+    assert set(found["enough"].values()) == {"accepted"}
+    needs = {"mixture": "moe", "latent": "mla", "stretched": "rope", "depths": "mtp", "fp8": "fp8"}
+    for name, feature in needs.items():
+        assert f"which the feature {feature}" in found["none"][name], name
+        assert found["none"][name].startswith("ConfigError"), name
+    assert found["none"]["upstreams"] == found["some"]["upstreams"] == "accepted"
+    assert found["some"]["latent"].count("which the feature") == 1
+    assert "multi_latent_attention is True, which the feature moe reads" in found["some"]["latent"]
+    assert "fp8_recipe is 'tensorwise', which the feature linear reads" in found["some"]["fp8"]
