@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from mt_megatron.backends.dtypes import has_float64
 from mt_megatron.errors import ConfigError
-from mt_megatron.layers import linear
 from mt_megatron.layers.moe.expert_bias import add_expert_bias
 from mt_megatron.layers.moe.router_capacity import Capacity, limit
 from mt_megatron.layers.moe.router_losses import attach_balancing_loss, balancing_scores, tokens_per_sequence
@@ -76,6 +76,13 @@ def logits_of(router: Any, hidden: Tensor) -> Tensor | None:
     return logits
 
 
+def _autocast_off(tensor: Tensor) -> AbstractContextManager[Any]:
+    # Not earlier: it imports Megatron-Core, and this file is imported before it is.
+    from mt_megatron.layers import linear
+
+    return linear._autocast_off(tensor)
+
+
 class _LinearInType(torch.autograd.Function):
     """A product computed in a wider type, which keeps its operands in theirs for backward."""
 
@@ -83,14 +90,14 @@ class _LinearInType(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.dtype = dtype
-        with linear._autocast_off(hidden):
+        with _autocast_off(hidden):
             return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         of_hidden = of_weight = None
-        with linear._autocast_off(hidden):
+        with _autocast_off(hidden):
             if ctx.needs_input_grad[0]:
                 of_hidden = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
             if ctx.needs_input_grad[1]:
