@@ -79,17 +79,16 @@ def check_fields(values: Values) -> None:
 def check_read(values: Values, is_in_force: Callable[[str], bool]) -> None:
     """Raises ``ConfigError`` for fields that are set and that nobody reads, since the patches of the
     feature that does are not in force: the model would be another one."""
-    latent = _get(values, "multi_latent_attention")
     found = []
     for one in FIELDS:
         if _get(values, one.name) == one.default:
             continue
-        features = ("mla",) if latent and one.features == ("rope",) else one.features
-        absent = [name for name in features if not is_in_force(name)]
+        absent = [name for name in one.features if not is_in_force(name)]
         if absent:
+            names = " and ".join(absent)
             found.append(
-                f"{one.name} is {_get(values, one.name)!r}, which the feature {' and '.join(absent)} reads; "
-                f"expected it among the features of patch(). Add {', '.join(absent)} or leave {one.name} out."
+                f"{one.name} is {_get(values, one.name)!r} and would be ignored; expected {names} among the "
+                f"features of patch(). Add {', '.join(absent)} or leave {one.name} out."
             )
     if found:
         raise ConfigError("TransformerConfig: " + "; ".join(found))

@@ -46,7 +46,7 @@ def without_closures(config):
 found = {"unpatched": refused(TransformerConfig, **MIXTURE), "off": []}
 plain = without_closures(TransformerConfig(**SIZES))
 before = state()
-mt_megatron.patch("cpu", features=["model_config", "moe", "mla"])
+mt_megatron.patch("cpu", features=["model_config", "moe", "mla", "rope"])
 @dataclass
 class Late(TransformerConfig):
     yours: int = 4
@@ -167,9 +167,9 @@ def test_fields_that_no_feature_in_force_reads_are_refused(found: dict[str, Any]
     assert set(found["enough"].values()) == {"accepted"}
     needs = {"mixture": "moe", "latent": "mla", "stretched": "rope", "depths": "mtp", "fp8": "fp8"}
     for name, feature in needs.items():
-        assert f"which the feature {feature}" in found["none"][name], name
+        assert f"would be ignored; expected {feature}" in found["none"][name], name
         assert found["none"][name].startswith("ConfigError"), name
     assert found["none"]["upstreams"] == found["some"]["upstreams"] == "accepted"
-    assert found["some"]["latent"].count("which the feature") == 1
-    assert "multi_latent_attention is True, which the feature moe reads" in found["some"]["latent"]
-    assert "fp8_recipe is 'tensorwise', which the feature linear reads" in found["some"]["fp8"]
+    assert "multi_latent_attention is True and would be ignored; expected moe" in found["some"]["latent"]
+    assert "rope_type is 'yarn' and would be ignored; expected rope" in found["some"]["latent"]
+    assert "fp8_recipe is 'tensorwise' and would be ignored; expected linear" in found["some"]["fp8"]
