@@ -316,7 +316,7 @@ launch() {
 
     ensure_environment
     choose_backend
-    # What is typed, and what the user's own file says: the rest is the script's to choose.
+    # Options that are typed or in the user's own file; the script chooses the rest.
     local -a settled=("${extra[@]}")
     if [[ -n $config ]]; then
         MODEL="$(basename "$config")"

@@ -87,7 +87,7 @@ def choose(features: frozenset[str] | None) -> None:
 
 
 def is_in_force(feature: str) -> bool:
-    """Whether the patches of ``feature`` are in force, while a plan is."""
+    """True when the plan in force has the patches of ``feature``."""
     return _chosen is None or feature in _chosen
 
 

@@ -57,7 +57,7 @@ def arrange_weights(module: Any) -> None:
 
 
 def is_arranged(module: Any) -> bool:
-    """Whether the weights of a ``GroupedMLP`` have our order, and not upstream's."""
+    """True when the weights of a ``GroupedMLP`` have our order, False for upstream's."""
     return bool(module.weight1.dim() == 3)
 
 

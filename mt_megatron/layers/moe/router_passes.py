@@ -27,7 +27,7 @@ class Pass:
     """Whether it is the one pass of its micro-batch that counts, which is one that backward follows."""
 
     attached: bool
-    """Whether the losses' gradients are attached: in every pass of training that autograd records."""
+    """Losses' gradients are attached: in every pass of training that autograd records."""
 
 
 class Passes:

@@ -46,8 +46,8 @@ class Dispatch:
 
     @property
     def into_experts(self) -> bool:
-        """Whether the experts behind this dispatcher take a ``Handover``: others that were put in their
-        place get rows, as does the copy of a layer."""
+        """Experts behind this dispatcher take a ``Handover``; others that were put in their place get rows,
+        as does the copy of a layer."""
         layer = None if self._layer is None else self._layer()
         if layer is None or self._experts is None:
             return False

@@ -142,7 +142,7 @@ class MultiTokenPredictionBlock(MegatronModule):  # type: ignore[misc]
         self._reported: list[Tensor] = []
         self._total: Tensor | None = None
         self.has_seen_labels = False
-        """Whether labels that stand for tokens were looked at; see ``model.forward``."""
+        """Labels that stand for tokens were looked at once; see ``model.forward``."""
 
     def forward(self, depth: int, embedding: Tensor, hidden_states: Tensor, **attention: Any) -> Tensor:
         """Depth ``depth``, from 1 on; see ``MultiTokenPredictionLayer.forward``."""

@@ -266,7 +266,7 @@ def document_numbers(
     known_borders = borders is not None
     if borders is not None:
         flat[borders[1:].to(labels.device).long()] = True
-    elif _says_who_sees_whom(attention_mask):
+    elif _is_square(attention_mask):
         assert attention_mask is not None
         starts[:, 1:] |= torch.diagonal(attention_mask[:, 0], offset=-1, dim1=1, dim2=2)
         known_borders = True
@@ -278,7 +278,7 @@ def document_numbers(
     return starts.cumsum(dim=1) if known_borders else None
 
 
-def _says_who_sees_whom(mask: Tensor | None) -> bool:
+def _is_square(mask: Tensor | None) -> bool:
     if mask is None or mask.dtype is not torch.bool or mask.dim() != 4:
         return False
     return mask.shape[2] == mask.shape[3]

@@ -193,7 +193,7 @@ class Lab:
         one = starting_at(one, self._trainer.iteration + 1)
         taken = next((each for each in self._armed if each.one.name == one.name), None)
         if taken is not None:
-            # What is disarmed keeps its name while it can be undone.
+            # A disarmed perturbation keeps its name while it can be undone.
             first = "undo" if taken.disarmed else "undo or disarm"
             raise ConfigError(
                 f"found the name {one.name!r} taken; {first} that one first, or give another name"
