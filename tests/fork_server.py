@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -170,6 +171,8 @@ class _Server:
         if answer is None:
             raise ColdStart(f"the fork server has ended: {self.said()}")
         if "cold" in answer:
+            # A slow suite would be the only sign of it.
+            warnings.warn(f"ranks and commands start cold: {answer['cold']}", stacklevel=2)
             raise ColdStart(answer["cold"])
         return answer
 
@@ -441,7 +444,7 @@ def _patch() -> None:
     for name in _MODULES_OF_TRAININGS:
         importlib.import_module(name)
     gc.collect()
-    # What is here for good is not looked through again in every fork.
+    # Modules stay for good: no fork's collector looks through them again.
     gc.freeze()
 
 
@@ -456,7 +459,6 @@ def _separate(call: dict[str, Any], files: list[int], changed: dict[str, str], s
     """Give this fork everything of its own that a new process has."""
     import ctypes
     import random
-    import warnings
 
     import numpy
     import torch

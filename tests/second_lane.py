@@ -13,21 +13,29 @@ from typing import TypeVar
 _Case = TypeVar("_Case")
 
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
-"""Whether the second lane runs too."""
+"""True when the second lane runs too."""
 
 
 def of_lane(cases: Mapping[str, _Case], *first: str) -> dict[str, _Case]:
-    """``cases`` of a table that share a launch: all with ``--all``, otherwise those named ``first``."""
+    """``cases`` of a table that share a launch: all with ``--all``, otherwise those named ``first``.
+    Raises ``KeyError`` for a name that the table does not have."""
+    for name in first:
+        cases[name]
     return {name: cases[name] for name in cases if DAILY or name in first}
 
 
 def lines_of_lane(cases: list[str], *first: str) -> list[str]:
-    """As ``of_lane``, for cases that have no name but their flags: ``first`` are beginnings of some."""
-    return [
-        case
-        for case in cases
-        if DAILY or any(case == each or each and case.startswith(each) for each in first)
-    ]
+    """Cases that have no name but their flags, as ``of_lane`` takes others: ``first`` are beginnings of some.
+    Raises ``KeyError`` for a beginning that none has."""
+    for each in first:
+        if not any(_begins(case, each) for case in cases):
+            raise KeyError(each)
+    return [case for case in cases if DAILY or any(_begins(case, each) for each in first)]
+
+
+def _begins(case: str, beginning: str) -> bool:
+    # Without flags there is one case alone; every other begins with nothing too.
+    return case.startswith(beginning) if beginning else not case
 
 
 MOVED: dict[str, dict[str, str]] = {

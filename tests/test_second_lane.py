@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.second_lane import MOVED, is_moved
+import pytest
+
+from tests.second_lane import MOVED, is_moved, lines_of_lane, of_lane
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +21,13 @@ def test_every_entry_is_the_beginning_of_a_test() -> None:
             if not any(each == name if parametrized else each.startswith(name) for each in names):
                 missing.append(f"{file}::{beginning}")
     assert not missing
+
+
+def test_a_case_that_no_table_has_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        of_lane({"a": 1}, "b")
+    with pytest.raises(KeyError):
+        lines_of_lane(["--bf16"], "")
 
 
 def test_a_parameter_is_moved_without_its_siblings() -> None:

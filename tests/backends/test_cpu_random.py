@@ -11,6 +11,19 @@ from tests.launch import run_ranks
 HERE = "tests.backends.test_cpu_random"
 
 
+def test_every_device_has_a_generator_however_late_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mt_megatron.backends.cpu.backend import CpuBackend
+    from mt_megatron.backends.cpu.namespace import _rng
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    generators = _rng(CpuBackend())["default_generators"]
+    assert len(generators) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert len(generators) == 3 and generators[2] is generators[0] is generators[-1]
+    with pytest.raises(IndexError):
+        generators[3]
+
+
 def streams() -> dict[str, Any]:
     """Two ranks: what moves what."""
     import torch

@@ -49,6 +49,28 @@ def test_each_host_of_a_hostfile_has_its_command(capsys: pytest.CaptureFixture[s
         assert words[-len(TRAIN) :] == TRAIN
 
 
+def test_torchrun_is_started_without_torch_in_the_launcher(tmp_path: Path) -> None:
+    """Importing it takes seconds, which torchrun spends anyway."""
+    code = """
+import sys
+from mt_megatron.cli.main import main
+from mt_megatron.launching.jobs import supervise
+supervise.supervise = lambda *given, **more: 50 + ("torch" in sys.modules)
+sys.exit(main(sys.argv[1:]))
+"""
+    words = [
+        "launch",
+        "--gpus-per-node",
+        "8",
+        "--",
+        *TRAIN,
+        "--metrics-path",
+        str(tmp_path / "metrics.jsonl"),
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 50, done.stderr
+
+
 def test_an_ipv6_head_is_bracketed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("[2001:db8::1]:2\n[2001:db8::2]:2\n")

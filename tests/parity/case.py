@@ -15,7 +15,7 @@ SEQUENCE = 32
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
-"""Whether the second lane runs too: then every layout does, otherwise one of each kind, for fewer steps."""
+"""True when the second lane runs too: every layout then, otherwise one of each kind for fewer steps."""
 
 STEPS = 20 if DAILY else 8
 LEARNS = 0.05 * STEPS

@@ -65,7 +65,7 @@ SAYS: dict[str, Any] = {
         and all("rank 0 says" in each for each in found[2:])
     ),
     "strangers_are_ignored": lambda found: (
-        # What was left of 0.1 s.
+        # The rest of 0.1 s.
         "does not listen" in found[0] and "waited 0." in found[2] and "'place/1'" in found[2]
     ),
 }

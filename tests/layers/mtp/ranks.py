@@ -215,7 +215,7 @@ def by_later_names() -> dict[str, Any]:
 
 
 def never_taken() -> dict[str, Any]:
-    """What a block keeps that nobody asks for its losses, and what it says in the end."""
+    """Sums that a block keeps when nobody asks for its losses, and their total in the end."""
     small_gpt.start()
     (model,) = mtp_model.build(mtp_model.config())
     reports = torch.rand(2500, 2, 2, generator=torch.Generator().manual_seed(6), dtype=torch.float64)

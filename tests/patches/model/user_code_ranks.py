@@ -1,4 +1,4 @@
-"""What code of users does around the patched layers in one process: checkpointing, autocast, subclasses."""
+"""Code of users around the patched layers in one process: checkpointing, autocast, subclasses."""
 
 from __future__ import annotations
 

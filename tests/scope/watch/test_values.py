@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.format.statistics import HISTOGRAM_BINS, OUTLIERS, STATISTICS
 from mt_megatron.scope.format.tokens import combined
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import KINDS, MOST_REQUESTS, parse, parse_all, unknown
+from mt_megatron.scope.watch.shares import Place, spread_of
 from mt_megatron.scope.watch.sums import (
     channel_maxima,
     histogram,
@@ -28,6 +30,21 @@ from mt_megatron.scope.watch.tiles import tiles_of
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_norms_of_heads_are_spread_and_norms_of_latents_are_not() -> None:
+    place = Place(
+        layout=RankLayout(world_size=2, tp=2),
+        at=Coordinates(tp=1, cp=0, ep=0, edp=0, dp=0, pp=0),
+        sequence_parallel=True,
+        micro_batch_size=1,
+        seq_length=8,
+    )
+    norm, heads, latent = torch.nn.LayerNorm(8), torch.nn.Module(), torch.nn.Module()
+    latent.add_module("kv_layernorm", torch.nn.LayerNorm(8))
+    path = "decoder.layers.0.self_attention.q_layernorm"
+    assert spread_of(norm, path, place, owner=heads) == "columns"
+    assert spread_of(norm, path, place, owner=latent) == "tokens"
 
 
 @pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 2**22 + 3])
