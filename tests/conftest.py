@@ -11,7 +11,7 @@ import pytest
 
 from tests import index_cache
 from tests.fork_server import installed_here
-from tests.second_lane import is_moved
+from tests.second_lane import is_moved, unknown
 from tests.soak import SoakReport
 
 
@@ -71,7 +71,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FilesScheduling(config, log)
 
 
+UNKNOWN = pytest.StashKey[list[str]]()
+"""Entries of the table of moved tests that none of the collected tests fits, where all were collected."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    everything = not any("::" in argument for argument in config.args)
+    config.stash[UNKNOWN] = unknown(item.nodeid for item in items) if everything else []
     left_out = [item for item in items if not _wanted(item, config)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

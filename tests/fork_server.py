@@ -7,9 +7,9 @@ process would: in a session of its own, with its own environment, folder, files,
 neither Megatron-Core nor what imports it, patches nothing, starts no thread and runs no tensor
 operation, so the fork finds what a cold process finds that has imported the same modules.
 
-A server whose environment has ``PATCHED`` goes on: it patches Megatron-Core for the CPU and imports what
-trainings need, half a second or more of CPU time that no fork spends again. Its forks find what a process
-finds after these calls.
+For an environment with ``PATCHED`` a fork of the server becomes one itself: it patches Megatron-Core for the
+CPU and imports what trainings need, half a second or more of CPU time that no fork spends again. Its forks
+find what a process finds after these calls.
 
 Variables that are read while a process starts or imports (``PYTHONPATH``, ``OMP_NUM_THREADS``,
 ``TORCH_*`` and every other one that ``_READ_LATER`` does not name) cannot be changed by the fork:
@@ -142,12 +142,17 @@ class Forked:
 class _Server:
     """One warm interpreter, seen from the process that started it."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], plain: _Server | None = None) -> None:
+        """``plain``: the server to fork, which is patched then; otherwise a new interpreter."""
         self.running = self.forks = 0
         self._lock = threading.Lock()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        ours, theirs = socket.socketpair()
+        self._log = plain._log if plain else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, theirs = socket.socketpair()
         with theirs:
+            if plain:
+                plain.ask({"serve": True}, [theirs.fileno()])
+                return
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
                 cwd=ROOT,
@@ -158,7 +163,6 @@ class _Server:
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
-        self._socket = ours
 
     def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> dict[str, Any]:
         """Send a request and return the answer. Raises ColdStart when the server has ended."""
@@ -183,6 +187,8 @@ class _Server:
 
     def end(self) -> None:
         self._socket.close()
+        if self._process is None:
+            return  # It ends by itself, since nobody is at the other end of its connection.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         if self._process.poll() is None:
@@ -295,7 +301,9 @@ def _server(env: Mapping[str, str], path: list[str], slot: int) -> _Server:
     if os.getpid() != _owner:  # a fork of the process that has the connections
         _servers.clear()
         _owner = os.getpid()
+    patched = env.get(PATCHED) == "1"
     others = {name: value for name, value in env.items() if not _READ_LATER.fullmatch(name)}
+    others.pop(PATCHED, None)
     others["PYTHONPATH"] = str(ROOT)
     if not _imported:
         first = _servers_for(others)
@@ -305,10 +313,15 @@ def _server(env: Mapping[str, str], path: list[str], slot: int) -> _Server:
         _imported = frozenset(first[0].ask({"imported": True})["names"])
     early = [each for each in path if each != str(ROOT) and _is_read_at_start(each)]
     others["PYTHONPATH"] = os.pathsep.join([*early, str(ROOT)])
-    servers = _servers_for(others)
-    server = servers[slot % _HASH_SEEDS]
-    if server is None:
-        server = servers[slot % _HASH_SEEDS] = _Server(others)
+    number = slot % _HASH_SEEDS
+    if patched:
+        servers = _servers_for({**others, PATCHED: "1"})
+        if server := servers[number]:
+            return server
+    plain = _servers_for(others)
+    server = plain[number] = plain[number] or _Server(others)
+    if patched:
+        server = servers[number] = _Server(others, server)
     return server
 
 
@@ -391,17 +404,9 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
     )
     for name in modules():
         importlib.import_module(name)
-    patched = given.get(PATCHED) == "1"
-    if patched:
-        _patch()
-    # Imports may set variables of the environment and print warnings: each fork gets them too.
-    changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
-    said = os.pread(2, 1 << 20, 0)
-    refusal = None
-    if (threads := len(os.listdir("/proc/self/task"))) != 1:
-        refusal = f"imports have started threads: {threads}"
-    elif not patched and (upstream := [name for name in sys.modules if name.split(".")[0] == "megatron"]):
-        refusal = f"Megatron-Core is imported: {upstream[:3]}"
+    upstream = [name for name in sys.modules if name.split(".")[0] == "megatron"]
+    refusal = f"Megatron-Core is imported: {upstream[:3]}" if upstream else _threads_refused()
+    changed, said = _left_by_imports(given)
     while True:
         request, files = _receive(connection)
         if request is None:
@@ -417,6 +422,16 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
             for file in files:
                 os.close(file)
             _send(connection, {"cold": refusal})
+        elif "serve" in request:
+            if not os.fork():
+                connection.close()
+                connection = socket.socket(fileno=files[0])
+                _patch()
+                refusal = _threads_refused()
+                changed, said = _left_by_imports(given)
+                continue
+            os.close(files[0])
+            _send(connection, {})
         else:
             read, write = os.pipe()
             pid = os.fork()
@@ -433,6 +448,18 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
             os.read(read, 1)
             os.close(read)
             _send(connection, {"pid": pid})
+
+
+def _threads_refused() -> str | None:
+    threads = len(os.listdir("/proc/self/task"))
+    return None if threads == 1 else f"imports have started threads: {threads}"
+
+
+def _left_by_imports(given: dict[str, str]) -> tuple[dict[str, str], bytes]:
+    """Variables of the environment that imports have set, and warnings that they have printed: each fork
+    gets them too."""
+    changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
+    return changed, os.pread(2, 1 << 20, 0)
 
 
 def _patch() -> None:

@@ -23,7 +23,7 @@ CASES = of_lane(
         "fp16_distributed": f"{FP16} --use-distributed-optimizer",
         "fp16_sgd": f"{FP16} --optimizer sgd",
     },
-    *("sgd", "empty_first_stage", "fp16_distributed"),
+    *("sgd", "fp16_distributed"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from mt_megatron.diverge.report import jump
 from tests import emulators
 from tests.diverge.faults import FAULTS, FP8_FAULTS
 from tests.launch import run_ranks
+from tests.second_lane import DAILY
 
 TP2 = "--tensor-model-parallel-size 2"
 ONE_PROCESS = [
@@ -32,15 +34,24 @@ TWO_PROCESSES = [
     ("missing_all_reduce", TP2, "missing_all_reduce"),
 ]
 EMULATED_MUSA = [("musa", "", None), ("musa_wrong_scale", "", "wrong_scale")]
+FIRST_LANE = {"a", "bf16", "wrong_scale", "swapped_weight", "wrong_backward", "tp2_sp", "missing_all_reduce"}
+
+
+def _daily(name: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(name, marks=(*marks, *(() if name in FIRST_LANE else (pytest.mark.daily,))))
+
+
+def _of_lane(cases: list[tuple[str, str, str | None]]) -> list[tuple[str, str, str | None]]:
+    return [case for case in cases if DAILY or case[0] in FIRST_LANE]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All records, from three launches; the first writes the weights that all start from."""
     path = tmp_path_factory.mktemp("diverge")
-    run_ranks(1, "tests.diverge.recordings:record", str(path), ONE_PROCESS, timeout=600)
-    run_ranks(2, "tests.diverge.recordings:record", str(path), TWO_PROCESSES, timeout=600)
-    if emulators.can_emulate_musa():
+    run_ranks(1, "tests.diverge.recordings:record", str(path), _of_lane(ONE_PROCESS), timeout=600)
+    run_ranks(2, "tests.diverge.recordings:record", str(path), _of_lane(TWO_PROCESSES), timeout=600)
+    if DAILY and emulators.can_emulate_musa():
         target, environment = "tests.diverge.recordings:record", emulators.environment()
         run_ranks(1, target, str(path), EMULATED_MUSA, "musa", timeout=600, env=environment)
     return path
@@ -84,8 +95,8 @@ def test_the_same_run_twice_is_equal_to_the_bit(reference: Record, folder: Path)
 @pytest.mark.parametrize(
     "name",
     [
-        *("recompute", "bf16", "tp2", "tp2_sp", "vpp2", "dp2_zero1", "cp2"),
-        pytest.param("musa", marks=emulators.needs_emulated_musa()),
+        *map(_daily, ("recompute", "bf16", "tp2", "tp2_sp", "vpp2", "dp2_zero1", "cp2")),
+        _daily("musa", emulators.needs_emulated_musa()),
     ],
 )
 def test_a_healthy_pair_has_no_finding(reference: Record, folder: Path, name: str) -> None:
@@ -99,7 +110,7 @@ def test_a_healthy_pair_has_no_finding(reference: Record, folder: Path, name: st
     assert "decoder.layers.0.self_attention.core_attention" in names and "decoder.final_layernorm" in names
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", map(_daily, FAULTS))
 def test_a_fault_is_found_in_the_module_it_is_in(reference: Record, folder: Path, fault: str) -> None:
     found = against(reference, folder, fault)
     suspect = found.suspect()
@@ -109,6 +120,7 @@ def test_a_fault_is_found_in_the_module_it_is_in(reference: Record, folder: Path
     assert found.first.phase == expected
 
 
+@pytest.mark.daily
 @emulators.needs_emulated_musa()
 def test_a_fault_on_another_device_is_found(reference: Record, folder: Path) -> None:
     """The device is the emulator's: it computes on the cpu, behind torch_musa's names."""
@@ -120,11 +132,13 @@ def test_a_missing_all_reduce_is_seen_between_the_ranks_too(reference: Record, f
     assert found is not None and found.error > 0.1
 
 
+@pytest.mark.daily
 def test_a_gross_fault_is_found_under_bf16s_tolerance(reference: Record, folder: Path) -> None:
     found = against(reference, folder, "bf16_with_wrong_mask")
     assert found.suspect() == FAULTS["mask_off_by_one"][1]
 
 
+@pytest.mark.daily
 def test_fp8_parts_in_its_layers_and_a_broken_cast_in_its_module(reference: Record, folder: Path) -> None:
     """The first and the last of the four layers stay in bf16."""
     sound, broken = (against(reference, folder, name) for name in ("fp8", "fp8_scale"))
@@ -136,5 +150,5 @@ def test_fp8_parts_in_its_layers_and_a_broken_cast_in_its_module(reference: Reco
 
 
 def test_a_tolerance_of_zero_finds_rounding(reference: Record, folder: Path) -> None:
-    found = compare(reference, read_record(folder / "tp2", 2), tolerance=0.0)
+    found = compare(reference, read_record(folder / "tp2_sp", 2), tolerance=0.0)
     assert found.first is not None and found.first.phase == "forward" and found.first.error < 1e-5

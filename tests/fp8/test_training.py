@@ -108,7 +108,7 @@ def pairs(folder: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
     layouts = of_lane(
         layouts,
         *("blockwise sp", "blockwise saved", "delayed tp2", "delayed zero1", "delayed gathered"),
-        *("delayed experts pp2", "delayed experts pp2 recomputed"),
+        "blockwise pp2",
     )
     return run_ranks(2, f"{CASES}:trained", folder, layouts, 4 if DAILY else 3, timeout=900)
 

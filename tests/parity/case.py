@@ -88,7 +88,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 REFERENCES = (
     Layout(name="one"),
     Layout(name="one_tied", tied=True),
-    Layout(name="one_per_token", per_token=True),
+    *((Layout(name="one_per_token", per_token=True),) if DAILY else ()),
     Layout(name="one_mixture", mixture=True),
 )
 
@@ -116,6 +116,8 @@ CONTEXT_PARALLEL = (
 """Sequences spread over processes; more of them in the second lane, many more with ``--soak``."""
 
 _LAYOUTS_DAILY = (
+    Layout(name="pp2", world=2, flags="--pipeline-model-parallel-size 2"),
+    Layout(name="dp2_overlap", world=2, flags="--overlap-grad-reduce --bucket-size 20000"),
     Layout(name="tp2", world=2, flags="--tensor-model-parallel-size 2"),
     Layout(name="recompute_selective", flags="--recompute-granularity selective"),
     Layout(name="dp2_zero1_buckets", world=2, flags=f"{ZERO1} --bucket-size 20000"),
@@ -128,14 +130,12 @@ _LAYOUTS_DAILY = (
     ),
 )
 LAYOUTS = (
-    Layout(name="recompute", flags=RECOMPUTE, bf16_always=True),
+    Layout(name="recompute", flags=RECOMPUTE, bf16_always=DAILY),
     Layout(
         name="tp2_sp", world=2, flags="--tensor-model-parallel-size 2 --sequence-parallel", bf16_always=DAILY
     ),
-    Layout(name="pp2", world=2, flags="--pipeline-model-parallel-size 2"),
     Layout(name="vpp2", world=2, flags=VPP, bf16_always=DAILY),
     Layout(name="dp2_zero1", world=2, flags=ZERO1, bf16_always=DAILY),
-    Layout(name="dp2_overlap", world=2, flags="--overlap-grad-reduce --bucket-size 20000"),
     Layout(
         name="tp2_sp_pp2_tied",
         world=4,
@@ -169,6 +169,7 @@ _MIXTURES_SOAK = (
     ),
 )
 _MIXTURES_DAILY = (
+    Layout(name="mixture_pp2", world=2, flags=PP, mixture=True),
     Layout(name="mixture_recompute", flags=f"{RECOMPUTE} --recompute-mla-up-proj", mixture=True),
     Layout(name="mixture_sequential", flags="--no-moe-grouped-gemm", mixture=True),
     Layout(name="mixture_ep2", world=2, flags=EP, mixture=True),
@@ -176,7 +177,6 @@ _MIXTURES_DAILY = (
 )
 MIXTURES = (
     Layout(name="mixture_ep2_zero1", world=2, flags=f"{EP} {ZERO1}", mixture=True),
-    Layout(name="mixture_pp2", world=2, flags=PP, mixture=True),
     *(_MIXTURES_DAILY if DAILY else ()),
     *(_MIXTURES_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()),
 )
@@ -192,14 +192,24 @@ _DROPOUT_SOAK = (
         flags=f"{_DROPPING} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
 )
-DROPOUT = (
+_DROPOUT_DAILY = (
     Layout(name="dropout", flags=_DROPPING),
     Layout(name="dropout_recompute", flags=f"{_DROPPING} {RECOMPUTE}"),
+)
+DROPOUT = (
+    *(_DROPOUT_DAILY if DAILY else ()),
     *(_DROPOUT_SOAK if os.environ.get("MT_MEGATRON_SOAK") == "1" else ()),
 )
 """Masks differ from layout to layout, but not between devices, nor when a forward pass is repeated."""
 
 _SABOTAGED_DAILY = (
+    Layout(
+        name="no_norm_all_reduce",
+        world=2,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel",
+        sabotage="no_norm_all_reduce",
+    ),
+    Layout(name="cp2_leaking_mask", world=2, flags=CP, sabotage="leaking_mask"),
     Layout(name="doubled_gradient", sabotage="double_gradient"),
     Layout(name="dropped_layer", sabotage="drop_layer"),
     Layout(
@@ -208,13 +218,6 @@ _SABOTAGED_DAILY = (
 )
 SABOTAGED = (
     Layout(name="zeroed_gradient", sabotage="zero_gradient"),
-    Layout(
-        name="no_norm_all_reduce",
-        world=2,
-        flags="--tensor-model-parallel-size 2 --sequence-parallel",
-        sabotage="no_norm_all_reduce",
-    ),
-    Layout(name="cp2_leaking_mask", world=2, flags=CP, sabotage="leaking_mask"),
     Layout(name="ep2_half_gradient", world=2, flags=EP, mixture=True, sabotage="half_expert_gradient"),
     *(_SABOTAGED_DAILY if DAILY else ()),
 )

@@ -34,11 +34,13 @@ def test_a_deliberate_mistake_is_noticed(runs: Runs, seed: int, layout: Layout) 
         check(runs(layout.reference, seed=seed), runs(layout.name, seed=seed), FP32)
 
 
+@pytest.mark.daily
 def test_weighing_by_token_is_another_training(runs: Runs, seed: int) -> None:
     with pytest.raises(AssertionError, match="deviates by"):
         check(runs("one", seed=seed), runs("one_per_token", seed=seed), FP32)
 
 
+@pytest.mark.daily
 def test_a_repeated_forward_pass_draws_the_same_masks(runs: Runs, seed: int, figures: Figures) -> None:
     figures(check(runs("dropout", seed=seed), runs("dropout_recompute", seed=seed), FP32))
 

@@ -45,4 +45,4 @@ def test_heads_in_another_order_are_noticed(seed: int) -> None:
 
 def test_weights_come_back_to_the_bit(seed: int) -> None:
     [found] = run_ranks(1, "tests.parity.random_shapes:round_trip", draw(seed))
-    assert found == [True, True, True]
+    assert found and all(found)

@@ -27,7 +27,7 @@ def _scales(run: dict[str, Any]) -> list[float]:
     return [run["records"][step]["loss_scale"] for step in sorted(run["records"], key=int)]
 
 
-@pytest.mark.parametrize("name", ["fp16", "constant"])
+@pytest.mark.parametrize("name", ["fp16", pytest.param("constant", marks=pytest.mark.daily)])
 def test_the_loss_falls_and_follows_fp32(found: dict[str, Any], name: str) -> None:
     fp32, fp16 = _losses(found["fp32"]), _losses(found[name])
     assert fp16[-1] < fp16[0] - 0.3
@@ -38,6 +38,10 @@ def test_the_loss_falls_and_follows_fp32(found: dict[str, Any], name: str) -> No
 
 def test_the_scale_grows_after_every_window(found: dict[str, Any]) -> None:
     assert _scales(found["moving"]) == [1024.0 * 2 ** (step // 4) for step in range(1, 21)]
+
+
+@pytest.mark.daily
+def test_a_constant_scale_stays(found: dict[str, Any]) -> None:
     assert _scales(found["constant"]) == [512.0] * 20
 
 
@@ -54,6 +58,7 @@ def test_an_overflow_leaves_out_one_step_and_halves_the_scale(found: dict[str, A
     assert overflow["divergences"] == [] and overflow["finished"]
 
 
+@pytest.mark.daily
 def test_a_resumed_run_has_the_scale_and_its_counters(found: dict[str, Any]) -> None:
     whole, first, second = found["overflow"], found["first"], found["second"]
     assert first["iteration"] == 7 and len(second["steps"]) == 13

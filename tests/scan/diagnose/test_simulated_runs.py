@@ -12,6 +12,7 @@ import pytest
 
 from mt_megatron.scan.diagnose.run import diagnose
 from mt_megatron.scan.findings.finding import Finding
+from tests.second_lane import DAILY
 from tools.scan_simulator import Job, Layout, parse_fault, simulate
 from tools.scan_simulator.scores import Verdict, claims, confusion, f1_by_cause, fits, has_place, judged
 from tools.scan_simulator.trials import SINGLE, STEPS, Trial, clean, double, single
@@ -128,7 +129,7 @@ def test_f1_counts_misses_and_mistakes() -> None:
 
 @pytest.mark.parametrize("category", SINGLE)
 def test_drawn_faults_fit_their_jobs_and_repeat(category: str) -> None:
-    for seed in range(20):
+    for seed in range(20 if DAILY else 4):
         trial = single(category, seed)
         assert trial == single(category, seed)
         (fault,) = trial.faults
@@ -140,7 +141,7 @@ def test_drawn_faults_fit_their_jobs_and_repeat(category: str) -> None:
 
 
 def test_two_at_once_are_apart() -> None:
-    for seed in range(20):
+    for seed in range(20 if DAILY else 4):
         first, second = double(seed).faults
         layout = double(seed).job.layout
         assert not {*first.culprits(layout)} & {*second.culprits(layout)}

@@ -12,12 +12,13 @@ import pytest
 from mt_megatron.training import step as steps
 from mt_megatron.training.health.divergence import DivergenceWatch
 from tests.launch import run_ranks
+from tests.second_lane import of_lane
 
 NAN = {"module": "decoder.layers.0.mlp", "kind": "forward", "value": "nan", "rank": 1}
 ELSEWHERE = {"module": "decoder.layers.2.mlp", "kind": "backward", "value": "inf", "rank": 0}
 SKIP, BACK = "--on-divergence skip", "--on-divergence rollback --save-interval 3"
 
-CASES: dict[str, dict[str, Any]] = {
+EVERY: dict[str, dict[str, Any]] = {
     "sound": {"flags": "--train-iters 8"},
     "skipped": {"flags": f"{SKIP} --train-iters 8", "fault": {**NAN, "steps": [4, 5]}},
     "skipped_elsewhere": {"flags": f"{SKIP} --train-iters 8", "fault": {**ELSEWHERE, "steps": [4, 5]}},
@@ -35,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "large_norm": {"flags": f"{SKIP} --grad-norm-threshold 1e-6 --max-divergences 1"},
 }
+CASES = of_lane(EVERY, "sound", "skipped", "skipped_elsewhere", "rolled_back", "nowhere_to_go", "large_norm")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,7 @@ def test_a_rollback_leaves_the_weights_of_the_checkpoint_and_goes_on_with_later_
     assert back["divergences"][0]["action"] == "rollback"
 
 
+@pytest.mark.daily
 def test_a_run_that_rolled_back_is_continued_to_the_bit(found: list[dict[str, Any]]) -> None:
     whole, first, second = (found[0][name] for name in ("rolled_back", "interrupted", "interrupted_then"))
     assert first["iteration"] == 7 and sorted(second["steps"]) == ["8"]
@@ -92,7 +95,14 @@ def test_every_rank_stops_when_there_is_nowhere_to_go_back_to(found: list[dict[s
         assert "no complete checkpoint to go back to" in rank["nowhere_to_go"]["error"]
 
 
-@pytest.mark.parametrize(("name", "last"), [("for_ever", 3), ("back_for_ever", 5), ("large_norm", 2)])
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        pytest.param("for_ever", 3, marks=pytest.mark.daily),
+        pytest.param("back_for_ever", 5, marks=pytest.mark.daily),
+        ("large_norm", 2),
+    ],
+)
 def test_divergence_is_not_put_up_with_for_ever(found: list[dict[str, Any]], name: str, last: int) -> None:
     errors = [rank[name]["error"] for rank in found]
     assert errors[0] == errors[1]
