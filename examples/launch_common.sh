@@ -162,8 +162,12 @@ try:
     entries = read_yaml(Path(sys.argv[1]))
 except ConfigError as error:
     sys.exit(f"error: {error}")
-# A printed configuration holds every option: null and false set none of those that are asked for.
-print(*("--" + entry.name.replace("_", "-") for entry in entries if entry.value not in (None, False)))
+# A printed configuration holds every option: null, false and [] set none of those that are asked for.
+named = {each.name.replace("-", "_"): each.value for each in entries if each.value not in (None, False, [])}
+if named.get("cpu_bf16_products") == "torch":
+    # It is what happens by itself, and no more insists on bf16 than the bf16 of a file does.
+    del named["cpu_bf16_products"]
+print(*("--" + name.replace("_", "-") for name in named))
 ' "$1")" || exit 2
     read -r -a FROM_FILE <<<"$names"
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -240,6 +241,20 @@ def test_a_file_without_data_gets_the_scripts(tmp_path: Path) -> None:
     assert "mt_megatron.cli prepare" in prepare and "/train " in run
     assert "mine.yaml names no data, so this trains on" in shown.stderr
     assert f"--save {ROOT}/runs/mine/checkpoints" in run and "--p2p-transport" not in run
+
+
+def test_a_printed_configuration_without_data_gets_the_scripts(tmp_path: Path) -> None:
+    """What is printed holds every option: lists without an entry, and defaults, set nothing."""
+    text = load_config(["--model", "llama3_tiny", "--bf16"]).to_yaml()
+    assert "data_path: []" in text and "cpu_bf16_products: torch" in text
+    (tmp_path / "printed.yaml").write_text(text)
+    prepare, run = _launch("--dry-run", "--config", "printed.yaml", cwd=tmp_path).stdout.splitlines()
+    assert "mt_megatron.cli prepare" in prepare and "/train " in run
+    script = f'. "{ROOT}/examples/launch_common.sh"; PYTHON="{sys.executable}"; read_config printed.yaml'
+    read = subprocess.run(
+        ["bash", "-c", script + '; echo "${FROM_FILE[@]}"'], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "--hidden-size" in read.stdout and not re.search("products|data-path|--save ", read.stdout)
 
 
 def test_an_interpreter_with_a_relative_path_is_kept(tmp_path: Path) -> None:
