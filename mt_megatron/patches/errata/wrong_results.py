@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -84,16 +84,28 @@ def _checkpoint_forward(
 
 
 def _in_autocast_of_now(run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """``run`` under the autocast that is on now, whenever it is called; ``run`` itself where none is."""
+    """``run`` under the autocast of now, on or off, of every device that ``args`` lie on, whenever it is
+    called."""
     import torch
 
-    kind = next((each.device.type for each in args if isinstance(each, torch.Tensor)), "cpu")
-    if not torch.is_autocast_enabled(kind):
-        return run
-    dtype = torch.get_autocast_dtype(kind)
+    kinds = {each.device.type for each in args if isinstance(each, torch.Tensor)}
+
+    def state() -> dict[str, tuple[bool, Any]]:
+        return {
+            # A meta tensor's device has no autocast, and torch no answer for it.
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind)
+        }
+
+    then = state()
 
     def again(*args: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype):
+        now = state()
+        with ExitStack() as regions:
+            for kind, (enabled, dtype) in then.items():
+                if now[kind] != (enabled, dtype) and (enabled or now[kind][0]):
+                    regions.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             return run(*args)
 
     return again

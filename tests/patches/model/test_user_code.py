@@ -69,6 +69,11 @@ def test_recomputation_is_under_the_autocast_of_the_forward_pass(found: Found) -
     assert isinstance(found["autocast"]["once"], list)
 
 
+def test_recomputation_has_the_types_of_the_forward_pass_whatever_is_on_then(found: Found) -> None:
+    assert found["autocast"]["types"] == 2 * ["torch.bfloat16"]
+    assert found["autocast"]["types off"] == 2 * ["torch.float32"]
+
+
 def test_a_loss_of_the_users_gets_logits(found: Found) -> None:
     seen = found["losses"]
     for name in ("fused", "own"):

@@ -265,7 +265,28 @@ def autocast() -> dict[str, Any]:
             return [made.router.weight.grad.tolist(), tokens.grad.tolist()]
 
         found[name] = attempt(step)
+    for name, enabled in (("types", True), ("types off", False)):
+        found[name] = attempt(lambda enabled=enabled: types_of_recomputation(enabled))  # type: ignore[misc]
     return found
+
+
+def types_of_recomputation(enabled: bool) -> list[str]:
+    """Types of a product in the forward pass and in its recomputation, which runs under autocast where that
+    one did not and the other way round. A meta tensor, whose device has no autocast, goes before."""
+    from megatron.core import tensor_parallel
+
+    types, tokens, unused = [], tokens_of(), torch.empty(1, device="meta")
+
+    def product(_: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        made = rows @ rows.transpose(-1, -2)
+        types.append(str(made.dtype))
+        return made
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        output = tensor_parallel.checkpoint(product, False, unused, tokens)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
+        output.backward(torch.ones_like(output))
+    return types
 
 
 def losses() -> dict[str, Any]:
