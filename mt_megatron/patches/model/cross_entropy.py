@@ -63,6 +63,8 @@ def _obstacle(model: Any) -> str:
     loss = getattr(model.compute_language_model_loss, "__func__", None)
     if loss is not LanguageModule.compute_language_model_loss:
         return f"the loss of a {type(model).__name__} is its own (compute_language_model_loss)"
+    if not _is_upstreams(getattr(loss, "__wrapped__", None)):
+        return "LanguageModule's loss was replaced (compute_language_model_loss)"
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:
         return f"the output layer is a {type(layer).__name__}"
@@ -79,6 +81,14 @@ def _obstacle(model: Any) -> str:
     if model.config.config_logger_dir:
         return "config_logger_dir dumps them"
     return ""
+
+
+def _is_upstreams(loss: Any) -> bool:
+    """Whether ``loss`` is the function that upstream's module defines, which ours wraps unless somebody
+    replaced it before ``patch()`` or after."""
+    from megatron.core.models.common.language_module import language_module
+
+    return getattr(loss, "__module__", None) == language_module.__name__ and not hasattr(loss, "__wrapped__")
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import mt_megatron
 from tests.patches.model.router_ranks import start
 
 HIDDEN, EXPERTS, TOKENS = 16, 4, 12
@@ -312,7 +314,33 @@ def losses() -> dict[str, Any]:
         tokens = torch.arange(8).view(1, 8)
         return model(tokens, tokens, None, labels=tokens + 1).tolist()
 
+    def replaced(*, before: bool) -> Any:
+        """The class's own loss is another function, since before the patches were made or after."""
+        from megatron.core.models.common.language_module.language_module import LanguageModule
+
+        if before:
+            mt_megatron.unpatch()
+        kept = LanguageModule.compute_language_model_loss
+
+        @functools.wraps(kept)
+        def tempered(self: Any, labels: Any, logits: Any) -> Any:
+            return kept(self, labels, logits / 0.7)
+
+        LanguageModule.compute_language_model_loss = tempered
+        if before:
+            mt_megatron.patch(backend="cpu")
+        try:
+            return run(GPTModel, True)
+        finally:
+            if before:
+                mt_megatron.unpatch()
+            LanguageModule.compute_language_model_loss = kept
+            if before:
+                mt_megatron.patch(backend="cpu")
+
     return {
+        "replaced after": attempt(lambda: replaced(before=False)),
+        "replaced before": attempt(lambda: replaced(before=True)),
         "apart": attempt(lambda: run(Tempered, False)),
         "fused": attempt(lambda: run(Tempered, True)),
         "own": attempt(lambda: run(GPTModel, True, own=True)),
