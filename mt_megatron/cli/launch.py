@@ -37,6 +37,7 @@ _OPTIONS_OF_FORMS: dict[tuple[str | None, ...], tuple[str, ...]] = {
         *("--image", "--kubernetes-kind", "--namespace", "--shared-memory", "--cpu", "--memory"),
         "--volume",
     ),
+    ("slurm", "k8s"): ("--job-name",),
     ("slurm", "ray"): ("--cpus-per-node",),
     ("slurm", "k8s", "ray"): ("--vendor",),
     _STARTS: (
@@ -86,7 +87,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="do without the hosts listed here (RUN/scan/excluded-hosts)",
     )
-    parser.add_argument("--job-name", default="mt-megatron", metavar="NAME")
+    parser.add_argument("--job-name", metavar="NAME", help="Slurm, Kubernetes (mt-megatron)")
     parser.add_argument(
         "--python", metavar="PATH", help="interpreter on the machines (this one; python if printed)"
     )
@@ -227,11 +228,11 @@ def _job(args: argparse.Namespace, options: list[str], hosts: list[Host]) -> Lau
         options=tuple(options),
         nodes=nodes if nodes is not None else max(1, len(hosts)),
         processes_per_node=_processes(args, options, hosts, printed),
-        name=args.job_name,
         python=args.python or ("python" if printed else sys.executable),
         max_restarts=restarts,
         interface=args.network_interface,
         environment=environment,
+        **_given(name=args.job_name),
     )
 
 

@@ -90,8 +90,8 @@ def test_a_slurm_job_without_its_cores_is_warned_of(
 
 
 def test_every_form_is_printed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    many = ("--nodes", "4", "--gpus-per-node", "8", "--job-name", "llama")
-    script = printed(capsys, "--print", "slurm", *many)
+    many = ("--nodes", "4", "--gpus-per-node", "8")
+    script = printed(capsys, "--print", "slurm", "--job-name", "llama", *many)
     assert script.startswith("#!/usr/bin/env bash\n") and "#SBATCH --job-name=llama" in script
     documents = list(yaml.safe_load_all(printed(capsys, "--print", "k8s", "--image", "mt:1", *many)))
     assert [each["kind"] for each in documents] == ["TrainingRuntime", "TrainJob"]
@@ -145,6 +145,7 @@ OF_FORMS = {
     "--cpu 4": {"k8s"},
     "--memory 1Gi": {"k8s"},
     "--volume a:/a": {"k8s"},
+    "--job-name mt-megatron": {"slurm", "k8s"},
     "--cpus-per-node 4": {"slurm", "ray"},
     "--vendor nvidia": {"slurm", "k8s", "ray"},
     "--node-rank 0": {"command", None},
