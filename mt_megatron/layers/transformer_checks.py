@@ -83,6 +83,9 @@ def check_read(values: Values, is_in_force: Callable[[str], bool]) -> None:
     for one in FIELDS:
         if _get(values, one.name) == one.default:
             continue
+        if one.features == ("rope",) and _get(values, "multi_latent_attention"):
+            # It computes angles of its own, and refuses those of a model that knows neither.
+            continue
         absent = [name for name in one.features if not is_in_force(name)]
         if absent:
             names = " and ".join(absent)

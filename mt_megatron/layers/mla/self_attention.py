@@ -39,6 +39,7 @@ from mt_megatron.parallel.context_parallel import part_of_sequence
 
 _log = logging.getLogger("mt_megatron")
 _Latents = tuple[Tensor, Tensor, Tensor]
+_UPSTREAM_BASE = 10000.0
 
 
 class MLASelfAttention(Attention):  # type: ignore[misc]
@@ -252,13 +253,14 @@ class MLASelfAttention(Attention):  # type: ignore[misc]
         length = hidden_states.size(0) * ranks
         if given is None:
             whole = torch.arange(length * config.context_parallel_size, dtype=torch.float32)
-            base = 10000.0 if config.rotary_base is None else config.rotary_base
+            base = _UPSTREAM_BASE if config.rotary_base is None else config.rotary_base
             turns = torch.outer(whole, inverse_frequencies(size, base, rope_scaling_of(config)))
             if config.context_parallel_size > 1:
                 rank = parallel_state.get_context_parallel_rank()
                 turns = part_of_sequence(turns, 0, rank, config.context_parallel_size)
             angles = turns.unsqueeze(1).to(hidden_states.device)
         else:
+            _require_fitted(config)
             angles = (given[0] if isinstance(given, tuple) else given).squeeze(2)
             check_angles(angles, length, size)
             angles = angles[:length, :, : size // 2]
@@ -493,6 +495,19 @@ def check_call(config: Any, key_value_states: Any, inference_params: Any, packed
             f"context_parallel_size is {config.context_parallel_size} and packed sequences were given; "
             "expected None: a rank holds chunks of one sequence, not of several. Keep documents apart with "
             "an attention mask"
+        )
+
+
+def _require_fitted(config: Any) -> None:
+    """Raise ConfigError where a model's rotary embedding does not know what ``config`` says of it."""
+    from mt_megatron.patches import is_in_force
+
+    base = _UPSTREAM_BASE if config.rotary_base is None else config.rotary_base
+    if not is_in_force("rope") and (config.rope_type != "rope" or base != _UPSTREAM_BASE):
+        raise ConfigError(
+            f"rope_type is {config.rope_type!r} and rotary_base {base:g}, which the model's rotary embedding "
+            "would ignore; expected rope among the features of patch(). Add rope, or give the model another "
+            "position_embedding_type than rope: multi-latent attention then computes its own angles"
         )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mt_megatron.errors import ConfigError
 from tests.launch import run_ranks
 from tests.second_lane import DAILY
 
@@ -149,6 +152,29 @@ def test_a_sequence_over_two_context_ranks_equals_transformers(pair: list[dict[s
 )
 def test_what_cannot_be_is_said(alone: dict[str, Any], what: str, words: str) -> None:
     assert words in alone["refusals"][what], alone["refusals"][what]
+
+
+@pytest.mark.parametrize(
+    ("features", "values", "refused"),
+    [
+        (("mla", "moe"), {"rope_type": "yarn", "rotary_base": None}, True),
+        (("mla", "moe"), {"rope_type": "rope", "rotary_base": 5e5}, True),
+        (("mla", "moe"), {"rope_type": "rope", "rotary_base": 1e4}, False),
+        (("mla", "moe", "rope"), {"rope_type": "yarn", "rotary_base": 5e5}, False),
+        (None, {"rope_type": "yarn", "rotary_base": 5e5}, False),
+    ],
+)
+def test_angles_of_a_model_that_does_not_know_the_configuration_are_refused(
+    monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...] | None, values: dict[str, Any], refused: bool
+) -> None:
+    from mt_megatron.layers.mla.self_attention import _require_fitted
+
+    monkeypatch.setattr("mt_megatron.patches._chosen", None if features is None else frozenset(features))
+    expected = (
+        pytest.raises(ConfigError, match="expected rope among the features") if refused else nullcontext()
+    )
+    with expected:
+        _require_fitted(SimpleNamespace(**values))
 
 
 def turned_by_definition(t: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:

@@ -109,6 +109,7 @@ def with_features(*features):
         }
 found["none"] = with_features()
 found["some"] = with_features("mla", "fp8")
+found["no rope"] = with_features("mla", "moe")
 found["enough"] = with_features("moe", "mla", "rope", "mtp", "fp8", "linear")
 print("found:" + json.dumps(found))
 """
@@ -171,5 +172,5 @@ def test_fields_that_no_feature_in_force_reads_are_refused(found: dict[str, Any]
         assert found["none"][name].startswith("ConfigError"), name
     assert found["none"]["upstreams"] == found["some"]["upstreams"] == "accepted"
     assert "multi_latent_attention is True and would be ignored; expected moe" in found["some"]["latent"]
-    assert "rope_type is 'yarn' and would be ignored; expected rope" in found["some"]["latent"]
+    assert found["no rope"]["latent"] == "accepted", "latent attention reads its rope_type without help"
     assert "fp8_recipe is 'tensorwise' and would be ignored; expected linear" in found["some"]["fp8"]
