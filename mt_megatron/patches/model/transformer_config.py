@@ -33,6 +33,12 @@ def _choose_fp8(config: Any) -> None:
     """Upstream's ``fp8`` (a format) means delayed scaling by Transformer Engine. With a recipe, or where
     Transformer Engine is not installed, it is the recipe's format, and upstream must not see it."""
     if config.fp8 is not None and config.fp8_recipe is None and find_spec("transformer_engine") is None:
+        if absent := [name for name in ("fp8", "linear") if not is_in_force(name)]:
+            raise ConfigError(
+                f"TransformerConfig: fp8 is {config.fp8!r} and Transformer Engine is not installed; expected "
+                f"it, or {' and '.join(absent)} among the features of patch(), which compute the recipe "
+                f"delayed. Add {', '.join(absent)} or leave fp8 out."
+            )
         config.fp8_recipe = "delayed"
     if config.fp8_recipe is not None and config.fp8 is not None:
         config.fp8_recipe_format, config.fp8 = config.fp8, None

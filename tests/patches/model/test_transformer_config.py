@@ -105,6 +105,7 @@ def with_features(*features):
             "stretched": refused(TransformerConfig, **SIZES, **YARN),
             "depths": refused(TransformerConfig, **SIZES, mtp_num_layers=1),
             "fp8": refused(TransformerConfig, **SIZES, fp8_recipe="tensorwise"),
+            "upstreams fp8": refused(TransformerConfig, **SIZES, fp8="hybrid"),
             "upstreams": refused(TransformerConfig, **SIZES, num_moe_experts=4),
         }
 found["none"] = with_features()
@@ -172,5 +173,6 @@ def test_fields_that_no_feature_in_force_reads_are_refused(found: dict[str, Any]
         assert found["none"][name].startswith("ConfigError"), name
     assert found["none"]["upstreams"] == found["some"]["upstreams"] == "accepted"
     assert "multi_latent_attention is True and would be ignored; expected moe" in found["some"]["latent"]
+    assert "fp8 is 'hybrid' and Transformer Engine is not installed" in found["none"]["upstreams fp8"]
     assert found["no rope"]["latent"] == "accepted", "latent attention reads its rope_type without help"
     assert "fp8_recipe is 'tensorwise' and would be ignored; expected linear" in found["some"]["fp8"]
