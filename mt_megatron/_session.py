@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .backends.current import provide
 from .errors import PatchError, PatchTargetError, UpstreamVersionError
+from .patching.in_force import choose
 
 if TYPE_CHECKING:
     from .backends.base import Backend
@@ -93,7 +94,6 @@ def patch(
         PatchError: anything else in the way, such as another plan that is still in force.
     """
     global _applied, _backend, _request
-    from mt_megatron.patches import choose
     from mt_megatron.patches.device.process_groups import end_groups
     from mt_megatron.patches.device.scope import redirect
 
@@ -146,10 +146,7 @@ def unpatch() -> None:
 
             transport.close()
         _applied = _backend = _request = None
-        if "mt_megatron.patches" in sys.modules:
-            from mt_megatron.patches import choose
-
-            choose(None)
+        choose(None)
         if "mt_megatron.patches.device.process_groups" in sys.modules:
             from mt_megatron.patches.device.process_groups import end_groups
 

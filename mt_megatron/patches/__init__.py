@@ -77,20 +77,6 @@ def collect(backend: Backend) -> list[Patch]:
     return found
 
 
-_chosen: frozenset[str] | None = None
-
-
-def choose(features: frozenset[str] | None) -> None:
-    """Features of the plan that is in force from now on; None: all."""
-    global _chosen
-    _chosen = features
-
-
-def is_in_force(feature: str) -> bool:
-    """True when the plan in force has the patches of ``feature``."""
-    return _chosen is None or feature in _chosen
-
-
 def reading_fields(features: frozenset[str]) -> list[str]:
     """Those of ``features`` whose patches read what the feature ``model_config`` adds."""
     return sorted(features & {"moe", "mla", "mtp", "rope", "fp8"})

@@ -15,4 +15,5 @@ referrers            objects that refer to another one, from the collector
 places               where a value can be held, read and written back
 journal              what was written where
 report               what a plan did, frozen
+in_force             features whose patches are in force
 """

@@ -36,6 +36,7 @@ from mt_megatron.layers.rope.scaling import (
     softmax_factor,
 )
 from mt_megatron.parallel.context_parallel import part_of_sequence
+from mt_megatron.patching.in_force import is_in_force
 
 _log = logging.getLogger("mt_megatron")
 _Latents = tuple[Tensor, Tensor, Tensor]
@@ -500,8 +501,6 @@ def check_call(config: Any, key_value_states: Any, inference_params: Any, packed
 
 def _require_fitted(config: Any) -> None:
     """Raise ConfigError where a model's rotary embedding does not know what ``config`` says of it."""
-    from mt_megatron.patches import is_in_force
-
     base = _UPSTREAM_BASE if config.rotary_base is None else config.rotary_base
     if not is_in_force("rope") and (config.rope_type != "rope" or base != _UPSTREAM_BASE):
         raise ConfigError(

@@ -11,7 +11,7 @@ from mt_megatron.backends.base import Backend
 from mt_megatron.errors import ConfigError
 from mt_megatron.layers.transformer_checks import check_fields, check_read
 from mt_megatron.layers.transformer_fields import dataclass_fields
-from mt_megatron.patches import is_in_force
+from mt_megatron.patching.in_force import is_in_force
 from mt_megatron.patching.spec import Patch
 
 _MODULE = "megatron.core.transformer.transformer_config"

@@ -169,7 +169,8 @@ def test_angles_of_a_model_that_does_not_know_the_configuration_are_refused(
 ) -> None:
     from mt_megatron.layers.mla.self_attention import _require_fitted
 
-    monkeypatch.setattr("mt_megatron.patches._chosen", None if features is None else frozenset(features))
+    chosen = None if features is None else frozenset(features)
+    monkeypatch.setattr("mt_megatron.patching.in_force._chosen", chosen)
     expected = (
         pytest.raises(ConfigError, match="expected rope among the features") if refused else nullcontext()
     )
