@@ -152,6 +152,7 @@ MOVED: dict[str, dict[str, str]] = {
         "test_wrong_use_ends_with_2_and_says_why[-changes3": "the model's name and the files'",
         "test_named_data_and_folders": "a file of one's own",
         "test_a_file_without_data": "a file of one's own",
+        "test_a_printed_configuration": "a file of one's own",
     },
     "tests/examples/test_model_folders.py": {
         "test_another_model_can_be_chosen[qwen3": "of DeepSeek",
