@@ -267,9 +267,7 @@ def _open(text: str, say: Say) -> StageExchange | None:
     # Each round that fails leaves at least one transport out.
     for attempt in range(len(kinds.KINDS)):
         made = (
-            None
-            if plan.is_upstreams(own)
-            else _Channels(plan, groups[0], device, f"{ranks[0].token}/{attempt}")
+            None if plan.is_upstreams(own) else _Channels(plan, groups, device, f"{ranks[0].token}/{attempt}")
         )
         # A transport that cannot be made is known before anybody waits for a peer's.
         failures = _failures(None if made is None else made.make())
@@ -294,10 +292,10 @@ def _open(text: str, say: Say) -> StageExchange | None:
 class _Channels:
     """Channels of this rank, while they are made."""
 
-    def __init__(self, plan: Plan, group: Any, device: torch.device, name: str) -> None:
-        seconds = _seconds(group, device)
+    def __init__(self, plan: Plan, groups: list[Any], device: torch.device, name: str) -> None:
+        seconds = _seconds(groups[0], device)
         makes = {
-            kind: partial(kinds.KINDS[kind].make, Setting(group, device, f"{kind}/{name}", seconds))
+            kind: partial(kinds.KINDS[kind].make, Setting(groups, device, f"{kind}/{name}", seconds))
             for kind in kinds.KINDS
         }
         self._transport = PerEdgeTransport(makes, plan.kind_of)

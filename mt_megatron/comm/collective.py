@@ -1,6 +1,6 @@
 """Transport over ``torch.distributed``'s point-to-point operations.
 
-Gloo tells messages apart by tags, all of them in the pipeline's own group. NCCL (and MCCL) has no tags and
+Gloo tells messages apart by tags, all of them in a pipeline's own group. NCCL (and MCCL) has no tags and
 runs the transfers of a communicator one after another, so each edge has a group of its two ranks.
 """
 
@@ -35,10 +35,15 @@ class CollectiveTransport:
     name = "collective"
 
     def __init__(self, group: Any, device: torch.device, *, tagged: bool | None = None) -> None:
-        """``group``: the pipeline's. ``tagged``: whether its library tells messages apart by tags (None:
-        Gloo does)."""
-        self._group = group
+        """``group``: the pipeline's; the list of them on a rank that is part of several. ``tagged``: whether
+        its library tells messages apart by tags (None: Gloo does)."""
+        groups = group if isinstance(group, list) else [group]
+        self._group = group = groups[0]
         self._device = device
+        # Of two pipelines that share a pair of ranks the first, which it is on both of them.
+        self._group_to = {
+            peer: each for each in reversed(groups) for peer in dist.get_process_group_ranks(each)
+        }
         self._tagged = dist.get_backend(group) == "gloo" if tagged is None else tagged
         self._groups: dict[Edge, Any] = {}
         self._sent: dict[Edge, int] = {}
@@ -167,7 +172,7 @@ class CollectiveTransport:
         number = counts.get(edge, 0)
         counts[edge] = number + 1
         tag = _TAGS + edge.lane * _NUMBERS + number % _NUMBERS
-        return operation(tensor, peer, group=self._group, tag=tag)
+        return operation(tensor, peer, group=self._group_to.get(peer, self._group), tag=tag)
 
 
 _abandoned: list[Any] = []

@@ -24,8 +24,8 @@ from mt_megatron.seams.transport import COLLECTIVE
 class Setting:
     """Inputs from which a transport of this rank is made."""
 
-    group: Any
-    """The pipeline's process group; of several the first."""
+    groups: list[Any]
+    """Process groups of the pipelines that this rank is part of."""
 
     device: torch.device
     name: str
@@ -68,7 +68,7 @@ def _anywhere(one: Place, other: Place) -> str | None:
 
 
 def _collective(setting: Setting) -> Transport:
-    return CollectiveTransport(setting.group, setting.device)
+    return CollectiveTransport(setting.groups, setting.device)
 
 
 def _out_of_reach(one: Place, other: Place) -> str | None:

@@ -367,6 +367,7 @@ def encoder_and_decoder() -> dict[str, Any]:
     import torch.distributed as dist
 
     import mt_megatron
+    from mt_megatron.comm import bootstrap
     from mt_megatron.errors import ConfigError
 
     mt_megatron.patch("cpu")
@@ -411,6 +412,14 @@ def encoder_and_decoder() -> dict[str, Any]:
                 exchange(recv_next=True, wait_on_reqs=False)
             except ConfigError as error:
                 found["refused"] = str(error)
+
+    def place(own: int) -> Any:
+        there = bootstrap.own_place(own)
+        return dataclasses.replace(there, boot="another") if own == 2 else there
+
+    with mock.patch("mt_megatron.comm.choice.own_place", place), sent_over("auto") as mixed:
+        found["transports"] = mixed.transport.name
+        found["on two hosts"] = both()
     return found
 
 

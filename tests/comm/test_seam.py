@@ -161,10 +161,11 @@ def test_four_stages_on_two_hosts() -> None:
 def test_an_encoder_with_two_decoders() -> None:
     ranks = run_ranks(3, f"{HERE}:encoder_and_decoder")
     for rank in ranks:
-        assert rank["found"] == rank["expected"]
+        assert rank["found"] == rank["on two hosts"] == rank["expected"]
     assert ranks[1]["found"][0][0] == ranks[2]["found"][0][0] is not None
     assert ranks[0]["found"][1][1] is not None
     assert "found overlap_p2p_comm on a rank of 2 pipelines" in ranks[0]["refused"]
+    assert [rank["transports"] for rank in ranks] == ["shm+collective", "shm", "collective"]
 
 
 def rows(pp: int) -> list[dict[str, Any]]:
