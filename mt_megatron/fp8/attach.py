@@ -17,7 +17,7 @@ from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import FEATURES, OUTPUT_LAYER, layer_reason
 from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.recipe import Recipe, recipe_of
-from mt_megatron.fp8.state import Fp8State, Options
+from mt_megatron.fp8.state import Fp8State, Options, states_of
 from mt_megatron.fp8.telemetry import Telemetry
 from mt_megatron.seams import widened
 
@@ -113,9 +113,9 @@ def attach(layer: Any) -> None:
                 f"rank; FP8 products need multiples of {FEATURES}. Change the model's sizes or the tensor "
                 "parallel size, or keep the layer in bf16."
             )
-    _give(config, found)
+    given = _give(config, found)
     if (projection := _projection(layer)) is not None:
-        keep(projection, list(dict.fromkeys(name for name, _, _ in found)))
+        keep(projection, given)
 
 
 def attach_output_layer(model: Any) -> None:
@@ -143,12 +143,14 @@ def attach_output_layer(model: Any) -> None:
             f"products need multiples of {FEATURES}. Change --make-vocab-size-divisible-by or the hidden "
             "size, or leave fp8_output_layer out."
         )
-    [linear] = _give(config, [(OUTPUT_LAYER, owner, weight)])
+    # The layers' state, whatever other models of the configuration there are.
+    state = next((each for each in states_of([model]) if OUTPUT_LAYER not in each.linears), None)
+    [linear] = _give(config, [(OUTPUT_LAYER, owner, weight)], state)
     # An embedding that is tied to it reads the values themselves.
     linear.gathers = not tied
     layers = getattr(model.decoder, "layers", None)
     if layers and (projection := _projection(layers[-1])) is not None:
-        keep(projection, [OUTPUT_LAYER])
+        keep(projection, [linear])
 
 
 def _projection(layer: Any) -> Any:
@@ -198,9 +200,10 @@ def _nothing() -> None:
     """Stand-in: what was stored is loaded as None."""
 
 
-def _give(config: Any, found: list[tuple[str, Any, Any]]) -> list[Fp8Linear]:
-    """Recipe objects for parameters: name, module and parameter of each."""
-    state = state_of(config, [name for name, _, _ in found])
+def _give(config: Any, found: list[tuple[str, Any, Any]], state: Fp8State | None = None) -> list[Fp8Linear]:
+    """Recipe objects for parameters: name, module and parameter of each. ``state``: theirs; None: that of
+    ``config``."""
+    state = state_of(config, [name for name, _, _ in found]) if state is None else state
     assert state is not None
     made = []
     of_module: dict[int, tuple[Any, list[Fp8Linear]]] = {}

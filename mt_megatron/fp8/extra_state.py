@@ -11,9 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_megatron.fp8.state import Fp8State
+
+if TYPE_CHECKING:
+    from mt_megatron.fp8.linear import Fp8Linear
 
 _log = logging.getLogger("mt_megatron")
 _MARK = "mt_megatron_fp8"
@@ -32,9 +35,27 @@ def without_extra_state() -> Iterator[None]:
         _off = before
 
 
-def keep(module: Any, names: list[str]) -> None:
-    """Let ``module``, a ``RowParallelLinear``, hold the state of the linears ``names``."""
+def keep(module: Any, linears: list[Fp8Linear]) -> None:
+    """Let ``module``, a ``RowParallelLinear``, hold the state of ``linears``, which are of one model."""
+    names = dict.fromkeys(linear.name for linear in linears)
     module.fp8_names = [*getattr(module, "fp8_names", ()), *names]
+    module.fp8_kept = _Kept(linears[0].state)
+
+
+class _Kept:
+    """An attribute of a module that holds the state of other modules' linears."""
+
+    def __init__(self, state: Fp8State) -> None:
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        # A stored module is loaded without us. A copied one has a configuration of its own, with the states
+        # of the copy alone.
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """Stand-in: what was stored or copied becomes None."""
 
 
 def extra_state(module: Any) -> dict[str, Any] | None:
@@ -79,6 +100,9 @@ def _state(module: Any) -> Fp8State | None:
         state: Fp8State = recipe.state
         return state
     # A projection that stays in bf16 and holds the output layer's.
+    kept: _Kept | None = getattr(module, "fp8_kept", None)
+    if kept is not None:
+        return kept.state
     states = getattr(module.config, "fp8_states", None) or ()
     return next((each for each in states if isinstance(each, Fp8State) and names[0] in each.linears), None)
 

@@ -67,7 +67,7 @@ class Options:
 
 
 class Fp8State:
-    """One per model configuration and process; made when the first FP8 linear is."""
+    """One per model and process; made when the first FP8 linear is."""
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         self.recipe = recipe
@@ -341,16 +341,15 @@ _made: list[bool] = []
 
 
 def states_of(chunks: Any) -> list[Fp8State]:
-    """The states of the models in ``chunks``, each once. Parts may have configurations of their own."""
+    """The states of the weights in ``chunks``, each once. A configuration may have those of other models."""
     found: list[Fp8State] = []
     if not _made:
         return found
     for chunk in chunks:
-        configurations = {id(each.config): each.config for each in chunk.modules() if hasattr(each, "config")}
-        for config in configurations.values():
-            for state in getattr(config, "fp8_states", None) or ():
-                if isinstance(state, Fp8State) and state not in found and state.alive:
-                    found.append(state)
+        for parameter in chunk.parameters():
+            state = getattr(getattr(parameter, "gemm_recipe", None), "state", None)
+            if isinstance(state, Fp8State) and state not in found:
+                found.append(state)
     return found
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import mt_megatron
 from mt_megatron.fp8.activation import Activation
+from mt_megatron.fp8.checkpoint import sharded_state
 from mt_megatron.fp8.quantise import quantise
 from mt_megatron.fp8.state import Fp8State, states_of
 from mt_megatron.models.families import family_of
@@ -57,14 +58,23 @@ def observed() -> dict[str, Any]:
 
         from mt_megatron.models.layer_spec import gpt_layer_spec
 
-        def built() -> Any:
+        def built(core: Any = core) -> Any:
             spec = gpt_layer_spec(config, core)
             return GPTModel(core, spec, 128, 32, position_embedding_type="rope")
 
         second = built()
-        states = states_of([second])
-        found["states"] = len(states)
+        states = [*run.states, *states_of([second])]
         found["linears of each"] = [len(state.linears) for state in states]
+        run.step()
+        found["steps of each"] = [state.step for state in states]
+        kept = sharded_state([model])
+        found["kept"] = all(torch.equal(kept[name].data, states[0].row(name)) for name in states[0].linears)
+        # The last projection stays in bf16, and holds the state of its own model's output layer.
+        mostly = dataclasses.replace(core, fp8_output_layer=True, first_last_layers_bf16=True)
+        pair = [built(mostly), built(mostly)]
+        pair[1].output_layer.weight.gemm_recipe.demoted = True
+        extra = [each.decoder.layers[-1].self_attention.linear_proj.get_extra_state() for each in pair]
+        found["demoted output layers"] = [each["rows"]["output_layer"][0].item() for each in extra]
         buffer = io.BytesIO()
         torch.save(linear.weight, buffer)
         buffer.seek(0)

@@ -25,7 +25,9 @@ def test_infinity_shows_under_delayed_scaling(found: dict[str, Any]) -> None:
 
 
 def test_a_second_model_of_one_configuration_has_a_state_of_its_own(found: dict[str, Any]) -> None:
-    assert found["states"] == 2 and found["linears of each"] == [16, 16]
+    assert found["linears of each"] == [16, 16]
+    assert found["steps of each"] == [1, 0] and found["kept"]
+    assert found["demoted output layers"] == [0.0, 1.0]
 
 
 def test_the_format_survives_a_copied_configuration(found: dict[str, Any]) -> None:
