@@ -90,7 +90,9 @@ class Fp8State:
 
         self.telemetry: Telemetry | None = None
         self.sampling = False
-        self.announce: Callable[[str], None] = _log.info
+        self.announce: Callable[[str], None] = _log.warning
+        """Called on the first rank of the stage alone."""
+
         self._slots: dict[tuple[str, Kind], int] = {}
         self._maxima: list[float] = []
         """The format's maximum of each slot."""
@@ -355,6 +357,20 @@ def states_of(chunks: Any) -> list[Fp8State]:
 
 def _nothing() -> None:
     """What a copied state becomes."""
+
+
+def is_first_of_stage() -> bool:
+    """True on one of the ranks that share this stage's layers."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return True
+    from megatron.core import parallel_state
+
+    return _data_rank() == 0 and (
+        not parallel_state.model_parallel_is_initialized()
+        or parallel_state.get_tensor_model_parallel_rank() == 0
+    )
 
 
 def _data_rank() -> int:

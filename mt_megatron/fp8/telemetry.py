@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mt_megatron.fp8.formats import decode
 from mt_megatron.fp8.quantise import Quantised, _sizes, rotated
+from mt_megatron.fp8.state import is_first_of_stage
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.recipe import Kind, Role
@@ -85,7 +86,8 @@ class Telemetry:
             if reason is not None and not state.is_demoted(name):
                 state.demote(name)
                 record["demoted"] = reason
-                state.announce(f"fp8: {name} falls back to bf16 after step {state.step}: {reason}")
+                if is_first_of_stage():
+                    state.announce(f"fp8: {name} falls back to bf16 after step {state.step}: {reason}")
             if self.write is not None:
                 self.write(record)
         self._measured.clear()

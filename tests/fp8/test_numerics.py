@@ -16,14 +16,16 @@ import torch
 from mt_megatron.cli.main import main
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
+from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.quantise import Quantised, quantise, rotated
 from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, PRESETS, ROLES, Cast
-from mt_megatron.fp8.state import Options
-from mt_megatron.fp8.telemetry import FIELDS, _reason, measures
+from mt_megatron.fp8.state import Fp8State, Options
+from mt_megatron.fp8.telemetry import FIELDS, Telemetry, _reason, measures
 from mt_megatron.planning.fp8_report import fp8_cost, fp8_report
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.validate.fp8 import fp8_layer_problems
 from mt_megatron.training.logging.fp8_picture import picture
+from mt_megatron.training.logging.fp8_records import Fp8Records
 from tests.fp8.cases import MIXTURE, MODEL
 from tests.launch import run_ranks
 
@@ -131,6 +133,31 @@ def test_a_layer_that_passes_a_threshold_falls_back_on_all_ranks(tmp_path: Path)
         losses = {name: rank[name]["losses"] for name in layouts}
         assert losses["demoted"][:2] == losses["not"][:2], "decided after the second step"
         assert losses["demoted"][3:] != losses["not"][3:]
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1])
+def test_a_demotion_is_said_in_scripts_and_by_every_stage(
+    stage: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``stage`` None: no trainer. In a run of the trainer the display is that of the first stage."""
+    monkeypatch.setattr(Fp8State, "reduce_max", lambda *unused: None)
+    state = Fp8State(PRESETS["tensorwise"], Options(telemetry_interval=1, demote_snr=20.0))
+    module = torch.nn.Linear(16, 16)
+    linear = Fp8Linear(state, "layers.0.mlp.linear_fc1", module.weight)
+    state.add(linear)
+    module.weight.gemm_recipe = linear  # type: ignore[assignment]
+    telemetry = state.telemetry = Telemetry()
+    shown: list[str] = []
+    if stage is not None:
+        job: Any = SimpleNamespace(is_main=stage == 0, at=SimpleNamespace(pp=stage, tp=0, dp=0, cp=0))
+        config = load_config([*SMALL, "--fp8-recipe", "tensorwise"])
+        Fp8Records(config, job, [module], shown.append if stage == 0 else lambda line: None)
+    telemetry._measured[linear.name, "input", "fprop"] = torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0])
+    telemetry.complete(state)
+    assert linear.demoted
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    said = shown if stage == 0 else warned
+    assert "fp8: layers.0.mlp.linear_fc1 falls back to bf16" in said[-1]
 
 
 def test_a_run_keeps_telemetry_and_its_demotions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

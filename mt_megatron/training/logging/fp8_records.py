@@ -43,7 +43,8 @@ class Fp8Records:
                 "linears (mt-megatron fp8 report)"
             )
         for state in states:
-            state.announce = say
+            if job.is_main:
+                state.announce = say  # which other stages have none of
             state.options = _seeded(state, config.train.seed)
             if state.telemetry is not None and self._path is not None:
                 state.telemetry.write = self._write
