@@ -47,7 +47,7 @@ def recipe_of_config(config: Any) -> Recipe | None:
 def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
     """The state that the FP8 linears of one model of ``config`` share, made when it is asked for first; None
     where the configuration names no recipe. A second model of the same configuration, which has linears of
-    the same ``names``, gets a state of its own.
+    the same ``names``, gets a state of its own, as do linears that are built when others have histories.
 
     Raises ConfigError for a recipe that this device cannot train with.
     """
@@ -56,7 +56,8 @@ def state_of(config: Any, names: Collection[str] = ()) -> Fp8State | None:
         return None
     states = [each for each in getattr(config, "fp8_states", ()) if isinstance(each, Fp8State) and each.alive]
     for state in states:
-        if state.recipe == recipe and not any(name in state.linears for name in names):
+        shares = state.recipe == recipe and state.takes_more
+        if shares and not any(name in state.linears for name in names):
             return state
     device = current_backend()
     kernels = chosen(

@@ -137,6 +137,11 @@ class Fp8State:
         """True while a weight of the model exists, or none was added yet."""
         return not self.linears or any(linear.alive for linear in self.every())
 
+    @property
+    def takes_more(self) -> bool:
+        """False once there are histories: linears that are built later belong to a state of their own."""
+        return self._history is None
+
     def add(self, linear: Fp8Linear) -> None:
         """Register a linear and, under delayed scaling, its slots."""
         same = self.linears.setdefault(linear.name, [])
@@ -159,6 +164,10 @@ class Fp8State:
             self._history = torch.zeros(count, self.recipe.history, device=device)
             self._scale = torch.ones(count, device=device)
             self._seen = torch.zeros(count, device=device)
+        elif self._history.device != device:
+            # Weights that were loaded, or looked at, on the host before they were moved.
+            self._history, self._scale = self._history.to(device), self._scale.to(device)
+            self._seen = self._seen.to(device)
         return self._history, self._scale, self._seen
 
     def delayed_scale(self, name: str, kind: Kind, amax: Tensor) -> Tensor:
@@ -201,7 +210,8 @@ class Fp8State:
             scale.copy_(torch.where(chosen, new, scale))
 
     def _device(self) -> torch.device:
-        return next(iter(self.linears.values()))[0].parameter.device
+        # Layers may have been taken out of a model since.
+        return next(linear.parameter.device for linear in self.every() if linear.alive)
 
     def every(self) -> Iterator[Fp8Linear]:
         """All linears."""

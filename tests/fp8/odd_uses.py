@@ -55,6 +55,8 @@ def observed() -> dict[str, Any]:
         again = dataclasses.replace(formats)
         found["format"] = [formats.fp8_recipe_format, again.fp8_recipe_format]
         from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.transformer_layer import TransformerLayer
 
         from mt_megatron.models.layer_spec import gpt_layer_spec
 
@@ -75,6 +77,15 @@ def observed() -> dict[str, Any]:
         pair[1].output_layer.weight.gemm_recipe.demoted = True
         extra = [each.decoder.layers[-1].self_attention.linear_proj.get_extra_state() for each in pair]
         found["demoted output layers"] = [each["rows"]["output_layer"][0].item() for each in extra]
+        one_by_one = dataclasses.replace(core)
+        layers = []
+        for number in (1, 2):
+            layer = TransformerLayer(one_by_one, get_gpt_layer_local_spec().submodules, layer_number=number)
+            layers.append(layer.bfloat16())
+            layer.mlp.linear_fc1(torch.randn(16, 1, 64, dtype=torch.bfloat16))
+        found["states of layers"] = [
+            len(states_of([each])) for each in (*layers, torch.nn.ModuleList(layers))
+        ]
         buffer = io.BytesIO()
         torch.save(linear.weight, buffer)
         buffer.seek(0)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.recipe import PRESETS
+from mt_megatron.fp8.state import Fp8State, Options
 from tests.launch import run_ranks
 
 
@@ -28,6 +31,24 @@ def test_a_second_model_of_one_configuration_has_a_state_of_its_own(found: dict[
     assert found["linears of each"] == [16, 16]
     assert found["steps of each"] == [1, 0] and found["kept"]
     assert found["demoted output layers"] == [0.0, 1.0]
+
+
+def test_layers_may_be_built_when_others_have_computed(found: dict[str, Any]) -> None:
+    assert found["states of layers"] == [1, 1, 2]
+
+
+def test_layers_may_be_taken_out_or_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fp8State, "reduce_max", lambda *unused: None)
+    state = Fp8State(PRESETS["delayed"], Options())
+    modules = {name: torch.nn.Linear(16, 16) for name in "ab"}
+    for name, module in modules.items():
+        state.add(Fp8Linear(state, name, module.weight))
+    state.row("b")  # of weights on the host
+    del modules["a"], module
+    with state.stepping(forward_only=False):
+        assert state.delayed_scale("b", "input", torch.tensor(2.0)) == 224
+    assert state.step == 1 and state.row("b")[4] == 2
+    assert state.delayed_scale("b", "input", torch.ones((), device="meta")).device.type == "meta"
 
 
 def test_the_format_survives_a_copied_configuration(found: dict[str, Any]) -> None:
