@@ -394,6 +394,11 @@ def recipe_of(
             f"{words} with fp8_recipe {name}, which scales by the tensor itself; expected fp8_recipe delayed "
             f"with it. Leave {words} out or set --fp8-recipe delayed."
         )
+    if algorithm not in (None, "max", "most_recent"):
+        raise ConfigError(
+            f"fp8_amax_compute_algo is {algorithm!r}; expected max or most_recent. Set "
+            "--fp8-amax-compute-algo."
+        )
     recipe = dataclasses.replace(recipe, **given)
     if not wgrad:
         recipe = dataclasses.replace(recipe, wgrad=Product(a=BF16, b=BF16))

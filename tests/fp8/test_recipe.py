@@ -50,6 +50,7 @@ def test_what_hardware_refuses_is_refused(change: dict[str, object], says: str) 
         ({"name": "blockwise", "history": 16}, "fp8_amax_history_len with fp8_recipe blockwise"),
         ({"name": "blockwise", "format": "hybrid"}, "whose gradients are e4m3 1x128"),
         ({"name": "tensorwise", "format": "e3m4"}, "expected e4m3 or hybrid"),
+        ({"name": "delayed", "algorithm": "mostrecent"}, "expected max or most_recent"),
     ],
 )
 def test_changes_without_a_place_are_refused(given: dict[str, object], says: str) -> None:
