@@ -26,7 +26,7 @@ _TAGS = 1 << 28
 _NUMBERS = 1 << 16
 """Messages of an edge between two that share a tag."""
 
-_MOST_DIMS = 7
+_MOST_DIMS = 8
 
 
 class CollectiveTransport:
@@ -84,7 +84,7 @@ class CollectiveTransport:
         while self._sendings and self._sendings[0].test():
             self._sendings.popleft()
         # A tensor of its own: ``deallocate_output_tensor`` exchanges the storage of the one given.
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         parts = [_shape_message(tensor, self._device), tensor] if with_shape else [tensor]
         sending = _Sending([(self._start(dist.isend, edge, part), part) for part in parts])
         self._sendings.append(sending)

@@ -368,6 +368,7 @@ def encoder_and_decoder() -> dict[str, Any]:
 
     import mt_megatron
     from mt_megatron.comm import bootstrap
+    from mt_megatron.comm.transport import FORWARD, Edge
     from mt_megatron.errors import ConfigError
 
     mt_megatron.patch("cpu")
@@ -420,6 +421,16 @@ def encoder_and_decoder() -> dict[str, Any]:
     with mock.patch("mt_megatron.comm.choice.own_place", place), sent_over("auto") as mixed:
         found["transports"] = mixed.transport.name
         found["on two hosts"] = both()
+        # Any dtype and shape over collectives too.
+        edge, channels = Edge(0, 2, FORWARD), mixed.transport
+        whole = torch.arange(6.0).view(2, 3)
+        for odd in ((whole * (1 + 2j)).conj(), whole.view(1, 1, 1, 1, 1, 1, 2, 3)):
+            if is_encoder:
+                channels.post_send(edge, odd, with_shape=True)
+            elif dist.get_rank() == 2:
+                got = channels.post_recv(edge, None, odd.dtype).wait()
+                found.setdefault("odd", []).append(bool(torch.equal(got, odd)))
+        channels.finish()
     return found
 
 

@@ -165,6 +165,7 @@ def test_an_encoder_with_two_decoders() -> None:
     assert ranks[1]["found"][0][0] == ranks[2]["found"][0][0] is not None
     assert ranks[0]["found"][1][1] is not None
     assert "found overlap_p2p_comm on a rank of 2 pipelines" in ranks[0]["refused"]
+    assert ranks[2]["odd"] == [True, True]
     assert [rank["transports"] for rank in ranks] == ["shm+collective", "shm", "collective"]
 
 
