@@ -255,6 +255,8 @@ class Fp8State:
         self.in_step, self.trains = True, not forward_only
         interval = self.options.telemetry_interval
         self.sampling = self.trains and interval > 0 and (self.step + 1) % interval == 0
+        if self.trains:
+            self._forget()
         for linear in self.every():
             linear.begin_step()
         try:
@@ -265,6 +267,13 @@ class Fp8State:
             self.in_step = self.trains = self.sampling = False
             for linear in self.every():
                 linear.end_step()
+
+    def _forget(self) -> None:
+        """Drop what a step has left that ended with an error."""
+        if self._seen is not None:
+            self._seen.zero_()
+        if self.telemetry is not None:
+            self.telemetry.forget()
 
     def _complete_step(self) -> None:
         self.step += 1

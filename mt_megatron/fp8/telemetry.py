@@ -52,6 +52,10 @@ class Telemetry:
         if key not in self._measured and x.numel():
             self._measured[key] = measures(x, quantised)
 
+    def forget(self) -> None:
+        """Drop what was measured since the last ``complete``."""
+        self._measured.clear()
+
     def complete(self, state: Fp8State) -> None:
         """Reduce to the worst rank's values, write records, and demote what passes the thresholds."""
         keys = sorted(self._all_keys(state))
@@ -90,7 +94,7 @@ class Telemetry:
                     state.announce(f"fp8: {name} falls back to bf16 after step {state.step}: {reason}")
             if self.write is not None:
                 self.write(record)
-        self._measured.clear()
+        self.forget()
 
     def _all_keys(self, state: Fp8State) -> set[tuple[str, str, str]]:
         # The same on every rank of the reduction, whichever experts it has rows for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from mt_megatron.fp8.linear import Fp8Linear
 from mt_megatron.fp8.recipe import PRESETS
 from mt_megatron.fp8.state import Fp8State, Options
+from mt_megatron.fp8.telemetry import Telemetry
 from tests.launch import run_ranks
 
 
@@ -49,6 +51,25 @@ def test_layers_may_be_taken_out_or_moved(monkeypatch: pytest.MonkeyPatch) -> No
         assert state.delayed_scale("b", "input", torch.tensor(2.0)) == 224
     assert state.step == 1 and state.row("b")[4] == 2
     assert state.delayed_scale("b", "input", torch.ones((), device="meta")).device.type == "meta"
+
+
+def test_a_step_that_failed_leaves_no_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may catch its error and go on."""
+    monkeypatch.setattr(Fp8State, "reduce_max", lambda *unused: None)
+    state = Fp8State(PRESETS["delayed"], Options(telemetry_interval=1))
+    module = torch.nn.Linear(16, 16)
+    linear = Fp8Linear(state, "a", module.weight)
+    state.add(linear)
+    telemetry = state.telemetry = Telemetry()
+    records: list[dict[str, Any]] = []
+    telemetry.write = records.append
+    with pytest.raises(MemoryError), state.stepping(forward_only=False):
+        linear.cast("fprop", "input", torch.full((4, 16), 1000.0), 1)
+        raise MemoryError
+    with state.stepping(forward_only=False):
+        linear.cast("fprop", "input", torch.ones(4, 16), 1)
+    assert state.row("a")[4] == 1.0
+    assert [record["scale"] for record in records] == [pytest.approx(math.log2(448), abs=1e-4)]
 
 
 def test_the_format_survives_a_copied_configuration(found: dict[str, Any]) -> None:
