@@ -145,7 +145,8 @@ def test_a_demotion_is_said_in_scripts_and_by_every_stage(
     module = torch.nn.Linear(16, 16)
     linear = Fp8Linear(state, "layers.0.mlp.linear_fc1", module.weight)
     state.add(linear)
-    module.weight.gemm_recipe = linear  # type: ignore[assignment]
+    weight: Any = module.weight
+    weight.gemm_recipe = linear
     telemetry = state.telemetry = Telemetry()
     shown: list[str] = []
     if stage is not None:
