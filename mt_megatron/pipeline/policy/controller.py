@@ -151,6 +151,8 @@ class Controller:
         self.cap = None if cap is None else tuple(cap)
         self.splits = splits
         self._cap_is_given = cap_is_given
+        self._cap_is_measured = False
+        """The device has said how much memory there is: ``cap`` is in bytes."""
         self._activation = [1.0] * placement.stages
         stages = range(placement.stages)
         self._forward = [Smoothed(_COMPUTE_FLOOR) for _ in stages]
@@ -215,8 +217,9 @@ class Controller:
         """Take the cap from the device: bytes instead of numbers of activations."""
         memory, activation, capacity = measured.memory, measured.activation, measured.capacity
         assert memory is not None and activation is not None and capacity is not None
-        if self.cap is None or self._activation == [1.0] * self.placement.stages:
+        if not self._cap_is_measured:
             self._activation = list(activation)
+        self._cap_is_measured = True
         self._activation = [max(each) for each in zip(self._activation, activation, strict=True)]
         self.cap = tuple(MEMORY_SHARE * each for each in capacity)
         self._static = [0.0] * self.placement.ranks
@@ -264,8 +267,10 @@ class Controller:
         """Take over what ``other`` measured: of the same placement, with another number of micro-batches."""
         for name in ("_forward", "_backward", "_input", "_weight", "_delay", "_wire", "_ratios"):
             setattr(self, name, copy.deepcopy(getattr(other, name)))
-        if not self._cap_is_given:
+        # A cap in activations belongs to the number of micro-batches that it was counted for.
+        if not self._cap_is_given and other._cap_is_measured:
             self.cap, self._activation, self._static = other.cap, other._activation, other._static
+            self._cap_is_measured = True
 
     # -- what goes out
 

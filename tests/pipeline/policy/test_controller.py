@@ -249,6 +249,23 @@ def test_another_number_of_micro_batches_keeps_what_was_measured() -> None:
     assert decision.slow_edge is not None and set(decision.slow_edge[0]) == {1, 2}
 
 
+def test_a_ramp_of_the_batch_size_leaves_each_number_of_micro_batches_its_cap() -> None:
+    """As long as no device has said how much memory there is; what one has said holds for all numbers."""
+    few, many = (controller(Placement(4), count, None) for count in (1, 16))
+    own = many.cap
+    seen = Measured(step=0, seconds=12.0, forward=[1.0] * 4, backward=[2.0] * 4)
+    few.observe(seen)
+    many.learn_from(few)
+    assert many.cap == own and many.current.fits(many.situation().costs, many.cap)
+    decision = many.propose()
+    assert decision is not None and decision.seconds <= decision.seconds_before
+    memory: dict[str, Any] = {"memory": [4e9] * 4, "activation": [1e8] * 4, "capacity": [8e10] * 4}
+    few.observe(replace(seen, step=1, **memory))
+    more = controller(Placement(4), 32, None)
+    more.learn_from(few)
+    assert more.cap == few.cap == (MEMORY_SHARE * 8e10,) * 4
+
+
 def test_smoothing_follows_a_step_at_once_and_noise_slowly() -> None:
     smoothed, rng = Smoothed(0.02), random.Random(2)
     for _ in range(20):
