@@ -13,7 +13,6 @@ waits for one that went on."""
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ from ..lowering import lowered
 from ..simulate.costs import Costs
 from .candidates import Candidate, default_of
 from .controller import AGREED, Controller, Outcome
-from .decision_log import FILE, DecisionLog
+from .decision_log import FILE, DecisionLog, to_standard_error
 from .exchange import Vector, watched
 
 EXTRA = 2
@@ -81,7 +80,7 @@ class Automatic:
         self._cap = cap
         self._first = self._step = 0
         self._log: DecisionLog | None = None
-        self._say: Callable[[str], None] = _to_standard_error
+        self._say: Callable[[str], None] = to_standard_error
         self._given_up = False
         self._adapts = True
         """False once ranks have found that they reckon differently."""
@@ -97,7 +96,7 @@ class Automatic:
         nowhere) and ``say`` takes lines for the user. Without it steps count from 0 and lines go to standard
         error."""
         self._first, self._say = step, say
-        self._log = _log(folder)
+        self._log = _log(folder, say)
 
     @property
     def decision_seconds(self) -> float:
@@ -109,7 +108,7 @@ class Automatic:
         """Where decisions go."""
         if self._log is None:
             folder = os.environ.get(LOG_FOLDER)
-            self._log = _log(Path(folder) if folder else None)
+            self._log = _log(Path(folder) if folder else None, self._say)
         return self._log
 
     @property
@@ -314,9 +313,9 @@ def _told(names: Sequence[str], others: Mapping[str, Sequence[int]]) -> str:
     return f"{what} (rank{'s' * (len(ranks) > 1)} {shown}{more})" if ranks else what
 
 
-def _log(folder: Path | None) -> DecisionLog:
+def _log(folder: Path | None, say: Callable[[str], None]) -> DecisionLog:
     """Rank 0's log in ``folder``; one that writes nothing elsewhere, and for None."""
-    return DecisionLog(None if folder is None or dist.get_rank() != 0 else folder / FILE)
+    return DecisionLog(None if folder is None or dist.get_rank() != 0 else folder / FILE, say)
 
 
 class _Pipeline:
@@ -389,7 +388,3 @@ def _place() -> tuple[int, int, bool]:
         parallel_state.get_data_parallel_rank(),
         first,
     )
-
-
-def _to_standard_error(text: str) -> None:
-    print(f"mt-megatron: {text}", file=sys.stderr, flush=True)

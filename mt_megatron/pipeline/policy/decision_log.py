@@ -7,9 +7,11 @@ ones out."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,18 @@ FILE = "pipeline-policy.jsonl"
 """Name of the log in the run's folder."""
 
 
-class DecisionLog:
-    """Writer of one process's records; with no path it writes nothing."""
+def to_standard_error(text: str) -> None:
+    """Prints a line for the user of a script."""
+    print(f"mt-megatron: {text}", file=sys.stderr, flush=True)
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+
+class DecisionLog:
+    """Writer of one process's records; with no path it writes nothing. A record that cannot be written is
+    lost, which ``say`` is told of once; the run goes on."""
+
+    def __init__(self, path: Path | None, say: Callable[[str], None] = to_standard_error) -> None:
+        self._path, self._say = path, say
+        self._lost = False
 
     def start(self, step: int, control: Controller, *, pipelines: int) -> None:
         """A controller begins with ``step``."""
@@ -118,13 +125,29 @@ class DecisionLog:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._path is None:
             return
-        # One write of a whole line: a process that is killed leaves no half of a record before others.
-        line = (json.dumps(record) + "\n").encode()
-        number = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(number, line)
-        finally:
-            os.close(number)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self._path, (json.dumps(record) + "\n").encode())
+        except OSError as error:
+            if not self._lost:
+                self._say(
+                    f"WARNING: decisions of pipeline schedule auto: {self._path}: {error.strerror}; training "
+                    "goes on"
+                )
+            self._lost = True
+
+
+def _append(path: Path, line: bytes) -> None:
+    """One write of a whole line: a process that is killed leaves no half of a record before others, and a
+    disk that is full none either. Raises OSError."""
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(number).st_size
+        if (written := os.write(number, line)) < len(line):
+            os.ftruncate(number, size)
+            raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes of a record were written")
+    finally:
+        os.close(number)
 
 
 def find(run: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from mt_megatron.cli.main import main
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
-from mt_megatron.pipeline.policy.decision_log import FILE, records
+from mt_megatron.pipeline.policy.decision_log import FILE, DecisionLog, records
 from mt_megatron.training.validate import validate
 from tests.launch import run_ranks
 from tests.training.loop_cases import MODEL, TRAINING
@@ -107,6 +109,32 @@ def test_repeated_steps_replace_older_records(tmp_path: Path) -> None:
     log.write_text("loss 3.0\n" + log.read_text())
     with pytest.raises(ConfigError, match=f"{FILE}:1: found no record of a decision"):
         records(log)
+
+
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
+    """Said once; a log that was written before can still be read."""
+    said: list[str] = []
+    full = tmp_path / "full" / FILE
+    log = DecisionLog(full, said.append)
+    full.parent.mkdir(exist_ok=True)
+    full.symlink_to("/dev/full")
+    log.note(3, "lost")
+    log.note(4, "lost too")
+    DecisionLog(Path("/dev/null") / "folder" / FILE, said.append).note(3, "nowhere")
+    assert len(said) == 2 and f"{full}: No space left on device; training goes on" in said[0]
+    cut = tmp_path / FILE
+    log = DecisionLog(cut, said.append)
+    log.note(1, "whole")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (cut.stat().st_size + 9, limit[1]))
+    try:
+        log.note(2, "cut off")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    log.note(3, "written again")
+    assert len(said) == 3 and [each["step"] for each in records(cut)] == [1, 3]
 
 
 def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
