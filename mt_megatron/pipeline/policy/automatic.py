@@ -96,7 +96,7 @@ class Automatic:
         nowhere) and ``say`` takes lines for the user. Without it steps count from 0 and lines go to standard
         error."""
         self._first, self._say = step, say
-        self._log = _log(folder, say)
+        self._log = _log(folder, say, counts_run=True)
 
     @property
     def decision_seconds(self) -> float:
@@ -108,7 +108,7 @@ class Automatic:
         """Where decisions go."""
         if self._log is None:
             folder = os.environ.get(LOG_FOLDER)
-            self._log = _log(Path(folder) if folder else None, self._say)
+            self._log = _log(Path(folder) if folder else None, self._say, counts_run=False)
         return self._log
 
     @property
@@ -313,9 +313,10 @@ def _told(names: Sequence[str], others: Mapping[str, Sequence[int]]) -> str:
     return f"{what} (rank{'s' * (len(ranks) > 1)} {shown}{more})" if ranks else what
 
 
-def _log(folder: Path | None, say: Callable[[str], None]) -> DecisionLog:
+def _log(folder: Path | None, say: Callable[[str], None], *, counts_run: bool) -> DecisionLog:
     """Rank 0's log in ``folder``; one that writes nothing elsewhere, and for None."""
-    return DecisionLog(None if folder is None or dist.get_rank() != 0 else folder / FILE, say)
+    path = None if folder is None or dist.get_rank() != 0 else folder / FILE
+    return DecisionLog(path, say, counts_run=counts_run)
 
 
 class _Pipeline:

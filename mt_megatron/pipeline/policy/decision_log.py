@@ -1,9 +1,10 @@
 """Decisions of a run as JSON lines, and what reads them.
 
-One record a line: ``start`` (placement, caps, the step a process begins with), ``decision`` (inputs,
-predictions, reason, whether it switched) and ``outcome`` (what a switch brought). A process that resumes
-appends: records of steps that it repeats follow those of the first time, and ``records`` leaves the older
-ones out."""
+One record a line: ``start`` (placement, caps, the step with which a process, or a number of micro-batches,
+begins), ``decision`` (inputs, predictions, reason, whether it switched) and ``outcome`` (what a switch
+brought). A process that resumes appends: records of steps that it repeats follow those of the first time, and
+``records`` leaves the older ones out. A script's steps count from the start of each process, so that which
+ones it repeats is not known: all its records stay."""
 
 from __future__ import annotations
 
@@ -33,17 +34,28 @@ class DecisionLog:
     """Writer of one process's records; with no path it writes nothing. A record that cannot be written is
     lost, which ``say`` is told of once; the run goes on."""
 
-    def __init__(self, path: Path | None, say: Callable[[str], None] = to_standard_error) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        say: Callable[[str], None] = to_standard_error,
+        *,
+        counts_run: bool = True,
+    ) -> None:
+        """``counts_run``: steps are those of the run, whichever process makes them."""
         self._path, self._say = path, say
         self._lost = False
+        self._repeats = counts_run
+        """The next ``start`` is the first of a process that may repeat steps of an earlier one."""
 
     def start(self, step: int, control: Controller, *, pipelines: int) -> None:
         """A controller begins with ``step``."""
         placement = control.placement
+        repeats, self._repeats = self._repeats, False
         self._write(
             {
                 "record": "start",
                 "step": step,
+                "repeats": repeats,
                 "ranks": placement.ranks,
                 "chunks": placement.chunks,
                 "style": placement.style.value,
@@ -164,8 +176,9 @@ def find(run: Path) -> Path:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Records of a log in the order of their steps; of steps that a resumed process repeated, the later
-    ones. A last line that is cut short is left out. Raises ConfigError for a file that is no log."""
+    """Records of a log in the order of their steps, those of scripts by process; of steps that a resumed
+    process repeated, the later ones. A last line that is cut short is left out. Raises ConfigError for a file
+    that is no log."""
     found: list[dict[str, Any]] = []
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -181,7 +194,7 @@ def records(path: Path) -> list[dict[str, Any]]:
                 f"{path}:{number}: found no record of a decision; expected the log of a run with "
                 "--pipeline-schedule auto"
             ) from None
-        if kind == "start":
+        if kind == "start" and record.get("repeats", True):
             found = [each for each in found if each["step"] < step]
         found.append(record)
     return found

@@ -13,6 +13,8 @@ import pytest
 from mt_megatron.cli.main import main
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.actions import Placement
+from mt_megatron.pipeline.policy.automatic import controller
 from mt_megatron.pipeline.policy.decision_log import FILE, DecisionLog, records
 from mt_megatron.training.validate import validate
 from tests.launch import run_ranks
@@ -109,6 +111,23 @@ def test_repeated_steps_replace_older_records(tmp_path: Path) -> None:
     log.write_text("loss 3.0\n" + log.read_text())
     with pytest.raises(ConfigError, match=f"{FILE}:1: found no record of a decision"):
         records(log)
+
+
+def test_only_repeated_steps_lose_their_records(tmp_path: Path) -> None:
+    """Not what was known at the step at which a ramp goes on to another number of micro-batches, and nothing
+    of a script that was resumed and counts from 0 again."""
+    control, log = controller(Placement(2), 4, None), tmp_path / FILE
+    for counts_run, kept in ((True, [0, 0, 0, 10]), (False, [0, 12, 0, 0, 0, 10])):
+        log.unlink(missing_ok=True)
+        first = DecisionLog(log, counts_run=counts_run)
+        first.start(0, control, pipelines=1)
+        first.note(12, "the end of the first process")
+        second = DecisionLog(log, counts_run=counts_run)
+        second.start(0, control, pipelines=1)
+        second.note(0, "known when other micro-batches begin")
+        second.start(0, controller(Placement(2), 8, None), pipelines=1)
+        second.note(10, "the end")
+        assert [each["step"] for each in records(log)] == kept
 
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
