@@ -274,6 +274,11 @@ class Controller:
 
     # -- what goes out
 
+    @property
+    def cap_is_in_bytes(self) -> bool:
+        """True where ``cap`` is the device's memory; otherwise it counts activations."""
+        return self._cap_is_measured
+
     def situation(self) -> Situation:
         """Inputs of a decision now; of ones where nothing has been measured."""
         return Situation(

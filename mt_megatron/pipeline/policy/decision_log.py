@@ -62,6 +62,7 @@ class DecisionLog:
                 "microbatches": control.microbatches,
                 "pipelines": pipelines,
                 "cap": control.cap,
+                "cap_in_bytes": control.cap_is_in_bytes,
                 "schedule": control.current.label,
             }
         )

@@ -19,13 +19,16 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _start(record: Record) -> Iterator[str]:
-    cap = record["cap"]
+    cap, limit = record["cap"], ""
+    if cap is not None and record.get("cap_in_bytes"):
+        limit = f"; a rank fills at most {min(cap) / 2**30:.4g} GiB"
+    elif cap is not None:
+        limit = f"; a rank keeps at most {min(cap):g} activations of a chunk"
     chunks = record["chunks"]
     yield (
         f"step {record['step'] + 1}: begins with {record['schedule']}: {record['ranks']} ranks of {chunks} "
         f"chunk{'s' * (chunks > 1)}, {record['microbatches']} micro-batches, {record['pipelines']} "
-        f"pipeline{'s' * (record['pipelines'] > 1)}"
-        + ("" if cap is None else f"; a rank keeps at most {min(cap):g} activations of a chunk")
+        f"pipeline{'s' * (record['pipelines'] > 1)}{limit}"
     )
 
 

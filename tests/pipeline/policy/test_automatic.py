@@ -16,6 +16,8 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.pipeline.actions import Placement
 from mt_megatron.pipeline.policy.automatic import controller
 from mt_megatron.pipeline.policy.decision_log import FILE, DecisionLog, records
+from mt_megatron.pipeline.policy.explain import lines
+from mt_megatron.pipeline.policy.situation import Measured
 from mt_megatron.training.validate import validate
 from tests.launch import run_ranks
 from tests.training.loop_cases import MODEL, TRAINING
@@ -128,6 +130,17 @@ def test_only_repeated_steps_lose_their_records(tmp_path: Path) -> None:
         second.start(0, controller(Placement(2), 8, None), pipelines=1)
         second.note(10, "the end")
         assert [each["step"] for each in records(log)] == kept
+
+
+def test_the_cap_of_a_device_is_told_in_bytes(tmp_path: Path) -> None:
+    control = controller(Placement(2), 4, None)
+    log = DecisionLog(tmp_path / FILE)
+    log.start(0, control, pipelines=1)
+    memory: dict[str, Any] = {"memory": [4e9] * 2, "activation": [1e8] * 2, "capacity": [2.0**36] * 2}
+    control.observe(Measured(step=0, seconds=6.0, forward=[1.0] * 2, backward=[2.0] * 2, **memory))
+    log.start(3, control, pipelines=1)
+    counted, measured, _ = lines(records(tmp_path / FILE))
+    assert "keeps at most 4 activations of a chunk" in counted and "fills at most 60.8 GiB" in measured
 
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
