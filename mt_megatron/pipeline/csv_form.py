@@ -71,6 +71,7 @@ def from_csv(text: str, name: str, *, where: str = "schedule") -> Schedule:
         raise ConfigError(f"{where}, line {reader.line_num}: {error}; expected cells with commas") from None
     if not cells:
         raise ConfigError(f"{where}: found no action; expected one row of actions per rank")
+    _check_numbers(cells, where)
     _check_split(cells, where)
     return Schedule(
         name,
@@ -100,6 +101,20 @@ def _action(cell: str, where: str) -> tuple[Action, str]:
     if reduced is not None:
         return Action(Kind.REDUCE, int(reduced), -1), "REDUCE_GRAD"
     return Action(Kind.B if kind == "I" else Kind(kind), int(stage), int(microbatch)), kind
+
+
+def _check_numbers(cells: dict[Action, tuple[int, int, str]], where: str) -> None:
+    """Raise for a number that no schedule of so few actions has: tables of all stages and micro-batches are
+    made of the largest ones."""
+    for action, (line, column, kind) in cells.items():
+        for what, number in (("stages", action.stage), ("micro-batches", action.microbatch)):
+            if number >= len(cells):
+                shown = "" if action.microbatch < 0 else str(action.microbatch)
+                raise ConfigError(
+                    f"{where}, line {line}, column {column}: found {action.stage}{kind}{shown} among "
+                    f"{len(cells)} actions; expected an action of each stage and micro-batch, {what} that "
+                    "count from 0"
+                )
 
 
 def _check_split(cells: dict[Action, tuple[int, int, str]], where: str) -> None:

@@ -70,6 +70,8 @@ def test_forward_only_is_seen() -> None:
         (",,\n", "found no action"),
         ('0F0,"0B0\n', "line 1: unexpected end of data"),
         ("0UNSHARD\n", "found '0UNSHARD'"),
+        ("0F0,0B0,0F1000000000000\n1F0,1B0\n", "line 1, column 3: found 0F1000000000000 among 5 actions"),
+        ("0F0,0B0\n1F0,1B0,1000000000001REDUCE_GRAD\n", "line 2, column 3: found 1000000000001REDUCE_GRAD"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
