@@ -10,7 +10,7 @@ from typing import Any
 from mt_megatron.pipeline.compare import Row, compare, row
 from mt_megatron.pipeline.draw import seconds
 
-from .setting import add_options, setting_of
+from .setting import add_options, require_used, setting_of
 
 _COLUMNS = (
     "schedule",
@@ -65,6 +65,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code."""
     setting = setting_of(args)
+    ranks = setting.placement.ranks
+    # Of several chunks the last rank's sends to the first.
+    edges = {(rank, (rank + 1) % ranks) for rank in range(ranks)} - {(0, 0)}
+    require_used(args.slow_link, edges, "any of the schedules")
     added = [setting.schedule(text) for text in args.add]
     rows = compare(
         setting.samples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,21 @@ def _linked(costs: Costs, ranks: int, args: argparse.Namespace) -> Costs:
         for edge in ((one, other), (other, one)):
             links[edge] = _link(costs.link_of(edge), values.get("latency_ms"), values.get("gbit"))
     return replace(costs, links=links)
+
+
+def require_used(slow_links: Sequence[str], edges: Collection[Edge], what: str) -> None:
+    """Raise ConfigError for a ``--slow-link`` that carries nothing: over none of ``edges``, those of
+    ``what``."""
+    for text in slow_links:
+        match = _LINK.fullmatch(text)
+        assert match is not None  # ``setting_of`` has read it.
+        one, other = int(match[1]), int(match[2])
+        if (one, other) not in edges and (other, one) not in edges:
+            pairs = sorted({(min(edge), max(edge)) for edge in edges})
+            raise ConfigError(
+                f"--slow-link is {text!r}; expected two ranks that send each other something under {what}: "
+                + (", ".join(f"{low}-{high}" for low, high in pairs) or "there are none")
+            )
 
 
 def _link(before: Link, latency_ms: float | None, gbit: float | None) -> Link:

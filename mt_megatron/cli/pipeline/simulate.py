@@ -15,7 +15,7 @@ from mt_megatron.pipeline.simulate.program import Program
 from mt_megatron.pipeline.simulate.timeline import Timeline
 from mt_megatron.pipeline.upstream import upstream_calls
 
-from .setting import Setting, add_options, setting_of
+from .setting import Setting, add_options, require_used, setting_of
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -51,9 +51,11 @@ def timed(args: argparse.Namespace) -> tuple[Setting, Timeline]:
     measured = setting.measured
     if args.schedule is None and measured is not None and args.chunks is None and args.microbatches is None:
         program = measured.program()
+        require_used(args.slow_link, program.edges, f"schedule {program.schedule.name}")
         return setting, program.run(typical(program, setting.samples))
     schedule = setting.schedule(args.schedule or "1f1b")
     program = Program(schedule, calls=upstream_calls(schedule) if args.blocking else None)
+    require_used(args.slow_link, program.edges, f"schedule {schedule.name}")
     return setting, program.run(typical(program, setting.samples_of(schedule)))
 
 
