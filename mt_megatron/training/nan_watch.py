@@ -180,13 +180,16 @@ class _Search:
 
         return after
 
-    def _on_parameter(self, index: int, parameter: Tensor, name: str) -> Callable[[Tensor], None]:
+    def _on_parameter(self, index: int, parameter: Tensor, name: str) -> Callable[[Tensor | None], None]:
         look = self._on_gradient(index, None, f"the gradient of {name}")
 
-        def hook(gradient: Tensor) -> None:
+        def hook(gradient: Tensor | None) -> None:
             # What the fused weight gradient hands on is a place holder.
             fused = getattr(parameter, "grad_added_to_main_grad", False)
-            look(getattr(parameter, "main_grad", gradient) if fused else gradient)
+            seen = getattr(parameter, "main_grad", gradient) if fused else gradient
+            # None: a schedule defers this gradient, and torch calls again when it is there.
+            if seen is not None:
+                look(seen)
 
         return hook
 

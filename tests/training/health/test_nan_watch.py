@@ -44,6 +44,12 @@ ON_TWO = {
         "says": "rank 1 (pipeline stage 1), backward pass of micro-batch 0: the gradient that "
         "decoder.layers.0.mlp (layer 3 of the model) passes back to its input",
     },
+    "pp2_deferred": {
+        "flags": f"{PP2} --pipeline-schedule zb_h1",
+        "fault": fault("decoder.layers.0.mlp", "backward", 1),
+        "says": "rank 1 (pipeline stage 1), backward pass of micro-batch 0: the gradient that "
+        "decoder.layers.0.mlp (layer 3 of the model) passes back to its input",
+    },
     "dp2_overlapped": {
         "flags": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "fault": fault("decoder.layers.0.mlp", "backward", 1),
