@@ -15,6 +15,7 @@ from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.fp8.checkpoint import begin_at as fp8_begin_at
 from mt_megatron.fp8.state import states_of
+from mt_megatron.pipeline.execute.source import remember_step
 from mt_megatron.seams import events
 from mt_megatron.seams.schedule import ForwardStep
 from mt_megatron.training.distributed import Job
@@ -109,6 +110,8 @@ class Steps:
         self._fp8_before: list[Callable[[], None]] = []
         self._is_first = True
         self._undo: Callable[[], None] | None = None
+        self._again = remember_step()
+        """Gives a pipeline schedule that goes by steps the number of the step that was begun last."""
         self._batches = self._batches_after(progress, num_workers=config.data.num_workers)
 
     def take(self, wishes: Callable[[], Wishes]) -> StepResult:
@@ -122,6 +125,7 @@ class Steps:
         shape = replace(self._shape, num_microbatches=rounds // self._job.layout.dp)
         random_states = RandomStates.now(self._job) if self._draws else None
         self._undo = self._undoing(before, random_states)
+        self._again = remember_step()
         # Kernels are compiled and data loaders started in the first step of a process.
         limit = self._watchdog.unlimited if self._is_first else self._watchdog.progress
         limit(f"step {iteration}")
@@ -240,17 +244,19 @@ class Steps:
 
     def _explain(self, before: Progress, shape: Shape, random_states: RandomStates | None) -> str | None:
         """Which module made the step after ``before`` not finite; leaves no trace."""
-        after = RandomStates.now(self._job)
+        after, next_step = RandomStates.now(self._job), remember_step()
         fp8 = [state.snapshot() for state in states_of(self._trainable.chunks)]
         for restore in self._fp8_before:
             restore()
         if random_states is not None:
             random_states.restore(self._job)
+        self._again()
         try:
             batches = self._batches_after(before, num_workers=0)
             return first_finding(self._trainable, self._forward_step, batches, shape, self._job)
         finally:
             after.restore(self._job)
+            next_step()
             for restore in fp8:
                 restore()
 

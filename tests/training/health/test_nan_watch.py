@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mt_megatron.pipeline.execute import source
+from mt_megatron.training import steps
 from tests.launch import run_ranks
 
 CASES = "tests.training.health.divergence_cases"
@@ -117,3 +120,29 @@ def test_the_repeated_step_drops_what_the_step_dropped(on_one: list[dict[str, An
     assert first != second
     # Other dropout moves these losses by more than a thousandth.
     assert (repeated == pytest.approx(second, rel=1e-6)) == (name == "restored")
+
+
+def test_the_search_leaves_the_schedule_s_count_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that is chosen by the step is the diverged one's in the search, and the next one's after."""
+    asked: list[int] = []
+    states = SimpleNamespace(now=lambda job: SimpleNamespace(restore=lambda job: None))
+    monkeypatch.setattr(steps, "RandomStates", states)
+    monkeypatch.setattr(steps, "first_finding", lambda *args: source._chosen(4, False))
+    made: Any = object.__new__(steps.Steps)
+    made._trainable, made._fp8_before, made._job, made._forward_step = (
+        SimpleNamespace(chunks=[]),
+        [],
+        None,
+        None,
+    )
+    made._batches_after = lambda *args, **kwargs: []
+    source.set_pipeline_schedule(lambda step, microbatches, forward_only: asked.append(step))
+    try:
+        source._chosen(4, False)
+        made._again = source.remember_step()
+        source._chosen(4, False)
+        made._explain(None, None, None)
+        source._chosen(4, False)
+    finally:
+        source.set_pipeline_schedule(None)
+    assert asked == [0, 1, 1, 2]
