@@ -15,7 +15,7 @@ from mt_megatron.errors import ConfigError
 # Megatron-Core 0.13's text for a pipeline layout, read into layers per virtual stage. ``|`` ends a virtual
 # stage, ``E`` is the embedding, ``t`` a transformer layer, ``m`` a multi-token prediction layer, ``L`` the
 # output layer and the loss; ``x*n`` repeats one letter or a group in parentheses; commas mean nothing.
-# ``Et*3|(tt|)*29,m|L`` has 31 virtual stages: 3, 29 times 2, and none but ``m`` and ``L``.
+# ``Et*3|(tt|)*29,mL`` has 31 virtual stages: 3, 29 times 2, and none but ``m`` and ``L``.
 
 _LETTERS = "EtmL"
 _LONGEST = 100_000
