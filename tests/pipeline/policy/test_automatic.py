@@ -68,7 +68,7 @@ def test_the_slow_link_is_found_and_answered(found: tuple[Path, dict[str, Any]])
     assert edges and all({source, target} == {0, 1} for source, target, _ in edges)
     # Where a loaded machine made delays scatter before, the mean reaches the new level in some steps only:
     # how it is smoothed is tested with fixed numbers.
-    assert 0.05 < max(seconds for _, _, seconds in edges) < 1.0
+    assert 0.02 < max(seconds for _, _, seconds in edges) < 1.0
     # What was switched to on healthy links may be the best over the slow one as well.
     switched = [each for each in before + after if each["switched"]]
     assert switched and all(each["predicted_gain"] > 0 for each in switched)
