@@ -22,6 +22,7 @@ def parameter_pieces(trainable: Trainable, phase: str, stages: list[int], value:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.transformer.moe.experts import GroupedMLP
 
     pieces: list[Piece] = []
     chunks = trainable.bare_chunks()
@@ -30,6 +31,12 @@ def parameter_pieces(trainable: Trainable, phase: str, stages: list[int], value:
             # Layer offsets are computed from the current virtual rank.
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
         names = {id(parameter): name for name, parameter in chunk.named_parameters()}
+        grouped = {
+            id(parameter)
+            for module in chunk.modules()
+            if isinstance(module, GroupedMLP)
+            for parameter in module.parameters(recurse=False)
+        }
         position = {name: at for at, name in enumerate(names.values())}
         for sharded in nested_values(chunk.sharded_state_dict()):  # type: ignore[operator]
             if not isinstance(sharded, ShardedTensor | ShardedTensorFactory) or id(sharded.data) not in names:
@@ -42,9 +49,11 @@ def parameter_pieces(trainable: Trainable, phase: str, stages: list[int], value:
                 # The last stage's copy of the embedding, which a single process does not have.
                 name = "embedding.word_embeddings.weight"
             for part, mask in _parts(sharded, *value(parameter)):
-                lead = part.prepend_axis_num
+                # Leading axes count layers, which the name has, and experts, which that of one has.
+                experts = 1 if id(parameter) in grouped else 0
+                lead = part.prepend_axis_num - experts
                 shape = tuple(part.global_shape[lead:])
-                offsets, sizes = part.global_offset[lead:], part.local_shape
+                offsets, sizes = part.global_offset[lead:], (1,) * experts + tuple(part.local_shape)
                 pieces.append(
                     Piece(
                         phase=phase,

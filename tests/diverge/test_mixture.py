@@ -8,7 +8,7 @@ import pytest
 
 from mt_megatron.diverge.compare import compare, read_record
 from tests.launch import run_ranks
-from tests.second_lane import DAILY
+from tests.second_lane import of_lane
 
 MIXTURE = (
     "--family deepseek --num-query-groups 4 --num-moe-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
@@ -18,8 +18,8 @@ MIXTURE = (
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EP2 = "--expert-model-parallel-size 2"
-EXPERTS = {"one by one": "--no-moe-grouped-gemm", **({"grouped": "--moe-grouped-gemm"} if DAILY else {})}
-SPREAD = {"ep2": EP2, "tp2": TP2}
+EXPERTS = {"one by one": "--no-moe-grouped-gemm", "grouped": "--moe-grouped-gemm"}
+SPREAD = of_lane({"ep2": EP2, "tp2": TP2}, "ep2")
 
 
 @pytest.fixture(scope="module", params=EXPERTS)
