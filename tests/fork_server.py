@@ -53,7 +53,7 @@ _READ_LATER = re.compile(
 """Variables that nothing reads before the target runs: a fork may change them."""
 
 _HASH_SEEDS = 2
-_KEPT_SETS = 3
+_KEPT_SETS = 5
 _HEADER = 8
 _MODULES = (
     "torch.distributed",
