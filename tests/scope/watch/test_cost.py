@@ -87,3 +87,19 @@ def test_sidecars_are_judged_by_the_band_of_one_that_takes_everything(cost: Any)
     verdicts = cost.judged(ran(SIDECARS | {"frozen": 1.0}, **worse))["verdicts"]
     missed = {name for name, each in verdicts.items() if each.startswith("missed")}
     assert missed == {"frozen: time", "slow: memory", "frozen: drops", "slow: drops", "dead: drops"}
+
+
+def test_measurements_are_judged_by_all_their_pairs(cost: Any) -> None:
+    """One whose control strays and one that is quiet: what counts is both."""
+    arms = {"no browser again": 0.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": -1.0}
+    one = {
+        "seconds": {arm: np.array(blocks)[..., 0].tolist() for arm, blocks in ran(arms)["blocks"][0].items()},
+        "growth_mib": {"all at once": 2.0},
+        "dropped_frames": {"served": 0},
+    }
+    other = {**one, "growth_mib": {"all at once": 70.0}}
+    found = cost.pooled([one, other])
+    assert found["pairs"] == [60, 60] and found["differences"]["slow"]["pairs"] == 120
+    said = {name: verdict.partition(" ")[0] for name, verdict in found["verdicts"].items()}
+    assert said["frozen: time"] == "met" and said["slow: time"] == said["memory"] == "missed"
+    assert "60 and 60 pairs" in cost.shown_pooled(found)
