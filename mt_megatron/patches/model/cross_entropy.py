@@ -84,8 +84,8 @@ def _obstacle(model: Any) -> str:
 
 
 def _is_upstreams(loss: Any) -> bool:
-    """Whether ``loss`` is the function that upstream's module defines, which ours wraps unless somebody
-    replaced it before ``patch()`` or after."""
+    """True for the function that upstream's module defines, which ours wraps unless somebody replaced it
+    before ``patch()`` or after."""
     from megatron.core.models.common.language_module import language_module
 
     return getattr(loss, "__module__", None) == language_module.__name__ and not hasattr(loss, "__wrapped__")
