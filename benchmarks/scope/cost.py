@@ -211,6 +211,8 @@ def main() -> int:
     parser.add_argument("--pool", type=Path, nargs="+", metavar="RECORD", help="records to judge together")
     args = parser.parse_args()
     if args.pool:
+        if args.ranks or args.sidecars or args.browsers:
+            parser.error("--pool measures nothing: leave out --ranks, --sidecars and --browsers")
         records = [json.loads(path.read_text())["training"] for path in args.pool]
         if not all("reading" in each["seconds"] for each in records):
             parser.error("--pool takes records of --browsers")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mt_megatron.fp8.state import Fp8State
+from mt_megatron.fp8.state import Fp8State, _nothing
 
 if TYPE_CHECKING:
     from mt_megatron.fp8.linear import Fp8Linear
@@ -52,10 +52,6 @@ class _Kept:
         # A stored module is loaded without us. A copied one has a configuration of its own, with the states
         # of the copy alone.
         return _nothing, ()
-
-
-def _nothing() -> None:
-    """Stand-in: what was stored or copied becomes None."""
 
 
 def extra_state(module: Any) -> dict[str, Any] | None:

@@ -244,7 +244,7 @@ def test_a_file_without_data_gets_the_scripts(tmp_path: Path) -> None:
 
 
 def test_a_printed_configuration_without_data_gets_the_scripts(tmp_path: Path) -> None:
-    """What is printed holds every option: lists without an entry, and defaults, set nothing."""
+    """Printed files hold every option: lists without an entry, and defaults, set nothing."""
     text = load_config(["--model", "llama3_tiny", "--bf16"]).to_yaml()
     assert "data_path: []" in text and "cpu_bf16_products: torch" in text
     (tmp_path / "printed.yaml").write_text(text)

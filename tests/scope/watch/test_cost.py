@@ -90,7 +90,7 @@ def test_sidecars_are_judged_by_the_band_of_one_that_takes_everything(cost: Any)
 
 
 def test_measurements_are_judged_by_all_their_pairs(cost: Any) -> None:
-    """One whose control strays and one that is quiet: what counts is both."""
+    """Growth in one of two measurements is enough to miss; the pairs of both count."""
     arms = {"no browser again": 0.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": -1.0}
     one = {
         "seconds": {arm: np.array(blocks)[..., 0].tolist() for arm, blocks in ran(arms)["blocks"][0].items()},
