@@ -96,8 +96,11 @@ def test_explain_names_the_link(
     folder, _ = found
     assert main(["pipeline", "explain", str(folder / "auto")]) == 0
     told = capsys.readouterr().out
-    assert "slow link: rank" in told and "because: best simulated with the link" in told
-    assert "slow link between ranks 0 and 1: in" in told and "predicted:" in told
+    # Which decision switches depends on how loaded the machine is: reasons are tested with fixed numbers.
+    for each in decisions(folder / "auto"):
+        assert f"  because: {each['reason']}\n" in told
+    assert "slow link: rank" in told and "predicted:" in told
+    assert "slow link between ranks 0 and 1: in" in told
     assert main(["pipeline", "explain", "--json", str(folder / "auto" / FILE)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["record"] == "start"
 
