@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 import hypothesis
 import pytest
 
 from tests import index_cache
-from tests.fork_server import installed_here
+from tests.fork_server import FOLDER, installed_here, new_folder
 from tests.second_lane import is_moved, unknown
 from tests.soak import SoakReport
 
@@ -43,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # The interpreter's mt_megatron is another checkout's: processes that tests start must find this one.
         path = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    if FOLDER not in os.environ:  # which workers inherit
+        os.environ[FOLDER] = str(new_folder())
+        config.add_cleanup(_leave_servers)
     config.addinivalue_line("markers", "daily: proves the port and hardly ever fails, only run with --all")
     config.addinivalue_line("markers", "soak: acceptance volumes, only run with --soak")
     config.addinivalue_line("markers", "backend(name): needs this backend's device, only run with --backend")
@@ -55,6 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
         name = config.getoption("--soak-record")
         report = SoakReport(config, name=name) if name else SoakReport(config)
         config.pluginmanager.register(report, "soak-report")
+
+
+def _leave_servers() -> None:
+    shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,9 @@ For an environment with ``PATCHED`` a fork of the server becomes one itself: it 
 CPU and imports what trainings need, half a second or more of CPU time that no fork spends again. Its forks
 find what a process finds after these calls.
 
+Processes of one session share the servers: those whose ``FOLDER`` names the same folder. A server answers at
+an address in it and ends when nobody is connected any more.
+
 Variables that are read while a process starts or imports (``PYTHONPATH``, ``OMP_NUM_THREADS``,
 ``TORCH_*`` and every other one that ``_READ_LATER`` does not name) cannot be changed by the fork:
 each set of their values has servers of its own. For each set there are two, with different hash
@@ -22,10 +25,12 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
-import importlib
+import fcntl
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +39,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -46,6 +51,10 @@ COLD = "MT_MEGATRON_TEST_COLD"
 PATCHED = "MT_MEGATRON_TEST_PATCHED"
 """Environment variable of the tests; ``1`` asks for a fork of an interpreter that is patched."""
 
+FOLDER = "MT_MEGATRON_TEST_SERVERS"
+"""Environment variable of the tests; the folder in which processes that share servers find them. A process
+without it has servers of its own."""
+
 _READ_LATER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|GLOO_\w+"
     r"|PYTEST_\w+|MT_MEGATRON_(?!TEST_PATCHED)\w+|HF_\w+|TOKENIZERS_PARALLELISM|COLUMNS|LINES"
@@ -55,44 +64,6 @@ _READ_LATER = re.compile(
 _HASH_SEEDS = 2
 _KEPT_SETS = 5
 _HEADER = 8
-_MODULES = (
-    "torch.distributed",
-    "torch.utils.data",
-    "numpy",
-    "packaging.version",
-    "psutil",
-    "pydantic",
-    "tokenizers",
-    "yaml",
-    "mt_megatron._session",
-    "mt_megatron.backends.cpu",
-    "mt_megatron.backends.registry",
-    "mt_megatron.patches.device.scope",
-    "mt_megatron.patching.engine",
-    "mt_megatron.patching.plan",
-    "mt_megatron.training.loop",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-)
-"""Imported before the modules that declare the patches; none of them imports Megatron-Core.
-
-Where one of them holds a patched object (tables of torch._dynamo do), ``patch()`` rebinds it in the
-fork. A cold process imports torch._dynamo after ``patch()``, with the first optimizer, or never.
-"""
-
-
-_MODULES_OF_TRAININGS = (
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.dist_checkpointing.serialization",
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.pipeline_parallel.schedules",
-    "mt_megatron.models.llama",
-    "mt_megatron.training.validate",
-    "torch.distributed.tensor",
-)
-"""Imported after ``patch()``."""
 
 
 class ColdStart(Exception):
@@ -140,36 +111,51 @@ class Forked:
 
 
 class _Server:
-    """One warm interpreter, seen from the process that started it."""
+    """One warm interpreter, seen from a process that is connected to it."""
 
-    def __init__(self, environment: Mapping[str, str], plain: _Server | None = None) -> None:
-        """``plain``: the server to fork, which is patched then; otherwise a new interpreter."""
+    def __init__(self, address: Path, environment: Mapping[str, str], plain: _Server | None = None) -> None:
+        """Connect to the server at ``address``. Where none is, start it: with ``plain`` as a fork of that
+        server, which is patched then, otherwise as a new interpreter with ``environment``."""
         self.running = self.forks = 0
         self._lock = threading.Lock()
-        self._log = plain._log if plain else tempfile.TemporaryFile()  # noqa: SIM115
+        self._log = plain._log if plain else address.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            if plain:
-                plain.ask({"serve": True}, [theirs.fileno()])
+        self._socket = socket.socket(socket.AF_UNIX)
+        # A server looks for late connections under the same lock before it ends.
+        with locked(address):
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                self._socket.connect(str(address))
                 return
+            address.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(address))
+                listener.listen()
+                # Connected before the server has imported anything: it answers when it has.
+                self._socket.connect(str(address))
+                if plain:
+                    plain.ask({"serve": str(address)}, [listener.fileno()])
+                else:
+                    self._start(address, listener.fileno(), environment)
+
+    def _start(self, address: Path, listener: int, environment: Mapping[str, str]) -> None:
+        with open(self._log, "w+b") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.fork_server_process", str(address), str(listener)],
                 cwd=ROOT,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[listener],
             )
 
     def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> dict[str, Any]:
         """Send a request and return the answer. Raises ColdStart when the server has ended."""
         with self._lock:
             try:
-                _send(self._socket, request, files)
-                answer, _ = _receive(self._socket)
+                send(self._socket, request, files)
+                answer, _ = receive(self._socket)
             except OSError:
                 answer = None
         if answer is None:
@@ -182,25 +168,33 @@ class _Server:
 
     def said(self) -> str:
         """The end of what the server has printed."""
-        self._log.seek(0)
-        return self._log.read()[-2000:].decode(errors="replace")
+        try:
+            return self._log.read_bytes()[-2000:].decode(errors="replace")
+        except OSError as error:
+            return str(error)
 
     def end(self) -> None:
+        """Disconnect. The server ends by itself when it was the last connection, and forks that were started
+        over this one end now."""
         self._socket.close()
-        if self._process is None:
-            return  # It ends by itself, since nobody is at the other end of its connection.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        if self._process is not None:
+            self._process.poll()
+
+
+@contextlib.contextmanager
+def locked(address: Path) -> Iterator[None]:
+    """Of all processes this one alone connects to ``address``, or stops to answer there."""
+    with open(address.with_suffix(".lock"), "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 _servers: dict[frozenset[tuple[str, str]], list[_Server | None]] = {}
 _imported: frozenset[str] = frozenset()
 """Packages and modules that a server has."""
 _owner = os.getpid()
+_own_folder: Path | None = None
+"""Folder of servers of this process alone."""
 
 forks = 0
 """How many this process has asked for."""
@@ -224,7 +218,7 @@ def start(
     if any(name.startswith("COVERAGE_") for name in env):
         raise ColdStart("coverage is measured")
     warnings, words = _words(command)
-    path = _python_path(env, str(cwd))
+    path = python_path(env, str(cwd))
     server = _server(env, path, slot)
     # What a child would inherit from this process, and a fork does not.
     request = {
@@ -256,7 +250,7 @@ def _words(command: Sequence[str]) -> tuple[list[str], list[str]]:
     return warnings, words
 
 
-def _python_path(env: Mapping[str, str], cwd: str) -> list[str]:
+def python_path(env: Mapping[str, str], cwd: str) -> list[str]:
     """The folders that ``PYTHONPATH`` puts on ``sys.path``."""
     given = env.get("PYTHONPATH")
     found = [os.path.abspath(os.path.join(cwd, each)) for each in given.split(os.pathsep)] if given else []
@@ -297,10 +291,10 @@ def _is_read_at_start(folder: str) -> bool:
 
 
 def _server(env: Mapping[str, str], path: list[str], slot: int) -> _Server:
-    global _owner, _imported
+    global _owner, _imported, _own_folder
     if os.getpid() != _owner:  # a fork of the process that has the connections
         _servers.clear()
-        _owner = os.getpid()
+        _owner, _own_folder = os.getpid(), None
     patched = env.get(PATCHED) == "1"
     others = {name: value for name, value in env.items() if not _READ_LATER.fullmatch(name)}
     others.pop(PATCHED, None)
@@ -308,21 +302,39 @@ def _server(env: Mapping[str, str], path: list[str], slot: int) -> _Server:
     if not _imported:
         first = _servers_for(others)
         for number in range(_HASH_SEEDS):  # they import at the same time
-            first[number] = first[number] or _Server(others)
+            first[number] = first[number] or _Server(_address(others, number), others)
         assert first[0] is not None
         _imported = frozenset(first[0].ask({"imported": True})["names"])
     early = [each for each in path if each != str(ROOT) and _is_read_at_start(each)]
     others["PYTHONPATH"] = os.pathsep.join([*early, str(ROOT)])
     number = slot % _HASH_SEEDS
+    changed = {**others, PATCHED: "1"}
     if patched:
-        servers = _servers_for({**others, PATCHED: "1"})
+        servers = _servers_for(changed)
         if server := servers[number]:
             return server
     plain = _servers_for(others)
-    server = plain[number] = plain[number] or _Server(others)
+    server = plain[number] = plain[number] or _Server(_address(others, number), others)
     if patched:
-        server = servers[number] = _Server(others, server)
+        server = servers[number] = _Server(_address(changed, number), others, server)
     return server
+
+
+def _address(environment: Mapping[str, str], number: int) -> Path:
+    """Where the server for these variables and this hash seed answers, or is to."""
+    global _own_folder
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        _own_folder = _own_folder or new_folder()
+    kind = json.dumps([sys.executable, str(ROOT), sorted(environment.items()), number])
+    return Path(folder or str(_own_folder)) / f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}.socket"
+
+
+def new_folder() -> Path:
+    """An empty folder for the addresses of servers."""
+    # The address of a socket has at most 107 characters.
+    place = None if len(tempfile.gettempdir()) < 50 else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="mt_megatron_servers_", dir=place))
 
 
 def _servers_for(environment: Mapping[str, str]) -> list[_Server | None]:
@@ -346,6 +358,8 @@ def _end_all() -> None:
     if os.getpid() == _owner:
         while _servers:
             _end(_servers.popitem()[1])
+        if _own_folder is not None:
+            shutil.rmtree(_own_folder, ignore_errors=True)
 
 
 def _umask() -> int:
@@ -355,7 +369,7 @@ def _umask() -> int:
     raise RuntimeError("/proc/self/status has no Umask")
 
 
-def _send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
     data = json.dumps(message).encode()
     header = len(data).to_bytes(_HEADER, "big")
     if files:
@@ -365,7 +379,7 @@ def _send(connection: socket.socket, message: dict[str, Any], files: Sequence[in
     connection.sendall(data)
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """The next message and its files; None at the end of the connection."""
     room = socket.CMSG_SPACE(3 * array.array("i").itemsize)
     header, ancillary, _, _ = connection.recvmsg(_HEADER, room)
@@ -385,190 +399,3 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
             return None, []
         body += part
     return json.loads(body), list(files)
-
-
-# From here on: the server's side.
-
-
-def modules() -> list[str]:
-    """What a server imports, in this order."""
-    from mt_megatron.patches import CONCERNS
-
-    return [*_MODULES, *(f"mt_megatron.patches.{concern}" for concern in CONCERNS)]
-
-
-def _serve(connection: socket.socket) -> dict[str, Any]:
-    """Answer until the client is gone. Returns in each fork, with the call that it is for."""
-    given = dict(
-        entry.split("=", 1) for entry in Path("/proc/self/environ").read_text().split("\0") if "=" in entry
-    )
-    for name in modules():
-        importlib.import_module(name)
-    upstream = [name for name in sys.modules if name.split(".")[0] == "megatron"]
-    refusal = f"Megatron-Core is imported: {upstream[:3]}" if upstream else _threads_refused()
-    changed, said = _left_by_imports(given)
-    while True:
-        request, files = _receive(connection)
-        if request is None:
-            os._exit(0)
-        if "imported" in request:
-            _send(connection, {"names": sorted({name.partition(".")[0] for name in sys.modules})})
-        elif "poll" in request:
-            _send(connection, {"code": _exit_code(request["poll"])})
-        elif "release" in request:
-            used = os.wait4(request["release"], 0)[2]
-            _send(connection, {"cpu": used.ru_utime + used.ru_stime})
-        elif refusal:
-            for file in files:
-                os.close(file)
-            _send(connection, {"cold": refusal})
-        elif "serve" in request:
-            if not os.fork():
-                connection.close()
-                connection = socket.socket(fileno=files[0])
-                _patch()
-                refusal = _threads_refused()
-                changed, said = _left_by_imports(given)
-                continue
-            os.close(files[0])
-            _send(connection, {})
-        else:
-            read, write = os.pipe()
-            pid = os.fork()
-            if not pid:
-                connection.close()
-                os.close(read)
-                _separate(request, files, changed, said)
-                os.close(write)
-                return request
-            os.close(write)
-            for file in files:
-                os.close(file)
-            # Once this ends the fork leads its own session, so its group can be signalled.
-            os.read(read, 1)
-            os.close(read)
-            _send(connection, {"pid": pid})
-
-
-def _threads_refused() -> str | None:
-    threads = len(os.listdir("/proc/self/task"))
-    return None if threads == 1 else f"imports have started threads: {threads}"
-
-
-def _left_by_imports(given: dict[str, str]) -> tuple[dict[str, str], bytes]:
-    """Variables of the environment that imports have set, and warnings that they have printed: each fork
-    gets them too."""
-    changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
-    return changed, os.pread(2, 1 << 20, 0)
-
-
-def _patch() -> None:
-    import gc
-
-    import mt_megatron
-
-    mt_megatron.patch("cpu")
-    for name in _MODULES_OF_TRAININGS:
-        importlib.import_module(name)
-    gc.collect()
-    # Modules stay for good: no fork's collector looks through them again.
-    gc.freeze()
-
-
-def _exit_code(pid: int) -> int | None:
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-
-def _separate(call: dict[str, Any], files: list[int], changed: dict[str, str], said: bytes) -> None:
-    """Give this fork everything of its own that a new process has."""
-    import ctypes
-    import random
-
-    import numpy
-    import torch
-
-    os.setsid()
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    if call["warnings"]:
-        sys.warnoptions += call["warnings"]
-        warnings._processoptions(call["warnings"])  # type: ignore[attr-defined]
-    else:
-        os.write(2, said)
-    os.umask(call["umask"])
-    os.sched_setaffinity(0, call["cores"])
-    os.chdir(call["cwd"])
-    own = _python_path(os.environ, str(ROOT))
-    sys.path[1 : 1 + len(own)] = call["path"]
-    os.environ.clear()
-    os.environ.update({**call["env"], **changed})
-    os.environ.pop(PATCHED, None)
-    random.seed()
-    numpy.random.seed()
-    torch.default_generator.seed()
-    tempfile.tempdir = None
-
-
-class _Exit:
-    """Ends a fork after its exit handlers. Taking apart every module that torch has loaded, as the
-    interpreter does afterwards, would take half a second of CPU time. Cold processes do it."""
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-        # Handlers run in the opposite order: this one, before all imports, is the last.
-        atexit.register(self._now)
-
-    def _now(self) -> None:
-        if self.code is not None:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            os._exit(self.code)
-
-    def after(self, call: dict[str, Any]) -> None:
-        try:
-            _become(call)
-            self.code = 0
-        except SystemExit as end:
-            plain = end.code is None or isinstance(end.code, int)
-            self.code = (end.code or 0) & 0xFF if plain else 1  # type: ignore[operator]
-            raise
-        except Exception:
-            self.code = 1
-            raise
-
-
-def _become(call: dict[str, Any]) -> None:
-    """Run the command line of ``call`` as ``__main__``."""
-    import runpy
-    import types
-
-    command: list[str] = call["command"]
-    sys.modules["tests.fork_server"] = sys.modules["__main__"]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    vars(main)["__builtins__"] = __builtins__
-    sys.orig_argv = [sys.executable, *command]
-    if command[0] == "-m":
-        sys.argv = ["-m", *command[2:]]
-        sys.path[0] = call["cwd"]
-        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
-    elif command[0] == "-c":
-        sys.argv = ["-c", *command[2:]]
-        sys.path[0] = ""
-        exec(compile(command[1], "<string>", "exec"), vars(main))
-    else:
-        sys.argv = list(command)
-        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
-        vars(main)["__file__"] = command[0]
-        exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))
-
-
-if __name__ == "__main__":
-    _exit = _Exit()
-    _exit.after(_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests import fork_server, launch
+from tests import fork_server, fork_server_process, launch
 from tests.launch import ROOT, RankError, run_command, run_ranks
 
 HERE = "tests.test_fork_server"
@@ -24,7 +26,7 @@ Servers = dict[frozenset[tuple[str, str]], list[Any]]
 
 def described(argument: str) -> dict[str, Any]:
     """What a target can see of the process that it runs in, once it has what a server imports."""
-    for name in fork_server.modules():
+    for name in fork_server_process.modules():
         importlib.import_module(name)
     import torch
 
@@ -268,12 +270,22 @@ def test_a_server_that_cannot_import_leaves_the_error_to_a_cold_process(tmp_path
         run_ranks(1, f"{HERE}:not_there")
 
 
-def test_forks_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
-    code = (
-        "from tests import fork_server; fork_server._HASH_SEEDS = 1\n"
-        f"from tests.launch import run_ranks; run_ranks(2, '{HERE}:sleep', {str(tmp_path)!r}, timeout=100)"
-    )
-    asking = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+@pytest.mark.parametrize("shared", [False, True], ids=["servers of its own", "shared servers"])
+def test_forks_end_with_the_process_that_asked_for_them(shared: bool, tmp_path: Path) -> None:
+    """Servers end with the last process that is connected."""
+    code = f"""
+from tests import fork_server
+fork_server._HASH_SEEDS = 1
+from tests.launch import run_ranks
+run_ranks(2, '{HERE}:sleep', {str(tmp_path)!r}, timeout=100)
+"""
+    assert run_ranks(1, f"{HERE}:warm") == [0]  # a server is there, and this process is connected
+    environment = dict(os.environ)
+    own = tempfile.mkdtemp()
+    if not shared:
+        del environment[fork_server.FOLDER]
+        environment["TMPDIR"] = own  # where it leaves the folder of its servers
+    asking = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
     try:
         deadline = time.monotonic() + 60
         while len(found := [path for path in tmp_path.glob("rank*") if path.read_text()]) < 2:
@@ -285,9 +297,48 @@ def test_forks_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     finally:
         asking.kill()
         asking.wait()
+        shutil.rmtree(own)
+    ending = ranks if shared else [*ranks, *servers]
     deadline = time.monotonic() + 20
-    while alive := [pid for pid in (*ranks, *servers) if status(pid).get("State", "Z")[0] not in "ZX"]:
+    while alive := [pid for pid in ending if status(pid).get("State", "Z")[0] not in "ZX"]:
         assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+    assert run_ranks(1, f"{HERE}:warm") == [0]
+    (mine,) = run_ranks(1, f"{HERE}:parent")
+    assert (mine in servers) == shared
+
+
+def parent() -> int:
+    return os.getppid()
+
+
+def test_of_two_that_start_a_server_at_once_one_does(tmp_path: Path) -> None:
+    code = f"""
+from tests import fork_server
+fork_server._HASH_SEEDS = 1
+from tests.launch import run_ranks
+print(run_ranks(1, '{HERE}:parent')[0])
+input()
+"""
+    environment = {**os.environ, fork_server.FOLDER: str(tmp_path)}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    (first, again) = [each.stdout.readline() for each in both if each.stdout]
+    assert first == again and int(first) not in [each.pid for each in both]
+    for each in both:
+        each.communicate("\n")
+    deadline = time.monotonic() + 20
+    while status(int(first)).get("State", "Z")[0] not in "ZX" or list(tmp_path.glob("*.socket")):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
