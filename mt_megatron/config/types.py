@@ -209,11 +209,18 @@ class Option:
     default: Any
     """The value when nobody sets it."""
 
-    doc: str
-    """What it means, on one line."""
-
     core: bool
     """Whether it is Megatron-Core's field rather than ours."""
+
+    described: str | type
+    """What it means, on one line; or the dataclass of ours whose source says it."""
+
+    @property
+    def doc(self) -> str:
+        """What it means, on one line. Help alone asks, so that other commands do not read our source."""
+        if isinstance(self.described, str):
+            return self.described
+        return _field_docs(self.described).get(self.name, "")
 
     @property
     def flag(self) -> str:
@@ -261,21 +268,21 @@ def _options() -> dict[str, Option]:
 
 def _ours(section: str, owner: type) -> list[Option]:
     hints = get_type_hints(owner)
-    docs = _field_docs(owner)
     return [
         Option(
             name=field.name,
             section=section,
             type=hints[field.name],
             default=field.default,
-            doc=docs.get(field.name, ""),
             core=False,
+            described=owner,
         )
         for field in dataclasses.fields(owner)
         if field.name != "core"
     ]
 
 
+@cache
 def _field_docs(owner: type) -> dict[str, str]:
     # Python drops the text under a field, so it is read from our own source like upstream's.
     (node,) = ast.parse(inspect.getsource(owner)).body
@@ -297,7 +304,9 @@ def _core_option(section: str, core: CoreField) -> Option:
         )
     if default is None and type(None) not in get_args(annotation):
         annotation = annotation | None
-    return Option(name=core.name, section=section, type=annotation, default=default, doc=core.doc, core=True)
+    return Option(
+        name=core.name, section=section, type=annotation, default=default, core=True, described=core.doc
+    )
 
 
 def _added_option(section: str, added: AddedField) -> Option:
@@ -313,8 +322,8 @@ def _added_option(section: str, added: AddedField) -> Option:
         section=section,
         type=Union[tuple(kinds)],  # noqa: UP007
         default=added.default,
-        doc=added.doc,
         core=True,
+        described=added.doc,
     )
 
 
