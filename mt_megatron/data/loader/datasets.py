@@ -334,7 +334,7 @@ def _digest(parts: Sequence[Any], blend: str = "") -> str:
             array = getattr(part, name, None)
             if array is not None:
                 digest.update(name.encode())
-                digest.update(np.ascontiguousarray(array).tobytes())
+                digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 
