@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.launch import run_ranks
-from tests.layers.moe.router_ranks import BATCH, KINDS, RATE, SEQUENCE, TOPK
+from tests.layers.moe.bias_ranks import BATCH, KINDS, RATE, SEQUENCE, TOPK
 
-RANKS = "tests.layers.moe.router_ranks:everything"
+RANKS = "tests.layers.moe.bias_ranks:everything"
 LAYOUTS = {
     "dp2": [[2, 3], [2, 3]],
     "ep2": [[2, 3], [2, 3]],
@@ -128,7 +128,7 @@ def test_the_tracker_is_reduced_where_a_stage_has_no_experts(two: list[Found]) -
 def test_biases_of_four_ranks_equal_the_hand_computation(tmp_path: Path) -> None:
     layers = {"tp2 dp2": [[2, 3]] * 4, "pp2 ep2": [[2], [2], [3, 4], [3, 4]]}
     for rank, found in enumerate(
-        run_ranks(4, "tests.layers.moe.router_ranks:combined", str(tmp_path), timeout=300)
+        run_ranks(4, "tests.layers.moe.bias_ranks:combined", str(tmp_path), timeout=300)
     ):
         for name, expected in layers.items():
             assert found[name]["layers"] == expected[rank]

@@ -20,7 +20,7 @@ from mt_megatron.scan.respond.selftest import selftest
 from mt_megatron.scan.respond.stacks import evidence
 from mt_megatron.scan.session import Session
 from mt_megatron.seams import collectives, events
-from tests.layers.moe.router_ranks import config_of, layout
+from tests.layers.moe.bias_ranks import config_of, layout
 
 
 class Slow(Measures):
