@@ -24,6 +24,7 @@ from mt_megatron.training.step import Shape, make_forward_step
 from mt_megatron.training.validate import validate
 from tests import index_cache
 from tests.parity.case import SEQUENCE, Chain
+from tests.second_lane import DAILY
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
@@ -31,6 +32,9 @@ MODEL = (
     "--normalization RMSNorm --activation-func silu --gated-linear-unit --no-add-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
+STEPS, HALF = (6, 3) if DAILY else (4, 2)
+"""Steps of a whole run that is compared with one that stops half way and goes on."""
+
 TRAINING = (
     "--lr 1e-2 --train-iters 6 --micro-batch-size 2 --global-batch-size 8 --eval-iters 2 --log-interval 1 "
     "--mock-data --tokenizer-type NullTokenizer --num-workers 0" + index_cache.flags()
@@ -75,24 +79,26 @@ def start() -> None:
 
 
 def interrupted_and_not(folder: str, layouts: dict[str, str]) -> dict[str, Any]:
-    """For each layout a whole run of 6 steps, and one that stops after 3 and is continued."""
+    """For each layout a whole run of ``STEPS``, and one that stops after ``HALF`` and is continued."""
     start()
     results: dict[str, Any] = {}
     for name, flags in layouts.items():
+        flags = f"{flags} --train-iters {STEPS}"
         whole = run(f"{flags} --save {folder}/{name}_whole", folder, f"{name}_whole")
-        first = run(f"{flags} --save {folder}/{name} --exit-interval 3", folder, f"{name}_first")
+        first = run(f"{flags} --save {folder}/{name} --exit-interval {HALF}", folder, f"{name}_first")
         second = run(f"{flags} --save {folder}/{name}", folder, f"{name}_second")
         results[name] = {"whole": whole, "first": first, "second": second}
     return results
 
 
 def moved_between_layouts(folder: str, before: str, after: list[str]) -> dict[str, Any]:
-    """Three steps under one layout, the rest under others; and the whole run under the first."""
+    """``HALF`` of the steps under one layout, the rest under others; and the whole run under the first."""
     start()
-    whole = run(f"{before} --save {folder}/whole", folder, "whole")
-    run(f"{before} --save {folder}/source --exit-interval 3", folder, "source")
+    steps = f"--train-iters {STEPS}"
+    whole = run(f"{before} {steps} --save {folder}/whole", folder, "whole")
+    run(f"{before} {steps} --save {folder}/source --exit-interval {HALF}", folder, "source")
     continued = [
-        run(f"{flags} --resume {folder}/source --save {folder}/after{index}", folder, f"after{index}")
+        run(f"{flags} {steps} --resume {folder}/source --save {folder}/after{index}", folder, f"after{index}")
         for index, flags in enumerate(after)
     ]
     return {"whole": whole, "continued": continued}

@@ -16,7 +16,7 @@ import pytest
 from tests.launch import ROOT, run_ranks
 from tests.parity.case import Chain
 from tests.second_lane import of_lane
-from tests.training.loop_cases import MODEL, TRAINING
+from tests.training.loop_cases import HALF, MODEL, STEPS, TRAINING
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
@@ -24,6 +24,7 @@ ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --virtual-pipeline-model-parallel-size 2"
 
+SECOND_HALF = [str(step) for step in range(HALF + 1, STEPS + 1)]
 RESUMED = of_lane(
     {
         "dp2_dropout": DROPOUT,
@@ -48,11 +49,11 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_continues_to_the_bit(resumed: dict[str, Any], name: str) -> None:
     whole, first, second = (resumed[name][part] for part in ("whole", "first", "second"))
-    assert first["iteration"] == 3 and not first["finished"] and first["checkpoint"] == "iter_0000003"
-    assert sorted(second["steps"], key=int) == ["4", "5", "6"]
+    assert first["iteration"] == HALF and not first["finished"] and first["checkpoint"] == f"iter_{HALF:07d}"
+    assert sorted(second["steps"], key=int) == SECOND_HALF
     assert {**first["steps"], **second["steps"]} == whole["steps"]
     assert second["valid"][-1] == whole["valid"][-1]
-    assert second["finished"] and second["consumed_samples"] == 48
+    assert second["finished"] and second["consumed_samples"] == 8 * STEPS
 
 
 def test_dropout_was_active(resumed: dict[str, Any]) -> None:
@@ -71,7 +72,8 @@ def test_a_checkpoint_continues_under_other_layouts(tmp_path: Path) -> None:
     whole = found["whole"]["steps"]
     for continued in found["continued"]:
         assert "error" not in continued, continued
-        for step in ("4", "5", "6"):
+        assert sorted(continued["steps"], key=int) == SECOND_HALF
+        for step in SECOND_HALF:
             assert continued["steps"][step] == pytest.approx(whole[step], rel=1e-5)
 
 
