@@ -10,10 +10,14 @@ import pytest
 from mt_megatron.pipeline.execute import source
 from mt_megatron.training import steps
 from tests.launch import run_ranks
+from tests.second_lane import DAILY
 
 CASES = "tests.training.health.divergence_cases"
-TP2 = "--tensor-model-parallel-size 2"
-PP2 = "--pipeline-model-parallel-size 2"
+FEW = "" if DAILY else "--global-batch-size 2"
+"""Two micro-batches a step for ranks that share their samples, in the first lane."""
+
+TP2 = f"--tensor-model-parallel-size 2 {FEW}"
+PP2 = f"--pipeline-model-parallel-size 2 {FEW}"
 
 
 def fault(module: str, kind: str, rank: int, value: str = "nan", **more: Any) -> dict[str, Any]:
