@@ -25,6 +25,7 @@ from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
 from tests.parity.case import Chain
+from tests.second_lane import DAILY
 
 SEQUENCE = 32
 MODEL = (
@@ -41,7 +42,13 @@ MIXTURE = (
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
     "--v-head-dim 16 --num-query-groups none"
 )
-TRAINING = "--micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 4e-3 --lr-warmup-iters 2 --bf16"
+ROUNDS = 4 if DAILY else 2
+"""Micro-batches of a step on ranks that share their samples."""
+
+TRAINING = (
+    f"--micro-batch-size 2 --global-batch-size {2 * ROUNDS} "
+    "--train-iters 20 --lr 4e-3 --lr-warmup-iters 2 --bf16"
+)
 
 
 class Run:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.fp8.recipe import PRESETS
-from tests.fp8.cases import MIXTURE
+from tests.fp8.cases import MIXTURE, ROUNDS
 from tests.launch import run_ranks
 from tests.second_lane import DAILY, of_lane
 
@@ -59,7 +59,7 @@ def test_every_recipe_follows_bf16(alone: dict[str, Any], name: str) -> None:
 def test_each_operand_is_cast_once_for_each_layout(alone: dict[str, Any], name: str) -> None:
     recipe, found = PRESETS[name], alone[name]
     counts, rounds = found["counts"], found["rounds"]
-    assert rounds == 4
+    assert rounds == ROUNDS
     weights = 1 if recipe.shares_weight_codes else 2
     assert counts["weight.1"] + counts.get("weight.0", 0) == weights * LINEARS, "once a step"
     for kind, shared in (("input", recipe.shares_input_codes), ("grad", recipe.shares_grad_codes)):

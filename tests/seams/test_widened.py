@@ -16,6 +16,7 @@ from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, ROLES, Role
 from mt_megatron.layers.attention.core import causal_attention
 from mt_megatron.seams import widened
 from mt_megatron.seams.gemm import torch_gemm
+from tests.fp8.cases import ROUNDS
 from tests.launch import run_ranks
 
 T, N, K = 96, 80, 64
@@ -155,8 +156,8 @@ def test_a_run_asks_for_it() -> None:
     torchs, fp32s = found["torch"], found["fp32"]
     assert torchs["products"] == 0 and torchs["notes"] == []
     # Forward, input gradient and weight gradient of four linears in each of four layers, and the output layer
-    # with the loss: at least; of two steps of four micro-batches.
-    assert fp32s["products"] >= 2 * 4 * 3 * 4 * 4
+    # with the loss: at least; of every micro-batch of two steps.
+    assert fp32s["products"] >= 2 * ROUNDS * 3 * 4 * 4
     assert "torch has none for bf16" in fp32s["notes"][0]
     assert found["tensorwise"]["products"] > 0
     assert not any(each["afterwards"] for each in found.values())
