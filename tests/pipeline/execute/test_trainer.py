@@ -15,13 +15,15 @@ from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.training.validate import validate
 from tests.launch import run_ranks
 from tests.pipeline.execute import table
-from tests.training.loop_cases import MODEL, TRAINING
+from tests.training.loop_cases import HALF, MODEL, STEPS, TRAINING
 
 HERE = "tests.pipeline.execute.trainer_ranks"
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PP2 = "--pipeline-model-parallel-size 2 --eval-iters 1"
 VPP2 = f"{PP2} --virtual-pipeline-model-parallel-size 2"
+FIRST_HALF = [str(step) for step in range(1, HALF + 1)]
+SECOND_HALF = [str(step) for step in range(HALF + 1, STEPS + 1)]
 EXPERTS = (
     "--family deepseek --num-moe-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
     "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid --moe-router-dtype fp32 "
@@ -66,19 +68,20 @@ def test_packed_documents_are_upstreams_to_the_bit() -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("trainer")
     (folder / "mine.csv").write_text(to_csv(generate("depth_first", ranks=2, chunks=2, microbatches=4)))
-    loop = f"{PLAIN} {VPP2} --clip-grad 0"
+    steps = f"--train-iters {STEPS}"
+    loop, dropout = f"{PLAIN} {VPP2} --clip-grad 0 {steps}", f"{DROPOUT} {PP2} {steps}"
     flags = {
-        "upstream": f"{loop} --save FOLDER/loop --save-interval 3",
+        "upstream": f"{loop} --save FOLDER/loop --save-interval {HALF}",
         "named": f"{loop} --pipeline-schedule interleaved",
         "file": f"{loop} --pipeline-schedule FOLDER/mine.csv",
-        # Another placement goes on from the third step.
-        "v": f"{loop} --pipeline-schedule zbv --resume FOLDER/loop/iter_0000003",
-        "dropped": f"{DROPOUT} {PP2} --pipeline-schedule zb_h1",
-        "dropped first": f"{DROPOUT} {PP2} --pipeline-schedule breadth_first --save FOLDER/d "
-        "--exit-interval 3",
-        "dropped second": f"{DROPOUT} {PP2} --pipeline-schedule zb_h1 --save FOLDER/d",
-        "dropped upstream": f"{DROPOUT} {PP2}",
-        "dropped named": f"{DROPOUT} {PP2} --pipeline-schedule 1f1b",
+        # Another placement goes on half way.
+        "v": f"{loop} --pipeline-schedule zbv --resume FOLDER/loop/iter_{HALF:07d}",
+        "dropped": f"{dropout} --pipeline-schedule zb_h1",
+        "dropped first": f"{dropout} --pipeline-schedule breadth_first --save FOLDER/d "
+        f"--exit-interval {HALF}",
+        "dropped second": f"{dropout} --pipeline-schedule zb_h1 --save FOLDER/d",
+        "dropped upstream": dropout,
+        "dropped named": f"{dropout} --pipeline-schedule 1f1b",
     }
     first: dict[str, Any] = run_ranks(2, f"{HERE}:runs", str(folder), flags, timeout=200)[0]
     assert {name: result["error"] for name, result in first.items() if result["error"]} == {}
@@ -87,7 +90,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_file_and_a_name_run_as_upstream_does(found: dict[str, Any]) -> None:
     assert found["named"] == found["upstream"] == found["file"]
-    assert len(found["upstream"]["steps"]) == 6
+    assert len(found["upstream"]["steps"]) == STEPS
 
 
 def test_1f1b_is_upstream_untouched(found: dict[str, Any]) -> None:
@@ -99,7 +102,7 @@ def test_1f1b_is_upstream_untouched(found: dict[str, Any]) -> None:
 def test_a_v_goes_on_from_a_loops_checkpoint(found: dict[str, Any]) -> None:
     """With the same losses, as nothing is clipped."""
     steps, whole = found["v"]["steps"], found["upstream"]["steps"]
-    assert sorted(steps) == ["4", "5", "6"]
+    assert sorted(steps) == SECOND_HALF
     for step, (loss, norm, _) in steps.items():
         assert loss == pytest.approx(whole[step][0], rel=1e-6)
         assert norm == pytest.approx(whole[step][1], rel=1e-5)
@@ -108,7 +111,7 @@ def test_a_v_goes_on_from_a_loops_checkpoint(found: dict[str, Any]) -> None:
 def test_schedules_change_between_runs_without_a_trace(found: dict[str, Any]) -> None:
     """With dropout, a checkpoint in between and another schedule before it: the same steps to the bit."""
     whole, first, second = (found[name]["steps"] for name in ("dropped", "dropped first", "dropped second"))
-    assert sorted(first) == ["1", "2", "3"] and sorted(second) == ["4", "5", "6"]
+    assert sorted(first) == FIRST_HALF and sorted(second) == SECOND_HALF
     assert {**first, **second} == whole
     assert found["dropped upstream"]["steps"] != whole
 
