@@ -21,6 +21,7 @@ from mt_megatron.errors import MtMegatronError
 from mt_megatron.seams import events
 from mt_megatron.training import loop
 from mt_megatron.training.scope_session import Scope
+from tests.second_lane import DAILY
 from tests.training.faults import injected
 from tests.training.loop_cases import MODEL, TRAINING, start
 
@@ -29,6 +30,7 @@ ENDS_IN = 3
 """The step in which a run ends that does not go to its end."""
 
 _FLAGS = f"{MODEL} {TRAINING} --train-iters {STEPS} --eval-iters 0 --scan off --hidden-dropout 0"
+_LAYERS = "" if DAILY else "--num-layers 2"
 
 
 def watched_runs(folder: str) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _run(flags: str) -> dict[str, Any]:
 
     loop.scope_of, Scope.start = made, started  # type: ignore[assignment, method-assign]
     try:
-        outcome = loop.train(load_config(f"{_FLAGS} {flags}".split()))
+        outcome = loop.train(load_config(f"{_FLAGS} {_LAYERS} {flags}".split()))
     finally:
         loop.scope_of, Scope.start = make, start  # type: ignore[method-assign]
     found |= {

@@ -14,11 +14,14 @@ from tests.scope.watch.layouts import CP, EP, EXPERTS, PP, RECOMPUTE, SP, TP, ZE
 
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
 STEPS = 50 if DAILY else 6
+_FEW = "" if DAILY else "--global-batch-size 4"
+"""Two micro-batches a step for ranks that share their samples, in the first lane."""
+
 _DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 _FLAGS = f"{MODEL} {OPTIMIZER} {_DROPOUT} --train-iters 60 --untie-embeddings-and-output-weights"
 _FP8 = "--bf16 --fp8-recipe delayed --fp8-amax-history-len 4 --no-first-last-layers-bf16"
 LAYOUTS = {
-    "tp2": f"{_FLAGS} {TP}",
+    "tp2": f"{_FLAGS} {TP} {_FEW}",
     "ep2": f"{_FLAGS} {EXPERTS} {EP}",
     **(
         {
