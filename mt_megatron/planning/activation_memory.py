@@ -225,12 +225,10 @@ def backward_workspace(
     recomputed layers come to their turn, the others behind them have dropped what they kept.
     """
     kinds, recompute = place.kinds(shape), options.recompute
-    gradients = max(
-        (_gradients(shape, options, kind) + _made_again(shape, options, kind) for kind in set(kinds)),
-        default=0,
-    )
+    parts = {kind: _made_again(shape, options, kind) for kind in set(kinds)}
+    gradients = max((_gradients(shape, options, kind) + size for kind, size in parts.items()), default=0)
     gradients += weight_gradient
-    made_again = max((_made_again(shape, options, kind) for kind in set(kinds)), default=0)
+    made_again = max(parts.values(), default=0)
     gradients = max(gradients, exchange_workspace(shape, options) + made_again if kinds else 0)
     again = recompute.recomputed_layers(place.layers)
     if not again:
@@ -245,9 +243,9 @@ def backward_workspace(
 
 def _made_again(shape: ModelShape, options: ActivationOptions, mixture: bool) -> int:
     """What parts of one layer that are computed again in the backward pass take then."""
-    bare = dataclasses.replace(options.recompute, mla_up_proj=False, moe_layer=False)
-    if bare == options.recompute:
+    if not (options.recompute.mla_up_proj or options.recompute.moe_layer):
         return 0
+    bare = dataclasses.replace(options.recompute, mla_up_proj=False, moe_layer=False)
     whole = layer_bytes(shape, dataclasses.replace(options, recompute=bare), mixture=mixture)
     return whole - layer_bytes(shape, options, mixture=mixture)
 

@@ -174,7 +174,8 @@ def worst_memory(case: MemoryCase) -> RankMemory:
     """
     stages = list(range(case.pipeline_parallel))
     if case.schedule is None:
-        stages = sorted({tuple(places(case, stage)): stage for stage in reversed(stages)}.values())
+        placed = _places(case.shape, chunk_layers(case), placement_of(case))
+        stages = sorted({tuple(placed[stage]): stage for stage in reversed(stages)}.values())
     return max((_stage(case, stage) for stage in stages), key=lambda each: each.total)
 
 
@@ -289,12 +290,15 @@ def _chunk_state(
 
 def _stage(case: MemoryCase, stage: int) -> RankMemory:
     state, chunks = state_memory(case, stage), places(case, stage)
-    kept = [kept_bytes(case, place) for place in chunks]
+    # Most chunks of a stage are alike: each kind is computed once.
+    kinds = dict.fromkeys(chunks)
+    sizes = {place: kept_bytes(case, place) for place in kinds}
+    kept = [sizes[place] for place in chunks]
     activations = max(
         sum(count * size for count, size in zip(counts, kept, strict=True))
         for counts in in_flight(case, stage)
     )
-    workspace = max(_workspace(case, place) for place in chunks)
+    workspace = max(_workspace(case, place) for place in kinds)
     if case.state.gradient_bytes < 4:
         # The optimizer makes fp32 copies of narrower gradients, when no activation is left.
         copies = state.gradients // case.state.gradient_bytes * 4

@@ -199,9 +199,14 @@ def _variants(layout: Layout, found: Suggestion) -> Iterator[Variant]:
         yield _with(layout, case, Recompute(moe_layer=True))
     if latent and experts:
         yield _with(layout, case, Recompute(mla_up_proj=True, moe_layer=True))
-    if plain[2].total > found.hardware.usable_bytes:
+    if _lasting(plain[2]) <= found.hardware.usable_bytes < plain[2].total:
         yield from _smallest_block(layout, case, found.hardware.usable_bytes)
     yield _with(layout, case, Recompute(granularity="full", method="uniform", num_layers=1))
+
+
+def _lasting(memory: RankMemory) -> int:
+    """What no recomputation makes smaller: where this alone is too much, no number of layers will do."""
+    return memory.total - memory.activations - memory.workspace
 
 
 def _smallest_block(layout: Layout, case: MemoryCase, usable: float) -> Iterator[Variant]:

@@ -206,7 +206,7 @@ def test_sizes_that_do_not_divide_the_devices_are_named() -> None:
 
 
 def test_the_batch_is_assumed_when_it_is_not_given() -> None:
-    found = suggest(load_config(MODEL.split()), 8, H100)
+    found = suggest(load_config(MODEL.split()), 1, H100)
     assert found.assumed == ["--global-batch-size 2048"]
 
 
