@@ -169,7 +169,7 @@ def holders(originals: Sequence[Original], ignored: Collection[int] = ()) -> Sea
     found = Search()
     everywhere: list[Original] = []
     claimed: dict[int, Original] = {}
-    packages = {package: list(loaded_modules(package)) for package in {one.package for one in originals}}
+    packages = {package: loaded_modules(package) for package in {one.package for one in originals}}
     for original in originals:
         other = claimed.setdefault(id(original.held.value), original)
         if other is not original and original.reach != "imports":
@@ -247,14 +247,19 @@ def _attributes(descriptor: Any) -> dict[str, Any]:
     return found
 
 
-def loaded_modules(prefix: str | None = None) -> Iterator[ModuleType]:
+def loaded_modules(prefix: str | None = None) -> list[ModuleType]:
     """Imported modules, those of one package when ``prefix`` is given."""
-    below = f"{prefix}."
     # A copy in one piece: ``list(items())`` makes pair after pair; garbage collection in between lets
     # another thread import.
-    for name, module in sys.modules.copy().items():
-        if (prefix is None or name.startswith(below) or name == prefix) and isinstance(module, ModuleType):
-            yield module
+    modules = sys.modules.copy()
+    if prefix is None:
+        return [module for module in modules.values() if isinstance(module, ModuleType)]
+    below = f"{prefix}."
+    return [
+        module
+        for name, module in modules.items()
+        if (name.startswith(below) or name == prefix) and isinstance(module, ModuleType)
+    ]
 
 
 def _places_in(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place, Any]]:
@@ -267,6 +272,9 @@ def _places_in(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place
 
 def _places_outside(packages: Collection[str], ids: Set[int]) -> Iterator[tuple[Place, Any]]:
     for module in _once(loaded_modules()):
+        # Almost none of thousands of modules holds one: that is asked first, because it takes least.
+        if ids.isdisjoint(map(id, vars(module).values())):
+            continue
         if not any(in_package(module.__name__, package) for package in packages):
             yield from _names(module, ids)
 
