@@ -8,6 +8,7 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import FileFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +39,11 @@ class Toy:
         path = self.root / (module.replace(".", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(source).replace("{toy}", self.name))
-        importlib.invalidate_caches()
+        # The finders of this folder alone: a process with thousands of tests has thousands of others.
+        for folder in [one for one in path.parents if one.is_relative_to(self.folder)]:
+            finder = sys.path_importer_cache.get(str(folder))
+            if isinstance(finder, FileFinder):
+                finder.invalidate_caches()
         return path
 
     def load(self, module: str = "owner") -> ModuleType:
@@ -104,12 +109,14 @@ def _referrers_of_the_test_alone() -> Iterator[None]:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     made = Toy(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     yield made
     for applied in made.applied:
         applied.roll_back()
     for name in [name for name in sys.modules if name.split(".")[0] == made.name]:
         del sys.modules[name]
+    for folder in [one for one in sys.path_importer_cache if one.startswith(str(tmp_path))]:
+        del sys.path_importer_cache[folder]
     assert not [one for one in sys.meta_path if hasattr(one, "is_patch_hook")], "a finder was left behind"
 
 
