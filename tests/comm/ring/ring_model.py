@@ -71,8 +71,8 @@ class _State(NamedTuple):
     threads: tuple[_Thread, ...]
 
 
-def explore(table: Table, run: Run, *, most_states: int = 2_000_000) -> Found:
-    """Every state that the two ends can reach."""
+def explore(table: Table, run: Run, *, most_states: int = 2_000_000, until: str | None = None) -> Found:
+    """Every state that the two ends can reach; with ``until`` no further than to an error of this kind."""
     places = _places(run.slots)
     programs = (_producer(table, run, places), _consumer(table, run, places))
     zero = (0,) * (2 * len(places))  # The second half counts reads.
@@ -96,6 +96,8 @@ def explore(table: Table, run: Run, *, most_states: int = 2_000_000) -> Found:
         ended = all(each.pc == len(program) for each, program in zip(state.threads, programs, strict=True))
         if not moved and not ended:
             _count(found.errors, "nobody wakes")
+        if until in found.errors:
+            break
     return found
 
 
