@@ -19,6 +19,7 @@ from mt_megatron.data.loader.tokenizer import Tokenizer
 from mt_megatron.data.prepare.corpus import split_of
 from mt_megatron.data.prepare.prepare import load_corpus, prepare_corpus
 from mt_megatron.errors import DataError
+from tests.second_lane import DAILY
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx", "corpus.json")
@@ -218,7 +219,8 @@ def test_a_killed_preparation_leaves_nothing_that_counts(texts: Path, tmp_path: 
     _prepare(tmp_path / "reference", texts)
     big = tmp_path / "big"
     big.mkdir()
-    for i in range(3000):
+    # Encoding must take much longer than this test needs to see it begin.
+    for i in range(3000 if DAILY else 1200):
         (big / f"d{i}.txt").write_text((texts / f"d{i % 60:02d}.txt").read_text() * 5)
     output = tmp_path / "out"
     process = _start(output, big)
@@ -278,6 +280,14 @@ def test_progress_reaches_the_end_of_both_passes(texts: Path, tmp_path: Path, li
         assert [now[0] for now in one] == sorted(now[0] for now in one)
         assert one[-1][0] == pytest.approx(one[-1][1], rel=0.05)
     assert encoding[-1][3] == corpus.train_tokens
+
+
+def test_preparing_imports_no_torch(texts: Path, tmp_path: Path) -> None:
+    code = _START + "assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), str(texts)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "counting unigrams" in done.stdout
 
 
 @pytest.mark.parametrize(

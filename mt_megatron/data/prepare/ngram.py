@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from mt_megatron.data.prepare.indexed_files import read_header
 from mt_megatron.errors import DataError
 
 if TYPE_CHECKING:
@@ -119,9 +120,8 @@ class NgramModel:
 
 def read_tokens(prefix: str) -> Tokens:
     """All tokens [n] of a Megatron indexed dataset, mapped from its ``.bin`` file."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dtype = IndexedDataset(prefix).index.dtype
+    # Not Megatron's own reader: whoever only prepares data would import torch for one dtype.
+    dtype = read_header(Path(prefix + ".idx")).dtype
     tokens: Tokens = np.memmap(Path(prefix + ".bin"), dtype=dtype, mode="r")
     return tokens
 
