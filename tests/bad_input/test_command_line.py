@@ -15,10 +15,11 @@ from mt_megatron.config.types import SECTIONS, options
 from mt_megatron.errors import ConfigError
 from mt_megatron.planning.validate.environment import check_environment, environment_problems
 from mt_megatron.training.validate import problems
+from tests.second_lane import DAILY
 
 SOAK = "MT_MEGATRON_SOAK" in os.environ
 QUICK = settings(
-    max_examples=2000 if SOAK else 80,
+    max_examples=2000 if SOAK else 80 if DAILY else 40,
     deadline=None,
     derandomize=not SOAK,
     database=None,

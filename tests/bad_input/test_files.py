@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mt_megatron.config.parse import load_config
 from mt_megatron.data.prepare.indexed_files import write_index
 from mt_megatron.training.validate import problems
+from tests.second_lane import DAILY
 
 SOAK = "MT_MEGATRON_SOAK" in os.environ
 SEEDED = st.integers(0, 2**32 - 1).map(Random)
@@ -169,7 +170,7 @@ def pair(folder: Path, rng: Random) -> Path:
 
 @pytest.mark.parametrize("name", DAMAGES)
 @settings(
-    max_examples=300 if SOAK else 6,
+    max_examples=300 if SOAK else 6 if DAILY else 4,
     deadline=None,
     derandomize=not SOAK,
     database=None,
@@ -189,7 +190,7 @@ def test_damaged_data_is_named(name: str, rng: Random, tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=2000 if SOAK else 60,
+    max_examples=2000 if SOAK else 60 if DAILY else 30,
     deadline=None,
     derandomize=not SOAK,
     database=None,

@@ -16,11 +16,12 @@ from mt_megatron.errors import ConfigError, DataError
 from mt_megatron.training.validate import problems, validate
 from tests.bad_input.cases import Case, Promise, loaded, valid_case
 from tests.bad_input.rules import all_rules
+from tests.second_lane import DAILY
 
 RULES = all_rules()
 SOAK = "MT_MEGATRON_SOAK" in os.environ
 SEEDED = st.integers(0, 2**32 - 1).map(Random)
-EXAMPLES = 100 if SOAK else 6
+EXAMPLES = 100 if SOAK else 6 if DAILY else 3
 SECONDS = 5.0
 """Of processor time, which does not depend on what else the machine does."""
 
@@ -52,7 +53,7 @@ def assert_kept(promise: Promise, text: str) -> None:
     assert "Traceback" not in text and "AssertionError" not in text
 
 
-@examples(40 if not SOAK else 1000)
+@examples(1000 if SOAK else 40 if DAILY else 20)
 @given(rng=SEEDED)
 def test_what_is_drawn_as_valid_is_valid(rng: Random) -> None:
     case = valid_case(rng)
