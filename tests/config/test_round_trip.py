@@ -70,7 +70,7 @@ def flags_can_say(value: Any) -> bool:
 
 @given(values=settings_by_option())
 @settings(
-    max_examples=300 if DAILY else 60,
+    max_examples=300 if DAILY else 35,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

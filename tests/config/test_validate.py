@@ -483,7 +483,7 @@ def test_unsupported_options_are_refused_and_not_ignored(name: str) -> None:
     micro=st.integers(1, 3),
     total=st.integers(1, 24),
 )
-@settings(max_examples=400 if DAILY else 80, deadline=None)
+@settings(max_examples=400 if DAILY else 50, deadline=None)
 def test_divisibility_agrees_with_plain_arithmetic(
     tp: int, pp: int, chunks: int | None, layers: int, world: int, micro: int, total: int
 ) -> None:
