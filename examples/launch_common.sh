@@ -316,6 +316,9 @@ launch() {
     if [[ -n $config ]]; then
         [[ -z ${MODEL:-} ]] || die "MODEL=$MODEL and --config $config are both given; expected one of them: unset MODEL or leave --config out"
         [[ -f $config ]] || die "found no file '$config'; expected the YAML file of --config, or MODEL as one of: $(model_names)"
+    elif [[ -n ${MODEL:-} && ! -f $FAMILY_DIR/$MODEL.yaml ]]; then
+        # Before the backend is chosen, which takes seconds.
+        die "found no model '$MODEL'; expected one of: $(model_names)"
     fi
 
     ensure_environment
@@ -332,7 +335,6 @@ launch() {
             if [[ $BACKEND == cpu ]]; then MODEL="$CPU_MODEL"; else MODEL="$ACCELERATOR_MODEL"; fi
         fi
         config="$FAMILY_DIR/$MODEL.yaml"
-        [[ -f $config ]] || die "found no model '$MODEL'; expected one of: $(model_names)"
     fi
     compose_launch
     choose_threads
