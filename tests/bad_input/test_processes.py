@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 
 VALID = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 4352 --seq-length 32 "
@@ -22,16 +22,18 @@ SECONDS = 5.0
 """Of processor time, which does not depend on what else the machine does."""
 
 
-def command(
-    words: list[str], *, launcher: tuple[str, ...] = (), variables: dict[str, str] | None = None
-) -> tuple[subprocess.CompletedProcess[str], float]:
+def _environment() -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
+    return environment
+
+
+def command(words: list[str], variables: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "mt_megatron.cli", "pretrain", *words],
-        env={**environment, **(variables or {})},
+        [sys.executable, "-m", "mt_megatron.cli", "pretrain", *words],
+        env={**_environment(), **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -54,7 +56,7 @@ def command(
     ],
 )
 def test_the_command_ends_with_one_message(flags: str, variables: dict[str, str], expected: str) -> None:
-    done, seconds = command([*VALID.split(), *flags.split()], variables=variables)
+    done, seconds = command([*VALID.split(), *flags.split()], variables)
     assert done.returncode == 2
     assert expected in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.startswith("mt-megatron: ")
@@ -65,7 +67,11 @@ def test_no_rank_is_left_behind_below_torchrun(tmp_path: Path) -> None:
     marker = str(tmp_path / "marker.jsonl")
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
     words = [*VALID.split(), "--global-batch-size", "3", "--metrics-path", marker]
-    done, _ = command(words, launcher=(*launcher, "--rdzv-endpoint", "127.0.0.1:0"))
+    done = run_command(
+        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", "-m", "mt_megatron.cli", "pretrain"]
+        + words,
+        env=_environment(),
+    )
     assert done.returncode != 0
     assert (
         "global_batch_size is 3; expected a multiple of micro_batch_size x data-parallel size = 2"
