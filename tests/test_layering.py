@@ -64,6 +64,8 @@ def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
     """Every absolute module name that ``tree`` imports at run time, with its line. ``module`` is the
     file's name; that of an ``__init__`` ends with ``.__init__``."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue  # No expression holds a statement.
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue  # For the type checker alone: nothing is imported.
         if isinstance(node, ast.Import):
