@@ -29,6 +29,7 @@ from mt_megatron.launching.jobs.slurm import SlurmOptions, slurm_script
 from mt_megatron.scope.sidecar.sinks import base as sinks
 from mt_megatron.training.validate import problems
 from tests.launching.schemas import SCHEMAS
+from tests.second_lane import DAILY
 
 ANYTHING = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 """What one word of a command line can be."""
@@ -239,7 +240,7 @@ def containers(documents: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
 @given(options=OPTIONS, value=ANYTHING)
 @example(options=("a\x85b", "\u2028"), value="é\x85")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if DAILY else 12, deadline=None)
 def test_kubernetes_hands_every_option_on(kind: Any, options: tuple[str, ...], value: str) -> None:
     job = replace(JOB, options=options, environment=(("GREETING", value),))
     found = list(containers(loaded(job, replace(KUBERNETES, kind=kind))))
