@@ -12,7 +12,6 @@ import pytest
 
 from tests import index_cache
 from tests.fork_server import FOLDER, installed_here, new_folder
-from tests.second_lane import is_moved, unknown
 from tests.soak import SoakReport
 
 
@@ -84,6 +83,8 @@ UNKNOWN = pytest.StashKey[list[str]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from tests.second_lane import unknown
+
     everything = not any("::" in argument for argument in config.args)
     config.stash[UNKNOWN] = unknown(item.nodeid for item in items) if everything else []
     left_out = [item for item in items if not _wanted(item, config)]
@@ -94,6 +95,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    # Imported before the options are known it would take ``--all`` for the first lane.
+    from tests.second_lane import is_moved
+
     soak = config.getoption("--soak")
     if soak and item.nodeid in config.pluginmanager.get_plugin("soak-report").passed:
         return False

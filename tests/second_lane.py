@@ -359,7 +359,7 @@ MOVED: dict[str, dict[str, str]] = {
     },
     "tests/test_fork_server.py": {
         "test_a_fork_finds_what_a_cold_process_finds": "codes and outputs of commands",
-        "test_forks_end_with_the_process_that_asked_for_them[servers of its own": "shared servers, and commands that take too long",
+        "test_forks_end_with_the_process_that_asked_for_them[servers of its own": "shared servers",
         "test_variables_that_imports_read_reach_them": "those that imports do not read",
     },
     "tests/test_soak.py": {

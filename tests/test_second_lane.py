@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import UNKNOWN
-from tests.second_lane import MOVED, is_moved, lines_of_lane, of_lane, unknown
+from tests.second_lane import DAILY, MOVED, is_moved, lines_of_lane, of_lane, unknown
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +23,11 @@ def test_an_entry_that_no_test_begins_with_is_noticed() -> None:
     found = [f"{file}::{beginning}" for beginning in beginnings]
     assert unknown(found) == []
     assert unknown([f"{file}::test_another"]) == found
+
+
+def test_volumes_are_those_of_the_lane_that_runs(pytestconfig: pytest.Config) -> None:
+    """In this process as in ranks, which read the variable that options set."""
+    assert bool(pytestconfig.getoption("--all") or pytestconfig.getoption("--soak")) == DAILY
 
 
 def test_a_case_that_no_table_has_is_an_error() -> None:
