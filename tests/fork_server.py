@@ -58,8 +58,9 @@ without it has servers of its own."""
 _READ_LATER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|GLOO_\w+"
     r"|PYTEST_\w+|MT_MEGATRON_(?!TEST_PATCHED)\w+|HF_\w+|TOKENIZERS_PARALLELISM|COLUMNS|LINES"
+    r"|MUSA_VISIBLE_DEVICES|PYTHONWARNINGS|TORCH_FR_BUFFER_SIZE|XDG_CACHE_HOME"
 )
-"""Variables that nothing reads before the target runs: a fork may change them."""
+"""Variables that nothing reads before the target runs, or that forks read again: a fork may change them."""
 
 _HASH_SEEDS = 2
 _KEPT_SETS = 5
@@ -218,6 +219,7 @@ def start(
     if any(name.startswith("COVERAGE_") for name in env):
         raise ColdStart("coverage is measured")
     warnings, words = _words(command)
+    warnings = [*filter(None, env.get("PYTHONWARNINGS", "").split(",")), *warnings]
     path = python_path(env, str(cwd))
     server = _server(env, path, slot)
     # What a child would inherit from this process, and a fork does not.

@@ -205,9 +205,11 @@ def test_variables_and_paths_that_imports_do_not_read_share_servers(tmp_path: Pa
         "import only_here, sys; print(sys.warnoptions)",
     ]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment["PYTHONWARNINGS"] = "ignore::FutureWarning,once"
+    options = "['ignore::FutureWarning', 'once', 'error::UserWarning']"
     for cold in (False, True):
         done = run_command(command, env=environment, cold=cold)
-        assert done.stdout.splitlines() == [str(tmp_path / "only_here.py"), "['error::UserWarning']"], done
+        assert done.stdout.splitlines() == [str(tmp_path / "only_here.py"), options], done
     assert (warm(), len(fork_server._servers)) == (before + 2, sets)
     without = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
     assert run_command(command, env=without, cwd=tmp_path / "..").returncode == 1
