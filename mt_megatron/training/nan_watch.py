@@ -160,7 +160,7 @@ class _Search:
             if is_chunk:
                 self._forward_at[index] += 1
             for tensor in _tensors((args, kwargs)):
-                if tensor.requires_grad:
+                if _passes_gradient(tensor):
                     tensor.register_hook(self._on_gradient(index, self._number(tensor), where, enters=True))
 
         return before
@@ -175,7 +175,7 @@ class _Search:
                 if not call.recomputing and not _finite(tensor):
                     stage = self._stage(index)
                     self._add(_FORWARD, self._forward_at[index], stage, f"the output of {where}", tensor)
-                if tensor.requires_grad:
+                if _passes_gradient(tensor):
                     tensor.register_hook(self._on_gradient(index, self._number(tensor), arriving))
 
         return after
@@ -186,20 +186,21 @@ class _Search:
         def hook(gradient: Tensor | None) -> None:
             # What the fused weight gradient hands on is a place holder.
             fused = getattr(parameter, "grad_added_to_main_grad", False)
-            seen = getattr(parameter, "main_grad", gradient) if fused else gradient
-            # None: a schedule defers this gradient, and torch calls again when it is there.
-            if seen is not None:
-                look(seen)
+            look(getattr(parameter, "main_grad", gradient) if fused else gradient)
 
         return hook
 
     def _on_gradient(
         self, index: int, tensor: int | None, where: str, *, enters: bool = False
-    ) -> Callable[[Tensor], None]:
+    ) -> Callable[[Tensor | None], None]:
         """``tensor`` is None for a parameter's gradient, which is of the micro-batch under way."""
         begun = None if tensor is None or taps.is_recomputing() else self._forward_at[index]
 
-        def hook(gradient: Tensor) -> None:
+        def hook(gradient: Tensor | None) -> None:
+            # None: a schedule defers a parameter's gradient, and torch calls again when it is there; or the
+            # output has none, as of several outputs of an operation those that nothing reads.
+            if gradient is None:
+                return
             self._looks += 1
             if begun is not None:
                 self._backward_at[index] = begun
@@ -298,6 +299,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _tensors(value)
+
+
+def _passes_gradient(tensor: Tensor) -> bool:
+    """False for a parameter, such as an embedding that an output layer is given: it has a hook of its own,
+    which knows place holders of its gradient."""
+    return tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
 
 
 def _finite(values: Tensor) -> bool:

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from mt_megatron.pipeline.execute import source
 from mt_megatron.training import steps
+from mt_megatron.training.nan_watch import _Search
 from tests.launch import run_ranks
 from tests.second_lane import DAILY
 
@@ -52,7 +55,7 @@ ON_TWO = {
         "decoder.layers.0.mlp (layer 3 of the model) passes back to its input",
     },
     "pp2_deferred": {
-        "flags": f"{PP2} --pipeline-schedule zb_h1",
+        "flags": f"{PP2} --pipeline-schedule zb_h1 --no-untie-embeddings-and-output-weights",
         "fault": fault("decoder.layers.0.mlp", "backward", 1),
         "says": "rank 1 (pipeline stage 1), backward pass of micro-batch 0: the gradient that "
         "decoder.layers.0.mlp (layer 3 of the model) passes back to its input",
@@ -150,3 +153,47 @@ def test_the_search_leaves_the_schedule_s_count_of_steps(monkeypatch: pytest.Mon
     finally:
         source.set_pipeline_schedule(None)
     assert asked == [0, 1, 1, 2]
+
+
+class _Fused(torch.autograd.Function):
+    """A product whose weight gradient goes to ``main_grad``, with a place holder for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        [weight] = ctx.saved_tensors
+        return gradient @ weight, torch.full_like(weight, torch.nan)
+
+
+class _Head(torch.nn.Module):
+    """Two outputs of one operation, from a weight that the caller gives, as tied embeddings are."""
+
+    def forward(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return _Fused.apply(hidden, weight).chunk(2, dim=-1)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Linear(4, 4), _Head()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.embedding(hidden), weight=self.embedding.weight)[0].sum()  # type: ignore[no-any-return]
+
+
+def test_place_holders_and_outputs_that_nothing_reads_are_no_findings() -> None:
+    model = _Tied()
+    weight: Any = model.embedding.weight
+    weight.grad_added_to_main_grad, weight.main_grad = True, torch.zeros(4, 4)
+    job: Any = SimpleNamespace(
+        at=SimpleNamespace(pp=0), layout=SimpleNamespace(pp=1), rank=0, reports_loss=True
+    )
+    trainable: Any = SimpleNamespace(bare_chunks=lambda: [model])
+    search = _Search(trainable, job, 1)
+    with search.hooks():
+        model(torch.ones(2, 4, requires_grad=True)).backward()
+    assert search.findings() == []
