@@ -327,7 +327,12 @@ WRONG = [
     (
         "--family other --num-moe-experts 4 --expert-model-parallel-size 4",
         2,
-        "expected a multiple of tensor x pipeline x expert parallel size = 4",
+        "expected a multiple of tensor x pipeline x context x expert parallel size = 4",
+    ),
+    (
+        "--family other --num-moe-experts 4 --expert-model-parallel-size 2 --context-parallel-size 2",
+        2,
+        "expected a multiple of tensor x pipeline x context x expert parallel size = 4",
     ),
     (
         "--family other --num-moe-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",

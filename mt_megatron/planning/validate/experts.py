@@ -120,11 +120,11 @@ def _processes(config: TrainingConfig, world_size: int) -> list[str]:
                 "--expert-model-parallel-size out."
             )
         ]
-    share = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if size > 1 and share >= 1 and world_size % (share * size):
+    share = config.fewest_processes
+    if size > 1 and share >= 1 and world_size % share:
         found.append(
-            f"world size is {world_size}; expected a multiple of tensor x pipeline x expert parallel size = "
-            f"{share * size}. Start another number of processes or change those sizes."
+            f"world size is {world_size}; expected a multiple of tensor x pipeline x context x expert parallel "
+            f"size = {share}. Start another number of processes or change those sizes."
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         found.append(
