@@ -24,6 +24,8 @@ def parameter_pieces(trainable: Trainable, phase: str, stages: list[int], value:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.transformer.moe.experts import GroupedMLP
 
+    from mt_megatron.layers.moe.experts import is_arranged
+
     pieces: list[Piece] = []
     chunks = trainable.bare_chunks()
     for index, (chunk, stage) in enumerate(zip(chunks, stages, strict=True)):
@@ -34,7 +36,7 @@ def parameter_pieces(trainable: Trainable, phase: str, stages: list[int], value:
         grouped = {
             id(parameter)
             for module in chunk.modules()
-            if isinstance(module, GroupedMLP)
+            if isinstance(module, GroupedMLP) and is_arranged(module)
             for parameter in module.parameters(recurse=False)
         }
         position = {name: at for at, name in enumerate(names.values())}

@@ -52,6 +52,7 @@ def test_grouped_experts_of_users_are_what_upstreams_weights_say(found: Found, k
     for mine, ours in zip(seen["gradients"], expected["gradients"], strict=True):
         assert torch.allclose(torch.tensor(mine), torch.tensor(ours), atol=1e-5)
     assert seen["kept"] == expected["kept"]
+    assert seen["diverge"] == expected["diverge"]
 
 
 def test_products_of_users_are_not_said_to_be_quantised(found: Found) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -221,6 +222,7 @@ def grouped_subclasses() -> dict[str, Any]:
                 "gradients": [rows.grad.tolist(), *(each.tolist() for each in gradients)],
                 "dimensions": experts.weight1.dim(),
                 "kept": kept,
+                "diverge": _as_diverge_sees(experts),
             }
 
         found[kind.__name__] = attempt(run)
@@ -229,6 +231,18 @@ def grouped_subclasses() -> dict[str, Any]:
 
     found["fp8"] = attempt(lambda: len(list(_weights(torch.nn.Sequential(Loop(EXPERTS, config))))))
     return found
+
+
+def _as_diverge_sees(module: Any) -> dict[str, Any]:
+    """Each weight of ``module``, put together from the pieces that ``diverge`` compares."""
+    from mt_megatron.diverge.weights import current_value, parameter_pieces
+
+    trainable: Any = SimpleNamespace(bare_chunks=lambda: [module])
+    found: dict[str, torch.Tensor] = {}
+    for piece in parameter_pieces(trainable, "weights", [0], current_value):
+        whole = found.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+        whole[torch.meshgrid(*piece.index, indexing="ij")] = piece.tensor
+    return {name: whole.tolist() for name, whole in found.items()}
 
 
 def autocast() -> dict[str, Any]:
