@@ -16,7 +16,8 @@ from pathlib import Path
 from ..errors import ConfigError
 from .actions import Action, Kind, Placement, Schedule, Style
 
-_CELL = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)|(\d+)REDUCE_GRAD")
+# Python refuses to read a number of thousands of digits.
+_CELL = re.compile(r"(\d{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,18})|(\d{1,18})REDUCE_GRAD")
 _OVERLAPPED = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 

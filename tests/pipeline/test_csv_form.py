@@ -71,6 +71,7 @@ def test_forward_only_is_seen() -> None:
         ('0F0,"0B0\n', "line 1: unexpected end of data"),
         ("0UNSHARD\n", "found '0UNSHARD'"),
         ("0F0,0B0,0F1000000000000\n1F0,1B0\n", "line 1, column 3: found 0F1000000000000 among 5 actions"),
+        (f"0F{'0' * 5000}\n", "line 1, column 1: found '0F000"),
         ("0F0,0B0\n1F0,1B0,1000000000001REDUCE_GRAD\n", "line 2, column 3: found 1000000000001REDUCE_GRAD"),
     ],
 )
