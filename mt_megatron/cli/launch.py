@@ -196,6 +196,8 @@ def _without(args: argparse.Namespace, hosts: list[Host], excluded: list[Host]) 
             f"--exclude-hosts lists {names} and nothing says which hosts there are; expected --hostfile, or "
             "--print slurm. Other schedulers choose hosts themselves: exclude it there."
         )
+    if args.nodes is not None and args.nodes < 1:
+        raise ConfigError(f"--nodes is {args.nodes}; expected at least 1.")
     left = remaining(hosts, excluded, args.nodes)
     if excluded or len(left) < len(hosts):
         without = f"without {names}: " if excluded else ""

@@ -121,6 +121,9 @@ def test_too_few_hosts_are_refused(lists: tuple[str, str], capsys: pytest.Captur
     assert "2 of 3 hosts are left" in capsys.readouterr().err
     assert main(["launch", "--print", "command", "--exclude-hosts", excluded, "--", *TRAIN]) == 2
     assert "nothing says which hosts there are" in capsys.readouterr().err
+    given = ["launch", "--hostfile", hosts, "--exclude-hosts", "/none", "--node-rank", "0"]
+    assert main([*given, "--nodes", "0", "--", *TRAIN]) == 2
+    assert "--nodes is 0; expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("listed", "code"), [(True, 79), (False, 1)])
