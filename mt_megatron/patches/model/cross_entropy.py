@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -57,17 +58,21 @@ def _say(obstacle: str) -> None:
 
 def _obstacle(model: Any) -> str:
     """Why the logits have to exist; empty when they need not."""
+    from megatron.core.models.common.language_module import language_module
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 
     loss = getattr(model.compute_language_model_loss, "__func__", None)
     if loss is not LanguageModule.compute_language_model_loss:
         return f"the loss of a {type(model).__name__} is its own (compute_language_model_loss)"
-    if not _is_upstreams(getattr(loss, "__wrapped__", None)):
+    if not _is_upstreams(getattr(loss, "__wrapped__", None), language_module):
         return "LanguageModule's loss was replaced (compute_language_model_loss)"
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:
         return f"the output layer is a {type(layer).__name__}"
+    forward = getattr(taps.untapped(layer, "forward"), "__func__", None)
+    if forward is not ColumnParallelLinear.forward or not _is_upstreams(forward, layers):
+        return "the output layer's forward was replaced"
     if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "the output layer has hooks, which want to see them"
     if taps.wants_output(layer):
@@ -83,12 +88,10 @@ def _obstacle(model: Any) -> str:
     return ""
 
 
-def _is_upstreams(loss: Any) -> bool:
-    """True for the function that upstream's module defines, which ours wraps unless somebody replaced it
+def _is_upstreams(function: Any, module: ModuleType) -> bool:
+    """True for a function that upstream's ``module`` defines; False where somebody put another in its place,
     before ``patch()`` or after."""
-    from megatron.core.models.common.language_module import language_module
-
-    return getattr(loss, "__module__", None) == language_module.__name__ and not hasattr(loss, "__wrapped__")
+    return getattr(function, "__module__", None) == module.__name__ and not hasattr(function, "__wrapped__")
 
 
 @contextmanager

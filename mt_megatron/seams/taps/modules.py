@@ -272,6 +272,14 @@ class Tapped:
         return self.__wrapped__.__reduce__()
 
 
+def untapped(module: nn.Module, name: str) -> Any:
+    """The method ``name`` of ``module`` below its taps."""
+    found = getattr(module, name)
+    while isinstance(found, Tapped):
+        found = found.__wrapped__
+    return found
+
+
 @contextmanager
 def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Within it ``function`` stands for the method ``name`` of ``module`` and returns no output to look at:

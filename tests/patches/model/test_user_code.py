@@ -77,6 +77,6 @@ def test_recomputation_has_the_types_of_the_forward_pass_whatever_is_on_then(fou
 
 def test_a_loss_of_the_users_gets_logits(found: Found) -> None:
     seen = found["losses"]
-    for name in ("fused", "own", "replaced after", "replaced before"):
+    for name in ("fused", "own", "replaced after", "replaced before", "head", "all heads"):
         assert seen[name][0] == pytest.approx(seen["apart"][0], rel=1e-6), name
     assert seen["plain"][0] != pytest.approx(seen["apart"][0], rel=1e-3), "the loss is another one"

@@ -314,7 +314,7 @@ def losses() -> dict[str, Any]:
         def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
             return super().compute_language_model_loss(labels, logits / 0.7)
 
-    def run(kind: Any, fused: bool, own: bool = False) -> Any:
+    def run(kind: Any, fused: bool, own: bool = False, head: bool = False) -> Any:
         options = {"num_moe_experts": None, "cross_entropy_loss_fusion": fused}
         config = config_of(**options, hidden_dropout=0.0, attention_dropout=0.0)
         torch.manual_seed(1)
@@ -325,8 +325,29 @@ def losses() -> dict[str, Any]:
         if own:
             inherited = model.compute_language_model_loss
             model.compute_language_model_loss = lambda labels, logits: inherited(labels, logits / 0.7)
+        if head:
+            model.output_layer.forward = tempering(model.output_layer.forward)
         tokens = torch.arange(8).view(1, 8)
         return model(tokens, tokens, None, labels=tokens + 1).tolist()
+
+    def tempering(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def tempered(self_or_hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            output, bias = forward(self_or_hidden, *args, **kwargs)
+            return (output / 0.7 if output.shape[-1] == 32 else output), bias
+
+        return tempered
+
+    def with_head() -> Any:
+        """All output layers compute otherwise."""
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        kept = ColumnParallelLinear.forward
+        ColumnParallelLinear.forward = tempering(kept)
+        try:
+            return run(GPTModel, True)
+        finally:
+            ColumnParallelLinear.forward = kept
 
     def replaced(*, before: bool) -> Any:
         """The class's own loss is another function, since before the patches were made or after."""
@@ -358,6 +379,8 @@ def losses() -> dict[str, Any]:
         "apart": attempt(lambda: run(Tempered, False)),
         "fused": attempt(lambda: run(Tempered, True)),
         "own": attempt(lambda: run(GPTModel, True, own=True)),
+        "head": attempt(lambda: run(GPTModel, True, head=True)),
+        "all heads": attempt(with_head),
         "plain": attempt(lambda: run(GPTModel, True)),
     }
 
