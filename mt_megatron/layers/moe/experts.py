@@ -39,11 +39,10 @@ def arrange_weights(module: Any) -> None:
     """Turn what upstream's constructor made into ``weight1`` [experts, (2) f, h] and ``weight2``
     [experts, h, f]: the same matrices, so that a seed means the same model with and without us.
 
-    A subclass with a forward of its own reads them in upstream's order, and keeps that.
+    A forward of a subclass, or one that was put in the place of ours, reads them in upstream's order: it
+    finds that.
     """
-    from megatron.core.transformer.moe.experts import GroupedMLP
-
-    if type(module).forward is not GroupedMLP.forward:
+    if not takes_linears(type(module)):
         return
     for name in WEIGHTS:
         made = getattr(module, name)
@@ -54,6 +53,11 @@ def arrange_weights(module: Any) -> None:
             weight.partition_dim = _PARTITION[name]
         setattr(module, name, weight)
     module.register_load_state_dict_pre_hook(_accept_upstream_order)
+
+
+def takes_linears(kind: Any) -> bool:
+    """True for ``GroupedMLP`` and its subclasses that compute by the patched forward."""
+    return bool(getattr(kind.forward, "takes_linears", False))
 
 
 def is_arranged(module: Any) -> bool:

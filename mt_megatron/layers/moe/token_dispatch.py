@@ -106,9 +106,11 @@ def connect(layer: Any) -> None:
         MoEAlltoAllTokenDispatcher,
     )
 
+    from mt_megatron.layers.moe.experts import is_arranged
+
     experts, dispatcher = layer.experts, layer.token_dispatcher
     kind = type(dispatcher)
-    if type(layer) is not MoELayer or type(experts) is not GroupedMLP:
+    if type(layer) is not MoELayer or type(experts) is not GroupedMLP or not is_arranged(experts):
         return
     if layer.config.moe_pad_expert_input_to_capacity:
         return

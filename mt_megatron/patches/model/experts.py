@@ -29,6 +29,10 @@ def _grouped_forward(self: Any, permuted_local_hidden_states: Any, tokens_per_ex
     return forward(self, permuted_local_hidden_states, tokens_per_expert)
 
 
+# Wrappers of it take it over; a function in its place does not have it.
+_grouped_forward.takes_linears = True  # type: ignore[attr-defined]
+
+
 def _grouped_sharded_state_dict(
     original: Callable[..., Any],
     self: Any,

@@ -43,7 +43,7 @@ def test_code_between_dispatcher_and_experts_gets_every_experts_rows(found: Foun
         assert seen[name]["output"] == seen["other"]["output"], name
 
 
-@pytest.mark.parametrize("kind", ["Loop", "Calling", "Plain"])
+@pytest.mark.parametrize("kind", ["Loop", "Calling", "Plain", "replaced"])
 def test_grouped_experts_of_users_are_what_upstreams_weights_say(found: Found, kind: str) -> None:
     """A forward of their own reads the weights in upstream's order, in which a checkpoint has them."""
     expected, seen = found["grouped"]["GroupedMLP"], found["grouped"][kind]
