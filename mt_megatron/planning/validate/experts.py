@@ -123,8 +123,8 @@ def _processes(config: TrainingConfig, world_size: int) -> list[str]:
     share = config.fewest_processes
     if size > 1 and share >= 1 and world_size % share:
         found.append(
-            f"world size is {world_size}; expected a multiple of tensor x pipeline x context x expert parallel "
-            f"size = {share}. Start another number of processes or change those sizes."
+            f"world size is {world_size}; expected a multiple of tensor x pipeline x context x expert "
+            f"parallel size = {share}. Start another number of processes or change those sizes."
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         found.append(
