@@ -26,9 +26,10 @@ from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build
 from tests.convert.ranks import _rank_folder, resolve_by_pointer
 from tests.convert.recorded_run import Quiet, converted
+from tests.second_lane import DAILY
 from tests.training.loop_cases import MODEL, TRAINING, run, start
 
-PLAIN = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
+PLAIN = f"--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --micro-batch-size {2 if DAILY else 4}"
 
 
 def continued(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

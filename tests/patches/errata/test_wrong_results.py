@@ -7,29 +7,41 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
+from tests.second_lane import of_lane
 
 RANKS = "tests.patches.errata.dropout_ranks:everything"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-CASES: dict[str, dict[str, Any]] = {
-    "tensor": {"tp": 2},
-    "sequence": {"tp": 2, "sequence_parallel": True},
-    "sequence, full recomputation": {"tp": 2, "sequence_parallel": True, **FULL},
-    "sequence, selective recomputation": {
-        "tp": 2,
-        "sequence_parallel": True,
-        "recompute_granularity": "selective",
+CASES: dict[str, dict[str, Any]] = of_lane(
+    {
+        "tensor": {"tp": 2},
+        "sequence": {"tp": 2, "sequence_parallel": True},
+        "sequence, full recomputation": {"tp": 2, "sequence_parallel": True, **FULL},
+        "sequence, selective recomputation": {
+            "tp": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "selective",
+        },
+        "sequence, attention alone": {
+            "tp": 2,
+            "sequence_parallel": True,
+            "hidden_dropout": 0.0,
+        },
+        "tensor, full recomputation": {"tp": 2, **FULL},
+        "context": {"cp": 2},
+        "context, full recomputation": {"cp": 2, **FULL},
+        "prediction": {"tp": 2, "mtp": True, "sequence_parallel": True},
+        "prediction, full recomputation": {"tp": 2, "mtp": True, "sequence_parallel": True, **FULL},
     },
-    "sequence, attention alone": {
-        "tp": 2,
-        "sequence_parallel": True,
-        "hidden_dropout": 0.0,
-    },
-    "tensor, full recomputation": {"tp": 2, **FULL},
-    "context": {"cp": 2},
-    "context, full recomputation": {"cp": 2, **FULL},
-    "prediction": {"tp": 2, "mtp": True, "sequence_parallel": True},
-    "prediction, full recomputation": {"tp": 2, "mtp": True, "sequence_parallel": True, **FULL},
-}
+    *(
+        "tensor",
+        "tensor, full recomputation",
+        "sequence",
+        "sequence, selective recomputation",
+        "context",
+        "prediction",
+        "prediction, full recomputation",
+    ),
+)
 Found = list[dict[str, Any]]
 
 

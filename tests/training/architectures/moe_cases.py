@@ -16,6 +16,7 @@ from mt_megatron.training import step
 from mt_megatron.training.logging.metrics import read_records
 from mt_megatron.training.loop import train
 from mt_megatron.training.validate import validate
+from tests.second_lane import DAILY
 from tests.training.faults import injected
 from tests.training.loop_cases import MODEL, TRAINING, start
 
@@ -25,6 +26,9 @@ EXPERTS = (
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
 )
 LOSSES = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 --moe-z-loss-coeff 0.0001"
+FEW = "" if DAILY else "--micro-batch-size 4"
+"""The same samples in half as many micro-batches, in the first lane."""
+
 TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 
@@ -43,7 +47,7 @@ def run(folder: str, name: str, flags: str) -> dict[str, Any]:
     lines = io.StringIO()
     try:
         config = load_config(
-            f"{MODEL} {TRAINING} --train-iters 3 --log-interval 2 --save {folder}/{name} --scope off "
+            f"{MODEL} {TRAINING} {FEW} --train-iters 3 --log-interval 2 --save {folder}/{name} --scope off "
             f"{flags}".split()
         )
         validate(config, world_size=dist.get_world_size())

@@ -19,10 +19,14 @@ from mt_megatron.errors import CheckpointError, DataError
 from mt_megatron.training import loop, step
 from tests.parity.case import Chain
 from tests.resume.loading import flip
+from tests.second_lane import DAILY
 from tests.training.faults import injected
 from tests.training.loop_cases import run, start
 
-SMALL = "--num-layers 2 --global-batch-size 4 --micro-batch-size 1 --eval-iters 0 --hidden-dropout 0.1"
+SMALL = (
+    f"--num-layers 2 --global-batch-size 4 --micro-batch-size {1 if DAILY else 2} --eval-iters 0 "
+    "--hidden-dropout 0.1"
+)
 NAN = {"module": "decoder.layers.0.mlp", "kind": "forward", "value": "nan", "rank": 1}
 
 
