@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import shutil
 from typing import Any
@@ -76,6 +78,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.together import FilesScheduling
 
     return FilesScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker import another part of all test files first: what they compile, which takes as long as
+    all the rest of collecting, is there for the others when they come to it."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    root = session.config.rootpath
+    files = sorted(root.glob("tests/**/test_*.py"))
+    for path in files[int(worker["workerid"][2:]) :: worker["workercount"]]:
+        # Collecting imports again what fails, and reports it.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 UNKNOWN = pytest.StashKey[list[str]]()
