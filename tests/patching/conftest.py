@@ -7,14 +7,15 @@ import importlib
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import FileFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mt_megatron.patching import rebind, referrers
 from mt_megatron.patching.digest import source_of
 from mt_megatron.patching.engine import AppliedPlan, commit
 from mt_megatron.patching.plan import Settings, make_plan
@@ -96,13 +97,32 @@ def snapshot(*owners: Any) -> dict[tuple[str, str], int]:
     return found
 
 
+class _LaterModules:
+    """``sys.modules`` without most of what was there before; ``seen`` are packages that stay."""
+
+    def __init__(self, *seen: str) -> None:
+        self._before = {name for name in sys.modules if name.partition(".")[0] not in seen}
+
+    def copy(self) -> dict[str, ModuleType]:
+        every = sys.modules.copy()
+        return {name: every[name] for name in every.keys() - self._before}
+
+    def values(self) -> Iterable[ModuleType]:
+        return self.copy().values()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _referrers_of_the_test_alone() -> Iterator[None]:
-    """The engine asks the collector for every holder of an object. What the process had before is no
-    holder of what a test makes, and is passed by: a process with thousands of tests has millions of it."""
+def _holders_of_the_test_alone() -> Iterator[None]:
+    """The engine asks every module, then the collector, for the holders of an object. What the process had
+    before is no holder of what a test makes, and is passed by but for some modules: a process with thousands
+    of tests has thousands of modules and millions of objects."""
     gc.collect()
     gc.freeze()
-    yield
+    modules = _LaterModules("mt_megatron", "json", "collections", "__main__")
+    with pytest.MonkeyPatch.context() as change:
+        for asking in (rebind, referrers):
+            change.setattr(asking, "sys", SimpleNamespace(modules=modules, getrefcount=sys.getrefcount))
+        yield
     gc.unfreeze()
 
 
