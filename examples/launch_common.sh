@@ -114,6 +114,12 @@ choose_backend() {
         say "backend: $BACKEND is shown; it is chosen once the environment exists"
         return
     fi
+    if [[ ${BACKEND:-} == cpu ]]; then
+        # Torch, which takes seconds to import, has it always.
+        DEVICES=1
+        say "backend: cpu (cpu was asked for)"
+        return
+    fi
     answer="$("$PYTHON" -W ignore -c '
 import sys
 from mt_megatron.backends import registry
