@@ -146,7 +146,7 @@ def test_dry_run_shows_the_command_and_changes_nothing(folder: str, tmp_path: Pa
     ("folder", "name"), [("mixtral", "mixtral_8x22b"), ("deepseekv3", "deepseek_v3"), ("qwen3", "qwen3_tiny")]
 )
 def test_another_model_can_be_chosen(folder: str, name: str, tmp_path: Path) -> None:
-    done = shown(folder, "--mock-data", MODEL=name, cwd=tmp_path)
+    done = shown(folder, "--mock-data", MODEL=name, BACKEND="cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (run,) = done.stdout.splitlines()
     config = next(word for word in shlex.split(run) if word.endswith(".yaml"))
