@@ -20,14 +20,20 @@ import pytest
 from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.datasets import build_datasets, filling, order_fingerprint
 from mt_megatron.data.loader.tokenizer import NullTokenizer
+from tests.data.test_datasets import LENGTH, VOCABULARY, write_indexed
 from tests.launch import ROOT
 
 
 def build(cache: Path) -> Any:
+    """The training dataset of ``corpus``, beside the cache."""
+    # Megatron's mock data has one size, whose indices take seconds.
+    corpus = cache.parent / "corpus"
+    if not corpus.with_suffix(".idx").exists():
+        write_indexed(corpus, 400)
     return build_datasets(
-        DataConfig(mock_data=True),
-        tokenizer=NullTokenizer(8192),
-        sequence_length=16,
+        DataConfig(data_path=(str(corpus),), split="80,10,10"),
+        tokenizer=NullTokenizer(VOCABULARY),
+        sequence_length=LENGTH,
         train_samples=4,
         valid_samples=4,
         seed=1,
