@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,36 +20,34 @@ from mt_megatron.checkpoint.files import MANIFEST, complete_checkpoints, folder_
 from mt_megatron.checkpoint.run_lock import LOCK, RunLock, _require_own
 from mt_megatron.config.schema import CheckpointConfig
 from mt_megatron.errors import CheckpointError
-from tests.launch import ROOT, run_ranks
+from tests.launch import run_ranks
 from tests.nfs_locks import flock_of_nfs, flock_that_fails
 
-HOLDER = """
-import sys
-from pathlib import Path
-from mt_megatron.checkpoint.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+FLOCK = fcntl.flock
 
 
 @contextmanager
 def another_run(directory: Path) -> Iterator[int]:
-    """A process that holds the lock of ``directory``; its number."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(directory)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    """A process that holds the lock of ``directory``, on storage with locks; its number."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            fcntl.flock = FLOCK
+            lock = RunLock(directory)
+            os.write(write, b"held")
+            signal.pause()
+            lock.close()
+        finally:
+            os._exit(1)
+    os.close(write)
     try:
-        assert process.stdout.readline() == "held\n"
-        yield process.pid
+        assert os.read(read, 4) == b"held"
+        yield process
     finally:
-        process.kill()
-        process.communicate()
+        os.close(read)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def test_the_second_run_is_told_who_the_first_is(tmp_path: Path) -> None:
