@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from mt_megatron.comm.shared_memory.protocol import Do, Order, Step
@@ -280,7 +281,7 @@ def _canonical(state: _State, programs: Sequence[Sequence[_Op]]) -> _State:
     oldest = tuple(map(min, threads[0].view, threads[1].view))
 
     def moved(view: View) -> View:
-        return tuple([time - old if time > old else 0 for time, old in zip(view, oldest, strict=True)])
+        return _moved(view, oldest)
 
     kept = tuple(
         tuple([(value, moved(view)) for value, view in writes[oldest[place] :]])
@@ -291,6 +292,11 @@ def _canonical(state: _State, programs: Sequence[Sequence[_Op]]) -> _State:
         for each in threads
     ]
     return _State(kept, moved(state.fenced), (counted[0], counted[1]))
+
+
+@lru_cache(maxsize=1 << 14)  # The same few come again and again.
+def _moved(view: View, oldest: View) -> View:
+    return tuple([time - old if time > old else 0 for time, old in zip(view, oldest, strict=True)])
 
 
 _USE_SEEN = tuple(
