@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import ROOT, run_command
 
 SCRIPT = """
 import json, os, signal, subprocess, sys, time
@@ -73,15 +73,19 @@ if __name__ == "__main__":
 PATCHED = ("-m", "mt_megatron.cli", "run", "--backend", "cpu", "--")
 
 
-def start(folder: Path, *words: str, patched: bool, script: str = SCRIPT) -> subprocess.Popen[str]:
-    (folder / "script.py").write_text(script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def environment() -> dict[str, str]:
+    found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MT_MEGATRON_BACKEND"):
-        environment.pop(name, None)
+        found.pop(name, None)
+    return found
+
+
+def start(folder: Path, *words: str, script: str = SCRIPT) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script)
     return subprocess.Popen(
-        [sys.executable, *(PATCHED if patched else ()), "script.py", *words],
+        [sys.executable, *PATCHED, "script.py", *words],
         cwd=folder,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -113,7 +117,7 @@ def wait_for_end(workers: list[psutil.Process]) -> None:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.daily)])
 def test_signals_end_no_worker_but_its_parent_does(tmp_path: Path, method: str) -> None:
-    process = start(tmp_path, method, str(tmp_path / "stuck"), "TERM", "USR1", "INT", patched=True)
+    process = start(tmp_path, method, str(tmp_path / "stuck"), "TERM", "USR1", "INT")
     try:
         found = line_of(process)
         assert found["at once"] == found["later"] == list(range(32))
@@ -150,7 +154,7 @@ if __name__ == "__main__":
     ],
 )
 def test_workers_of_a_parent_that_died_early_end(tmp_path: Path, method: str) -> None:
-    process = start(tmp_path, method, patched=True, script=ORPHANS)
+    process = start(tmp_path, method, script=ORPHANS)
     try:
         workers = [psutil.Process(pid) for pid in line_of(process) if psutil.pid_exists(pid)]
         process.wait(60)
@@ -198,11 +202,12 @@ def test_processes_started_after_the_workers_can_be_ended(tmp_path: Path, method
 
 @pytest.mark.parametrize(("name", "text"), [("TERM", "Terminated"), ("USR1", "User defined signal 1")])
 def test_without_the_patch_the_signal_ends_the_worker(tmp_path: Path, name: str, text: str) -> None:
-    process = start(tmp_path, "fork", str(tmp_path / "stuck"), name, patched=False)
-    try:
-        assert process.wait(timeout=60) == 1
-        assert process.stderr is not None
-        said = process.stderr.read()
-        assert "DataLoader worker (pid" in said and text in said
-    finally:
-        end(process)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = run_command(
+        [sys.executable, "script.py", "fork", str(tmp_path / "stuck"), name],
+        cwd=tmp_path,
+        env=environment(),
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert "DataLoader worker (pid" in ended.stderr and text in ended.stderr

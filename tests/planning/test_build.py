@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -27,7 +26,7 @@ def fields(obj):
     names = [f.name for f in dataclasses.fields(obj) if not f.name.startswith("_")]
     return {name: plain(getattr(obj, name)) for name in names}
 found = []
-for argv in json.load(sys.stdin):
+for argv in json.loads(sys.argv[1]):
     c = load_config(argv)
     found.append([fields(transformer_config(c)), fields(optimizer_config(c)), fields(ddp_config(c))])
 print("built:" + json.dumps(found))
@@ -65,13 +64,7 @@ CASES = {name: command.split() for name, command in COMMANDS.items()}
 @pytest.fixture(scope="module")
 def built() -> dict[str, list[dict[str, Any]]]:
     """Fields of the three objects of every case, built by one patched process."""
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD],
-        input=json.dumps(list(CASES.values())),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_command([sys.executable, "-c", _BUILD, json.dumps(list(CASES.values()))], timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.split("built:")[1])
     return dict(zip(CASES, found, strict=True))

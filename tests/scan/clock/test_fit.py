@@ -17,6 +17,8 @@ from mt_megatron.scan.clock.fit import Clocks, fit_clocks
 from mt_megatron.scan.clock.offset_lines import OffsetLine
 from mt_megatron.scan.format.records import ASYNC, PING, WAIT
 
+from tests.launch import run_command
+
 from .clock_data import (
     SECOND,
     START,
@@ -346,7 +348,7 @@ def test_processes_with_false_clocks_are_put_right(seconds: int) -> None:
     load = "2" if seconds >= 60 else "0"
     command = [sys.executable, str(script), "--seconds", str(seconds), "--load", load, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = run_command(command, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
     assert figures["early_messages"] == 0 < figures["early_messages_uncorrected"]
