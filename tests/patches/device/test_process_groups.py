@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.launch import run_ranks
+from tests.second_lane import DAILY
 
 RANKS = "tests.patches.ranks:"
 
@@ -29,7 +30,8 @@ def _freed(times: int) -> None:
 
 
 def test_destroy_model_parallel_frees_threads_and_sockets() -> None:
-    _freed(10)
+    # What is left behind each time shows after a few.
+    _freed(10 if DAILY else 3)
 
 
 @pytest.mark.soak
