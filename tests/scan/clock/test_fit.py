@@ -16,7 +16,6 @@ from mt_megatron.scan.clock.edges import exchanges, fit_edge
 from mt_megatron.scan.clock.fit import Clocks, fit_clocks
 from mt_megatron.scan.clock.offset_lines import OffsetLine
 from mt_megatron.scan.format.records import ASYNC, PING, WAIT
-
 from tests.launch import run_command
 
 from .clock_data import (
