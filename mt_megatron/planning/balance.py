@@ -43,10 +43,6 @@ def _balanced(shape: ModelShape, stages: int, sequence: int) -> tuple[int, ...]:
     for cost in costs:
         sums.append(sums[-1] + cost)
 
-    def cost_of(stage: int, start: int, end: int) -> float:
-        more = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        return sums[end] - sums[start] + more
-
     def best(limit: float) -> tuple[float, float, tuple[int, ...]]:
         """Largest cost, sum of squares and counts of the best division with no cost above ``limit``: the
         least largest cost without a limit, else the least sum of squares."""
@@ -55,15 +51,17 @@ def _balanced(shape: ModelShape, stages: int, sequence: int) -> tuple[int, ...]:
         for stage in range(stages):
             found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
             room = layers - (stages - stage - 1)
+            more = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
             for start, (largest, squares, counts) in held.items():
+                before = sums[start]
                 for end in [layers] if stage == stages - 1 else range(start + 1, room + 1):
-                    cost = cost_of(stage, start, end)
+                    cost = sums[end] - before + more
                     if cost > limit:
                         break
-                    entry = (max(largest, cost), squares + cost * cost, (*counts, end - start))
+                    most, square = max(largest, cost), squares + cost * cost
                     old = found.get(end)
-                    if old is None or (entry[0] < old[0] if limit == math.inf else entry[1] < old[1]):
-                        found[end] = entry
+                    if old is None or (most < old[0] if limit == math.inf else square < old[1]):
+                        found[end] = (most, square, (*counts, end - start))
             held = found
         return held[layers]
 

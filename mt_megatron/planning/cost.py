@@ -152,7 +152,8 @@ def _bubble(times: list[StageTime], batches: int) -> float:
     few, more = 2 * ranks, 3 * ranks
     if batches <= more:
         return bubble(batches)
-    return bubble(more) + (bubble(more) - bubble(few)) / ranks * (batches - more)
+    most = bubble(more)
+    return most + (most - bubble(few)) / ranks * (batches - more)
 
 
 def passes(
