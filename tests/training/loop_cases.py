@@ -32,7 +32,7 @@ MODEL = (
     "--normalization RMSNorm --activation-func silu --gated-linear-unit --no-add-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
-STEPS, HALF = (6, 3) if DAILY else (4, 2)
+STEPS, HALF = (6, 3) if DAILY else (3, 1)
 """Steps of a whole run that is compared with one that stops half way and goes on."""
 
 TRAINING = (
@@ -83,7 +83,7 @@ def interrupted_and_not(folder: str, layouts: dict[str, str]) -> dict[str, Any]:
     start()
     results: dict[str, Any] = {}
     for name, flags in layouts.items():
-        flags = f"{flags} --train-iters {STEPS}"
+        flags = f"{flags} --train-iters {STEPS}{'' if DAILY else ' --eval-iters 1'}"
         whole = run(f"{flags} --save {folder}/{name}_whole", folder, f"{name}_whole")
         first = run(f"{flags} --save {folder}/{name} --exit-interval {HALF}", folder, f"{name}_first")
         second = run(f"{flags} --save {folder}/{name}", folder, f"{name}_second")

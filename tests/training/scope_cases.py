@@ -30,7 +30,7 @@ ENDS_IN = 3
 """The step in which a run ends that does not go to its end."""
 
 _FLAGS = f"{MODEL} {TRAINING} --train-iters {STEPS} --eval-iters 0 --scan off --hidden-dropout 0"
-_LAYERS = "" if DAILY else "--num-layers 2"
+_SMALLER = "" if DAILY else "--num-layers 2 --micro-batch-size 4"
 
 
 def watched_runs(folder: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _run(flags: str) -> dict[str, Any]:
 
     loop.scope_of, Scope.start = made, started  # type: ignore[assignment, method-assign]
     try:
-        outcome = loop.train(load_config(f"{_FLAGS} {_LAYERS} {flags}".split()))
+        outcome = loop.train(load_config(f"{_FLAGS} {_SMALLER} {flags}".split()))
     finally:
         loop.scope_of, Scope.start = make, start  # type: ignore[method-assign]
     found |= {
