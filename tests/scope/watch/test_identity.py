@@ -13,7 +13,7 @@ from tests.scope.watch.identity_ranks import INTERVAL, REQUESTS
 from tests.scope.watch.layouts import CP, EP, EXPERTS, PP, RECOMPUTE, SP, TP, ZERO1
 
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
-STEPS = 50 if DAILY else 6
+STEPS = 50 if DAILY else 5
 _FEW = "" if DAILY else "--global-batch-size 4"
 """Two micro-batches a step for ranks that share their samples, in the first lane."""
 

@@ -14,7 +14,7 @@ from tests.launch import run_ranks
 from tests.scope.watch.sidecar_ranks import KINDS
 
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
-STEPS, QUEUE_MIB = (30, MOST_QUEUED / 2**20) if DAILY else (8, 0.5)
+STEPS, QUEUE_MIB = (30, MOST_QUEUED / 2**20) if DAILY else (5, 0.5)
 """A smaller queue is full sooner; a step sends about 1.5 MiB."""
 
 ENDED = ("frozen", "slow", "killed")
