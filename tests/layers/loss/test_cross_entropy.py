@@ -7,12 +7,11 @@ import pytest
 from tests.launch import run_ranks
 
 HERE = "tests.layers.loss.cross_entropy_ranks"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_losses_and_gradients_are_the_plain_paths(tp, sequence_parallel):
-    for found in run_ranks(tp, f"{HERE}:compare", tp, sequence_parallel, env=ONE_THREAD):
+    for found in run_ranks(tp, f"{HERE}:compare", tp, sequence_parallel):
         assert len(found) == 50
         for name, errors in found.items():
             plain = found["-".join([*name.split("-")[:2], "plain"])]
@@ -26,7 +25,7 @@ def test_losses_and_gradients_are_the_plain_paths(tp, sequence_parallel):
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_padding_of_the_vocabulary_has_no_share(tp, sequence_parallel):
-    for found in run_ranks(tp, f"{HERE}:padded", tp, sequence_parallel, env=ONE_THREAD):
+    for found in run_ranks(tp, f"{HERE}:padded", tp, sequence_parallel):
         for name, errors in found.items():
             if name.endswith("left_in"):
                 assert errors["losses"] > 1e-3, (name, errors)
@@ -35,13 +34,13 @@ def test_padding_of_the_vocabulary_has_no_share(tp, sequence_parallel):
 
 
 def test_large_logits_are_no_trouble():
-    (found,) = run_ranks(1, f"{HERE}:extremes", env=ONE_THREAD)
+    (found,) = run_ranks(1, f"{HERE}:extremes")
     assert found["losses"] == [0.0, 10000.0, 0.0]
     assert found["one"] == [[0.0]]
 
 
 def test_memory_beside_weights_and_gradients_is_a_few_percent_of_the_logits():
-    (found,) = run_ranks(1, f"{HERE}:memory", env=ONE_THREAD)
+    (found,) = run_ranks(1, f"{HERE}:memory")
     assert found["announced"] < 0.05, found
     assert found["recomputed"] < 0.05, found
     # The measure is able to see it: one block of all tokens.

@@ -9,9 +9,7 @@ from tests.launch import run_ranks
 
 @pytest.fixture(scope="module")
 def trained():
-    (found,) = run_ranks(
-        1, "tests.training.architectures.loss_fusion_ranks:trained", env={"OMP_NUM_THREADS": "1"}
-    )
+    (found,) = run_ranks(1, "tests.training.architectures.loss_fusion_ranks:trained")
     return found
 
 
