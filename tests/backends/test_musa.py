@@ -24,8 +24,9 @@ pytestmark = needs_emulated_musa()
 def run(code: str, *, patched: bool = True, **extra: str) -> str:
     """Run ``code`` in a fresh process that finds the emulator; returns its output."""
     env: Mapping[str, str] = {**os.environ, **environment(), **extra}
-    env = {**env, "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(HERE / "namespace")])}
-    start = "import mt_megatron; mt_megatron.patch('musa')\n" if patched else ""
+    # Not by PYTHONPATH: warm interpreters of a path with a part of Megatron are others.
+    start = f"import sys; sys.path.append({str(HERE / 'namespace')!r})\n"
+    start += "import mt_megatron; mt_megatron.patch('musa')\n" if patched else ""
     done = run_command(
         [sys.executable, "-W", "ignore", "-c", start + textwrap.dedent(code)],
         env=env,

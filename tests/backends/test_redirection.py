@@ -9,18 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import PATCHED
 from tests.launch import run_command
+from tests.second_lane import DAILY
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PATCH = 'import mt_megatron; mt_megatron.patch("cpu")'
 
 
 def run(code: str, **environment: str) -> str:
-    """Run ``code`` in a fresh process with the probe modules on the path; returns its output."""
+    """Run ``code`` in a fresh process with the probe modules on the path; returns its output. What patches
+    before all else is, in the first lane, the fork of an interpreter that is patched."""
     env = {**os.environ, **environment}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE / "namespace"), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    if not DAILY and code.lstrip().startswith(PATCH) and not environment:
+        env[PATCHED] = "1"
+    # Not by PYTHONPATH: warm interpreters of a path with a part of Megatron are others.
+    code = f"import sys; sys.path.insert(1, {str(HERE / 'namespace')!r})\n{textwrap.dedent(code)}"
     done = run_command(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "ignore", "-c", code],
         env=env,
         timeout=120,
     )
@@ -159,8 +167,8 @@ def test_unknown_names_of_torch_cuda_are_named_and_hasattr_works() -> None:
 
 def test_autocast_streams_events_and_load() -> None:
     run("""
-        import io, math, pickle
         import mt_megatron; mt_megatron.patch("cpu")
+        import io, math, pickle
         import megatron.probe as probe, torch as real
         torch = probe.torch
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -240,8 +248,8 @@ def test_rng_tracker_changes_and_restores_dropout_masks() -> None:
 
 def test_forking_the_tracker_says_nothing_of_the_cpu_generator_and_other_warnings_still_come() -> None:
     run("""
-        import io, logging
         import mt_megatron; mt_megatron.patch("cpu")
+        import io, logging
         heard = io.StringIO(); logging.basicConfig(stream=heard, level=logging.INFO)
         import torch
         from megatron.core.tensor_parallel import random as mrandom
