@@ -12,7 +12,7 @@ from tests.training.faults import injected
 from tests.training.loop_cases import run, start
 
 TINY = (
-    "--num-layers 2 --global-batch-size 4 --micro-batch-size 2 --eval-iters 0 "
+    f"--num-layers 2 --global-batch-size 4 --micro-batch-size {2 if DAILY else 4} --eval-iters 0 "
     "--hidden-dropout 0 --attention-dropout 0 --train-iters 20 --lr 5e-3"
 )
 OVERFLOW = {"module": "decoder.layers.0.mlp", "kind": "backward", "value": "inf", "rank": 0}

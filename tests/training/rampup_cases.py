@@ -6,11 +6,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.second_lane import DAILY
 from tests.training.loop_cases import run, start
 
+STEPS = 7 if DAILY else 5
+"""The size grows in the first five."""
+
 RAMP = (
-    "--global-batch-size 8 --rampup-batch-size 2 2 12 --micro-batch-size 1 --train-iters 7 "
-    "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --lr-decay-style linear --lr-warmup-iters 2"
+    "--global-batch-size 8 --rampup-batch-size 2 2 12 --micro-batch-size 1 "
+    f"--train-iters {STEPS} --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 "
+    f"--lr-decay-style linear --lr-warmup-iters 2 --num-layers {4 if DAILY else 2}"
 )
 LAYOUTS = {
     1: {"alone": ""},

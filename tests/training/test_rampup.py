@@ -12,8 +12,9 @@ from mt_megatron.config.rampup import BatchSizes, batch_sizes
 from mt_megatron.training.validate import problems
 from tests.launch import run_ranks
 from tests.training.loop_cases import MODEL, TRAINING
+from tests.training.rampup_cases import STEPS
 
-SIZES = [2, 2, 4, 6, 8, 8, 8]
+SIZES = [2, 2, 4, 6, 8, 8, 8][:STEPS]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_sizes_are_those_of_megatron(start: int, increment: int, samples: int, f
 def test_samples_and_steps_are_inverse() -> None:
     sizes = BatchSizes(final=8, start=2, increment=2, samples=12)
     after = [0, *itertools.accumulate(SIZES)]
-    assert [sizes.samples_after(step) for step in range(8)] == after
+    assert [sizes.samples_after(step) for step in range(STEPS + 1)] == after
     for step, samples in enumerate(after):
         assert sizes.steps_for(samples) == step
         assert sizes.steps_for(samples + 1) == step
@@ -56,20 +57,22 @@ def test_samples_and_steps_are_inverse() -> None:
 @pytest.mark.parametrize("name", ["alone", "dp2", "pp2"])
 def test_every_step_has_the_size_of_the_ramp(found: dict[str, Any], name: str) -> None:
     records = found[name]["records"]
-    consumed = [records[str(step)]["consumed_samples"] for step in range(1, 8)]
+    consumed = [records[str(step)]["consumed_samples"] for step in range(1, STEPS + 1)]
     assert consumed == list(itertools.accumulate(SIZES))
     if name == "pp2":
         return  # its stages draw other weights
-    for step in range(1, 8):
+    for step in range(1, STEPS + 1):
         mine, alone = found[name]["steps"][str(step)], found["alone"]["steps"][str(step)]
         assert mine == pytest.approx(alone, rel=2e-5)
 
 
 def test_the_schedule_counts_samples(found: dict[str, Any]) -> None:
-    # Warm-up is the samples of two steps, 4; the decay ends after those of seven, 38.
+    # Warm-up is the samples of two steps, 4; the decay ends after those of all.
     seen = [0, *itertools.accumulate(SIZES)]
-    expected = [1e-2 * (done / 4 if done <= 4 else 1 - (done - 4) / 34) for done in seen[:7]]
-    assert [found["alone"]["steps"][str(step)][2] for step in range(1, 8)] == pytest.approx(expected)
+    expected = [
+        1e-2 * (done / 4 if done <= 4 else 1 - (done - 4) / (sum(SIZES) - 4)) for done in seen[:STEPS]
+    ]
+    assert [found["alone"]["steps"][str(step)][2] for step in range(1, STEPS + 1)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.second_lane import DAILY
 from tests.training.loop_cases import run, start
+
+STEPS, HALF = (7, 3) if DAILY else (5, 2)
+"""Of a whole run, and of one that is continued."""
 
 
 def continued_and_not(folder: str, layouts: dict[str, str]) -> dict[str, Any]:
-    """For each layout a whole run of 7 steps and one that stops after 3 and is continued: what they
+    """For each layout a whole run of ``STEPS`` and one that stops after ``HALF`` and is continued: what they
     recorded, and the names of tensors in which their last checkpoints differ."""
     start()
     results: dict[str, Any] = {}
     for name, flags in layouts.items():
         whole = run(f"{flags} --save {folder}/{name}_whole", folder, f"{name}_whole")
-        first = run(f"{flags} --save {folder}/{name} --exit-interval 3", folder, f"{name}_first")
+        first = run(f"{flags} --save {folder}/{name} --exit-interval {HALF}", folder, f"{name}_first")
         second = run(f"{flags} --save {folder}/{name}", folder, f"{name}_second")
-        at = [Path(folder) / part / "iter_0000007" for part in (f"{name}_whole", name)]
+        at = [Path(folder) / part / f"iter_{STEPS:07d}" for part in (f"{name}_whole", name)]
         results[name] = {"whole": whole, "first": first, "second": second, **_compared(*at)}
     return results
 

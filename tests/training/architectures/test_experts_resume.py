@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch import run_ranks
 from tests.second_lane import of_lane
+from tests.training.architectures.experts_cases import STEPS
 
 CASES = "tests.training.architectures.experts_cases"
 # The bias moves far enough to change the choice of experts within a few steps, which are an odd number:
@@ -20,7 +21,7 @@ EXPERTS = (
     "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 "
-    "--train-iters 7 --moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
+    f"--train-iters {STEPS} --moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
 )
 MIXED = f"{EXPERTS} --moe-layer-freq [0,1,1,1]"
 LATENT = (
@@ -81,7 +82,7 @@ def test_a_resumed_run_continues_to_the_bit(continued: Runs, name: str) -> None:
     found = continued(name)
     whole, first, second = (found[part] for part in ("whole", "first", "second"))
     assert "error" not in whole and "error" not in second, found
-    assert {**first["steps"], **second["steps"]} == whole["steps"] and len(whole["steps"]) == 7
+    assert {**first["steps"], **second["steps"]} == whole["steps"] and len(whole["steps"]) == STEPS
     assert found["differing"] == [] and found["tensors"] > 20
 
 

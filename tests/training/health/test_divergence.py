@@ -12,7 +12,7 @@ import pytest
 from mt_megatron.training import step as steps
 from mt_megatron.training.health.divergence import DivergenceWatch
 from tests.launch import run_ranks
-from tests.second_lane import of_lane
+from tests.second_lane import DAILY, of_lane
 
 NAN = {"module": "decoder.layers.0.mlp", "kind": "forward", "value": "nan", "rank": 1}
 ELSEWHERE = {"module": "decoder.layers.2.mlp", "kind": "backward", "value": "inf", "rank": 0}
@@ -37,6 +37,9 @@ EVERY: dict[str, dict[str, Any]] = {
     "large_norm": {"flags": f"{SKIP} --grad-norm-threshold 1e-6 --max-divergences 1"},
 }
 CASES = of_lane(EVERY, "sound", "skipped", "skipped_elsewhere", "rolled_back", "nowhere_to_go", "large_norm")
+if not DAILY:
+    # As many samples in half as many micro-batches.
+    CASES = {name: {**case, "flags": f"{case['flags']} --micro-batch-size 2"} for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
