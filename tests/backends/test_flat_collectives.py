@@ -13,7 +13,7 @@ def _check(env: dict[str, str]) -> None:
 
 
 def test_any_two_shapes_whose_elements_fit_over_gloo() -> None:
-    _check({"MT_MEGATRON_TEST_BACKEND": "cpu"})
+    _check({})
 
 
 @needs_emulated_musa()
@@ -22,5 +22,5 @@ def test_any_two_shapes_whose_elements_fit_over_emulated_mccl() -> None:
 
 
 def test_unequal_sizes_over_gloo() -> None:
-    for found in run_ranks(2, "tests.backends.refusal_ranks:mended", env={"MT_MEGATRON_TEST_BACKEND": "cpu"}):
+    for found in run_ranks(2, "tests.backends.refusal_ranks:mended"):
         assert found["wrong"] == []
