@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.launch import run_ranks
-from tests.second_lane import DAILY
 
 RANKS = "tests.patches.ranks:"
 
@@ -30,8 +29,7 @@ def _freed(times: int) -> None:
 
 
 def test_destroy_model_parallel_frees_threads_and_sockets() -> None:
-    # What is left behind each time shows after a few.
-    _freed(10 if DAILY else 3)
+    _freed(10)
 
 
 @pytest.mark.soak
