@@ -17,7 +17,7 @@ MICRO_BATCH = 2
 DAILY = os.environ.get("MT_MEGATRON_DAILY") == "1"
 """True when the second lane runs too: every layout then, otherwise one of each kind for fewer steps."""
 
-STEPS = 20 if DAILY else 4
+STEPS = 20 if DAILY else 5
 LEARNS = 0.05 * STEPS
 """By how much the loss of every reference falls at least."""
 
@@ -46,8 +46,7 @@ MIXTURE = (
 """DeepSeek-V3's architecture: a dense layer, groups of experts, latent attention, multi-token prediction."""
 
 OPTIMIZER = (
-    f"--train-iters {STEPS} --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters {min(4, STEPS - 1)} "
-    "--lr-decay-style cosine "
+    f"--train-iters {STEPS} --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 4 --lr-decay-style cosine "
     f"--weight-decay 0.1 --adam-beta2 0.95 --clip-grad {CLIP} --micro-batch-size {MICRO_BATCH} "
     f"--global-batch-size {GLOBAL_BATCH}"
 )
