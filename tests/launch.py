@@ -39,7 +39,7 @@ _SLOTS = itertools.count()
 
 _PATCHED = re.compile(
     r"tests\.(checkpoint|comm|convert|data|diverge|fp8|layers|models|parity"
-    r"|backends(?=\.refusal_ranks:)|patches\.(device|events|model|optimizer)|patches(?=\.ranks:(?!leak))"
+    r"|backends(?=\.refusal_ranks:)|patches\.(device|events|model|optimizer)|patches(?=\.ranks:(?!leak|initialise))"
     r"|pipeline|planning|resume|scan|scope|seams|training)\.(?!(\w+\.)*(((test_swiglu|router_ranks"
     r"|test_stage_layers|test_norm|test_transformer_config|test_param_groups|layer_spec_ranks|mtp\.ranks):)"
     r"|moe_ranks:(?!layer_deviations)|test_linear:(upstream|strided)))"
