@@ -62,7 +62,7 @@ _MODULES_OF_TRAININGS = (
 
 
 def modules() -> list[str]:
-    """What a server imports, in this order."""
+    """Modules that a server imports, in this order."""
     from mt_megatron.patches import CONCERNS
 
     return [*_MODULES, *(f"mt_megatron.patches.{concern}" for concern in CONCERNS)]
@@ -131,8 +131,8 @@ def _serve(address: Path, listener: socket.socket) -> dict[str, Any]:
     given = dict(
         entry.split("=", 1) for entry in Path("/proc/self/environ").read_text().split("\0") if "=" in entry
     )
-    # What imports make stays: one collection instead of many, and none in each fork. (Frozen, it would be
-    # invisible to ``patch()``.)
+    # Objects that imports make stay: one collection here replaces many, and one in each fork. (Frozen, they
+    # would be invisible to ``patch()``.)
     gc.disable()
     for name in modules():
         importlib.import_module(name)

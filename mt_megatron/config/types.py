@@ -213,11 +213,11 @@ class Option:
     """Whether it is Megatron-Core's field rather than ours."""
 
     described: str | type
-    """What it means, on one line; or the dataclass of ours whose source says it."""
+    """Meaning on one line; or the dataclass of ours whose source has it."""
 
     @property
     def doc(self) -> str:
-        """What it means, on one line. Help alone asks, so that other commands do not read our source."""
+        """Meaning on one line. Help alone asks for it, so other commands do not read our source."""
         if isinstance(self.described, str):
             return self.described
         return _field_docs(self.described).get(self.name, "")

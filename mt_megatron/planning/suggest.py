@@ -205,7 +205,7 @@ def _variants(layout: Layout, found: Suggestion) -> Iterator[Variant]:
 
 
 def _lasting(memory: RankMemory) -> int:
-    """What no recomputation makes smaller: where this alone is too much, no number of layers will do."""
+    """Bytes that no recomputation saves: where they alone pass the memory, no number of layers fits."""
     return memory.total - memory.activations - memory.workspace
 
 

@@ -398,7 +398,7 @@ def test_stops_at_a_signal_resumes_and_says_when_it_is_complete(tmp_path: Path, 
     assert not end["finished"] and Path(end["checkpoint"]).is_dir()
     last = end["iteration"] + 10
 
-    # What starts processes is that of the run above: the first lane goes on from a warm interpreter.
+    # The run above has shown how processes are started: the first lane goes on in a warm interpreter.
     second = (_train if DAILY else _train_warm)(tmp_path, corpus, last, NPROC_PER_NODE="1")
     assert second.returncode == 0, second.stdout + second.stderr
     assert "already prepared" in second.stdout and "continuing from" in second.stdout
