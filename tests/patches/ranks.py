@@ -44,6 +44,8 @@ def initialise_and_destroy(times: int) -> dict[str, Any]:
     for _ in range(times):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         during = max(during, _threads_and_descriptors())
+        # Each rank connects to a Gloo group in its own time: one that closed it now could fail the other.
+        dist.barrier()
         parallel_state.destroy_model_parallel()
     value = torch.ones(1)
     dist.all_reduce(value)  # the caller's own group must survive
