@@ -71,8 +71,9 @@ class Window:
         self.tokens_processed = 0
         self._communication = communication
         self._now = now
-        self._communicated = 0.0 if communication is None else communication()
-        self._began = now()
+        self._began, self._communicated = self._clocks()
+        self._pause: tuple[float, float] | None = None
+        """Both clocks at the begin of the pause; None outside of one."""
 
     def add(self, result: StepResult, *, tokens_processed: int) -> None:
         """One more step; ``tokens_processed`` is the whole global batch, tokens without a loss included."""
@@ -81,19 +82,34 @@ class Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens within is no training: it does not slow down the reported speed."""
-        before = self._now()
-        communicated = 0.0 if self._communication is None else self._communication()
-        yield
-        self._began += self._now() - before
-        if self._communication is not None:
-            self._communicated += self._communication() - communicated
+        """What happens within is no training: it does not slow down the reported speed. A pause within a
+        pause is part of it."""
+        if self._pause is not None:
+            yield
+            return
+        self._pause = self._clocks()
+        try:
+            yield
+        finally:
+            time_spent, communicated = self._spent()
+            self._pause = None
+            now, communicating = self._clocks()
+            self._began, self._communicated = now - time_spent, communicating - communicated
+
+    def _clocks(self) -> tuple[float, float]:
+        """Time, and seconds in communication so far."""
+        return self._now(), 0.0 if self._communication is None else self._communication()
+
+    def _spent(self) -> tuple[float, float]:
+        """Seconds of training and of its communication, without the pause under way."""
+        now, communicating = self._clocks() if self._pause is None else self._pause
+        return now - self._began, communicating - self._communicated
 
     def remember(self) -> Callable[[], Window]:
         """Keeps the steps so far and the time that they took; what is returned makes a window that goes on
         from there."""
-        results, tokens, took = list(self.results), self.tokens_processed, self._now() - self._began
-        spent = 0.0 if self._communication is None else self._communication() - self._communicated
+        results, tokens = list(self.results), self.tokens_processed
+        took, spent = self._spent()
 
         def made() -> Window:
             window = Window(communication=self._communication, now=self._now)
@@ -111,13 +127,13 @@ class Window:
 
     def speed(self, *, flops_per_token: float, world_size: int, peak: Peak) -> Speed:
         """What the steps so far come to; there must be one."""
-        seconds = max(self._now() - self._began, 1e-9)
+        spent, communicated = self._spent()
+        seconds = max(spent, 1e-9)
         flops = flops_per_token * self.tokens_processed / seconds / world_size
-        spent = None if self._communication is None else self._communication() - self._communicated
         return Speed(
             tokens_per_second=sum(result.tokens for result in self.results) / seconds,
             step_seconds=seconds / len(self.results),
             flops_per_second_per_device=flops,
             mfu=None if peak.flops is None else flops / peak.flops,
-            communication_share=None if spent is None else min(1.0, spent / seconds),
+            communication_share=None if self._communication is None else min(1.0, communicated / seconds),
         )

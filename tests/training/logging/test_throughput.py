@@ -58,6 +58,26 @@ def test_what_is_paused_is_in_no_figure() -> None:
     assert speed.mfu is None
 
 
+def test_a_pause_within_a_pause_counts_once() -> None:
+    """A command is attended to beside the training, and the pause that it asks for begins within."""
+    now, spent = Clock(), Clock()
+    window = Window(communication=spent, now=now)
+    now.time += 1.0
+    spent.time += 0.25
+    window.add(result(), tokens_processed=1000)
+    with window.paused():
+        now.time += 1.0
+        with window.paused():
+            now.time += 60.0
+            spent.time += 60.0
+            made = window.remember()
+    now.time += 5.0
+    for each, seconds in ((window, 6.0), (made(), 1.0)):
+        speed = each.speed(flops_per_token=1.0, world_size=1, peak=Peak(flops=None, source=""))
+        assert speed.step_seconds == seconds
+        assert speed.communication_share == pytest.approx(0.25 / seconds)
+
+
 def test_the_loss_is_the_mean_of_the_finite_ones() -> None:
     window = Window()
     for loss in (1.0, math.nan, 3.0):
