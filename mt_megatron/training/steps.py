@@ -49,6 +49,10 @@ class RunObserver(StepObserver, Protocol):
         """Whether a step that diverged is no matter for the run: it goes back to before it was perturbed. The
         same on all ranks."""
 
+    @property
+    def perturbed(self) -> str | None:
+        """What the run is under; None: nothing. The same on all ranks."""
+
 
 class NotObserved(NoObserver):
     """Hears of it and does nothing."""
@@ -61,6 +65,10 @@ class NotObserved(NoObserver):
 
     def diverged(self, iteration: int, reason: str) -> bool:
         return False
+
+    @property
+    def perturbed(self) -> str | None:
+        return None
 
 
 class Steps:
@@ -158,6 +166,7 @@ class Steps:
                 self.progress,
                 explain=lambda: self._explain(before, shape, random_states),
                 roll_back=self._roll_back,
+                perturbed=self.observer.perturbed,
             )
             # Steps go on from here, after a rollback too.
             fp8_begin_at(self._trainable.chunks, self.progress.iteration)

@@ -37,14 +37,16 @@ class Recovery:
         *,
         explain: Callable[[], str | None],
         roll_back: Callable[[], Progress],
+        perturbed: str | None = None,
     ) -> Progress:
         """The progress to go on from, after a step that diverged; ``progress`` counts it as skipped.
 
         ``explain`` finds the first module that is not finite. ``roll_back`` loads the last good
-        checkpoint and returns its progress. Raises ``DivergenceError`` when the run has to stop.
+        checkpoint and returns its progress. ``perturbed``: what the run is under, which ``explain`` leaves
+        out. Raises ``DivergenceError`` when the run has to stop.
         """
         progress = replace(progress, divergences=progress.divergences + 1)
-        found = self._describe(judgement, explain)
+        found = self._describe(judgement, explain, perturbed)
         action = self._policy
         too_many = action != "stop" and progress.divergences > self._most
         values = {
@@ -70,10 +72,17 @@ class Recovery:
             return progress
         return self._back(head, progress, roll_back)
 
-    def _describe(self, judgement: Judgement, explain: Callable[[], str | None]) -> str | None:
+    def _describe(
+        self, judgement: Judgement, explain: Callable[[], str | None], perturbed: str | None
+    ) -> str | None:
         if not judgement.not_finite:
             return None
         found = explain()
+        if found is None and perturbed is not None:
+            return (
+                f"the same step repeated without what the run is perturbed by ({perturbed}) is finite: it "
+                "comes from the perturbation, else from the memory or the device of a rank"
+            )
         if found is None:
             return (
                 "the same step repeated is finite, so neither data nor weights are at fault: suspect the "

@@ -80,6 +80,7 @@ def test_a_run_that_fails_perturbed_says_so_in_what_it_saves(ended: list[dict[st
     for each in ended:
         failed = each["failed"]
         assert failed["error"].startswith("DivergenceError") and failed["problems"] == []
+        assert "without what the run is perturbed by (scaled; nan) is finite" in failed["error"]
         assert failed["marks"] == {"iter_0000003": "scaled; nan"}
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.training import step as steps
 from mt_megatron.training.health.divergence import DivergenceWatch
+from mt_megatron.training.health.recovery import Recovery
 from tests.launch import run_ranks
 from tests.second_lane import DAILY, of_lane
 
@@ -114,6 +116,17 @@ def test_divergence_is_not_put_up_with_for_ever(found: list[dict[str, Any]], nam
 
 def test_a_gradient_norm_above_the_threshold_is_told(found: list[dict[str, Any]]) -> None:
     assert "more than 1e-06; the loss is" in found[0]["large_norm"]["error"]
+
+
+def test_what_a_perturbation_made_is_not_said_of_the_machine() -> None:
+    judgement: Any = SimpleNamespace(not_finite=True, reason="the loss is nan")
+    options: Any = SimpleNamespace(on_divergence="skip", max_divergences=9)
+    said: list[str] = []
+    recovery = Recovery(options, say=said.append, record=lambda *values: None)
+    for perturbed in ("noise", None):
+        recovery.after(judgement, Progress(), explain=lambda: None, roll_back=Progress, perturbed=perturbed)
+    assert "perturbed by (noise) is finite: it comes from the perturbation" in said[0]
+    assert "suspect the memory" in said[1] and "perturb" not in said[1]
 
 
 def test_a_spike_is_measured_against_the_mean_of_the_steps_taken() -> None:
