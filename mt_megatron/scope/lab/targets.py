@@ -122,6 +122,11 @@ def module_targets(one: Perturbation, chunks: Sequence[nn.Module]) -> list[Modul
             continue
         features = features_of(module)
         if one.heads is not None:
+            if path.rpartition(".")[2] == "linear_proj":
+                raise ConfigError(
+                    f"found heads for the output of {path}, each feature of which is a sum over all heads; "
+                    "expected core_attention, whose output is heads', or the projection's weight"
+                )
             head_coordinates(path, module, features or 1, one.heads)
         found.append(ModuleTarget(path=path, module=module, features=features, heads=one.heads))
     return found
@@ -129,11 +134,16 @@ def module_targets(one: Perturbation, chunks: Sequence[nn.Module]) -> list[Modul
 
 def matches(one: Perturbation, path: str, *, or_owner: bool = False) -> bool:
     """Whether ``one`` means ``path``; with ``or_owner`` also whether it means the module that has it."""
-    if one.layers is not None and taps.layer_of(path) not in one.layers:
+    if one.layers is not None and _layer_of_model(path) not in one.layers:
         return False
     if fnmatchcase(path, one.module):
         return True
     return or_owner and fnmatchcase(path.rpartition(".")[0], one.module)
+
+
+def _layer_of_model(path: str) -> int | None:
+    """Number of the model's layer in ``path``; depths of multi-token prediction are none of its layers."""
+    return None if path.startswith("mtp.") else taps.layer_of(path)
 
 
 def nothing_found(one: Perturbation, every: Sequence[str]) -> ConfigError:

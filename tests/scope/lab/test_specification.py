@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.lab.specification import (
@@ -18,6 +19,7 @@ from mt_megatron.scope.lab.specification import (
     read_lab_file,
     starting_at,
 )
+from mt_megatron.scope.lab.targets import matches, module_targets
 
 FILE = """
 seed: 7
@@ -158,6 +160,20 @@ def test_files_that_make_no_sense_are_refused(tmp_path: Path, text: str, why: st
         read_lab_file(tmp_path / "lab.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_lab_file(tmp_path / "nowhere.yaml")
+
+
+def test_layers_are_those_of_the_decoder() -> None:
+    one = perturbation_from({"kind": "mask", "on": "activation", "module": "*.mlp.linear_fc1", "layers": [0]})
+    assert matches(one, "decoder.layers.0.mlp.linear_fc1")
+    assert not matches(one, "decoder.layers.1.mlp.linear_fc1")
+    assert not matches(one, "mtp.layers.0.transformer_layer.mlp.linear_fc1")
+
+
+def test_an_output_that_sums_over_heads_has_none() -> None:
+    chunk = nn.ModuleDict({"linear_proj": nn.Linear(2, 2)})
+    one = perturbation_from({"kind": "mask", "on": "activation", "module": "linear_proj", "heads": [0]})
+    with pytest.raises(ConfigError, match="each feature of which is a sum over all heads"):
+        module_targets(one, [chunk])
 
 
 def test_steps_begin_with_the_next_one() -> None:
