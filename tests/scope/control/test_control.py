@@ -16,6 +16,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.scope.control.control import Control
 from mt_megatron.scope.lab.audit import read_audit
 from mt_megatron.scope.lab.lab import Lab
+from mt_megatron.scope.recording.checks import checked
 from mt_megatron.seams import events
 
 
@@ -181,7 +182,11 @@ def test_what_fails_is_answered_and_training_goes_on() -> None:
     def refuses(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("found nothing; expected something")
 
-    run = Run(request=breaks, pair=refuses)
+    def tells(arguments: Mapping[str, Any]) -> None:
+        raise ConfigError("word" * 2000)
+
+    run = Run(request=breaks, pair=refuses, arm=tells)
+    long = run.put("arm")
     first, second = run.put("request", texts=[]), run.put("pair")
     unknown, wrong = run.put("stop"), run.put("step", n=0)
     undo = run.put("undo")
@@ -194,6 +199,7 @@ def test_what_fails_is_answered_and_training_goes_on() -> None:
         "expected one of pause" in run.answer(unknown)["error"] and "found n: 0" in run.answer(wrong)["error"]
     )
     assert "nothing that can be undone" in run.answer(undo)["error"]
+    assert checked(dict(run.answer(long)))["error"].endswith("word ..."), "the sidecar takes it"
 
 
 def test_commands_and_answers_are_audited(tmp_path: Path) -> None:
