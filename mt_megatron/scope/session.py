@@ -12,14 +12,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.errors import MtMegatronError, ScopeError
@@ -109,6 +110,7 @@ class Session:
         self._plans: list[Plan] = []
         self._step: _Step | None = None
         self._mark: str | None = None
+        self._is_loss_summed = False
         self._began = 0.0
 
     # Begin and end.
@@ -146,8 +148,15 @@ class Session:
 
     def _about(self) -> dict[str, Any]:
         at = self._layout.coordinates(self._rank)
-        # The others of its stage have the same modules; lists of all ranks would be long in large runs.
-        named = taps.named_modules(self._chunks) if (at.tp, at.cp, at.dp) == (0, 0, 0) else ()
+        named: Iterable[tuple[str, nn.Module]] = ()
+        if (at.tp, at.cp) == (0, 0):
+            # The others of its stage have the same modules, but for experts that are modules by themselves;
+            # lists of all ranks would be long in large runs.
+            named = (
+                each
+                for each in taps.named_modules(self._chunks)
+                if at.dp == 0 or (at.dp < self._layout.ep and ".local_experts." in each[0])
+            )
         return {
             "host": socket.gethostname(),
             "boot": boot_id(),
@@ -170,13 +179,14 @@ class Session:
         self._paths = list(dict.fromkeys(path for each in everyone for path in each["paths"]))
         layout, at, facts = self._layout, self._layout.coordinates(self._rank), self._facts
         core = _core(self._chunks)
+        self._is_loss_summed = bool(getattr(core, "calculate_per_token_loss", False))
         place = Place(
             layout=layout,
             at=at,
             sequence_parallel=bool(getattr(core, "sequence_parallel", False)),
             micro_batch_size=facts.micro_batch_size,
             seq_length=facts.seq_length,
-            per_token_loss=bool(getattr(core, "calculate_per_token_loss", False)),
+            per_token_loss=self._is_loss_summed,
         )
         heads = int(getattr(core, "num_attention_heads", 1))
         self._defaults = Defaults(self._chunks, place, heads=heads, told=self._tap_failed)
@@ -321,19 +331,26 @@ class Session:
         try:
             self._outbox.step(iteration, figures, seconds, self._perturbed)
             if step is not None:
-                self._send(self._outbox, step)
+                self._send(self._outbox, step, figures.tokens)
         except Exception as error:  # noqa: BLE001 - training goes on
             self._off(error)
 
-    def _send(self, outbox: Outbox, step: _Step) -> None:
+    def _send(self, outbox: Outbox, step: _Step, tokens: int | None) -> None:
+        """Hand over what ``step`` saw; ``tokens`` of the global batch, None where nobody knows."""
         assert self._asked is not None
+        if self._is_loss_summed:
+            # What backward brings is the gradient of the tokens' sum, until the step knows how many they are.
+            step.tensors.divide("gradient", tokens or None)
         outbox.stats(step.iteration, step.parts, self._perturbed)
         outbox.tensors(step.iteration, step.tensors, self._perturbed)
         outbox.tokens(step.iteration, self._asked.head.taken(), self._perturbed)
         if step.tensors.dropped:
             self._once(
-                f"tensors of {step.tensors.dropped:,} bytes of step {step.iteration} are left out: a rank "
-                f"sends at most {MOST_STEP // 2**20} MiB a step; ask for fewer modules, heads or tokens"
+                f"tensors of {step.tensors.dropped:,} bytes of step {step.iteration} are left out, and so in "
+                f"later steps: a rank sends at most {MOST_STEP // 2**20} MiB a step; ask for fewer modules, "
+                "heads or tokens",
+                kind="tensors left out",
+                anywhere=True,
             )
 
     # Requests and commands.
@@ -363,9 +380,14 @@ class Session:
         """Do what was commanded; collective, between two steps, once all ranks have agreed to."""
         self.control.attend()
 
-    def around_step(self, step: int, mark: str) -> _Marked:
+    @contextmanager
+    def around_step(self, step: int, mark: str) -> Iterator[None]:
         """Within it a step is sampled, and everything recorded is marked as perturbed by ``mark``."""
-        return _Marked(self, step, mark)
+        self.begin_beside(step, mark)
+        try:
+            yield
+        finally:
+            self.end_beside()
 
     def begin_beside(self, step: int, mark: str) -> None:
         """A step that is made beside the run begins."""
@@ -381,7 +403,7 @@ class Session:
         self._close_taps()
         try:
             if self._on and step is not None and self._outbox is not None:
-                self._send(self._outbox, step)
+                self._send(self._outbox, step, None)
         except Exception as error:  # noqa: BLE001 - training goes on
             self._off(error)
         finally:
@@ -470,11 +492,11 @@ class Session:
         if self._rank == 0:
             self._say(f"scope: {text}")
 
-    def _once(self, text: str, *, anywhere: bool = False) -> None:
-        """Say ``text`` once; ``anywhere``: also what rank 0 does not know."""
-        if text in self._said:
+    def _once(self, text: str, *, kind: str | None = None, anywhere: bool = False) -> None:
+        """Say ``text`` once, or the first of a ``kind``; ``anywhere``: also what rank 0 does not know."""
+        if (kind or text) in self._said:
             return
-        self._said.add(text)
+        self._said.add(kind or text)
         at = self._layout.coordinates(self._rank)
         if self._rank == 0:
             self._say(f"scope: {text}")
@@ -516,21 +538,6 @@ class _Step:
         for watch in reversed(self.opened):
             watch.close()
         self.opened = []
-
-
-class _Marked:
-    """A step that is made beside the run."""
-
-    def __init__(self, session: Session, step: int, mark: str) -> None:
-        self._session = session
-        self._step = step
-        self._text = mark
-
-    def __enter__(self) -> None:
-        self._session.begin_beside(self._step, self._text)
-
-    def __exit__(self, *error: object) -> None:
-        self._session.end_beside()
 
 
 def _sidecar_process(

@@ -24,8 +24,11 @@ def combined(frames: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return first
     each = np.stack([np.asarray(frame["lse"], np.float64) for frame in frames])
     whole = np.logaddexp.reduce(each, axis=0)
-    log_shares = each - whole
-    shares = np.exp(log_shares)
+    # A rank that holds nothing but padding has an lse of minus infinity; its share times its logarithm, 0
+    # times infinity, would be NaN.
+    without = np.isneginf(each)
+    log_shares = np.where(without, 0.0, each - whole)
+    shares = np.where(without, 0.0, np.exp(log_shares))
     entropies = np.stack([np.asarray(frame["entropy"], np.float64) for frame in frames])
     losses = np.stack([np.asarray(frame["loss"], np.float64) for frame in frames])
     ids = np.concatenate([np.asarray(frame["top_ids"], np.int64) for frame in frames], axis=1)

@@ -216,6 +216,7 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "values": _floats,
         "perturbed": _optional_text,
         "attempt": _integer,
+        "beside": bool,
     },
     "tensor": {
         "i": _integer,

@@ -32,7 +32,7 @@ class Session:
 
     world_size: int
     first_step: int | None
-    """None: nothing was recorded in it."""
+    """None: nothing was recorded in it, or only a step that was made beside the run."""
 
     last_current: int | None
     """Last step that no later session records anew; None: all that are recorded. Smaller than ``first_step``

@@ -362,7 +362,8 @@ class Writer:
         if len(values) != length:
             raise FrameError(f"found {len(values)} values of a schema of {length}")
         self._in_attempt(rank, known, frame)
-        if not known.sampled:
+        if not known.sampled and not frame["beside"]:
+            # A session that has no first step is none that the run went on from.
             self._begun(known, step)
         known.sampled = True
         now, at = time.monotonic(), 0

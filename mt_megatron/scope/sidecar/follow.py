@@ -238,7 +238,7 @@ class Follower:
             self._sample, self._usual = step, pairs | (self._usual or set())
             del self._seen["sample", step]
             self._seen.pop(("passed", step), None)
-            if not values:
+            if not values or self._is_beside(recording, session):
                 continue
             self._publish(
                 {
@@ -257,6 +257,14 @@ class Follower:
             skipped = bool(recording.steps(step, step, session.number).skipped.any())
             self._tell(self._model.statistics(step, values, skipped=skipped), session)
             self._sink(step, sink_names(values))
+
+    def _is_beside(self, recording: Recording, session: Session) -> bool:
+        """True where the samples of ``session`` are of a step that was made beside the run."""
+        if session.first_step is not None:
+            return False
+        # The first sample may have come since the sessions were read; its session's first step came with it.
+        now = {_key(each): each for each in recording.sessions()}
+        return now[_key(session)].first_step is None
 
     def _see(self, what: str, steps: Iterable[int]) -> None:
         """Each step has its own patience from when it was first seen, so that a node without a recording does

@@ -16,7 +16,7 @@ from mt_megatron.scope.watch.defaults import first_tensor
 from mt_megatron.scope.watch.head import Head
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import Request
-from mt_megatron.scope.watch.shares import Place, Spread, is_layer, spread_of
+from mt_megatron.scope.watch.shares import Place, Spread, is_batch_first, is_layer, spread_of
 from mt_megatron.scope.watch.sums import histogram, moments
 from mt_megatron.scope.watch.tensors import Tensors
 from mt_megatron.seams import taps
@@ -202,7 +202,12 @@ class _Take:
             self.rows = max(0, min(request.tokens[1], length - 1) - request.tokens[0] + 1)
 
     def output(self, what: str, call: Call, output: Any) -> None:
-        self._features(what, call.microbatch, first_tensor(output), self.target.spread)
+        self._features(what, call.microbatch, self._tokens_first(first_tensor(output)), self.target.spread)
+
+    def _tokens_first(self, values: Tensor | None) -> Tensor | None:
+        if values is None or values.dim() < 3 or not is_batch_first(self.target.module):
+            return values
+        return values.transpose(0, 1)
 
     def gradient(
         self, loss_scale: Callable[[], Tensor | None], call: Call, gradient: Tensor, index: int
@@ -214,7 +219,7 @@ class _Take:
         if not self.place.per_token_loss:
             # A rank's loss is the mean of its own tokens; that of the global batch is the mean of the ranks'.
             values = values / (self.place.layout.dp * self.place.layout.cp)
-        self._features("gradient", call.microbatch, values, self.target.spread)
+        self._features("gradient", call.microbatch, self._tokens_first(values), self.target.spread)
 
     def hidden(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         spread: Spread = "columns" if self.place.layout.tp > 1 else "same"

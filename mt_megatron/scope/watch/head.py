@@ -147,8 +147,11 @@ class Head:
         values, columns = logprobs.topk(min(TOP, logprobs.size(-1)), dim=-1)
         column = labels - first
         inside = (column >= 0) & (column < wide.size(-1))
-        own = logprobs.gather(-1, column.clamp(0, wide.size(-1) - 1)[:, None])[:, 0]
-        loss = torch.where(inside, -own, float("inf"))
+        loss = torch.full_like(lse, float("inf"))
+        if wide.size(-1):
+            # A rank may hold nothing but padding of the vocabulary.
+            own = logprobs.gather(-1, column.clamp(0, wide.size(-1) - 1)[:, None])[:, 0]
+            loss = torch.where(inside, -own, loss)
         self.seen.append(
             SeenTokens(
                 path=path,

@@ -33,7 +33,13 @@ class Outbox:
         self._copier = Copier(backend)
         self._parts = tensor_parallel_size
         self._schemas: dict[Layout, int] = {}
+        self._left_out = (0, 0)
+        """Parcels and bytes of tensors beyond what a rank sends of a step."""
+
         self._attempt, self._last = 0, -1
+        self._beside = -1
+        """The last attempt that is a step made beside the run."""
+
         self._sent: set[tuple[str, str | None]] = set()
         """Kinds and marks of the frames of the step ``_last``, be they dropped or not."""
 
@@ -64,8 +70,11 @@ class Outbox:
     def _attempt_at(self, iteration: int, kind: str, mark: str | None) -> int:
         """Number of times that the run has gone back, or made a step beside itself, before this frame.
         Counted here, where all ranks do the same: the sidecar learns nothing of dropped frames."""
-        if iteration != self._last:
-            self._attempt += iteration < self._last
+        if kind == "beside":
+            self._attempt += 1
+            self._beside, self._last, self._sent = self._attempt, iteration, set()
+        elif iteration != self._last:
+            self._attempt += iteration < self._last or self._attempt == self._beside
             self._last, self._sent = iteration, set()
         elif (kind, mark) in self._sent or any(sent != mark for _, sent in self._sent):
             self._attempt += 1
@@ -84,11 +93,12 @@ class Outbox:
         if not layout:
             return
         schema, copies = self._schema(layout), self._copier.copy([vector])
+        beside = attempt == self._beside
 
         def frames() -> list[Frame]:
             found = values(copies()[0])
             about = {"k": "stats", "i": iteration, "perturbed": perturbed, "attempt": attempt}
-            return [about | {"id": schema, "values": found}]
+            return [about | {"beside": beside, "id": schema, "values": found}]
 
         self._sender.put(Parcel(frames=frames, size=_size([vector]) + _ABOUT))
 
@@ -96,6 +106,7 @@ class Outbox:
         """The step's tensors; what was left out of them counts as dropped."""
         if tensors.dropped:
             self._sender.count(tensors.dropped)
+            self._left_out = (self._left_out[0] + 1, self._left_out[1] + tensors.dropped)
         common = {"i": iteration, "perturbed": perturbed, "attempt": self._attempt}
         for first in range(0, len(tensors.held), _TOGETHER):
             held = tensors.held[first : first + _TOGETHER]
@@ -128,8 +139,9 @@ class Outbox:
 
     @property
     def dropped(self) -> tuple[int, int]:
-        """Parcels and bytes that were left out."""
-        return self._sender.dropped
+        """Parcels and bytes that the sidecar did not take in time."""
+        frames, size = self._sender.dropped
+        return frames - self._left_out[0], size - self._left_out[1]
 
     @property
     def ended(self) -> bool:

@@ -98,6 +98,8 @@ def spread_of(module: nn.Module, path: str, place: Place, *, owner: nn.Module | 
     """How tensor-parallel ranks hold the output of ``module``, which is a part of ``owner``."""
     if place.layout.tp == 1:
         return "same"
+    if is_batch_first(module):
+        return "same"
     last = path.rpartition(".")[2]
     name = type(module).__name__
     if name.endswith("ColumnParallelLinear") or hasattr(module, "gather_output"):
@@ -112,6 +114,14 @@ def spread_of(module: nn.Module, path: str, place: Place, *, owner: nn.Module | 
     if last == "output_layer":
         return "columns"
     return place.tokens_spread
+
+
+def is_batch_first(module: nn.Module) -> bool:
+    """Whether the output of ``module`` is [sequences, tokens, features]: of a table of embeddings, which the
+    model transposes later. One that scatters it over tensor-parallel ranks has transposed it itself."""
+    if isinstance(module, nn.Embedding):
+        return True
+    return hasattr(module, "vocab_start_index") and not getattr(module, "reduce_scatter_embeddings", False)
 
 
 def is_layer(path: str, module: nn.Module) -> bool:

@@ -109,6 +109,18 @@ class Tensors:
                 )
             )
 
+    def divide(self, what: str, by: int | None) -> None:
+        """Divide all held ``what`` by a number; None: leave them out."""
+        if by is None:
+            self.held = [each for each in self.held if each.what != what]
+            return
+        for each in self.held:
+            if each.what == what:
+                scaled = (each.data,) if each.scale is None else (each.scale, each.low, each.error)
+                for values in scaled:
+                    if values is not None:
+                        values.div_(by)
+
 
 def frames_of(
     about: Sequence[Mapping[str, Any]],

@@ -210,8 +210,11 @@ def test_a_pair_beside_the_run_leaves_the_step_itself_unmarked(tmp_path: Path, s
     attempt = 0
     for step in (1, 2, 3):
         if step == 2:
-            for attempt, text in enumerate(("pair noise: baseline", "pair noise: gaussian")):
-                writer.tick([(0, {**stats_frame(SHAPE, 0, step), "attempt": attempt, "perturbed": text})])
+            for attempt, text in enumerate(("pair noise: baseline", "pair noise: gaussian"), 1):
+                frame = {**stats_frame(SHAPE, 0, step), "beside": True, "perturbed": text}
+                writer.tick([(0, {**frame, "attempt": attempt})])
+            with open_recording(tmp_path) as recording:
+                assert recording.last_step() == 1 and recording.sampled() == (1,) * sampled
             attempt += 1
         writer.tick([(0, {**step_frame(SHAPE, 0, step), "attempt": attempt})])
         if sampled:

@@ -21,7 +21,7 @@ from mt_megatron.scope.sidecar import follow
 from mt_megatron.scope.sidecar.follow import Follower
 from mt_megatron.scope.sidecar.keeper import Keeper
 from mt_megatron.scope.sidecar.sidecar import taken_before
-from tests.scope.synthetic import RunShape, frames_of, hello, schema, step_frame, write_run
+from tests.scope.synthetic import RunShape, frames_of, hello, schema, stats_frame, step_frame, write_run
 
 SHAPE = RunShape(steps=40, interval=1, tp=1, pp=1, layers=2, tensor_every=20, token_every=20, tokens=64)
 SPIKE = 30
@@ -103,6 +103,29 @@ def test_a_planted_spike_is_kept_told_and_written(tmp_path: Path) -> None:
             (each["step"], each["text"], 0) for each in told
         ]
     assert scope_files(tmp_path).alerts.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_step_beside_the_run_is_no_news_of_it(tmp_path: Path) -> None:
+    """Its values raise no alert and reach no sink, though they are recorded; the step itself does both."""
+    shape, sink = replace(SHAPE, tensor_every=0, token_every=0), Kept()
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    events: list[Mapping[str, Any]] = []
+    follower = Follower(files, publish=events.append, open_sinks=lambda: [sink])
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    writer.tick([(0, hello(shape, 0)), (0, schema(shape, 0))])
+    for step in range(1, SPIKE):
+        writer.tick([(0, frame) for frame in frames_of(shape, 0, step)])
+    marked = {"beside": True, "perturbed": "pair noise: gaussian", "attempt": 1}
+    writer.tick([(0, {**stats_frame(spiked(shape, SPIKE), 0, SPIKE), **marked})])
+    follower.look()
+    assert max(sink.numbers) == SPIKE - 1 and [each for each in events if each["k"] == "alert"] == []
+    writer.tick([(0, {**frame, "attempt": 2}) for frame in frames_of(spiked(shape, SPIKE), 0, SPIKE)])
+    follower.close()
+    assert max(sink.numbers) == SPIKE and [each for each in events if each["k"] == "alert"] != []
+    writer.close()
+    with open_recording(tmp_path) as recording:
+        assert recording.sampled(session=1) == (SPIKE,)
 
 
 def test_without_a_spike_nothing_is_told(tmp_path: Path) -> None:

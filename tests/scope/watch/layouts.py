@@ -27,6 +27,7 @@ class Layout:
     flags: str = ""
     experts: bool = False
     tied: bool = False
+    token_loss: bool = False
 
     @property
     def model(self) -> str:
@@ -37,14 +38,15 @@ class Layout:
     def all_flags(self) -> str:
         """Of the run."""
         untied = TIED if self.tied else "--untie-embeddings-and-output-weights"
-        return f"{MODEL} {OPTIMIZER} {untied} {EXPERTS * self.experts} {self.flags}"
+        loss = "--calculate-per-token-loss" if self.token_loss else ""
+        return f"{MODEL} {OPTIMIZER} {untied} {EXPERTS * self.experts} {loss} {self.flags}"
 
 
 LAYOUTS = (
     Layout(name="one", world=1),
     Layout(name="one_experts", world=1, experts=True),
     Layout(name="tp2_sp", world=2, flags=f"{TP} {SP}"),
-    Layout(name="cp2", world=2, flags=CP),
+    Layout(name="cp2_token_loss", world=2, flags=CP, token_loss=True),
     Layout(name="vpp2", world=2, flags=VPP),
     Layout(name="ep2_zero1", world=2, flags=f"{EP} {ZERO1}", experts=True),
 )
@@ -54,7 +56,9 @@ FURTHER = (
     Layout(name="recompute_selective", world=1, flags="--recompute-granularity selective"),
     Layout(name="tp2", world=2, flags=TP),
     Layout(name="pp2", world=2, flags=PP),
+    Layout(name="cp2", world=2, flags=CP),
     Layout(name="dp2", world=2),
+    Layout(name="dp2_token_loss", world=2, token_loss=True),
     Layout(name="dp2_zero1", world=2, flags=ZERO1),
     Layout(name="cp2_ring", world=2, flags=f"{CP} --cp-comm-type p2p"),
     Layout(name="pp2_tied", world=2, flags=PP, tied=True),

@@ -28,7 +28,10 @@ Values = dict[str, Any]
 class Oracle:
     """Trains from ``weights``, named as the whole model's in Megatron."""
 
-    def __init__(self, weights: Mapping[str, Tensor], seed: int, steps: int) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], seed: int, steps: int, *, token_loss: bool = False
+    ) -> None:
+        """``token_loss``: the loss is the mean of the global batch's tokens, not of its micro-batches'."""
         self.weights = {name: value.double().requires_grad_() for name, value in weights.items()}
         self.layers = 1 + max(
             int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers")
@@ -37,6 +40,7 @@ class Oracle:
         self.data = Chain(seed, steps * GLOBAL_BATCH)
         self.first = {name: torch.zeros_like(value) for name, value in self.weights.items()}
         self.second = {name: torch.zeros_like(value) for name, value in self.weights.items()}
+        self.token_loss = token_loss
         self.done = 0
         self.outputs: dict[str, list[Tensor]] = {}
         """Of every module in this step, one tensor per micro-batch, with gradients kept."""
@@ -57,6 +61,8 @@ class Oracle:
             weight.grad = None
         rounds = GLOBAL_BATCH // MICRO_BATCH
         total, counted = 0.0, 0.0
+        batch = range(self.done * GLOBAL_BATCH, (self.done + 1) * GLOBAL_BATCH)
+        every = sum(float(self.data[index]["loss_mask"].sum()) for index in batch)
         for number in range(rounds):
             first = self.done * GLOBAL_BATCH + number * MICRO_BATCH
             samples = [self.data[index] for index in range(first, first + MICRO_BATCH)]
@@ -66,7 +72,8 @@ class Oracle:
             logits = self._forward(tokens)
             losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
             self.losses.append((logits.detach(), losses.detach(), mask))
-            ((losses * mask).sum() / mask.sum() / rounds).backward()  # type: ignore[no-untyped-call]
+            counts = every if self.token_loss else mask.sum() * rounds
+            ((losses * mask).sum() / counts).backward()  # type: ignore[no-untyped-call]
             total, counted = total + float((losses * mask).sum()), counted + float(mask.sum())
         self.loss = total / counted
         values = {**self._of_activations(), **self._of_attention(), **self._of_experts(), **self._of_losses()}

@@ -54,14 +54,14 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Sent:
 
 
 @pytest.fixture(scope="module")
-def oracles(sent: Sent) -> Callable[[str], list[tuple[Oracle, dict[str, Any]]]]:
-    """The oracle after each step, and its statistics, of a model."""
+def oracles(sent: Sent) -> Callable[[Layout], list[tuple[Oracle, dict[str, Any]]]]:
+    """The oracle after each step, and its statistics, of a layout's model and loss."""
 
     @cache
-    def train(model: str) -> list[tuple[Oracle, dict[str, Any]]]:
+    def train(model: str, token_loss: bool) -> list[tuple[Oracle, dict[str, Any]]]:
         weights = torch.load(sent.folder / f"{model}.pt", weights_only=True)  # type: ignore[attr-defined]
         found = []
-        oracle = Oracle(weights, SEED, STEPS)
+        oracle = Oracle(weights, SEED, STEPS, token_loss=token_loss)
         for _ in range(STEPS):
             values = oracle.step()
             kept = Oracle.__new__(Oracle)
@@ -71,7 +71,7 @@ def oracles(sent: Sent) -> Callable[[str], list[tuple[Oracle, dict[str, Any]]]]:
             found.append((kept, values))
         return found
 
-    return train
+    return lambda layout: train(layout.model, layout.token_loss)
 
 
 @pytest.fixture(params=CHECKED, ids=lambda layout: layout.name, scope="module")
@@ -85,7 +85,7 @@ def test_statistics_equal_the_oracle(sent: Sent, oracles: Any, layout: Layout) -
     found = {f"{step}|{path}|{name}": value for (step, path, name), value in values_of(frames).items()}
     vectors = {f"{step}|{path}|{name}": value for (step, path, name), value in vectors_of(frames).items()}
     wrong, compared = [], 0
-    for step, (oracle, values) in enumerate(oracles(layout.model), 1):
+    for step, (oracle, values) in enumerate(oracles(layout), 1):
         expected = {f"{step}|{name}": value for name, value in values.items()}
         for index in range(oracle.layers):
             path = f"decoder.layers.{index}"
@@ -100,7 +100,7 @@ def test_statistics_equal_the_oracle(sent: Sent, oracles: Any, layout: Layout) -
     assert not wrong, f"{len(wrong)} of {compared}: {wrong[:8]}"
     assert compared > 250
     names = {name.split("|")[2] for name in found}
-    assert set(found) <= {name for name in found if _known(name, oracles(layout.model))}, names
+    assert set(found) <= {name for name in found if _known(name, oracles(layout))}, names
 
 
 def _known(name: str, steps: list[tuple[Oracle, dict[str, Any]]]) -> bool:
@@ -142,7 +142,7 @@ def _alike(name: str, got: Any, expected: Any) -> bool:
 def test_training_is_the_oracles(sent: Sent, oracles: Any, layout: Layout) -> None:
     """Else equal statistics would say little."""
     frames, told = sent(layout)
-    for step, (oracle, _) in enumerate(oracles(layout.model)):
+    for step, (oracle, _) in enumerate(oracles(layout)):
         assert math.isclose(told["losses"][step], oracle.loss, rel_tol=1e-4)
         assert math.isclose(told["norms"][step], oracle.norm, rel_tol=1e-4)
 
@@ -151,7 +151,7 @@ def test_what_is_asked_for_equals_the_oracle(sent: Sent, oracles: Any, layout: L
     frames, told = sent(layout)
     seen = 0
     for (step, path, what, index), (values, error, covered) in _assembled(frames).items():
-        oracle, _ = oracles(layout.model)[step - 1]
+        oracle, _ = oracles(layout)[step - 1]
         expected = _expected(oracle, path, what, dict(index))
         assert expected.shape == values.shape, (path, what, dict(index), expected.shape, values.shape)
         assert covered.all(), f"a part of {what} of {path} is missing: {dict(index)}"
@@ -238,7 +238,7 @@ def test_tokens_equal_the_oracle(sent: Sent, oracles: Any, layout: Layout) -> No
         whole = combined(parts)
         assert whole["parts"] == 1 and len(parts) == parts[0]["parts"]
         microbatch, row = divmod(sample, MICRO_BATCH)
-        logits, labels = _logits(oracles(layout.model), step, path, microbatch, row)
+        logits, labels = _logits(oracles(layout), step, path, microbatch, row)
         at = slice(first, first + len(whole["ids"]))
         covered.setdefault((step, path, sample), set()).update(range(at.start, at.stop))
         logprobs = logits[at].log_softmax(-1)
@@ -274,7 +274,7 @@ def test_a_wrong_value_is_noticed(sent: Sent, oracles: Any) -> None:
     frames, _ = sent(layout)
     name = "2|decoder.layers.1|gradient_norm"
     found = {f"{step}|{path}|{name}": value for (step, path, name), value in values_of(frames).items()}
-    expected = oracles(layout.model)[1][1]["decoder.layers.1|gradient_norm"]
+    expected = oracles(layout)[1][1]["decoder.layers.1|gradient_norm"]
     assert _alike(name, found[name], expected)
     assert not _alike(name, found[name] * 1.002, expected)
     vector = vectors_of(frames)[1, "decoder.layers.0", "moments"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from mt_megatron.backends.cpu import CpuBackend
-from mt_megatron.scope.interfaces import StepFigures
+from mt_megatron.parallel.rank_layout import RankLayout
+from mt_megatron.scope.interfaces import NoControl, StepFigures
+from mt_megatron.scope.session import Session, _Step
 from mt_megatron.scope.watch.outbox import Outbox
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.sender import Parcel
@@ -25,8 +28,13 @@ class Queue:
     def __init__(self) -> None:
         self.parcels: list[Parcel] = []
 
+        self.dropped = (0, 0)
+
     def put(self, parcel: Parcel) -> None:
         self.parcels.append(parcel)
+
+    def count(self, size: int) -> None:
+        self.dropped = (self.dropped[0] + 1, self.dropped[1] + size)
 
 
 def step(queue: Queue) -> None:
@@ -99,11 +107,57 @@ def test_attempts_are_counted_without_a_look_at_what_is_dropped(records: bool) -
     sent = [frame for parcel in queue.parcels for frame in parcel.frames()]
     found = [(frame["i"], frame["attempt"]) for frame in sent if frame["k"] != "schema"]
     if not records:
-        steps = [(1, 0), (2, 0), (3, 0), (4, 0), (5, 2), (4, 3), (5, 3), (5, 4)]
+        steps = [(1, 0), (2, 0), (3, 0), (4, 0), (5, 3), (4, 4), (5, 4), (5, 5)]
         assert found == steps
         return
     assert found == [
         *((number, 0) for number in (1, 2, 3, 4) for _ in range(2)),
-        *((5, 0), (5, 1), (5, 2), (5, 2)),
-        *((4, 3), (5, 3), (5, 4)),
+        *((5, 1), (5, 2), (5, 3), (5, 3)),
+        *((4, 4), (5, 4), (5, 5)),
     ]
+    beside = {frame["attempt"]: frame["beside"] for frame in sent if frame["k"] == "stats"}
+    assert beside == {0: False, 1: True, 2: True, 3: False}
+
+
+def test_tensors_beyond_the_bound_are_told_once_and_not_of_the_sidecar() -> None:
+    queue, said = Queue(), list[str]()
+    session: Any = object.__new__(Session)
+    session._said, session._rank, session._say, session._mark = set(), 0, said.append, None
+    session._layout, session._is_loss_summed = RankLayout(world_size=1), False
+    session._asked = SimpleNamespace(head=SimpleNamespace(taken=list))
+    session.control = NoControl()
+    outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
+    for number in (20, 40, 60):
+        tensors = Tensors(most_bytes=1)
+        tensors.add("a", "activation", torch.ones(2, 2), index={}, microbatch=0, shape=(2, 2))
+        parts = Parts(torch.device("cpu"))
+        session._send(outbox, _Step(iteration=number, sampled=True, parts=parts, tensors=tensors), 8)
+    assert len(said) == 1 and "16 bytes of step 20 are left out" in said[0]
+    assert queue.dropped == (3, 48) and outbox.dropped == (0, 0)
+
+
+def test_experts_of_other_ranks_are_modules_of_the_model() -> None:
+    """Data-parallel ranks hold other experts; of everything else the first one's list is enough."""
+    layer = torch.nn.ModuleDict({"router": torch.nn.Identity(), "local_experts": torch.nn.ModuleList()})
+    layer["local_experts"].append(torch.nn.Identity())
+    listed = []
+    for rank in range(4):
+        session: Any = object.__new__(Session)
+        session._layout, session._rank = RankLayout(world_size=4, ep=2), rank
+        session._chunks = (torch.nn.ModuleDict({"experts": layer}),)
+        listed.append([path for path in session._about()["paths"] if path.count(".") > 1 or rank == 0])
+    assert listed[1] == ["experts.local_experts.0"] and "experts.router" in listed[0]
+    assert listed[2:] == [[], []]
+
+
+def test_what_is_held_is_divided_or_left_out() -> None:
+    tensors, values = Tensors(), torch.arange(256.0 * 40).reshape(256, 40)
+    for name, rows in (("gradient", 2), ("gradient", 256), ("activation", 2)):
+        tensors.add("a", name, values[:rows], index={}, microbatch=0, shape=(rows, 40))
+    tensors.divide("gradient", 8)
+    exact, tiles, other = tensors.held
+    assert torch.equal(exact.data, values[:2] / 8) and torch.equal(other.data, values[:2])
+    assert tiles.scale is not None and tiles.low is not None and tiles.error is not None
+    assert float(tiles.low.flatten()[-1]) > 1000 and float(tiles.error) < 1.0
+    tensors.divide("gradient", None)
+    assert [each.what for each in tensors.held] == ["activation"]

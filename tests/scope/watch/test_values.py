@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.format.statistics import HISTOGRAM_BINS, OUTLIERS, STATISTICS
 from mt_megatron.scope.format.tokens import combined
+from mt_megatron.scope.watch.asked import Target, _Take
+from mt_megatron.scope.watch.head import Head
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import KINDS, MOST_REQUESTS, parse, parse_all, unknown
 from mt_megatron.scope.watch.shares import Place, spread_of
@@ -25,7 +28,9 @@ from mt_megatron.scope.watch.sums import (
     outliers_of,
     square_sum,
 )
+from mt_megatron.scope.watch.tensors import Tensors
 from mt_megatron.scope.watch.tiles import tiles_of
+from mt_megatron.seams.taps import Call
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,6 +50,53 @@ def test_norms_of_heads_are_spread_and_norms_of_latents_are_not() -> None:
     path = "decoder.layers.0.self_attention.q_layernorm"
     assert spread_of(norm, path, place, owner=heads) == "columns"
     assert spread_of(norm, path, place, owner=latent) == "tokens"
+
+
+class Table(torch.nn.Module):
+    """Megatron's table of embeddings as far as it matters: its output is [sequences, tokens, features]."""
+
+    vocab_start_index = 0
+    reduce_scatter_embeddings = False
+
+
+@pytest.mark.parametrize("asked", ["activation", "gradient"])
+def test_tables_of_embeddings_have_sequences_first(asked: str) -> None:
+    layout = RankLayout(world_size=1)
+    place = Place(
+        layout=layout, at=layout.coordinates(0), sequence_parallel=False, micro_batch_size=2, seq_length=8
+    )
+    path, sequences_first = "embedding.word_embeddings", torch.arange(64.0).view(2, 8, 4)
+    modules = ((Table(), sequences_first), (torch.nn.Identity(), sequences_first.transpose(0, 1)))
+    for module, output in modules:
+        kept = Tensors()
+        target = Target(path=path, module=module, spread=spread_of(module, path, place))
+        take = _Take(parse(f"{asked}@{path}:tokens=0-7:samples=1"), target, kept, place)
+        call = Call(module, 0, 0, 0, False)
+        if asked == "activation":
+            take.output("activation", call, output)
+        else:
+            take.gradient(lambda: None, call, output, 0)
+        (held,) = kept.held
+        assert torch.equal(held.data, sequences_first[1])
+
+
+def test_a_rank_without_words_of_the_vocabulary_changes_nothing() -> None:
+    """Nothing but padding: of a vocabulary of 257 padded to 512, the last of four ranks has none."""
+    head: Any = object.__new__(Head)
+    head.seen = []
+    logits, labels = random(3, 8), torch.tensor([1, 2, 3])
+    head.add("output_layer", 0, 0, 0, logits, labels, 0)
+    head.add("output_layer", 0, 0, 0, logits[:, :0], labels, 384)
+    names = ("ids", "loss", "entropy", "top_ids", "top_logprobs", "lse")
+    alone, none = (
+        {name: each.numpy() for name, each in zip(names, seen.tensors, strict=True)} | {"parts": 2}
+        for seen in head.seen
+    )
+    with np.errstate(all="raise"):
+        whole = combined([alone, none])
+    for name in names:
+        np.testing.assert_allclose(whole[name], alone[name], rtol=1e-6)
+    assert np.isinf(none["loss"]).all() and whole["parts"] == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 2**22 + 3])
