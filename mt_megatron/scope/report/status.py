@@ -47,10 +47,10 @@ class Status:
     last_sample: int | None
     tensors: int
     alerts: tuple[AlertRecord, ...]
-    """Of the last session, newest first."""
+    """Of the last start of the training processes, newest first; none of steps that were undone."""
 
     dropped: tuple[Dropped, ...]
-    """Of the last session."""
+    """Of the last start, a sum for each source and rank."""
 
     thinned: Mapping[str, int]
     """Steps that retention removed, by kind, of all nodes."""
@@ -66,11 +66,22 @@ def status_of(recording: Recording) -> Status:
     last = recording.last_step()
     steps = recording.steps(first=max(0, (last or 0) - 200))
     samples = recording.sampled()
-    session = facts.session.number
+    # A session begins wherever the run goes back or makes a step beside itself; a start may have many.
+    start = {each.number: each for each in facts.sessions if each.name == facts.session.name}
     thinned: dict[str, int] = {}
     for each in recording.thinned():
         thinned[each.kind] = thinned.get(each.kind, 0) + each.steps
-    newest = [each for each in recording.alerts() if each.session == session]
+    newest = [
+        each
+        for each in recording.alerts()
+        if each.session in start and start[each.session].is_current(each.step)
+    ]
+    # Sums count from the start on, so that those of its last session hold all.
+    drops = {
+        (each.source, each.rank): each
+        for each in sorted(recording.dropped(), key=lambda each: each.frames)
+        if each.session in start
+    }
     there = len(steps.step) > 0
     return Status(
         run=str(recording.files.root.resolve().parent),
@@ -88,7 +99,7 @@ def status_of(recording: Recording) -> Status:
         last_sample=samples[-1] if samples else None,
         tensors=len(recording.tensors()),
         alerts=tuple(reversed(newest)),
-        dropped=tuple(each for each in recording.dropped() if each.session == session),
+        dropped=tuple(drops[key] for key in sorted(drops)),
         thinned=thinned,
         requests=tuple(read_requests(recording.files)),
         perturbed=len({step for step, _ in recording.perturbed()}),

@@ -14,7 +14,9 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.scope.recording.files import read_requests, scope_files
-from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.writer import Alert, Writer
+from mt_megatron.scope.report.status import status_of
 from tests.scope.synthetic import RunShape, hello, step_frame, write_run
 
 SHAPE = RunShape(steps=40, interval=5, tensor_every=20, token_every=20, tokens=32)
@@ -117,6 +119,30 @@ def test_status_of_a_run(runs: Path, capsys: Captured) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["world_size"], found["ended"], len(found["alerts"])) == (40, 4, 4, 2)
     assert found["last_sample"] == 40 and found["dropped"][0]["frames"] == 12
+
+
+def test_status_counts_alerts_and_drops_of_the_whole_start(tmp_path: Path) -> None:
+    """A rewind or a pair begins a session, and the start goes on; what was undone counts no more."""
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    shape = RunShape(tp=1, pp=1)
+    name = hello(shape, 0)["session"]
+
+    def alert(step: int, attempt: int) -> None:
+        told = {"value": 9.0, "low": 1.0, "high": 2.0, "text": f"alert of step {step}"}
+        writer.alert(Alert(step=step, kind="band", path="", statistic="loss", **told), (name, attempt))
+
+    steps = [(0, hello(shape, 0)), *((0, {**step_frame(shape, 0, each), "attempt": 0}) for each in (1, 2, 3))]
+    writer.tick([*steps, (0, {"k": "dropped", "frames": 5, "bytes": 10})])
+    alert(1, 0)
+    alert(3, 0)
+    writer.tick([(0, {**step_frame(shape, 0, 2), "attempt": 1})])
+    writer.close()
+    with open_recording(tmp_path) as recording:
+        found = status_of(recording)
+    assert [each.text for each in found.alerts] == ["alert of step 1"]
+    assert [each.frames for each in found.dropped] == [5]
 
 
 def test_status_of_a_run_that_stands_still(tmp_path: Path, capsys: Captured) -> None:
