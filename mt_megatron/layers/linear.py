@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
-from ..seams import collectives, events
+from ..seams import collectives, events, late_wgrad
 from ..seams.gemm import (
     GemmRole,
     Operand,
@@ -179,13 +179,15 @@ class FrozenLinear(torch.autograd.Function):
         return grad_input, None, grad_bias, None
 
 
+@torch.no_grad()
 def drain_embedding_wgrad(
     config: Any, embedding_activation_buffer: list[Tensor], grad_output_buffer: list[Tensor], weight: Tensor
 ) -> None:
     """Compute the weight gradients of the output layer that ``grad_output_buffer`` put off.
 
     Empties both lists, oldest micro-batch first; under sequence parallelism the next activation is
-    gathered while the current GEMM runs. Raises ConfigError when the lists do not match.
+    gathered while the current GEMM runs. Whoever waits for the gradients is told. Raises ConfigError when
+    the lists do not match.
     """
     if len(embedding_activation_buffer) != len(grad_output_buffer):
         raise ConfigError(
@@ -208,6 +210,7 @@ def drain_embedding_wgrad(
         slot += 1
         following = fetch(slot) if embedding_activation_buffer else None
         _add_to_main_grad(weight, _flat(grad_output_buffer.pop(0)), total_input)
+    late_wgrad.is_there(weight)
 
 
 def _keep_weight(ctx: Any, weight: Tensor) -> None:
@@ -340,7 +343,7 @@ def _keep_for_drain(ctx: Any, grad_output: Tensor) -> bool:
     buffer, limit = ctx.grad_output_buffer, ctx.wgrad_deferral_limit
     if buffer is None or (limit != 0 and len(buffer) >= limit):
         return False
-    buffer.append(grad_output)
+    late_wgrad.put_off(ctx.weight, buffer, grad_output)
     return True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.patching.spec import Patch
+from mt_megatron.seams import late_wgrad
 from mt_megatron.seams.gemm import require_no_pending_wgrad, wgrad_pending
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -76,8 +77,17 @@ class _Nowhere(list[Any]):
 
 def _column_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    if self.config.defer_embedding_wgrad_compute and self.embedding_activation_buffer is None:
+    if not self.config.defer_embedding_wgrad_compute:
+        return
+    if self.embedding_activation_buffer is None:
         self.embedding_activation_buffer = _Nowhere()
+    elif self.grad_output_buffer is not None:
+        self.register_forward_pre_hook(_before_output_layer, with_kwargs=True)
+
+
+def _before_output_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+    late_wgrad.note_layer(layer.weight if weight is None else weight, layer)
 
 
 def _trainable(original: Any) -> Any:
@@ -95,12 +105,15 @@ def _frozen(original: Any) -> Any:
 def _make_backward_post_hook(
     original: Callable[..., Callable[..., None]], self: Any, param: Any
 ) -> Callable[..., None]:
-    """While a gradient of ``param`` waits in a queue, add what has come and do not call it ready. One
-    that went to ``main_grad`` and was not handed to autograd is there all the same."""
+    """While a gradient of ``param`` waits in a queue, or for the step's end, add what has come and do not
+    call it ready. One that went to ``main_grad`` and was not handed to autograd is there all the same."""
     ready = original(self, param)
 
     def hook(*unused: Any) -> None:
-        if not wgrad_pending(param):
+        late = late_wgrad.is_late(param)
+        if late:
+            late_wgrad.when_there(param, hook)
+        if not (late or wgrad_pending(param)):
             if param.grad is None and getattr(param, "grad_added_to_main_grad", False):
                 # Upstream asks for some gradient; this one is a single zero.
                 param.grad = param.new_zeros(()).expand(param.shape)
@@ -119,6 +132,7 @@ def _reduce(original: Callable[[Any], Any], input_: Any) -> Any:
 
 
 def _start_grad_sync(original: Callable[..., None], self: Any) -> None:
+    late_wgrad.before_reduction(self.params)
     require_no_pending_wgrad(self.params)
     original(self)
 
@@ -175,7 +189,7 @@ def patches(backend: Backend) -> list[Patch]:
             kind="wrap",
             feature="linear",
             reason="deferring the output layer's weight gradient, every column linear appends to a buffer, "
-            "but only the output layer has one",
+            "but only the output layer has one; and a reduction has to know what was put off",
             body=_column_init,
             digest="687a4019533af8e7e224ae513e0f0e3526985f556d39e4d8cbc7d329287c0d1c",
         ),
@@ -203,7 +217,8 @@ def patches(backend: Backend) -> list[Patch]:
             target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
             kind="wrap",
             feature="linear",
-            reason="reducing gradients while some are still deferred would lose them silently",
+            reason="reducing gradients while some are still deferred would lose them silently, so that what "
+            "waits for the step's end is computed first",
             body=_start_grad_sync,
             digest="40d7290a3aecd61e6f0d9afb1f3c87c640423e794a8a5602ddc815fc0af03fa6",
         ),

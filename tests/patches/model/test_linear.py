@@ -205,30 +205,70 @@ def test_frozen_weight():
         assert result["gradient"] < 1e-5 and result["bias"] < 1e-5 and result["weight"]
 
 
-def put_off(limits: list[int | None]) -> Any:
-    """Pipeline of two with the output layer's weight gradients put off to the end, or not (None)."""
+def put_off(cases: list[dict[str, Any]]) -> Any:
+    """Pipeline of two with the output layer's weight gradients put off to the end, or not: losses, gradients,
+    the output layer's gradient when its reduction begins, and whether it is part of a graph."""
+    return [put_off_once(**case) for case in cases]
+
+
+def put_off_once(
+    limit: int | None = None, *, overlap: bool = False, aligned: bool = False, schedule: str | None = None
+) -> Any:
     from tests.patches import small_gpt
+    from tests.pipeline.execute.ranks import use
 
-    results = []
-    for limit in limits:
-        small_gpt.start(pp=2)
-        config = small_gpt.transformer_config(
-            gradient_accumulation_fusion=True,
-            defer_embedding_wgrad_compute=limit is not None,
-            wgrad_deferral_limit=limit or 0,
-        )
-        model = small_gpt.distributed(config, small_gpt.build(config))
+    small_gpt.start(pp=2)
+    config = small_gpt.transformer_config(
+        gradient_accumulation_fusion=True,
+        defer_embedding_wgrad_compute=limit is not None,
+        wgrad_deferral_limit=limit or 0,
+    )
+    model = small_gpt.distributed(
+        config, small_gpt.build(config), overlap_grad_reduce=overlap, check_for_nan_in_grad=True
+    )
+    if aligned:
+        config.grad_sync_func = model.start_grad_sync
+    weight = model.module.output_layer.weight if model.module.post_process else None
+    reduced = []
+    for group in model.bucket_groups if weight is not None else ():
+        # What upstream calls right before it reduces.
+        group.check_for_nan_in_grad = lambda: reduced.append(weight.main_grad.detach().flatten().tolist())
+    use(schedule, 2)
+    try:
         losses = small_gpt.train_step(model, [small_gpt.batch(seed) for seed in range(4)])
-        results.append((losses, small_gpt.whole_gradients(model.module)))
-    return results
+    finally:
+        use(None, 2)
+    graph = weight is not None and weight.main_grad.requires_grad
+    return losses, small_gpt.whole_gradients(model.module), reduced, graph
 
 
-def test_output_layer_gradients_put_off_by_the_schedule():
-    for expected, *others in run_ranks(2, f"{HERE}:put_off", [None, 0, 2]):
-        for losses, gradients in others:
-            assert losses == expected[0]
+PUT_OFF: list[dict[str, Any]] = [
+    {},
+    {"limit": 0},
+    {"limit": 2},
+    {"limit": 0, "overlap": True},
+    {"limit": 2, "overlap": True, "aligned": True},
+    {"limit": 0, "overlap": True, "schedule": "zb_h1"},
+    {"limit": 0, "overlap": True, "aligned": True, "schedule": "breadth_first"},
+]
+
+
+@pytest.fixture(scope="module")
+def found_put_off() -> Any:
+    return run_ranks(2, f"{HERE}:put_off", PUT_OFF)
+
+
+def test_output_layer_gradients_put_off_by_the_schedule(found_put_off: Any) -> None:
+    for expected, *others in found_put_off:
+        for losses, gradients, _, graph in others:
+            assert losses == expected[0] and not graph
             for name, gradient in expected[1].items():
                 assert gradients[name] == pytest.approx(gradient, rel=1e-5, abs=1e-7), name
+
+
+def test_gradients_put_off_are_there_when_they_are_reduced(found_put_off: Any) -> None:
+    for case, (_, gradients, reduced, _) in zip(PUT_OFF, found_put_off[1], strict=True):
+        assert reduced == [gradients["output_layer.weight"]], case
 
 
 def strided_sum(features: list[str] | None) -> Any:
