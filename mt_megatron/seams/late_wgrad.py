@@ -36,7 +36,8 @@ _late: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_layer(weight: Tensor, layer: Any) -> None:
-    """A forward pass of ``layer``, a ColumnParallelLinear, with ``weight``."""
+    """A forward pass of ``layer``, a ColumnParallelLinear that has its activations beside its buffer in
+    ``activations_put_off``, with ``weight``."""
     outputs = layer.grad_output_buffer
     known = _late.get(weight)
     if known is None or known.outputs is not outputs:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mt_megatron.backends.base import Backend
 from mt_megatron.patching.spec import Patch
 from mt_megatron.seams import late_wgrad
@@ -82,12 +84,26 @@ def _column_init(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     if self.embedding_activation_buffer is None:
         self.embedding_activation_buffer = _Nowhere()
     elif self.grad_output_buffer is not None:
+        self.activations_put_off = self.embedding_activation_buffer
         self.register_forward_pre_hook(_before_output_layer, with_kwargs=True)
 
 
 def _before_output_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        # No backward and no gradient will come: what is appended would stay for ever.
+        layer.embedding_activation_buffer = _Nowhere()
+        return
+    layer.embedding_activation_buffer = layer.activations_put_off
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     late_wgrad.note_layer(layer.weight if weight is None else weight, layer)
+
+
+def _clear(original: Callable[..., Any], config: Any, model: Any) -> Any:
+    module = original(config, model)
+    if module is not None:
+        # Of a step that nobody finished: their activations are gone.
+        module.grad_output_buffer.clear()
+    return module
 
 
 def _trainable(original: Any) -> Any:
@@ -192,6 +208,16 @@ def patches(backend: Backend) -> list[Patch]:
             "but only the output layer has one; and a reduction has to know what was put off",
             body=_column_init,
             digest="687a4019533af8e7e224ae513e0f0e3526985f556d39e4d8cbc7d329287c0d1c",
+        ),
+        Patch(
+            id="linear.clear_both_buffers",
+            target="megatron.core.pipeline_parallel.schedules:clear_embedding_activation_buffer",
+            kind="wrap",
+            feature="linear",
+            reason="output gradients that a step without finalize_model_grads_func, or one that failed, left "
+            "behind would be added to the next step's",
+            body=_clear,
+            digest="9416d0ed9720118ff996fd7f854acd66caceaa6feb2c134259376e0cd1ae7430",
         ),
         Patch(
             id="linear.reduce_strided",

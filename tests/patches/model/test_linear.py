@@ -212,7 +212,12 @@ def put_off(cases: list[dict[str, Any]]) -> Any:
 
 
 def put_off_once(
-    limit: int | None = None, *, overlap: bool = False, aligned: bool = False, schedule: str | None = None
+    limit: int | None = None,
+    *,
+    overlap: bool = False,
+    aligned: bool = False,
+    schedule: str | None = None,
+    before: str | None = None,
 ) -> Any:
     from tests.patches import small_gpt
     from tests.pipeline.execute.ranks import use
@@ -235,11 +240,37 @@ def put_off_once(
         group.check_for_nan_in_grad = lambda: reduced.append(weight.main_grad.detach().flatten().tolist())
     use(schedule, 2)
     try:
+        if before is not None:
+            step_before(before, config, model)
         losses = small_gpt.train_step(model, [small_gpt.batch(seed) for seed in range(4)])
     finally:
         use(None, 2)
     graph = weight is not None and weight.main_grad.requires_grad
     return losses, small_gpt.whole_gradients(model.module), reduced, graph
+
+
+def step_before(kind: str, config: Any, model: Any) -> None:
+    """A step that leaves no gradients: an evaluation, or one that is not finished, as a search for a NaN."""
+    from mt_megatron.seams.schedule import run_schedule
+    from tests.patches import small_gpt
+
+    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+    if kind == "unfinished":
+        small_gpt.train_step(model, [small_gpt.batch(seed) for seed in range(4, 8)])
+        model.zero_grad_buffer()
+    else:
+        with torch.no_grad():
+            run_schedule(
+                small_gpt.forward_step,
+                [model],
+                iter([small_gpt.batch(seed) for seed in range(3)]),
+                num_microbatches=3,
+                seq_length=small_gpt.SEQUENCE,
+                micro_batch_size=small_gpt.BATCH,
+                forward_only=True,
+            )
+        assert not getattr(model.module, "embedding_activation_buffer", None)
+    config.finalize_model_grads_func = finalize
 
 
 PUT_OFF: list[dict[str, Any]] = [
@@ -250,6 +281,9 @@ PUT_OFF: list[dict[str, Any]] = [
     {"limit": 2, "overlap": True, "aligned": True},
     {"limit": 0, "overlap": True, "schedule": "zb_h1"},
     {"limit": 0, "overlap": True, "aligned": True, "schedule": "breadth_first"},
+    {"limit": 0, "before": "unfinished"},
+    {"limit": 2, "before": "unfinished", "schedule": "zb_h1"},
+    {"limit": 0, "before": "evaluation"},
 ]
 
 
