@@ -54,7 +54,8 @@ class CollectiveTransport:
         self._ended: str | None = None
 
     def prepare(self, edges: Iterable[Edge]) -> None:
-        """Without tags collective over all ranks of the default group, where edges are new."""
+        """Without tags collective over all ranks of the default group, where edges are new: they are
+        connected."""
         self.require_open()
         if self._tagged:
             return
@@ -69,7 +70,8 @@ class CollectiveTransport:
             dist.all_gather_object(every, new)
         # All ranks make all groups. Two that make theirs alone would have to have made as many groups before
         # as each other: torch names a group by that number, and the first transfer would wait for ever.
-        for edge in sorted({Edge(*each) for found in every for each in found}):
+        wanted = sorted({Edge(*each) for found in every for each in found})
+        for edge in wanted:
             group = dist.new_group(
                 [edge.source, edge.target],
                 timeout=_timeout(self._group, self._device),
@@ -77,6 +79,10 @@ class CollectiveTransport:
             )
             if own in edge[:2]:
                 self._groups[edge] = group
+        # One after another in the order that all ranks share: none waits for a peer that waits for it.
+        for edge in wanted:
+            if own in edge[:2]:
+                self._connect(edge)
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
@@ -162,6 +168,14 @@ class CollectiveTransport:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def _connect(self, edge: Edge) -> None:
+        """Send one element over ``edge``. NCCL connects a group in its first transfer, which holds up the
+        host until the peer makes its own: a receive ahead of its message would wait for a send that the peer
+        makes after a message of ours, for ever."""
+        operation = dist.isend if dist.get_rank() == edge.source else dist.irecv
+        work = self._start(operation, edge, torch.zeros(1, device=self._device))
+        _wait(work, None)
 
     def _start(self, operation: Any, edge: Edge, tensor: Tensor) -> Any:
         sends = operation is dist.isend

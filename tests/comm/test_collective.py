@@ -1,0 +1,158 @@
+"""Transport over torch's collectives, where the library connects a group in its first transfer, as NCCL."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mt_megatron.comm import collective
+from mt_megatron.comm.transport import BACKWARD, FORWARD, Edge
+from mt_megatron.pipeline.actions import Action, Kind, Schedule, matching_send, transfers_in
+from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.pipeline.lowering import lowered
+
+WAITS_FOR_EVER = 20.0
+"""Seconds."""
+
+
+class Group:
+    """Of two ranks and one direction; the first transfer of each meets that of the other."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.members = members
+        self.messages: queue.Queue[Tensor] = queue.Queue()
+        self._meeting = threading.Barrier(2)
+        self._connected = threading.local()
+
+    def connect(self) -> None:
+        if not hasattr(self._connected, "yes"):
+            self._meeting.wait(WAITS_FOR_EVER)
+            self._connected.yes = True
+
+    def _get_backend(self, device: torch.device) -> None:
+        return None
+
+
+class Work:
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish = finish
+
+    def wait(self, timeout: Any = None) -> None:
+        self._finish()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class LazyDist:
+    """``torch.distributed`` of a job whose ranks are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._own = threading.local()
+        self._groups: dict[int, Group] = {}
+        self._given: dict[int, Any] = {}
+        self._all = threading.Barrier(ranks)
+        self._lock = threading.Lock()
+        # Compared by identity.
+        self.isend, self.irecv = self._isend, self._irecv
+
+    def begin(self, rank: int) -> None:
+        self._own.rank, self._own.made = rank, 0
+
+    def get_rank(self) -> int:
+        rank: int = self._own.rank
+        return rank
+
+    def get_world_size(self) -> int:
+        return self._ranks
+
+    def get_backend(self, group: Any = None) -> str:
+        return "nccl"
+
+    def get_process_group_ranks(self, group: Any) -> list[int]:
+        return list(range(self._ranks))
+
+    def all_gather_object(self, every: list[Any], own: Any) -> None:
+        self._given[self.get_rank()] = own
+        self._all.wait(WAITS_FOR_EVER)
+        every[:] = [self._given[rank] for rank in range(self._ranks)]
+        self._all.wait(WAITS_FOR_EVER)
+
+    def new_group(self, members: list[int], **options: Any) -> Group:
+        with self._lock:
+            group = self._groups.setdefault(self._own.made, Group(members))
+        assert group.members == members
+        self._own.made += 1
+        return group
+
+    def _isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
+        group.connect()
+        group.messages.put(tensor.clone())
+        return Work(lambda: None)
+
+    def _irecv(self, tensor: Tensor, peer: int, group: Group) -> Work:
+        group.connect()
+        return Work(lambda: tensor.copy_(group.messages.get(timeout=WAITS_FOR_EVER)))
+
+
+def edge_of(schedule: Schedule, sent: Action) -> Edge:
+    forward = sent.kind is Kind.SEND_F
+    target = sent.stage + (1 if forward else -1)
+    rank = schedule.placement.rank
+    return Edge(rank(sent.stage), rank(target), FORWARD if forward else BACKWARD)
+
+
+def run_transfers(schedule: Schedule, rank: int) -> list[tuple[Action, int]]:
+    """What each computation received: the micro-batch that was sent."""
+    transport = collective.CollectiveTransport(Group([0]), torch.device("cpu"))
+    of = {
+        action: edge_of(schedule, action if action.kind.name.startswith("SEND") else matching_send(action))
+        for action in schedule.ranks[rank]
+        if action.kind in (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
+    }
+    transport.prepare(of.values())
+    receiving, found = {}, []
+    for action in schedule.ranks[rank]:
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            transport.post_send(of[action], torch.full((1,), float(action.microbatch)))
+        elif action in of:
+            receiving[action] = transport.post_recv(of[action], (1,), torch.float32)
+        elif (awaited := transfers_in(schedule.placement, action)) is not None:
+            found.append((action, int(receiving.pop(awaited).wait())))
+    transport.finish()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks"), [("breadth_first", 2, 1), ("zb_h1", 3, 1), ("breadth_first", 3, 2)]
+)
+def test_ranks_do_not_wait_for_each_others_first_transfers(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, chunks: int
+) -> None:
+    schedule = lowered(generate(name, ranks=ranks, chunks=chunks, microbatches=2 * ranks))
+    dist = LazyDist(ranks)
+    monkeypatch.setattr(collective, "dist", dist)
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        dist.begin(rank)
+        try:
+            found[rank] = run_transfers(schedule, rank)
+        except (threading.BrokenBarrierError, queue.Empty) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(ranks):
+        assert isinstance(found[rank], list), f"rank {rank} waits for ever"
+        assert found[rank] and all(action.microbatch == number for action, number in found[rank])
