@@ -309,6 +309,12 @@ WRONG = [
         "virtual_pipeline_model_parallel_size is 1 beside pipeline_model_parallel_layout",
     ),
     (
+        "--pipeline-model-parallel-layout 0,4 --pipeline-model-parallel-size 2 --bf16 "
+        "--fp32-residual-connection",
+        2,
+        "leaves the first stage without a layer beside fp32_residual_connection",
+    ),
+    (
         "--pipeline-model-parallel-layout 3,1 --pipeline-model-parallel-size 2 --first-pipeline-num-layers 3",
         2,
         "first_pipeline_num_layers is set beside pipeline_model_parallel_layout",
