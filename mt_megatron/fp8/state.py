@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -343,8 +343,10 @@ class Fp8State:
             self._history, self._scale, self._seen = (
                 None if each is None else each.clone() for each in tensors
             )
-            self.step, self._noted = step, None
+            left_out, self.step, self._noted = self.step, step, None
             for name, value in demoted.items():
+                if self.is_demoted(name) and not value and is_first_of_stage():
+                    self.announce(f"fp8: {name} does not fall back after all: step {left_out} is taken back")
                 for linear in self.linears[name]:
                     linear.demoted = value
 
@@ -372,6 +374,19 @@ def states_of(chunks: Any) -> list[Fp8State]:
             if isinstance(state, Fp8State) and state not in found:
                 found.append(state)
     return found
+
+
+@contextmanager
+def unmeasured(states: Iterable[Fp8State]) -> Iterator[None]:
+    """Within it steps have no telemetry: they write no records and demote nothing."""
+    before = [(state, state.telemetry) for state in states]
+    for state, _ in before:
+        state.telemetry = None
+    try:
+        yield
+    finally:
+        for state, telemetry in before:
+            state.telemetry = telemetry
 
 
 def _nothing() -> None:

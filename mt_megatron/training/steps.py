@@ -14,7 +14,7 @@ from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.batches import train_batches
 from mt_megatron.data.loader.datasets import SampleDataset
 from mt_megatron.fp8.checkpoint import begin_at as fp8_begin_at
-from mt_megatron.fp8.state import states_of
+from mt_megatron.fp8.state import states_of, unmeasured
 from mt_megatron.pipeline.execute.source import remember_step
 from mt_megatron.seams import events
 from mt_megatron.seams.schedule import ForwardStep
@@ -254,7 +254,8 @@ class Steps:
     def _explain(self, before: Progress, shape: Shape, random_states: RandomStates | None) -> str | None:
         """Which module made the step after ``before`` not finite; leaves no trace."""
         after, next_step = RandomStates.now(self._job), remember_step()
-        fp8 = [state.snapshot() for state in states_of(self._trainable.chunks)]
+        states = states_of(self._trainable.chunks)
+        fp8 = [state.snapshot() for state in states]
         for restore in self._fp8_before:
             restore()
         if random_states is not None:
@@ -262,7 +263,8 @@ class Steps:
         self._again()
         try:
             batches = self._batches_after(before, num_workers=0)
-            return first_finding(self._trainable, self._forward_step, batches, shape, self._job)
+            with unmeasured(states):
+                return first_finding(self._trainable, self._forward_step, batches, shape, self._job)
         finally:
             after.restore(self._job)
             next_step()

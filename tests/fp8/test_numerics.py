@@ -153,12 +153,42 @@ def test_a_demotion_is_said_in_scripts_and_by_every_stage(
         job: Any = SimpleNamespace(is_main=stage == 0, at=SimpleNamespace(pp=stage, tp=0, dp=0, cp=0))
         config = load_config([*SMALL, "--fp8-recipe", "tensorwise"])
         Fp8Records(config, job, [module], shown.append if stage == 0 else lambda line: None)
+    take_back = state.snapshot()
     telemetry._measured[linear.name, "input", "fprop"] = torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0])
+    state.step = 1
     telemetry.complete(state)
     assert linear.demoted
+    take_back()
+    take_back()
+    assert not linear.demoted
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     said = shown if stage == 0 else warned
-    assert "fp8: layers.0.mlp.linear_fc1 falls back to bf16" in said[-1]
+    assert "fp8: layers.0.mlp.linear_fc1 falls back to bf16" in said[-2]
+    assert said[-1] == ("fp8: layers.0.mlp.linear_fc1 does not fall back after all: step 1 is taken back")
+
+
+def test_a_search_for_a_nan_demotes_and_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it repeats has said and written everything."""
+    from mt_megatron.training import steps
+
+    state = Fp8State(PRESETS["tensorwise"], Options(telemetry_interval=1, demote_snr=20.0))
+    module = torch.nn.Linear(16, 16)
+    weight: Any = module.weight
+    weight.gemm_recipe = Fp8Linear(state, "layers.0.mlp.linear_fc1", module.weight)
+    kept = state.telemetry = Telemetry()
+    seen: list[Any] = []
+    monkeypatch.setattr(steps, "first_finding", lambda *unused: seen.append(state.telemetry))
+    monkeypatch.setattr(steps.RandomStates, "now", lambda job: SimpleNamespace(restore=lambda job: None))
+    run: Any = SimpleNamespace(
+        _trainable=SimpleNamespace(chunks=[module]),
+        _fp8_before=[],
+        _again=lambda: None,
+        _batches_after=lambda progress, num_workers: [],
+        _forward_step=None,
+        _job=None,
+    )
+    steps.Steps._explain(run, None, None, None)  # type: ignore[arg-type]
+    assert seen == [None] and state.telemetry is kept
 
 
 def test_a_run_keeps_telemetry_and_its_demotions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
