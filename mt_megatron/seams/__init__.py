@@ -1,6 +1,7 @@
 """Where features plug in, each place once. Import the module you need; the package imports none by itself.
 
 gemm           the three matrix products of a linear layer, by role
+late_wgrad     weight gradients of the output layer that are put off to the end of a step
 grouped_gemm   the same for one weight per expert
 onednn         fp32 products by oneDNN where MKL is slower
 widened        bf16 products by fp32 kernels where torch has no bf16 kernels
