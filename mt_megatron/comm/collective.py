@@ -79,7 +79,7 @@ class CollectiveTransport:
             )
             if own in edge[:2]:
                 self._groups[edge] = group
-        # One after another in the order that all ranks share: none waits for a peer that waits for it.
+        # Edges are connected in an order that all ranks share: none waits for a peer that waits for it.
         for edge in wanted:
             if own in edge[:2]:
                 self._connect(edge)

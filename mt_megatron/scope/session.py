@@ -339,7 +339,7 @@ class Session:
         """Hand over what ``step`` saw; ``tokens`` of the global batch, None where nobody knows."""
         assert self._asked is not None
         if self._is_loss_summed:
-            # What backward brings is the gradient of the tokens' sum, until the step knows how many they are.
+            # Backward brings the gradient of the tokens' sum; only now the step knows how many they are.
             step.tensors.divide("gradient", tokens or None)
         outbox.stats(step.iteration, step.parts, self._perturbed)
         outbox.tensors(step.iteration, step.tensors, self._perturbed)

@@ -54,7 +54,7 @@ def put_off(weight: Tensor, outputs: list[Tensor], grad_output: Tensor) -> None:
 
 
 def is_late(weight: Tensor) -> bool:
-    """Whether a gradient of ``weight`` is put off and not computed yet."""
+    """True while a gradient of ``weight`` is put off and not computed yet."""
     known = _late.get(weight)
     return known is not None and bool(known.outputs)
 

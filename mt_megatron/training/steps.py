@@ -51,7 +51,7 @@ class RunObserver(StepObserver, Protocol):
 
     @property
     def perturbed(self) -> str | None:
-        """What the run is under; None: nothing. The same on all ranks."""
+        """Perturbations that the run is under, the same on all ranks; None for none."""
 
 
 class NotObserved(NoObserver):

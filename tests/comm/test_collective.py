@@ -110,7 +110,7 @@ def edge_of(schedule: Schedule, sent: Action) -> Edge:
 
 
 def run_transfers(schedule: Schedule, rank: int) -> list[tuple[Action, int]]:
-    """What each computation received: the micro-batch that was sent."""
+    """Computations and the micro-batch that each received."""
     transport = collective.CollectiveTransport(Group([0]), torch.device("cpu"))
     of = {
         action: edge_of(schedule, action if action.kind.name.startswith("SEND") else matching_send(action))

@@ -117,8 +117,8 @@ def spread_of(module: nn.Module, path: str, place: Place, *, owner: nn.Module | 
 
 
 def is_batch_first(module: nn.Module) -> bool:
-    """Whether the output of ``module`` is [sequences, tokens, features]: of a table of embeddings, which the
-    model transposes later. One that scatters it over tensor-parallel ranks has transposed it itself."""
+    """True for tables of embeddings with outputs [sequences, tokens, features], which the model transposes
+    later. One that scatters its output over tensor-parallel ranks has transposed it itself."""
     if isinstance(module, nn.Embedding):
         return True
     return hasattr(module, "vocab_start_index") and not getattr(module, "reduce_scatter_embeddings", False)

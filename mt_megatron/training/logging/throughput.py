@@ -82,8 +82,8 @@ class Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens within is no training: it does not slow down the reported speed. A pause within a
-        pause is part of it."""
+        """Time within is no training's: it does not slow down the reported speed. A pause within a pause is
+        part of it."""
         if self._pause is not None:
             yield
             return

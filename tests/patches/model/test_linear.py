@@ -236,7 +236,7 @@ def put_off_once(
     weight = model.module.output_layer.weight if model.module.post_process else None
     reduced = []
     for group in model.bucket_groups if weight is not None else ():
-        # What upstream calls right before it reduces.
+        # Upstream calls this right before it reduces.
         group.check_for_nan_in_grad = lambda: reduced.append(weight.main_grad.detach().flatten().tolist())
     use(schedule, 2)
     try:
