@@ -4,6 +4,7 @@ formats       e4m3, e5m2, e2m1 and E8M0: rounding, codes
 recipe        recipes as frozen data, presets, what hardware refuses
 checks        the fields of ``TransformerConfig``
 quantise      tensors as codes and scales
+device        casts by a device's own kernels
 kernels       what computes the products, and what is installed
 bounds        the error that a quantised product may have
 products      the exact reference, and the device's kernels

@@ -117,7 +117,8 @@ class Activation:
             return None
         found = self.quantised(role)
         self._owner.state.counts["gathered_codes"] += 1
-        codes = found.codes.view(torch.uint8)
+        # Ranks' rows follow each other.
+        codes = found.codes.contiguous().view(torch.uint8)
         return (codes, found.inverse) if _is_split(found) else (codes,)
 
     def gathered(self, role: Role, parts: tuple[Tensor, ...]) -> Activation:

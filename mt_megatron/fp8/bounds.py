@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_megatron.fp8.quantise import Quantised, _by_blocks
+from mt_megatron.fp8.quantise import Quantised, _by_blocks, _sizes
 from mt_megatron.fp8.recipe import CONTRACTED, Role
 
 FAILURE = 1e-9
@@ -54,7 +54,7 @@ def operand_error(x: Tensor, quantised: Quantised) -> OperandError:
     fmt, cast = quantised.format, quantised.cast
     one = torch.ones(quantised.codes.shape, dtype=torch.float64)
     if cast.granularity == "block":
-        inverse = _by_blocks(one, quantised.inverse.double(), cast, quantised.along)
+        inverse = _by_blocks(one, quantised.inverse.double(), _sizes(cast, quantised.along))
         if quantised.second is not None:
             inverse = inverse * quantised.second.double()
     else:

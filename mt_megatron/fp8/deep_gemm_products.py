@@ -47,10 +47,8 @@ def deep_gemm_nt(
 
 def _contiguous(operand: Quantised) -> tuple[Tensor, Tensor]:
     """Codes [rows, summed] and scales, contiguous along the summed dimension."""
-    codes, scales = operand.codes.view(torch.uint8), operand.inverse
-    if operand.along == 0:
-        codes, scales = codes.t(), scales.t()
+    codes, scales = operand.laid().view(torch.uint8), operand.inverse
     missing = -codes.shape[1] % BLOCK
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    return codes.contiguous().view(operand.codes.dtype), scales.contiguous()
+    return codes.view(operand.codes.dtype), (scales.t() if operand.along == 0 else scales).contiguous()

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from mt_megatron.fp8.device import casts as device_casts
 from mt_megatron.fp8.formats import FORMATS, encode, rounded
 from mt_megatron.fp8.quantise import (
     Quantised,
@@ -175,24 +176,24 @@ def quantise_groups(
     x = layout.spread(x)
     if cast.hadamard:
         x = rotated(x, along, cast.hadamard)
-    second = None
+    second, block = None, (1, max(x.shape[1], 1))
     if cast.granularity == "tensor":
         amax = _largest(_magnitude(x, 1), layout.owners(), experts)
         scale = scale_of(amax, fmt, power_of_2=cast.power_of_2) if scales is None else scales(amax)
         inverse = scale.reciprocal()
-        scaled = x.float() * scale[layout.owners()][:, None]
+        scale = scale[layout.owners()][:, None]
     elif cast.granularity == "row" and along == 1:
-        scale = scale_of(x.abs().amax(dim=1, keepdim=True).float(), fmt, power_of_2=cast.power_of_2)
+        scale = scale_of(amax_of(x, cast, along), fmt, power_of_2=cast.power_of_2)
         inverse = scale.reciprocal()
-        scaled = x.float() * scale
     elif cast.granularity == "row":
-        step, owners = layout.multiple, layout.owners(layout.multiple)
-        blocks = x.view(-1, step, x.shape[1])
+        block, owners = (layout.multiple, 1), layout.owners(layout.multiple)
+        blocks = x.view(-1, layout.multiple, x.shape[1])
         amax = _largest(blocks.abs().amax(dim=1).float(), owners, experts)
         scale = scale_of(amax, fmt, power_of_2=cast.power_of_2)
         inverse = scale.reciprocal()
-        scaled = (blocks.float() * scale[owners][:, None]).view(x.shape)
+        scale = scale[owners]
     else:
+        block = _sizes(cast, along)
         amax = amax_of(x, cast, along)
         if cast.block_scale == "e4m3":
             owners = layout.owners(_sizes(cast, along)[0])
@@ -202,7 +203,13 @@ def quantise_groups(
         else:
             scale = scale_of(amax, fmt, power_of_2=cast.power_of_2)
             inverse = scale.reciprocal()
-        scaled = _by_blocks(x.float(), scale, cast, along)
+    kernels = device_casts.kernels_for(x)
+    if kernels is not None and fmt.dtype is not None and not cast.stochastic:
+        turned = along == 0 and cast.granularity != "block"
+        kind = kernels.ROWS if block[0] == 1 and scale.shape[1] == 1 else kernels.BLOCKS
+        codes = kernels.cast(x, scale, fmt, kind, turned=turned, block=block)
+        return GroupedQuantised(cast, along, layout, codes, inverse, second)
+    scaled = _by_blocks(x.float(), scale, block)
     if cast.stochastic:
         assert generators is not None, "stochastic rounding draws"
         noise = torch.zeros_like(scaled)
@@ -222,6 +229,10 @@ def quantise_groups(
 def _magnitude(x: Tensor, dim: int) -> Tensor:
     if not x.shape[dim]:
         return x.new_zeros(x.shape[1 - dim], dtype=torch.float32)
+    kernels = device_casts.kernels_for(x)
+    if kernels is not None:
+        found: Tensor = kernels.amax(x, kernels.ROWS if dim == 1 else kernels.COLUMNS).flatten()
+        return found
     # On the CPU one pass for both is slower along a dimension.
     return torch.maximum(-x.amin(dim=dim), x.amax(dim=dim)).float()
 

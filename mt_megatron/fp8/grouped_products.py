@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.fp8 import products
+from mt_megatron.fp8.device import casts as device_casts
 from mt_megatron.fp8.grouped import KERNEL_ROWS, GroupedQuantised, Layout, layout_of
 from mt_megatron.fp8.products import Compute
 from mt_megatron.fp8.recipe import Product, Role
@@ -94,8 +95,8 @@ def scaled_grouped_mm(
     if role == "wgrad":
         right, _ = _padded(b)
         result = torch._scaled_grouped_mm(
-            left.t().contiguous(),
-            right.t().contiguous().t(),
+            device_casts.contiguous(left.t()),
+            device_casts.contiguous(right.t()).t(),
             _column_scales(a, experts),
             _column_scales(b, experts),
             offs=layout.ends,

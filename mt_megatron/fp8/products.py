@@ -58,24 +58,22 @@ def scaled_mm(
 ) -> Tensor:
     """The same by ``torch._scaled_mm``: scales per tensor or per row. Rows that are summed over are padded to
     a multiple of 16, which the kernels ask for."""
-    left = a.codes if a.along == 1 else a.codes.t()
-    right = b.codes.t() if b.along == 1 else b.codes
+    # Kernels read both operands along the summed dimension.
+    left, right = a.laid(), b.laid()
     if 0 in (*left.shape, *right.shape):
         # An expert without tokens: kernels know no empty operands with scales per row.
-        nothing = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+        nothing = torch.zeros(left.shape[0], right.shape[0], dtype=dtype, device=left.device)
         return _into(nothing, None, out, accumulate)
     missing = -left.shape[1] % 16
     if missing:
-        left = _pad(left, missing, 1)
-        right = _pad(right, missing, 0)
+        left, right = _pad(left, missing), _pad(right, missing)
     scale_a, scale_b = a.inverse, b.inverse
     if scale_a.dim() or scale_b.dim():
         scale_a = scale_a.reshape(-1, 1).expand(left.shape[0], 1).contiguous()
-        scale_b = scale_b.reshape(1, -1).expand(1, right.shape[1]).contiguous()
-    # Kernels read both operands along the summed dimension.
+        scale_b = scale_b.reshape(1, -1).expand(1, right.shape[0]).contiguous()
     result = torch._scaled_mm(
-        left.contiguous(),
-        right.t().contiguous().t(),
+        left,
+        right.t(),
         scale_a,
         scale_b,
         out_dtype=dtype,
@@ -84,10 +82,9 @@ def scaled_mm(
     return _into(result, None, out, accumulate)
 
 
-def _pad(codes: Tensor, missing: int, dim: int) -> Tensor:
-    shape = [missing if d == dim else size for d, size in enumerate(codes.shape)]
-    zeros = torch.zeros(shape, dtype=torch.uint8, device=codes.device).view(codes.dtype)
-    return torch.cat([codes.view(torch.uint8), zeros.view(torch.uint8)], dim).view(codes.dtype)
+def _pad(codes: Tensor, missing: int) -> Tensor:
+    """``codes`` followed by so many columns of zeros."""
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
 
 
 def _outer(a: Quantised, b: Quantised) -> tuple[Tensor, ...] | None:

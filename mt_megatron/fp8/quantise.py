@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mt_megatron.fp8.device import casts as device_casts
 from mt_megatron.fp8.formats import E4M3, FORMATS, Format, decode, encode, rounded
 from mt_megatron.fp8.recipe import Cast
 
@@ -34,7 +36,7 @@ class Quantised:
 
     codes: Tensor
     """Like the source; padded along the summed dimension to whole rotations where it was rotated. Of the
-    format's dtype, uint8 (one code each) for e2m1."""
+    format's dtype, uint8 (one code each) for e2m1. A device's casts store them along ``along``."""
 
     inverse: Tensor
     """fp32: a scalar, one per row [n, 1] or [1, n], or one per block [r, c]."""
@@ -43,6 +45,7 @@ class Quantised:
     """fp32 scalar that multiplies e4m3 block scales; None for other recipes."""
 
     _values: Tensor | None = None
+    _laid: Tensor | None = None
 
     @property
     def format(self) -> Format:
@@ -54,7 +57,7 @@ class Quantised:
         if self._values is None or self._values.dtype != dtype:
             values = decode(self.codes, self.format, dtype)
             if self.cast.granularity == "block":
-                values = _by_blocks(values, self.inverse.to(dtype), self.cast, self.along)
+                values = _by_blocks(values, self.inverse.to(dtype), _sizes(self.cast, self.along))
             self._values = values
         return self._values
 
@@ -71,6 +74,13 @@ class Quantised:
         if self.cast.hadamard:
             values = rotated(values, self.along, self.cast.hadamard)
         return values[: self.shape[0], : self.shape[1]].to(dtype)
+
+    def laid(self) -> Tensor:
+        """Codes [other dimension, summed dimension], contiguous, as kernels read them. Kept, so that all
+        micro-batches of a step share a weight's."""
+        if self._laid is None:
+            self._laid = device_casts.contiguous(self.codes if self.along == 1 else self.codes.t())
+        return self._laid
 
     def turned(self) -> Quantised:
         """The same codes for a product that sums over the other dimension."""
@@ -95,6 +105,10 @@ class Quantised:
 
 def amax_of(x: Tensor, cast: Cast, along: int) -> Tensor:
     """Largest magnitudes, fp32, in the shape of the scales. NaN and infinity come through."""
+    kernels = device_casts.kernels_for(x)
+    if kernels is not None and cast.granularity != "block":
+        found: Tensor = kernels.amax(x, _kind(kernels, cast, along))
+        return found
     if cast.granularity == "tensor":
         # Two reductions that write nothing are cheaper than one of a tensor of magnitudes.
         low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
@@ -141,14 +155,38 @@ def quantise(
             assert amax is not None
             scale = scale_of(amax, fmt, power_of_2=cast.power_of_2, margin=margin)
         inverse = scale.reciprocal()
+    kernels = device_casts.kernels_for(x)
+    if kernels is not None and fmt.dtype is not None and not cast.stochastic:
+        # Blocks' codes stay as the source lies: what reads them views blocks.
+        codes = kernels.cast(
+            x,
+            scale,
+            fmt,
+            _kind(kernels, cast, along),
+            turned=along == 0 and cast.granularity != "block",
+            block=_sizes(cast, along) if cast.granularity == "block" else (1, 1),
+        )
+        return Quantised(cast=cast, along=along, shape=shape, codes=codes, inverse=inverse, second=second)
     scaled = x.float()
-    scaled = _by_blocks(scaled, scale, cast, along) if cast.granularity == "block" else scaled * scale
+    by_blocks = cast.granularity == "block"
+    scaled = _by_blocks(scaled, scale, _sizes(cast, along)) if by_blocks else scaled * scale
     if cast.stochastic:
         noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
         codes = encode(rounded(scaled.clamp_(-fmt.maximum, fmt.maximum), fmt, noise), fmt)
     else:
         codes = encode(scaled, fmt)
     return Quantised(cast=cast, along=along, shape=shape, codes=codes, inverse=inverse, second=second)
+
+
+def _kind(kernels: Any, cast: Cast, along: int) -> int:
+    """What shares a scale, as ``triton_casts`` names it."""
+    by_granularity = {
+        "tensor": kernels.WHOLE,
+        "row": kernels.ROWS if along == 1 else kernels.COLUMNS,
+        "block": kernels.BLOCKS,
+    }
+    found: int = by_granularity[cast.granularity]
+    return found
 
 
 def scale_of(amax: Tensor, fmt: Format, *, power_of_2: bool = False, margin: int = 0) -> Tensor:
@@ -211,9 +249,9 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, right, 0, down)) if down or right else x
 
 
-def _by_blocks(x: Tensor, scale: Tensor, cast: Cast, along: int) -> Tensor:
+def _by_blocks(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """``x`` times its blocks' scales."""
-    rows, columns = _sizes(cast, along)
+    rows, columns = block
     if x.shape[0] % rows == 0 and x.shape[1] % columns == 0:
         blocks = x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
         return (blocks * scale[:, None, :, None]).view(x.shape)
