@@ -33,10 +33,12 @@ def run_cases(
     target: str = "cpu",
     timeout: float = TIMEOUT,
     environment: Mapping[str, str] | None = None,
+    traced: bool = True,
 ) -> Run:
     """Run ``cases``, one launch per world size and selection of features that they need.
 
-    ``target`` names the backend and ``environment`` is added to the processes': the emulator's, say.
+    ``target`` names the backend and ``environment`` is added to the processes': the emulator's, say. Without
+    ``traced`` only values are checked, and records stay empty.
     """
     env = {**(environment or {}), "MT_MEGATRON_TEST_BACKEND": target}
     errors: dict[str, str] = {}
@@ -48,7 +50,14 @@ def run_cases(
             names = [found.name for found in cases if found.layout.launch == launch]
             try:
                 ranks = run_ranks(
-                    world, "tests.coverage_gate.worker:run", names, without, folder, timeout=timeout, env=env
+                    world,
+                    "tests.coverage_gate.worker:run",
+                    names,
+                    without,
+                    folder,
+                    traced,
+                    timeout=timeout,
+                    env=env,
                 )
             except RankError as error:
                 errors[names[0]] = str(error)

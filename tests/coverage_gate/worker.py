@@ -31,8 +31,8 @@ ABSENT = (
 TIMEOUT = timedelta(seconds=45)
 
 
-def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
-    """Run the named cases in this rank and write what each executed to ``folder``.
+def run(names: list[str], without: list[str], folder: str, traced: bool = True) -> dict[str, Any]:
+    """Run the named cases in this rank and write what each executed to ``folder`` (``traced``).
 
     Returns ``cases`` (name -> ``{"error": traceback or None, "seconds": float}``) and ``patches`` (ids of
     those applied). A case that fails on one rank is followed by fresh process groups, so that the next
@@ -43,7 +43,8 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
     for name in ABSENT:
         sys.modules[name] = None  # type: ignore[assignment]
     tracer = Tracer(root, list_points(root))
-    tracer.start()
+    if traced:
+        tracer.start()
     try:
         import mt_megatron
         from mt_megatron.backends.distributed.namespace import local_device, prepare_environment
@@ -52,7 +53,8 @@ def run(names: list[str], without: list[str], folder: str) -> dict[str, Any]:
         gc.freeze()  # else every collection at the end of a run visits the modules
         prepare_environment(mt_megatron.backend(), nodes=1)
         mt_megatron.backend().set_device(local_device(mt_megatron.backend()))
-        _trace_backward(tracer)
+        if traced:
+            _trace_backward(tracer)
         outcomes = _run_cases([found for found in all_cases() if found.name in set(names)], tracer)
     finally:
         tracer.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from tests.coverage_gate.case import all_cases
@@ -10,10 +11,12 @@ from tests.device.result import Result
 
 
 def results(backend: str, devices: int, environment: Mapping[str, str]) -> list[Result]:
-    """One result per named test; those that need more devices than there are are skipped."""
+    """One result per named test; those that need more devices than there are are skipped. Touch points are
+    counted where the tracer knows the bytecode (CPython 3.11)."""
     cases = all_cases()
     fits = [case for case in cases if case.layout.launch[0] <= devices]
-    run = run_cases(fits, backend, timeout=900, environment=environment)
+    traced = sys.version_info[:2] == (3, 11)
+    run = run_cases(fits, backend, timeout=900, environment=environment, traced=traced)
     found = []
     for case in cases:
         needed = case.layout.launch[0]
@@ -25,7 +28,7 @@ def results(backend: str, devices: int, environment: Mapping[str, str]) -> list[
                 Result(section="gate", name=case.name, outcome="failed", reason=run.errors[case.name])
             )
         else:
-            points = len(run.records.get(case.name, ()))
+            points = len(run.records.get(case.name, ())) if traced else "not counted on this Python"
             found.append(
                 Result(
                     section="gate",

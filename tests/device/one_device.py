@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import mt_megatron
+from mt_megatron.fp8.device import casts as device_casts
 from mt_megatron.fp8.formats import FORMATS, decode, decode_e8m0, encode, encode_e8m0, rounded
 from mt_megatron.fp8.products import reference, scaled_mm
 from mt_megatron.fp8.quantise import quantise
-from mt_megatron.fp8.recipe import CONTRACTED, PRESETS, ROLES, native_recipes
+from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, PRESETS, ROLES, native_recipes
 from tests.device.result import Unsupported, checked
 
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {}
@@ -298,6 +299,40 @@ def fp8_stochastic_rounding_has_the_numbers_mean(backend: Any) -> dict[str, Any]
 
 
 @check
+def fp8_casts_of_matrices_equal_the_hosts(backend: Any) -> dict[str, Any]:
+    """Codes, scales and layouts, for sizes that fill no tile, NaN, infinity and zeros."""
+    names = native_recipes(backend.fp8_granularities())
+    if not names:
+        raise Unsupported("the backend claims no FP8 GEMM for this device")
+    generator, compared = torch.Generator().manual_seed(6), 0
+    casts = {PRESETS[name].cast(role, kind) for name in names for role in ROLES for kind in OPERANDS[role]}
+    for rows, columns in ((1, 16), (5, 7), (130, 257), (1024, 4096), (4099, 48)):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(rows, columns, generator=generator)
+            x = x.mul_(torch.randn(rows, columns, generator=generator).mul_(3).exp_()).to(dtype)
+            odd = x.clone()
+            odd[0], odd[rows // 2, 3], odd[-1, columns // 2] = 0.0, torch.nan, torch.inf
+            for source in (x, odd, x.t().contiguous().t()):
+                for cast in filter(lambda each: each.quantised, casts):
+                    for along in (0, 1):
+                        here = quantise(source, cast, along)
+                        there = quantise(source.to(backend.device()), cast, along)
+                        assert torch.equal(here.inverse.nan_to_num(-1), there.inverse.cpu().nan_to_num(-1))
+                        known = ~here.codes.float().isnan()
+                        assert torch.equal(known, ~there.codes.cpu().float().isnan()), (cast, along)
+                        codes = there.codes.cpu().contiguous().view(torch.uint8)
+                        assert torch.equal(codes[known], here.codes.view(torch.uint8)[known]), (cast, along)
+                        laid = here.codes if along == 1 else here.codes.t()
+                        assert there.laid().is_contiguous()
+                        laid_there = there.laid().cpu().view(torch.uint8)
+                        kept = known if along == 1 else known.t()
+                        assert torch.equal(laid_there[kept], laid.contiguous().view(torch.uint8)[kept])
+                        compared += 1
+    found = device_casts.kernels_for(torch.empty(1, 1, device=backend.device()))
+    return {"casts": compared, "by": "PyTorch's operations" if found is None else "Triton"}
+
+
+@check
 def fp8_products_equal_the_reference(backend: Any) -> dict[str, Any]:
     """The recipes that this device has kernels for."""
     names = native_recipes(backend.fp8_granularities())
@@ -318,7 +353,8 @@ def fp8_products_equal_the_reference(backend: Any) -> dict[str, Any]:
                 for x, cast, along in ((a, product.a, left), (b, product.b, right))
             ]
             for here, there in casts:
-                assert torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8)), name
+                codes = there.codes.cpu().contiguous().view(torch.uint8)
+                assert torch.equal(here.codes.view(torch.uint8), codes), name
                 assert torch.equal(here.inverse, there.inverse.cpu()), name
             expected = reference(role, casts[0][0], casts[1][0], product, torch.bfloat16)
             found = scaled_mm(role, casts[0][1], casts[1][1], product, torch.bfloat16)

@@ -101,7 +101,8 @@ def straggler_detector_measures_with_events() -> None:
         assert 20 <= elapsed < 60_000 and 5 <= batch < 60_000, (elapsed, batch)
         for reading in (temperature, power, utilization, clock):
             assert math.isnan(reading) or reading >= 0, "a figure that nobody measured must be NaN"
-        assert math.isnan(power) and temperature != 0
+        # Of the devices here only NVIDIA's library measures power.
+        assert temperature != 0 and (power > 0 if DEVICE == "cuda" else math.isnan(power))
     finally:
         StragglerDetector._configured = False
         logging.getLogger("megatron.core.utils").debug("straggler detector done")
