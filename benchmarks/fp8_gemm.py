@@ -1,6 +1,7 @@
 """Seconds and error of one product of a linear under each recipe beside bf16, interleaved.
 
     python benchmarks/fp8_gemm.py [--backend cuda] [--shapes 16384x8192x7168 ...] [--rounds 20]
+        [--record results/]
     python benchmarks/fp8_gemm.py --backend cpu --toy     # sees that it runs; the cpu emulates
 
 Casts are timed apart from the product. TFLOP/s count two operations per multiply-add.
@@ -18,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from recording import machine, record, table
 
 import mt_megatron
 from mt_megatron.fp8.products import reference, scaled_mm
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["16384x8192x7168"], help="tokens x outputs x inputs")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--record", type=Path, help="directory for a dated JSON and Markdown file")
     args = parser.parse_args()
     if args.toy:
         args.shapes, args.rounds = ["64x128x256"], 3
@@ -49,6 +52,7 @@ def main() -> None:
     backend = mt_megatron.backend()
     compute = reference if backend.name == "cpu" else scaled_mm
     print("emulated" if backend.name == "cpu" else backend.device_name())
+    rows = []
     for text in args.shapes:
         tokens, outputs, inputs = map(int, text.split("x"))
         made = {
@@ -94,6 +98,16 @@ def main() -> None:
                     f"{text} {role} {name:<14} {rate:9.3f} TFLOP/s  {ratio:6.3f} of bf16's time  both casts "
                     f"{casting:8.3f} ms  relative difference {float(error):.4f}"
                 )
+                figures = (f"{rate:.3f}", f"{ratio:.3f}", f"{casting:.3f}", f"{float(error):.4f}")
+                rows.append([text, role, name, *figures])
+    if args.record is not None:
+        header = ["shape", "role", "recipe", "TFLOP/s", "of bf16's time", "both casts, ms", "difference"]
+        title = "FP8 products beside bf16" + (", emulated" * (backend.name == "cpu"))
+        content = {
+            "machine": {**machine(), "device": backend.device_name()},
+            "rows": [dict(zip(header, row, strict=True)) for row in rows],
+        }
+        record(args.record, f"fp8-gemm-{backend.name}", title, content, table(header, rows))
 
 
 if __name__ == "__main__":

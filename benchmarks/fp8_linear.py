@@ -2,6 +2,7 @@
 inputs and the three products together, as training runs them.
 
     python benchmarks/fp8_linear.py [--backend cuda] [--shape 16384x8192x7168] [--rounds 10]
+        [--record results/]
     python benchmarks/fp8_linear.py --backend cpu --toy     # sees that it runs; the cpu emulates
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from recording import machine, record, table
 
 import mt_megatron
 from mt_megatron.fp8.linear import Fp8Linear
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--shape", default="16384x8192x7168", help="tokens x outputs x inputs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--record", type=Path, help="directory for a dated JSON and Markdown file")
     args = parser.parse_args()
     if args.toy:
         args.shape, args.rounds = "64x128x256", 3
@@ -72,10 +75,18 @@ def main() -> None:
             backend.synchronize()
             if round_:
                 times[name].append(time.perf_counter() - began)
+    rows = []
     for name, found in times.items():
         ratio = statistics.median(a / b for a, b in zip(found, times["bf16"], strict=True))
         rate = 6 * tokens * outputs * inputs / statistics.median(found) / 1e12
+        rows.append([name, f"{statistics.median(found):.6f}", f"{rate:.3f}", f"{ratio:.3f}"])
         print(f"{args.shape} {name:<14} {rate:9.3f} TFLOP/s  {ratio:6.3f} of bf16's time")
+    if args.record is not None:
+        header = ["recipe", "seconds", "TFLOP/s", "of bf16's time"]
+        title = f"FP8 linear {args.shape}, forward and backward" + (", emulated" * (backend.name == "cpu"))
+        figures = {"machine": {**machine(), "device": backend.device_name()}, "shape": args.shape}
+        figures["rows"] = [dict(zip(header, row, strict=True)) for row in rows]
+        record(args.record, f"fp8-linear-{backend.name}", title, figures, table(header, rows))
 
 
 if __name__ == "__main__":

@@ -141,15 +141,16 @@ def main() -> None:
     if args.record:
         from recording import machine, record, table
 
-        what = {"hidden": args.hidden, "layers": args.layers, "tokens": args.tokens, "backend": args.backend}
+        what = {"hidden": args.hidden, "layers": args.layers, "tokens": args.tokens, "backend": backend.name}
         what["cpu_bf16_products"] = args.cpu_bf16_products
         what["threads"] = torch.get_num_threads()
-        emulated = args.backend == "cpu"
+        emulated = backend.name == "cpu"
+        where = machine() if emulated else {**machine(), "device": backend.device_name()}
         record(
             args.record,
-            "fp8-step",
+            "fp8-step" if emulated else f"fp8-step-{backend.name}",
             f"FP8 step beside bf16{', emulated' if emulated else ''}",
-            {"machine": machine(), "emulated": emulated, **what, "rows": rows},
+            {"machine": where, "emulated": emulated, **what, "rows": rows},
             table(
                 ["recipe", "seconds", "of bf16"],
                 [[row["recipe"], str(row["seconds"]), str(row["of bf16"])] for row in rows],
