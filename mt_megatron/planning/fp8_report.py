@@ -103,8 +103,9 @@ def _head_flops(shape: ModelShape) -> int:
 
 
 def casts_of(config: TrainingConfig, *, on_cpu: bool) -> Casts | None:
-    """What a rank keeps of cast weights; None without a recipe. The emulation also keeps what they were
-    decoded to, codes of four bits in a byte each, and scales in fp32."""
+    """What a rank keeps of cast weights; None without a recipe. A device's kernels read them in two layouts.
+    The emulation also keeps what they were decoded to, codes of four bits in a byte each, and scales in
+    fp32; codes that two products share it keeps once."""
     recipe = recipe_of_run(config)
     if recipe is None:
         return None
@@ -114,7 +115,7 @@ def casts_of(config: TrainingConfig, *, on_cpu: bool) -> Casts | None:
     if cast.granularity == "block":
         scale = 4.0 if cast.block_scale == "fp32" or emulated else 1.0
         width += scale / (cast.block[0] * cast.block[1])
-    layouts = 1 if recipe.shares_weight_codes else 2
+    layouts = 1 if recipe.shares_weight_codes and emulated else 2
     decoded = 2 if config.train.bf16 or config.train.fp16 else 4
     depths = model.mtp_num_layers or 0
     layers = range(1, (model.num_layers or 0) + depths + 1)

@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 
 import mt_megatron
+from mt_megatron.fp8 import grouped_products, products
 from mt_megatron.fp8.device import casts as device_casts
 from mt_megatron.fp8.formats import FORMATS, decode, decode_e8m0, encode, encode_e8m0, rounded
+from mt_megatron.fp8.grouped import quantise_groups
 from mt_megatron.fp8.products import reference, scaled_mm
 from mt_megatron.fp8.quantise import quantise
 from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, PRESETS, ROLES, native_recipes
+from mt_megatron.seams.grouped_gemm import groups_from
 from tests.device.result import Unsupported, checked
 
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {}
@@ -330,6 +333,45 @@ def fp8_casts_of_matrices_equal_the_hosts(backend: Any) -> dict[str, Any]:
                         compared += 1
     found = device_casts.kernels_for(torch.empty(1, 1, device=backend.device()))
     return {"casts": compared, "by": "PyTorch's operations" if found is None else "Triton"}
+
+
+@check
+def fp8_experts_equal_the_hosts(backend: Any) -> dict[str, Any]:
+    """Codes and scales of all experts' rows, one expert without any, and products of fast accumulation."""
+    names = native_recipes(backend.fp8_granularities())
+    if not names:
+        raise Unsupported("the backend claims no FP8 GEMM for this device")
+    counts, generator, figures = [24, 0, 130, 5], torch.Generator().manual_seed(7), {}
+    rows, experts, inputs, outputs = sum(counts), len(counts), 128, 96
+    sizes = {"input": (rows, inputs), "grad": (rows, outputs), "weight": (experts * outputs, inputs)}
+    sources = {kind: torch.randn(size, generator=generator).bfloat16() for kind, size in sizes.items()}
+    for name in names:
+        for role in ROLES:
+            product = PRESETS[name].product(role)
+            if not product.quantised:
+                continue
+            made = []
+            for kind, cast, along in zip(
+                OPERANDS[role], (product.a, product.b), CONTRACTED[role], strict=True
+            ):
+                of = counts if kind != "weight" else [outputs] * experts
+                pair = []
+                for device in (torch.device("cpu"), backend.device()):
+                    groups = groups_from(of, sum(of), device)
+                    pair.append(quantise_groups(sources[kind].to(device), groups, cast, along, kernel=True))
+                here, there = pair
+                assert torch.equal(here.inverse, there.inverse.cpu()), (name, role, kind)
+                codes = there.codes.cpu().contiguous().view(torch.uint8)
+                assert torch.equal(codes, here.codes.view(torch.uint8)), (name, role, kind)
+                made.append(pair)
+            (a, a_there), (b, b_there) = made
+            compute = products.reference
+            expected = grouped_products.grouped(role, a, b, product, torch.bfloat16, compute)
+            compute = products.scaled_mm
+            found = grouped_products.grouped(role, a_there, b_there, product, torch.bfloat16, compute)
+            figures[f"{name} {role}"] = _close(found.float(), expected.float(), 2e-2)
+    figures["grouped kernel"] = grouped_products.has_kernel(backend.device_type)
+    return figures
 
 
 @check

@@ -13,10 +13,8 @@ from typing import Any
 from tests.device.result import Result
 
 
-def write(
-    folder: Path, backend: str, facts: dict[str, Any], results: Sequence[Result], now: datetime.datetime
-) -> Path:
-    """Write ``device-BACKEND-DATE.md`` below ``folder`` and return its path; never over an older one."""
+def new_path(folder: Path, backend: str, now: datetime.datetime) -> Path:
+    """``device-BACKEND-DATE.md`` below ``folder``, which is made; with a number where it exists already."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"device-{backend}-{now:%Y-%m-%d}"
     path = folder / f"{stem}.md"
@@ -24,7 +22,6 @@ def write(
     while path.exists():
         path = folder / f"{stem}-{number}.md"
         number += 1
-    path.write_text(as_text(backend, facts, results, now), encoding="utf-8")
     return path
 
 

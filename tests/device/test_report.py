@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import __main__ as device_run
 from tests.device import report
 from tests.device.result import Result, Unsupported, checked
 
@@ -50,11 +51,29 @@ def test_a_dry_run_on_the_cpu_says_what_it_is(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
     (path,) = tmp_path.iterdir()
     text = path.read_text()
+    assert "unfinished" not in text
     assert "the cpu backend is the reference itself" in text and path.name.startswith("device-cpu-20")
     record = json.loads(text.split("```json\n")[1].split("\n```")[0])
     outcomes = {result["name"]: result["outcome"] for result in record["results"]}
     assert outcomes["backward_equals_the_host"] == "passed" and outcomes["all"] == "skipped"
     assert "needs 2 devices" in text
+
+
+def test_a_run_that_is_ended_keeps_the_sections_that_were_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def done(backend: str, devices: int) -> list[Result]:
+        return [Result(section="device", name="good", outcome="passed")]
+
+    def ended(backend: str, devices: int) -> list[Result]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(device_run._SECTIONS, "device", done)
+    monkeypatch.setitem(device_run._SECTIONS, "parity", ended)
+    with pytest.raises(KeyboardInterrupt):
+        device_run.main(["cpu", "--only", "device", "--only", "parity", "--output", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert "1 passed" in path.read_text() and "not run yet: parity" in path.read_text()
 
 
 def test_a_failure_reaches_the_report_with_its_traceback(tmp_path: Path) -> None:
@@ -71,10 +90,11 @@ def test_a_failure_reaches_the_report_with_its_traceback(tmp_path: Path) -> None
         Result(section="parity", name="tp2", outcome="skipped", reason="needs 2 devices and 1 is used"),
     ]
     now = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
-    first = report.write(tmp_path, "cuda", {"found": "1 x H100"}, results, now)
-    second = report.write(tmp_path, "cuda", {"found": "1 x H100"}, results, now)
+    text = report.as_text("cuda", {"found": "1 x H100"}, results, now)
+    first = report.new_path(tmp_path, "cuda", now)
+    first.write_text(text)
+    second = report.new_path(tmp_path, "cuda", now)
     assert (first.name, second.name) == ("device-cuda-2026-01-02.md", "device-cuda-2026-01-02-2.md")
-    text = first.read_text()
     assert "1 passed, 1 failed, 2 skipped" in text and "largest_deviation = 1.5e-07" in text
     assert "| bad | failed |" in text and "AssertionError: deviates by 0.5" in text
     record = json.loads(text.split("```json\n")[1].split("\n```")[0])

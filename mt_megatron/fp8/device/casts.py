@@ -71,5 +71,10 @@ def _agrees(found: Any, device: torch.device) -> bool:
             codes = found.cast(x, scale, fmt, found.WHOLE, turned=turned).float()
             if not torch.equal(codes.nan_to_num(9e9), expected.nan_to_num(9e9)):
                 return False
+    blocks = torch.rand(3, 70, device=device) + 0.5
+    expected = encode(x.float() * blocks.repeat_interleave(16, 0)[:40], E4M3).float()
+    codes = found.cast(x, blocks, E4M3, found.BLOCKS, turned=True, block=(16, 1)).float()
+    if not torch.equal(codes.nan_to_num(9e9), expected.nan_to_num(9e9)):
+        return False
     turned_bytes = x.view(torch.uint8)[:, ::2].contiguous()
     return torch.equal(found.transposed(turned_bytes), turned_bytes.t())

@@ -19,9 +19,12 @@ from mt_megatron.fp8.formats import Format
 WHOLE, ROWS, COLUMNS, BLOCKS = 0, 1, 2, 3
 """What shares a scale: the matrix, a row, a column, a block."""
 
-_TILE = (64, 128)
-_TURNED_TILE = (128, 64)
-_ROW_TILE = (8, 1024)
+# Rows and columns of a program's tile, the fastest of three each on an H200 (16,384 x 7,168 bf16).
+_CAST_TILE = (16, 256)
+_TURNED_CAST_TILE = (64, 64)
+_AMAX_TILE = (8, 1024)
+_COLUMN_AMAX_TILE = (128, 64)
+_TURN_TILE = (128, 128)
 
 
 @triton.jit
@@ -116,7 +119,7 @@ def amax(x: Tensor, kind: int) -> Tensor:
     shape = {WHOLE: (), ROWS: (rows, 1), COLUMNS: (1, columns)}[kind]
     found = torch.zeros(shape, dtype=torch.int32, device=x.device)
     if x.numel():
-        tile = _TURNED_TILE if kind == COLUMNS else _ROW_TILE
+        tile = _COLUMN_AMAX_TILE if kind == COLUMNS else _AMAX_TILE
         _amax_kernel[_grid(x, tile)](x, found, rows, columns, *x.stride(), kind, *tile)
     return found.view(torch.float32)
 
@@ -130,7 +133,7 @@ def cast(
     assert fmt.dtype is not None
     made = torch.empty((columns, rows) if turned else (rows, columns), dtype=fmt.dtype, device=x.device)
     if x.numel():
-        tile = _TURNED_TILE if turned else _TILE
+        tile = _TURNED_CAST_TILE if turned else _CAST_TILE
         # The stride of a dimension that scales share is 0: dimensions of one element have no own.
         steps = (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
         _cast_kernel[_grid(x, tile)](
@@ -144,8 +147,7 @@ def transposed(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     made = torch.empty((columns, rows), dtype=torch.uint8, device=codes.device)
     if codes.numel():
-        tile = (128, 128)
-        _turn_kernel[_grid(codes, tile)](codes.view(torch.uint8), made, rows, columns, *tile)
+        _turn_kernel[_grid(codes, _TURN_TILE)](codes.view(torch.uint8), made, rows, columns, *_TURN_TILE)
     return made.view(codes.dtype)
 
 
