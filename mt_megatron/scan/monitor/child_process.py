@@ -6,12 +6,15 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that the child does not inherit: it is no rank."""
 
+NICENESS = 10
+"""Of a child that yields processors to the ranks."""
 
 _HELD = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
@@ -41,6 +44,31 @@ def start_child(
 def hear_signals(*held: int) -> None:
     """In the child, once its handlers are there: take the signals that have waited since its start."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_HELD, *held})
+
+
+def lower_priority() -> None:
+    """Niceness ``NICENESS`` of all threads of this process that are less nice, and of its session where it
+    leads one. What the system refuses stays as it is."""
+    threads = ["0"]  # the calling one
+    with contextlib.suppress(OSError):
+        # Linux has a niceness for each thread, which only threads begun later take over.
+        threads += os.listdir("/proc/self/task")
+    for thread in map(int, threads):
+        with contextlib.suppress(OSError):
+            if os.getpriority(os.PRIO_PROCESS, thread) < NICENESS:
+                os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+    # With autogroups the kernel weighs threads by their niceness within a session only, so that a child in a
+    # session of its own yields to ranks by the session's. A shared session is a shell's or the ranks' own.
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(3):
+        try:
+            Path("/proc/self/autogroup").write_text(str(NICENESS))
+            return
+        except BlockingIOError:
+            time.sleep(0.11)  # without privileges, one such write in 100 ms on the whole machine
+        except OSError:
+            return
 
 
 def relay_lines(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:

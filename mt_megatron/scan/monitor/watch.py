@@ -35,7 +35,7 @@ from mt_megatron.scan.format.run_files import RunFiles, read_run, run_files
 
 from .alert_policy import AT_ONCE, Telling
 from .alerts import Alerts
-from .child_process import hear_signals, is_alive
+from .child_process import hear_signals, is_alive, lower_priority
 from .incremental_reader import RankTail
 from .metrics_endpoint import LOOPBACK
 from .watcher_process import WEBHOOK_VARIABLE
@@ -289,8 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Schedulers send it to all processes of a job; ranks end after their step by it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hear_signals()
-    with contextlib.suppress(OSError):
-        os.nice(10)
+    lower_priority()
     try:
         alerts = Alerts(
             files.root,

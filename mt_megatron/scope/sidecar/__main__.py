@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.permissions import open_private
-from mt_megatron.scan.monitor.child_process import hear_signals, is_alive
+from mt_megatron.scan.monitor.child_process import hear_signals, is_alive, lower_priority
 from mt_megatron.scope.recording.files import scope_files, this_host
 from mt_megatron.scope.sidecar.process import END, TOLD
 from mt_megatron.scope.sidecar.sidecar import Options, run_sidecar
@@ -28,8 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     has said why."""
     options = parsed(arguments)
     say = _speaker(options)
-    with contextlib.suppress(OSError):
-        os.nice(10)
     try:
         asyncio.run(_run(options, say))
     except ScopeError as error:
@@ -86,7 +84,8 @@ async def _run(options: Options, say: Callable[[str], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, ended)
     hear_signals(END)
-    await run_sidecar(options, say, stop)
+    # Not before: beside busy ranks a nice process takes many times as long to start.
+    await run_sidecar(options, say, stop, once_it_serves=lower_priority)
 
 
 def _speaker(options: Options) -> Callable[[str], None]:
