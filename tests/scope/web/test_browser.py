@@ -22,6 +22,7 @@ from mt_megatron.scope.sidecar.process import END
 from mt_megatron.scope.web.access import TokenFile, link_to, read_token_file
 from mt_megatron.scope.web.assets import PAGE
 from mt_megatron.scope.web.recorded import RecordedSource
+from mt_megatron.scope.web.views.registry import DATA
 from tests.launch import ROOT
 from tests.scope.sidecar.fake_ranks import FakeRank, start_sidecar, until
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, write_run
@@ -233,6 +234,39 @@ def test_slow_browser_is_told_what_it_missed(tmp_path: Path) -> None:
         assert re.fullmatch(r"\d+ notices missed", " ".join(found[-1].split())), found[-1]
         until(lambda: page.ask("/api/server", cookie=cookie).json()["browser_dropped"] > 10_000)
         assert max(grown) < 64 * 2**20
+
+
+def test_answers_slower_than_the_recording_grows_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server beside busy ranks takes longer for a view's series than a step takes."""
+    write_run(tmp_path / "run", RunShape(steps=40, tensor_every=0, token_every=0))
+    series, asked = DATA["series"], []
+
+    def slow(context: Any, query: Any) -> Any:
+        asked.append(query)
+        time.sleep(0.3)
+        return series(context, query)
+
+    monkeypatch.setitem(DATA, "series", slow)
+    with served(tmp_path / "run", live=True) as page:
+        ended = threading.Event()
+
+        def steps() -> None:
+            number = 0
+            while not ended.wait(0.3):
+                number += 1
+                page.publish({"k": "step", "step": number})
+
+        sender = threading.Thread(target=steps, daemon=True)
+        sender.start()
+        try:
+            view = ["view", "#/model?module=decoder.layers.1", 800, True]
+            found = drive(link_to(page.tokens), tmp_path, [view], language="en", errors="503")["results"]
+        finally:
+            ended.set()
+            sender.join()
+    assert max(found[0]["canvases"], default=0) > 3, (len(asked), found[0]["text"][-400:])
 
 
 def test_killed_browser_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -77,25 +77,44 @@ export function stampOf(tensor, step) {
 }
 
 // Data that follows what `request` (a function of reactive values) asks for: name, query, and a number that
-// another state of the recording changes; `growing`: ask again whenever the recording has grown. The old value stays until the new one is there.
+// another state of the recording changes; `growing`: ask again whenever the recording has grown. The old value stays
+// until the new one is there. An answer under way is shown before the same is asked again: were it dropped, a server
+// that takes longer than the recording to grow would never be seen to answer.
 export function data(request, { growing = false } = {}) {
   let state = $state.raw({ value: null, error: null, loading: true });
+  let pending = null;
+  function ask(wanted, fresh) {
+    const key = JSON.stringify([wanted[0], wanted[1] || {}]);
+    if (pending?.key === key) {
+      pending.next = [wanted, fresh];
+      return;
+    }
+    const mine = { key, next: null };
+    pending = mine;
+    const before = untrack(() => state);
+    state = { ...before, loading: true };
+    const shown = (answer) => {
+      if (pending !== mine) return;
+      pending = null;
+      state = { ...answer, loading: false };
+      if (mine.next) ask(...mine.next);
+    };
+    get(wanted[0], wanted[1] || {}, fresh).then(
+      (value) => shown({ value, error: null }),
+      (error) => shown({ value: null, error }),
+    );
+  }
   $effect(() => {
     const wanted = request();
     const fresh = growing ? live.revision : wanted?.[2] ?? 0;
-    if (!wanted) {
-      state = { value: null, error: null, loading: false };
+    if (wanted) {
+      ask(wanted, fresh);
       return;
     }
-    let gone = false;
-    const before = untrack(() => state);
-    state = { ...before, loading: true };
-    get(wanted[0], wanted[1] || {}, fresh).then(
-      (value) => { if (!gone) state = { value, error: null, loading: false }; },
-      (error) => { if (!gone) state = { value: null, error, loading: false }; },
-    );
-    return () => { gone = true; };
+    pending = null;
+    state = { value: null, error: null, loading: false };
   });
+  $effect(() => () => { pending = null; });
   return {
     get value() { return state.value; },
     get error() { return state.error; },
