@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.errors import MtMegatronError
+from mt_megatron.fp8.device import casts as device_casts
 from mt_megatron.fp8.grouped import GroupedQuantised
 from mt_megatron.fp8.quantise import Quantised
 from mt_megatron.fp8.recipe import CONTRACTED, OPERANDS, Role
@@ -118,7 +119,7 @@ class Activation:
         found = self.quantised(role)
         self._owner.state.counts["gathered_codes"] += 1
         # Ranks' rows follow each other.
-        codes = found.codes.contiguous().view(torch.uint8)
+        codes = device_casts.contiguous(found.codes).view(torch.uint8)
         return (codes, found.inverse) if _is_split(found) else (codes,)
 
     def gathered(self, role: Role, parts: tuple[Tensor, ...]) -> Activation:

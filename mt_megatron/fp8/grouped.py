@@ -8,7 +8,7 @@ and scales of each expert are those of ``quantise`` for its rows alone, bit for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -118,12 +118,19 @@ class GroupedQuantised:
     second: Tensor | None = None
     """fp32 [experts]: what multiplies e4m3 block scales."""
 
+    _experts: dict[int, Quantised] = field(default_factory=dict)
+
     def turned(self) -> GroupedQuantised:
         """The same codes for a product that sums over the other dimension."""
         return GroupedQuantised(self.cast, 1 - self.along, self.layout, self.codes, self.inverse, self.second)
 
     def of(self, expert: int) -> Quantised:
-        """One expert's operand. Waits for the device."""
+        """One expert's operand, the same each time. Waits for the device."""
+        if expert not in self._experts:
+            self._experts[expert] = self._of(expert)
+        return self._experts[expert]
+
+    def _of(self, expert: int) -> Quantised:
         start, end = self.layout.groups.bounds()[expert]
         count, first = end - start, self.layout.starts[expert]
         kept = _up(count, self.cast.hadamard) if self.cast.hadamard and self.along == 0 else count

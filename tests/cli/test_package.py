@@ -28,7 +28,7 @@ DISTRIBUTION = {"yaml": "pyyaml", "megatron": "megatron-core"}
 GUARDED = {
     *("zarr", "tensorstore", "torch_musa", "pymtml", "apex", "transformer_engine"),
     *("sentencepiece", "zstandard", "pyarrow", "tensorboard", "wandb", "trackio", "pyverbs"),
-    *("anyio", "h11", "starlette", "uvicorn"),
+    *("anyio", "h11", "starlette", "uvicorn", "triton"),
 }
 """Imports of software that is optional: only where it is installed."""
 

@@ -9,6 +9,9 @@ Importing this module needs Triton, whose compiler takes annotations of kernels 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -120,7 +123,8 @@ def amax(x: Tensor, kind: int) -> Tensor:
     found = torch.zeros(shape, dtype=torch.int32, device=x.device)
     if x.numel():
         tile = _COLUMN_AMAX_TILE if kind == COLUMNS else _AMAX_TILE
-        _amax_kernel[_grid(x, tile)](x, found, rows, columns, *x.stride(), kind, *tile)
+        with _device_of(x):
+            _amax_kernel[_grid(x, tile)](x, found, rows, columns, *x.stride(), kind, *tile)
     return found.view(torch.float32)
 
 
@@ -136,9 +140,10 @@ def cast(
         tile = _TURNED_CAST_TILE if turned else _CAST_TILE
         # The stride of a dimension that scales share is 0: dimensions of one element have no own.
         steps = (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
-        _cast_kernel[_grid(x, tile)](
-            x, made, scale, rows, columns, *x.stride(), *steps, kind, *block, fmt.maximum, turned, *tile
-        )
+        with _device_of(x):
+            _cast_kernel[_grid(x, tile)](
+                x, made, scale, rows, columns, *x.stride(), *steps, kind, *block, fmt.maximum, turned, *tile
+            )
     return made.t() if turned else made
 
 
@@ -147,8 +152,14 @@ def transposed(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     made = torch.empty((columns, rows), dtype=torch.uint8, device=codes.device)
     if codes.numel():
-        _turn_kernel[_grid(codes, _TURN_TILE)](codes.view(torch.uint8), made, rows, columns, *_TURN_TILE)
+        with _device_of(codes):
+            _turn_kernel[_grid(codes, _TURN_TILE)](codes.view(torch.uint8), made, rows, columns, *_TURN_TILE)
     return made.view(codes.dtype)
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whichever the tensor is on."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _grid(x: Tensor, tile: tuple[int, int]) -> tuple[int]:
