@@ -35,7 +35,7 @@ from mt_megatron.scan.format.run_files import RunFiles, read_run, run_files
 
 from .alert_policy import AT_ONCE, Telling
 from .alerts import Alerts
-from .child_process import hear_signals, is_alive, lower_priority
+from .child_process import hear_signals, is_alive, lower_priority, restore_priority
 from .incremental_reader import RankTail
 from .metrics_endpoint import LOOPBACK
 from .watcher_process import WEBHOOK_VARIABLE
@@ -318,6 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
                     break
                 time.sleep(min(0.1, options.period))
                 lost = time.monotonic() - now
+        restore_priority()  # the ranks' end waits for it for seconds, and it may tell the last alerts
         watch.look(final=True)
     return 0
 

@@ -26,12 +26,17 @@ os.nice(int(sys.argv[1]))
 lower_priority()
 lower_priority()
 print("lowered", file=sys.stderr, flush=True)
-threading.Event().wait()
+"""
+WAITING = "threading.Event().wait()\n"
+RESTORED = """
+from mt_megatron.scan.monitor.child_process import restore_priority
+restore_priority()
+print("restored", file=sys.stderr, flush=True)
 """
 
 # Leads a session, in which a child that does not lead it lowers its priority.
 SHARED = """
-import subprocess, sys
+import subprocess, sys, threading
 with subprocess.Popen([sys.executable, "-c", sys.argv[1], "0"], stderr=subprocess.PIPE) as child:
     print(child.stderr.readline().decode().strip(), child.pid, file=sys.stderr, flush=True)
     child.wait()
@@ -41,7 +46,7 @@ with subprocess.Popen([sys.executable, "-c", sys.argv[1], "0"], stderr=subproces
 @contextmanager
 def child_that(program: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
     """A child of ``start_child`` and the words of its first line."""
-    child = start_child([sys.executable, "-c", program, *arguments], {"PYTHONPATH": str(ROOT)})
+    child = start_child([sys.executable, "-c", program + WAITING, *arguments], {"PYTHONPATH": str(ROOT)})
     assert child.stderr is not None
     try:
         yield child, child.stderr.readline().decode().split()
@@ -54,13 +59,13 @@ def child_that(program: str, *arguments: str) -> Iterator[tuple[subprocess.Popen
 def test_all_threads_of_a_child_are_lowered_once() -> None:
     with child_that(LOWERED, "0") as (child, said):
         assert said == ["lowered"]
-        assert nicenesses(child.pid) == {max(NICENESS, os.nice(0))}
+        assert nicenesses(child.pid) == {min(os.nice(0) + NICENESS, 19)}
 
 
-def test_a_nicer_child_stays_as_it_is() -> None:
-    with child_that(LOWERED, str(NICENESS + 3)) as (child, said):
+def test_a_nice_job_has_nicer_children() -> None:
+    with child_that(LOWERED, "5") as (child, said):
         assert said == ["lowered"]
-        assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(19, os.nice(0) + NICENESS + 3)
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(os.nice(0) + 5 + NICENESS, 19)
 
 
 @needs_autogroup
@@ -70,8 +75,16 @@ def test_a_session_of_its_own_is_lowered() -> None:
 
 
 @needs_autogroup
+def test_the_session_has_its_weight_back_for_the_end() -> None:
+    with child_that(LOWERED + RESTORED, "0") as (child, said):
+        assert said == ["lowered"]
+        assert child.stderr is not None and child.stderr.readline() == b"restored\n"
+        assert session_niceness(child.pid) == 0
+
+
+@needs_autogroup
 def test_a_shared_session_is_left_alone() -> None:
-    with child_that(SHARED, LOWERED) as (leader, said):
+    with child_that(SHARED, LOWERED + WAITING) as (leader, said):
         assert said[0] == "lowered"
-        assert nicenesses(int(said[1])) == {max(NICENESS, os.nice(0))}
+        assert nicenesses(int(said[1])) == {min(os.nice(0) + NICENESS, 19)}
         assert session_niceness(int(said[1])) == session_niceness(leader.pid) == 0
