@@ -84,7 +84,9 @@ export function data(request, { growing = false } = {}) {
   let state = $state.raw({ value: null, error: null, loading: true });
   let pending = null;
   function ask(wanted, fresh) {
-    const key = JSON.stringify([wanted[0], wanted[1] || {}]);
+    // Steps in a query move by themselves while the newest one is followed: the question stays the same.
+    const steps = untrack(() => at.follows) ? { step: undefined, first: undefined, last: undefined } : {};
+    const key = JSON.stringify([wanted[0], { ...wanted[1], ...steps }]);
     if (pending?.key === key) {
       pending.next = [wanted, fresh];
       return;
@@ -101,7 +103,7 @@ export function data(request, { growing = false } = {}) {
     };
     get(wanted[0], wanted[1] || {}, fresh).then(
       (value) => shown({ value, error: null }),
-      (error) => shown({ value: null, error }),
+      (error) => shown(mine.next ? { value: state.value, error: null } : { value: null, error }),
     );
   }
   $effect(() => {
