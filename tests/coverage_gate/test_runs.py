@@ -22,9 +22,18 @@ def _launches(monkeypatch: pytest.MonkeyPatch, errors: dict[str, str | None]) ->
     made: list[tuple[Any, ...]] = []
 
     def run_ranks(
-        world: int, target: str, names: list[str], without: Any, folder: str, timeout: float, env: Any
+        world: int,
+        target: str,
+        names: list[str],
+        without: Any,
+        folder: str,
+        traced: bool,
+        timeout: float,
+        env: Any,
     ) -> list[Any]:
         made.append((world, tuple(without), tuple(names)))
+        if not traced:
+            return [{"cases": {name: {"error": None, "seconds": 0.5} for name in names}, "patches": []}]
         if "dies" in names:
             raise RankError("rank 0 ended with exit code 9")
         for name in names:
@@ -57,3 +66,9 @@ def test_shares_launches_and_takes_patches_from_complete_ones(monkeypatch: pytes
     run = runs.run_cases(cases)
     assert made == [(1, (), ("a", "b")), (2, (), ("c",)), (2, ("linear",), ("d",))]
     assert run.patches == {"patch()"}
+
+
+def test_values_alone_leave_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    _launches(monkeypatch, {})
+    run = runs.run_cases([_case("good")], traced=False)
+    assert run.records == {} and run.errors == {} and run.seconds == {"good": 0.5}

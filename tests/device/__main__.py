@@ -47,19 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {value}", flush=True)
     results: list[Result] = []
     path = report.new_path(chosen.output, chosen.backend, now)
-    sections = chosen.only or SECTIONS
-    for number, section in enumerate(sections, start=1):
-        found = _SECTIONS[section](chosen.backend, devices)
+    sections = list(chosen.only or SECTIONS)
+
+    def note_down() -> None:
+        # A run that a time limit ends keeps the sections that were done.
+        so_far = {**facts, "unfinished": f"not run yet: {', '.join(sections)}"} if sections else facts
+        report.write(path, report.as_text(chosen.backend, so_far, results, now))
+
+    note_down()
+    while sections:
+        found = _SECTIONS[sections[0]](chosen.backend, devices)
         results += found
         for result in found:
             if result.outcome == "failed":
                 print(result.reason.strip().splitlines()[-1])
             print(f"{result.outcome:8s} {result.section}: {result.name}", flush=True)
-        # A run that a time limit ends keeps the sections that were done.
-        left = (
-            {} if number == len(sections) else {"unfinished": f"not run yet: {', '.join(sections[number:])}"}
-        )
-        path.write_text(report.as_text(chosen.backend, {**facts, **left}, results, now), encoding="utf-8")
+        del sections[0]
+        note_down()
     failed = sum(result.outcome == "failed" for result in results)
     print(f"{len(results)} checks, {failed} failed; the report is {path}")
     return 1 if failed else 0

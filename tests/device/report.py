@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,10 +20,21 @@ def new_path(folder: Path, backend: str, now: datetime.datetime) -> Path:
     stem = f"device-{backend}-{now:%Y-%m-%d}"
     path = folder / f"{stem}.md"
     number = 2
-    while path.exists():
-        path = folder / f"{stem}-{number}.md"
-        number += 1
-    return path
+    while True:
+        try:
+            # Made at once: another run of the day takes another name.
+            path.touch(exist_ok=False)
+            return path
+        except FileExistsError:
+            path = folder / f"{stem}-{number}.md"
+            number += 1
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the report at ``path``; a run that is killed meanwhile leaves the old one."""
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)
 
 
 def as_text(backend: str, facts: dict[str, Any], results: Sequence[Result], now: datetime.datetime) -> str:

@@ -92,7 +92,7 @@ def test_a_failure_reaches_the_report_with_its_traceback(tmp_path: Path) -> None
     now = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
     text = report.as_text("cuda", {"found": "1 x H100"}, results, now)
     first = report.new_path(tmp_path, "cuda", now)
-    first.write_text(text)
+    report.write(first, text)
     second = report.new_path(tmp_path, "cuda", now)
     assert (first.name, second.name) == ("device-cuda-2026-01-02.md", "device-cuda-2026-01-02-2.md")
     assert "1 passed, 1 failed, 2 skipped" in text and "largest_deviation = 1.5e-07" in text
