@@ -18,14 +18,12 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.scan.format.records import KIND
 from mt_megatron.scan.format.run_files import read_run, run_files
 from mt_megatron.scan.format.segments import read_rank, sessions
-from mt_megatron.scan.monitor.child_process import NICENESS
 from mt_megatron.scan.monitor.watcher_process import Alerting, WatcherProcess
 from mt_megatron.scan.record.control import change_control
 from mt_megatron.scan.record.levels import Window
 from mt_megatron.scan.session import session
 from mt_megatron.seams import events
 from tests.launch import run_ranks
-from tests.scan.monitor.priority import nicenesses
 
 
 def steps(count: int, first: int = 1) -> None:
@@ -124,9 +122,6 @@ def test_the_watcher_runs_beside_and_ends_with_the_session(tmp_path: Path) -> No
     assert watcher.process is not None
     stat = Path(f"/proc/{watcher.process.pid}/environ")
     assert b"\0RANK=" not in b"\0" + stat.read_bytes()
-    while nicenesses(watcher.process.pid) != {min(os.nice(0) + NICENESS, 19)} and time.monotonic() < until:
-        time.sleep(0.02)
-    assert nicenesses(watcher.process.pid) == {min(os.nice(0) + NICENESS, 19)}
     watcher.close()
     assert watcher.process.poll() is not None
     assert own_threads() == []

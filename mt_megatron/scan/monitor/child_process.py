@@ -6,15 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that the child does not inherit: it is no rank."""
 
-NICENESS = 10
-"""By how much a child is nicer than the ranks, to which it yields processors."""
 
 _HELD = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
@@ -44,47 +41,6 @@ def start_child(
 def hear_signals(*held: int) -> None:
     """In the child, once its handlers are there: take the signals that have waited since its start."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_HELD, *held})
-
-
-_lowered = False
-
-
-def lower_priority() -> None:
-    """Niceness of this process's threads by ``NICENESS`` more than its main thread's, once, and that of its
-    session where it leads one. What the system refuses stays as it is."""
-    global _lowered
-    if _lowered:
-        return
-    _lowered = True
-    with contextlib.suppress(OSError):
-        nicer = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS, 19)
-        # Linux has a niceness for each thread, which only threads begun later take over.
-        for thread in map(int, os.listdir("/proc/self/task")):
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, thread, nicer)
-    _nice_session(NICENESS)
-
-
-def restore_priority() -> None:
-    """Weight of the session as before ``lower_priority``: what is left to do at the end is waited for. The
-    threads' niceness stays, which only a privileged process may take back."""
-    if _lowered:
-        _nice_session(0)
-
-
-def _nice_session(niceness: int) -> None:
-    # With autogroups the kernel weighs threads by their niceness within a session only, so that a child in a
-    # session of its own yields to ranks by the session's. A shared session is a shell's or the ranks' own.
-    if os.getsid(0) != os.getpid():
-        return
-    for _ in range(3):
-        try:
-            Path("/proc/self/autogroup").write_text(str(niceness))
-            return
-        except BlockingIOError:
-            time.sleep(0.11)  # without privileges, one such write in 100 ms on the whole machine
-        except OSError:
-            return
 
 
 def relay_lines(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:

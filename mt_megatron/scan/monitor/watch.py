@@ -35,7 +35,7 @@ from mt_megatron.scan.format.run_files import RunFiles, read_run, run_files
 
 from .alert_policy import AT_ONCE, Telling
 from .alerts import Alerts
-from .child_process import hear_signals, is_alive, lower_priority, restore_priority
+from .child_process import hear_signals, is_alive
 from .incremental_reader import RankTail
 from .metrics_endpoint import LOOPBACK
 from .watcher_process import WEBHOOK_VARIABLE
@@ -289,7 +289,8 @@ def main(arguments: list[str] | None = None) -> int:
     # Schedulers send it to all processes of a job; ranks end after their step by it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hear_signals()
-    lower_priority()
+    with contextlib.suppress(OSError):
+        os.nice(10)
     try:
         alerts = Alerts(
             files.root,
@@ -318,7 +319,6 @@ def main(arguments: list[str] | None = None) -> int:
                     break
                 time.sleep(min(0.1, options.period))
                 lost = time.monotonic() - now
-        restore_priority()  # the ranks' end waits for it for seconds, and it may tell the last alerts
         watch.look(final=True)
     return 0
 

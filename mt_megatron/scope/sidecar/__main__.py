@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.permissions import open_private
-from mt_megatron.scan.monitor.child_process import hear_signals, is_alive, lower_priority, restore_priority
+from mt_megatron.scan.monitor.child_process import hear_signals, is_alive
 from mt_megatron.scope.recording.files import scope_files, this_host
 from mt_megatron.scope.sidecar.process import END, TOLD
 from mt_megatron.scope.sidecar.sidecar import Options, run_sidecar
@@ -28,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     has said why."""
     options = parsed(arguments)
     say = _speaker(options)
+    with contextlib.suppress(OSError):
+        os.nice(10)
     try:
         asyncio.run(_run(options, say))
     except ScopeError as error:
@@ -74,23 +76,17 @@ async def _run(options: Options, say: Callable[[str], None]) -> None:
     def ended() -> None:
         """End with the ranks, at the second signal at once."""
         if asked.is_set() or options.parent is None or not is_alive(options.parent):
-            over()
+            stop.set()
         asked.set()
 
-    def over() -> None:
-        """End: what the ranks have sent is written while their end waits for it."""
-        restore_priority()
-        stop.set()
-
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(END, over)
+    loop.add_signal_handler(END, stop.set)
     # Schedulers send it to all processes of a job; ranks end after their step by it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, ended)
     hear_signals(END)
-    # Not before: beside busy ranks a nice process takes many times as long to start.
-    await run_sidecar(options, say, stop, once_it_serves=lower_priority)
+    await run_sidecar(options, say, stop)
 
 
 def _speaker(options: Options) -> Callable[[str], None]:

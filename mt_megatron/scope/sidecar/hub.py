@@ -97,9 +97,6 @@ class ServeOptions:
     say: Callable[[str], None] = print
     """Takes the line that says what listens where and how to open it, and troubles."""
 
-    once_it_serves: Callable[[], None] = lambda: None
-    """Called after that line."""
-
 
 class Subscription:
     """Events for one subscriber: ``async for event in subscription``. Ends with ``close`` or the hub."""

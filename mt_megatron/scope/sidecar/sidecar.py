@@ -60,15 +60,8 @@ class Options:
     sinks: tuple[str, ...] = ()
 
 
-async def run_sidecar(
-    options: Options,
-    say: Callable[[str], None],
-    stop: asyncio.Event,
-    *,
-    once_it_serves: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve the node's ranks until ``stop``, the parent's end or the ranks'. ``once_it_serves`` is called
-    when ranks can connect and the page, where there is one, listens and has said its address.
+async def run_sidecar(options: Options, say: Callable[[str], None], stop: asyncio.Event) -> None:
+    """Serve the node's ranks until ``stop``, the parent's end or the ranks'.
 
     Raises ``ScopeError`` where the socket or the recording cannot be made; whatever happens later is told to
     ``say`` in a line.
@@ -100,15 +93,9 @@ async def run_sidecar(
     tasks = [asyncio.create_task(requests.poll())]
     if options.serve:
         serve_options = ServeOptions(
-            run=options.run,
-            port=options.port,
-            token_file=options.token_file,
-            say=say,
-            once_it_serves=once_it_serves,
+            run=options.run, port=options.port, token_file=options.token_file, say=say
         )
-        tasks.append(asyncio.create_task(_page(hub, serve_options)))
-    else:
-        once_it_serves()
+        tasks.append(asyncio.create_task(served(hub, serve_options)))
     try:
         await _until_the_end(options, ranks, stop)
     finally:
@@ -169,11 +156,6 @@ async def _until_the_end(options: Options, ranks: Ranks, stop: asyncio.Event) ->
             return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), PARENT_SECONDS)
-
-
-async def _page(hub: Hub, options: ServeOptions) -> None:
-    await served(hub, options)
-    options.once_it_serves()  # the ranks alone: there is no page
 
 
 async def served(hub: Hub, options: ServeOptions) -> None:

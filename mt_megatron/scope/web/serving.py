@@ -61,7 +61,6 @@ async def serve(hub: Hub, open_recording: Callable[[], Recording], options: Serv
         if options.token_file is not None:
             page.write_address(options.token_file)
         options.say(page.line(str(options.run), live=hub.live))
-        options.once_it_serves()
         listening = asyncio.create_task(site.sockets.listen())
         try:
             await page.run()

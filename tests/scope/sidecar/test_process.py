@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from mt_megatron.scan.monitor.child_process import NICENESS
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.sidecar.__main__ import parsed
 from mt_megatron.scope.sidecar.process import END, SidecarProcess
-from tests.scan.monitor.priority import HAS_AUTOGROUP, nicenesses, session_niceness
 from tests.scope.sidecar.fake_ranks import FakeRank, sidecar, start_sidecar, until
 from tests.scope.synthetic import RunShape, frames_of, hello, schema
 
@@ -88,10 +86,6 @@ def test_a_process_of_a_rank_starts_serves_and_ends(tmp_path: Path) -> None:
     try:
         assert process.wait_until_ready(30)
         rank = send_all(process.socket)
-        assert process.process is not None
-        pid = process.process.pid
-        until(lambda: nicenesses(pid) == {min(os.nice(0) + NICENESS, 19)})  # the recording's thread, too
-        until(lambda: not HAS_AUTOGROUP or session_niceness(pid) == NICENESS)
         rank.send({"k": "bye"})
         rank.close()
     finally:
