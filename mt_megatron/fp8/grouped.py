@@ -213,7 +213,9 @@ def quantise_groups(
     kernels = device_casts.kernels_for(x)
     if kernels is not None and fmt.dtype is not None and not cast.stochastic:
         turned = along == 0 and cast.granularity != "block"
-        kind = kernels.ROWS if block[0] == 1 and scale.shape[1] == 1 else kernels.BLOCKS
+        kind = kernels.BLOCKS
+        if block[0] == 1 and scale.shape[1] == 1:
+            kind, block = kernels.ROWS, (1, 1)
         codes = kernels.cast(x, scale, fmt, kind, turned=turned, block=block)
         return GroupedQuantised(cast, along, layout, codes, inverse, second)
     scaled = _by_blocks(x.float(), scale, block)
