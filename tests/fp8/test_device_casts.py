@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,32 @@ def test_the_stand_in_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for recipe, role in cases:
         quantise(x, PRESETS[recipe].product(role).a, CONTRACTED[role][0])
     assert asked == [WHOLE, ROWS, COLUMNS]
+
+
+def test_the_self_check_tells_right_kernels_from_wrong_ones() -> None:
+    names = {"WHOLE": WHOLE, "ROWS": ROWS, "COLUMNS": COLUMNS, "BLOCKS": BLOCKS}
+    right = SimpleNamespace(**names, amax=amax, cast=cast, transposed=lambda codes: codes.t().contiguous())
+    host = torch.device("cpu")
+
+    def other(kind: str, change: Callable[[Tensor], Tensor]) -> Any:
+        def made(x: Tensor, scale: Tensor, fmt: Format, asked: str, **how: Any) -> Tensor:
+            codes = cast(x, scale, fmt, asked, **how)
+            return change(codes.float()).to(codes.dtype) if asked == kind else codes
+
+        return SimpleNamespace(**{**vars(right), "cast": made})
+
+    before = torch.get_rng_state()
+    assert device_casts._agrees(right, host)
+    assert torch.equal(torch.get_rng_state(), before)
+    wrongs: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda codes: codes.nan_to_num(0.0),
+        lambda codes: codes.where(codes.abs() > 0.1, 0),
+    )
+    for kind in names.values():
+        for change in wrongs:
+            assert not device_casts._agrees(other(kind, change), host), kind
+    for name, wrong in (("amax", lambda x, kind: amax(x, kind) * 1.01), ("transposed", lambda codes: codes)):
+        assert not device_casts._agrees(SimpleNamespace(**{**vars(right), name: wrong}), host), name
 
 
 def test_a_device_without_triton_says_so_once(
