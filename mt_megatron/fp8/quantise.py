@@ -179,7 +179,7 @@ def quantise(
 
 
 def _kind(kernels: Any, cast: Cast, along: int) -> int:
-    """What shares a scale, as ``triton_casts`` names it."""
+    """Extent of a scale, as ``triton_casts`` names it."""
     by_granularity = {
         "tensor": kernels.WHOLE,
         "row": kernels.ROWS if along == 1 else kernels.COLUMNS,

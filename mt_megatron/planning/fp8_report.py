@@ -103,9 +103,9 @@ def _head_flops(shape: ModelShape) -> int:
 
 
 def casts_of(config: TrainingConfig, *, on_cpu: bool) -> Casts | None:
-    """What a rank keeps of cast weights; None without a recipe. A device's kernels read them in two layouts.
-    The emulation also keeps what they were decoded to, codes of four bits in a byte each, and scales in
-    fp32; codes that two products share it keeps once."""
+    """Bytes of cast weights that a rank keeps; None without a recipe. A device's kernels read them in two
+    layouts. The emulation also keeps what they were decoded to, codes of four bits in a byte each, and
+    scales in fp32; codes that two products share it keeps once."""
     recipe = recipe_of_run(config)
     if recipe is None:
         return None
