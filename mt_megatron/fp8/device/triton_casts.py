@@ -20,7 +20,7 @@ from torch import Tensor
 from mt_megatron.fp8.formats import Format
 
 WHOLE, ROWS, COLUMNS, BLOCKS = 0, 1, 2, 3
-"""What shares a scale: the matrix, a row, a column, a block."""
+"""Extent of a scale: the matrix, a row, a column, a block."""
 
 # Rows and columns of a program's tile, the fastest of three each on an H200 (16,384 x 7,168 bf16).
 _CAST_TILE = (16, 256)
@@ -28,6 +28,17 @@ _TURNED_CAST_TILE = (64, 64)
 _AMAX_TILE = (8, 1024)
 _COLUMN_AMAX_TILE = (128, 64)
 _TURN_TILE = (128, 128)
+
+
+@triton.jit
+def _tile(rows, columns, DOWN: tl.constexpr, RIGHT: tl.constexpr):
+    """Rows and columns of this program's tile, of 64 bits for the products with strides, and its mask."""
+    tile = tl.program_id(0)
+    across = tl.cdiv(columns, RIGHT)
+    row = (tile // across).to(tl.int64) * DOWN + tl.arange(0, DOWN)
+    column = (tile % across).to(tl.int64) * RIGHT + tl.arange(0, RIGHT)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return row, column, inside
 
 
 @triton.jit
@@ -42,11 +53,7 @@ def _amax_kernel(
     DOWN: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    across = tl.cdiv(columns, RIGHT)
-    row = (tile // across).to(tl.int64) * DOWN + tl.arange(0, DOWN)
-    column = (tile % across).to(tl.int64) * RIGHT + tl.arange(0, RIGHT)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = _tile(rows, columns, DOWN, RIGHT)
     values = tl.load(x + row[:, None] * down + column[None, :] * right, mask=inside, other=0.0)
     # Bits of magnitudes are ordered as the magnitudes are, infinity and then NaN at the end.
     bits = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -77,11 +84,7 @@ def _cast_kernel(
     DOWN: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    across = tl.cdiv(columns, RIGHT)
-    row = (tile // across).to(tl.int64) * DOWN + tl.arange(0, DOWN)
-    column = (tile % across).to(tl.int64) * RIGHT + tl.arange(0, RIGHT)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = _tile(rows, columns, DOWN, RIGHT)
     values = tl.load(x + row[:, None] * down + column[None, :] * right, mask=inside, other=0.0)
     values = values.to(tl.float32)
     if KIND == 1:
@@ -105,11 +108,7 @@ def _cast_kernel(
 
 @triton.jit
 def _turn_kernel(x, made, rows, columns, DOWN: tl.constexpr, RIGHT: tl.constexpr):
-    tile = tl.program_id(0)
-    across = tl.cdiv(columns, RIGHT)
-    row = (tile // across).to(tl.int64) * DOWN + tl.arange(0, DOWN)
-    column = (tile % across).to(tl.int64) * RIGHT + tl.arange(0, RIGHT)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = _tile(rows, columns, DOWN, RIGHT)
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0)
     where = column[:, None] * rows + row[None, :]
     tl.store(made + where, tl.trans(values), mask=(column < columns)[:, None] & (row < rows)[None, :])
