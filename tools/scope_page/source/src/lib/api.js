@@ -1,7 +1,7 @@
 // Data of the server by name, out of a bounded cache; in an exported page out of its archive.
 
 const MOST_BYTES = 160 * 2 ** 20;
-const MOST_MS = 60_000; // A connection that is lost without a word would be waited for otherwise.
+const MOST_MS = 120_000; // Until an answer begins: a connection lost without a word would be waited for otherwise.
 const cache = new Map(); // key -> {promise, bytes}
 let cached = 0;
 let archive = null; // key -> base64 of the answer's body
@@ -70,7 +70,15 @@ async function load(url) {
     const bytes = Uint8Array.from(atob(text.data), (each) => each.charCodeAt(0));
     return { value: text.binary ? unpack(bytes.buffer) : JSON.parse(new TextDecoder().decode(bytes)), bytes: bytes.length };
   }
-  const asked = () => fetch(`/api/${url}`, { credentials: 'same-origin', signal: AbortSignal.timeout(MOST_MS) });
+  const asked = async () => {
+    const late = new AbortController();
+    const timer = setTimeout(() => late.abort(), MOST_MS);
+    try {
+      return await fetch(`/api/${url}`, { credentials: 'same-origin', signal: late.signal });
+    } finally {
+      clearTimeout(timer);
+    }
+  };
   let answer = await asked();
   for (let tries = 0; answer.status === 503 && tries < 4; tries++) {
     await new Promise((done) => setTimeout(done, 150 * 2 ** tries));
