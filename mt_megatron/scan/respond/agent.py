@@ -77,6 +77,7 @@ class Attendant:
         self._drills, self._requests = drill_path(files), request_path(files)
         self._rank = rank
         self._world_size = len(hosts)
+        self._hosts = [hosts[each] for each in range(len(hosts))]
         self._backend = backend
         self._say = say
         self._stalls = StallWatch(progress, note)
@@ -152,7 +153,7 @@ class Attendant:
         asked = measures.broadcast("" if request is None else request.to_json())
         if not asked:
             return
-        result = measure(request_from(asked, self._world_size), measures, self._rank, self._world_size)
+        result = measure(request_from(asked, self._world_size), measures, self._rank, self._hosts)
         if self._rank != 0:
             return
         self._say(f"measured: {result.text}")

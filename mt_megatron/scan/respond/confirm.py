@@ -24,6 +24,8 @@ _SLOWER = 1.05
 _LINK_SLOWER = 1.3
 _LINK_SECONDS = 2e-4
 _CONTROLS = 3
+_DISTANCES = (1, 2, 3)
+"""Between the two ranks of a host, or the two hosts, of a control pair, in their order."""
 _INNER = 2
 
 MEASURABLE = {
@@ -58,7 +60,7 @@ class Confirmation:
     ranks: tuple[int, ...]
     verdict: Literal["confirmed", "refuted", "inconclusive"]
     ratio: float
-    """Suspects' time over the others', the median of the blocks."""
+    """Suspects' time over the others', the median of the blocks; 0 without others."""
 
     low: float
     high: float
@@ -104,16 +106,18 @@ def check_request(request: Request, world_size: int) -> None:
         raise ConfigError("found every rank suspected; expected one that is not, to compare with")
 
 
-def measure(request: Request, measures: Measures, rank: int, world_size: int) -> Confirmation:
-    """Measure as ``request``, the same on all ranks, says; collective. The same result on every rank."""
+def measure(request: Request, measures: Measures, rank: int, hosts: Sequence[str]) -> Confirmation:
+    """Measure as ``request``, the same on all ranks, says; collective. The same result on every rank.
+    ``hosts``: of every rank of the run."""
     began = time.monotonic()
     if request.what == "compute":
         ratios, extra = _compute(request, measures)
-        least = 0.0
-    else:
-        ratios, extra, least = _link(request, measures, rank, world_size)
-    limit = _SLOWER if request.what == "compute" else _LINK_SLOWER
-    return judged(request, ratios, limit, least, extra, time.monotonic() - began)
+        return judged(request, ratios, _SLOWER, 0.0, extra, time.monotonic() - began)
+    controls = control_pairs(request.ranks, hosts)
+    if not controls:
+        return _without_controls(request, hosts)
+    ratios, extra, least = _link(request, measures, rank, controls)
+    return judged(request, ratios, _LINK_SLOWER, least, extra, time.monotonic() - began)
 
 
 def judged(
@@ -148,6 +152,26 @@ def judged(
     )
 
 
+def _without_controls(request: Request, hosts: Sequence[str]) -> Confirmation:
+    """The verdict on a link that is the only one of its kind."""
+    kind = "within a host" if len({hosts[rank] for rank in request.ranks}) == 1 else "between hosts"
+    text = (
+        f"link of ranks {', '.join(map(str, request.ranks))}: the run has no other pair {kind} to compare it "
+        "with: inconclusive"
+    )
+    return Confirmation(
+        identity=request.identity,
+        what=request.what,
+        ranks=request.ranks,
+        verdict="inconclusive",
+        ratio=0.0,
+        low=0.0,
+        high=0.0,
+        seconds=0.0,
+        text=text,
+    )
+
+
 def _compute(request: Request, measures: Measures) -> tuple[list[float], str]:
     measures.products(1)
     slowest = max(row[0] for row in measures.gather([measures.products(1)]))
@@ -170,21 +194,44 @@ def _compute(request: Request, measures: Measures) -> tuple[list[float], str]:
     return ratios, f"{slow:,.1f} against {usual:,.1f} GFLOP/s"
 
 
-def control_pairs(suspects: tuple[int, ...], world_size: int) -> list[tuple[int, int]]:
-    """Pairs to compare the pair ``suspects`` with: none of its ends if there are such, else one of them."""
-    near = [
-        (first, first + distance)
-        for distance in (1, 2, 3)
-        for first in range(world_size - distance)
-        if {first, first + distance} != set(suspects)
-    ]
-    apart = [pair for pair in near if not set(pair) & set(suspects)]
-    sharing = [pair for pair in near if set(pair) & set(suspects)]
-    return (apart + sharing)[:_CONTROLS]
+def control_pairs(suspects: tuple[int, ...], hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of the same kind as the pair ``suspects`` (within a host, or between two), to compare it with.
+
+    ``hosts``: of every rank. Pairs that share less with the suspects come first. Between hosts that is
+    foremost the host of the first suspect: its network card may be what is slow.
+    """
+    first, second = (hosts[rank] for rank in suspects)
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    groups = list(members.values())
+    if first == second:
+        near = [
+            (ranks[at], ranks[at + distance])
+            for distance in _DISTANCES
+            for ranks in groups
+            for at in range(len(ranks) - distance)
+        ]
+    else:
+        near = [
+            (ranks[at], others[(at + shift) % len(others)])
+            for distance in _DISTANCES
+            for ranks, others in zip(groups, groups[distance:], strict=False)
+            for shift in range(len(others))
+            for at in range(len(ranks))
+        ]
+
+    def shared(pair: tuple[int, int]) -> tuple[bool, bool, bool]:
+        touched = {hosts[rank] for rank in pair} if first != second else set()
+        return first in touched, second in touched, bool(set(pair) & set(suspects))
+
+    return sorted((pair for pair in near if set(pair) != set(suspects)), key=shared)[:_CONTROLS]
 
 
-def _link(request: Request, measures: Measures, rank: int, world_size: int) -> tuple[list[float], str, float]:
-    pairs = [(min(request.ranks), max(request.ranks)), *control_pairs(request.ranks, world_size)]
+def _link(
+    request: Request, measures: Measures, rank: int, controls: Sequence[tuple[int, int]]
+) -> tuple[list[float], str, float]:
+    pairs = [(min(request.ranks), max(request.ranks)), *controls]
     small = [[0.0] * BLOCKS for _ in pairs]
     large = [[0.0] * BLOCKS for _ in pairs]
     for block in range(-1, BLOCKS):  # the first round makes the connections

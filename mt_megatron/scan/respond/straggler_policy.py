@@ -78,7 +78,7 @@ class StragglerPolicy:
             return
         self._tried[ranks] = self._now()
         measured, suspects = MEASURABLE[cause], ranks
-        if measured == "link":
+        if cause == "slow_node_link":
             suspects = self._across_the_border(ranks)
         request = Request(
             identity=f"straggler-{len(self._tried)}-{finding.get('named_at_step', '')}",
@@ -121,6 +121,9 @@ class StragglerPolicy:
             return f"it is not one host's ({', '.join(sorted(map(str, hosts)))})"
         if set(self._hosts.values()) == hosts:
             return f"without {hosts.pop()} no host would be left"
+        if cause == "slow_node_link" and len(set(self._hosts.values())) == 2:
+            # All pairs between two hosts share the suspect's network card: none shows the usual speed.
+            return "of two hosts all pairs between them cross its border: no other is there to compare with"
         return None
 
     def _across_the_border(self, ranks: tuple[int, ...]) -> tuple[int, ...]:

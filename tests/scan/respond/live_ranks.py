@@ -53,7 +53,7 @@ def measured() -> dict[str, Any]:
         for what, ranks in (("compute", (1,)), ("compute", (0,)), ("link", (0, 2)), ("link", (0, 1))):
             name = " ".join(map(str, (what, *ranks)))
             request = Request(identity=name, what=what, ranks=ranks)  # type: ignore[arg-type]
-            found[name] = measure(request, measures, rank, world).to_dict()
+            found[name] = measure(request, measures, rank, ["here"] * world).to_dict()
         found["measures_text"] = measures.broadcast("äöü" if rank == 0 else "")
         with tempfile.TemporaryDirectory() as folder:
             made = selftest(backend, rank=rank, world_size=world, folder=Path(folder), measures=measures)

@@ -48,7 +48,7 @@ def measured(folder: str) -> dict[str, Any]:
     found["text"] = slow.broadcast("äöü" if rank == 0 else "")
     for what, ranks in (("compute", (1,)), ("compute", (0,)), ("link", (0, 2)), ("link", (0, 1))):
         request = Request(identity=what, what=what, ranks=ranks)  # type: ignore[arg-type]
-        found[f"{what} {ranks}"] = measure(request, slow, rank, world).to_dict()
+        found[f"{what} {ranks}"] = measure(request, slow, rank, ["here"] * world).to_dict()
     found["asked"] = _asked(Path(folder), backend, rank, world)
     let_group_threads_rest()
     dist.destroy_process_group()

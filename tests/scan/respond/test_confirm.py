@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ from mt_megatron.scan.respond.confirm import (
     Request,
     control_pairs,
     judged,
+    measure,
     request_from,
 )
+from mt_megatron.scan.respond.measures import LARGE_BYTES
 from tests.launch import run_ranks
 
 COMPUTE = Request(identity="a", what="compute", ranks=(1,))
@@ -66,10 +71,85 @@ def _enter(lock: Path) -> bool:
 
 
 def test_a_pair_is_compared_with_pairs_of_others_first() -> None:
-    assert control_pairs((0, 1), 4) == [(2, 3), (1, 2), (0, 2)]
-    assert control_pairs((0, 1), 3) == [(1, 2), (0, 2)]
-    assert all(not {2, 3} & set(pair) for pair in control_pairs((2, 3), 8))
-    assert (0, 1) not in control_pairs((1, 0), 4)
+    assert control_pairs((0, 1), ["a"] * 4) == [(2, 3), (1, 2), (0, 2)]
+    assert control_pairs((0, 1), ["a"] * 3) == [(1, 2), (0, 2)]
+    assert all(not {2, 3} & set(pair) for pair in control_pairs((2, 3), ["a"] * 8))
+    assert (0, 1) not in control_pairs((1, 0), ["a"] * 4)
+
+
+@pytest.mark.parametrize("order", ["aaaabbbb", "abababab"])
+def test_a_pair_is_compared_with_pairs_of_its_kind(order: str) -> None:
+    def crosses(pair: tuple[int, ...]) -> bool:
+        return order[pair[0]] != order[pair[1]]
+
+    for suspects in itertools.combinations(range(8), 2):
+        pairs = control_pairs(suspects, order)
+        assert len(pairs) == 3 and {crosses(pair) for pair in pairs} == {crosses(suspects)}
+        assert not any(set(pair) & set(suspects) for pair in pairs)
+
+
+def test_a_nodes_pair_is_compared_with_pairs_that_cross_other_borders() -> None:
+    assert control_pairs((2, 0), "aabbccdd") == [(4, 6), (5, 7), (4, 7)]
+    assert control_pairs((2, 0), "aabbcc") == [(1, 5), (1, 4), (0, 4)], "none with the suspect's host"
+    assert control_pairs((0, 1), "ab") == []
+
+
+class Wires:
+    """Measures of one rank over links of known times, without processes; ``gather`` waits for all ranks."""
+
+    def __init__(
+        self, rank: int, seconds: Callable[[int, int], tuple[float, float]], gathered: Gathered
+    ) -> None:
+        self.rank, self.seconds, self.gathered = rank, seconds, gathered
+
+    def barrier(self) -> None:
+        """Nobody hurries."""
+
+    def exchange(self, peer: int, *, first: bool, nbytes: int, repeats: int) -> list[float]:
+        return [self.seconds(self.rank, peer)[nbytes == LARGE_BYTES]] * repeats
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        return self.gathered.all(self.rank, values)
+
+
+class Gathered:
+    def __init__(self, world: int) -> None:
+        self.barrier = threading.Barrier(world)
+        self.rows: list[list[float]] = [[] for _ in range(world)]
+
+    def all(self, rank: int, values: list[float]) -> list[list[float]]:
+        self.rows[rank] = values
+        self.barrier.wait(60)
+        return self.rows
+
+
+def link_verdict(
+    ranks: tuple[int, int], hosts: str, seconds: Callable[[int, int], tuple[float, float]]
+) -> Confirmation:
+    """What all ranks of ``hosts`` find of a link; ``seconds``: of a round trip and of 1 MiB, by two ranks."""
+    request, gathered = Request(identity="a", what="link", ranks=ranks), Gathered(len(hosts))
+
+    def found(rank: int) -> Confirmation:
+        return measure(request, Wires(rank, seconds, gathered), rank, hosts)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(len(hosts)) as ranks_at_work:
+        first, *others = ranks_at_work.map(found, range(len(hosts)))
+    assert all((each.verdict, each.ratio) == (first.verdict, first.ratio) for each in others)
+    return first
+
+
+def test_a_sound_network_between_hosts_is_not_slow_beside_one_within() -> None:
+    def seconds(rank: int, peer: int) -> tuple[float, float]:
+        return (1e-4, 1e-3) if (rank < 4) == (peer < 4) else (5e-4, 5e-3)
+
+    for ranks in ((0, 4), (3, 4), (2, 3)):
+        assert link_verdict(ranks, "aaaabbbb", seconds).verdict == "refuted"
+    slow = {0, 2}
+    only = link_verdict((0, 2), "aab", lambda rank, peer: (9.0, 9.0) if {rank, peer} == slow else (1.0, 1.0))
+    assert only.verdict == "confirmed", "the pair itself is slow beside its like"
+    alone = link_verdict((0, 1), "aab", seconds)
+    assert alone.verdict == "inconclusive"
+    assert "ranks 0, 1: the run has no other pair within a host to compare it with" in alone.text
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_one_that_is_not_confirmed_does_not(
         ({"ranks": []}, None),
         ({"cause": "slow_data"}, "nothing that can be measured"),
         ({"cause": "slow_link", "ranks": [1, 2]}, "not one host's"),
+        ({"cause": "slow_node_link", "ranks": [2, 3]}, "no other is there to compare with"),
         ({"ranks": [9]}, "not one host's"),
     ],
 )
@@ -101,15 +102,20 @@ def test_what_no_measurement_or_no_host_answers_for_is_left_alone(
     assert (why is None and not said) or (why is not None and len(said) == 1 and why in said[0])
 
 
-def test_a_nodes_link_is_measured_across_its_border(policy: StragglerPolicy) -> None:
+def test_a_nodes_link_is_measured_across_its_border(said: list[str]) -> None:
+    policy = StragglerPolicy({**HOSTS, 4: "node-c"}, said.append)
     policy.heard(finding(cause="slow_node_link", ranks=[2, 3]))
     assert policy.request is not None and policy.request.what == "link" and policy.request.ranks == (2, 0)
 
 
-def test_what_cannot_be_measured_is_never_asked_for(said: list[str]) -> None:
-    policy = StragglerPolicy({0: "node-a", 1: "node-b"}, said.append)
-    policy.heard(finding(cause="slow_node_link", ranks=[1]))
-    assert policy.request is None and "cannot be measured: found 2 ranks" in said[0]
+def test_a_link_within_a_host_is_measured_itself(policy: StragglerPolicy) -> None:
+    policy.heard(finding(cause="slow_link", ranks=[2, 3]))
+    assert policy.request is not None and policy.request.what == "link" and policy.request.ranks == (2, 3)
+
+
+def test_what_cannot_be_measured_is_never_asked_for(policy: StragglerPolicy, said: list[str]) -> None:
+    policy.heard(finding(cause="slow_link", ranks=[2]))
+    assert policy.request is None and "cannot be measured: found 1 ranks for a link" in said[0]
 
 
 def test_the_last_host_is_not_excluded(said: list[str]) -> None:
