@@ -27,6 +27,8 @@ _CONTROLS = 3
 _DISTANCES = (1, 2, 3)
 """Between the two ranks of a host, or the two hosts, of a control pair, in their order."""
 _INNER = 2
+_VERDICTS = ("confirmed", "inconclusive", "refuted")
+"""Of two measures of a link the one that comes first here counts."""
 
 MEASURABLE = {
     "slow_compute": "compute",
@@ -116,8 +118,11 @@ def measure(request: Request, measures: Measures, rank: int, hosts: Sequence[str
     controls = control_pairs(request.ranks, hosts)
     if not controls:
         return _without_controls(request, hosts)
-    ratios, extra, least = _link(request, measures, rank, controls)
-    return judged(request, ratios, _LINK_SLOWER, least, extra, time.monotonic() - began)
+    found = _link(request, measures, rank, controls)
+    seconds = time.monotonic() - began
+    each = [judged(request, ratios, _LINK_SLOWER, least, extra, seconds) for ratios, extra, least in found]
+    # Either measure may show that the link is slow; both have to show that it is not.
+    return min(each, key=lambda one: (_VERDICTS.index(one.verdict), -one.low))
 
 
 def judged(
@@ -230,7 +235,8 @@ def control_pairs(suspects: tuple[int, ...], hosts: Sequence[str]) -> list[tuple
 
 def _link(
     request: Request, measures: Measures, rank: int, controls: Sequence[tuple[int, int]]
-) -> tuple[list[float], str, float]:
+) -> list[tuple[list[float], str, float]]:
+    """Per measure the ratios of the blocks, the figures in words, and ``least`` as ``judged`` takes it."""
     pairs = [(min(request.ranks), max(request.ranks)), *controls]
     small = [[0.0] * BLOCKS for _ in pairs]
     large = [[0.0] * BLOCKS for _ in pairs]
@@ -251,13 +257,11 @@ def _link(
         row = gathered[first]
         quick_of.append(row[number * BLOCKS : (number + 1) * BLOCKS])
         bulk_of.append(row[length + number * BLOCKS : length + (number + 1) * BLOCKS])
-    worst, least, extra = [0.0] * BLOCKS, 0.0, ""
+    found = []
     for name, times in (("round trip", quick_of), ("1 MiB there and back", bulk_of)):
         usual = [statistics.median(row[block] for row in times[1:]) for block in range(BLOCKS)]
         ratios = [own / max(other, 1e-9) for own, other in zip(times[0], usual, strict=True)]
-        if sorted(ratios)[_INNER] >= sorted(worst)[_INNER]:
-            worst = ratios
-            own, other = statistics.median(times[0]), statistics.median(usual)
-            least = _LINK_SECONDS - (own - other)
-            extra = f"{name} {own * 1e3:.2f} against {other * 1e3:.2f} ms"
-    return worst, extra, least
+        own, other = statistics.median(times[0]), statistics.median(usual)
+        extra = f"{name} {own * 1e3:.2f} against {other * 1e3:.2f} ms"
+        found.append((ratios, extra, _LINK_SECONDS - (own - other)))
+    return found

@@ -153,6 +153,32 @@ def test_a_sound_network_between_hosts_is_not_slow_beside_one_within() -> None:
 
 
 @pytest.mark.parametrize(
+    ("slow", "verdict", "measure_of"),
+    [
+        ((1.5e-4, 14e-3), "confirmed", "1 MiB"),  # a round trip of a larger ratio, too short to matter
+        ((1e-3, 10e-3), "confirmed", "round trip"),
+        ((1.5e-4, 10e-3), "refuted", "round trip"),
+    ],
+)
+def test_either_measure_may_confirm_a_link_and_both_refute_it(
+    slow: tuple[float, float], verdict: str, measure_of: str
+) -> None:
+    found = link_verdict((1, 2), "aaaa", lambda rank, peer: slow if {rank, peer} == {1, 2} else (1e-4, 10e-3))
+    assert found.verdict == verdict and measure_of in found.text
+
+
+def test_a_measure_that_leaves_it_open_refutes_no_link() -> None:
+    calls = itertools.count()
+
+    def seconds(rank: int, peer: int) -> tuple[float, float]:
+        # Every second block is slow; of each, rank 0 asks for two times, and its figures count.
+        disturbed = (rank, peer) == (0, 1) and next(calls) // 2 % 2
+        return 1e-4, 30e-3 if disturbed else 9e-3 if {rank, peer} == {0, 1} else 10e-3
+
+    assert link_verdict((0, 1), "aaa", seconds).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("", "expected identity"),
