@@ -18,7 +18,7 @@ from mt_megatron.scan.findings.text import claims_and_signals
 from mt_megatron.scan.format.recording_end import Ended, read_ended
 from mt_megatron.scan.format.records import KIND, OPEN
 from mt_megatron.scan.format.run_files import RunFiles, existing_run, read_run, segment_paths
-from mt_megatron.scan.format.segments import RankTrace, dropped_events, read_segments
+from mt_megatron.scan.format.segments import RankTrace, dropped_events, read_segments, segment_meta
 
 _LAST_STEPS = 20
 
@@ -132,8 +132,10 @@ def _rank(files: RunFiles, rank: int) -> RankStatus | None:
         modified = paths[-1].stat().st_mtime
     except FileNotFoundError:
         return None
-    # A segment that was begun just now may hold no whole step yet.
-    read = read_segments(paths[-2:])
+    # A segment that was begun just now may hold no whole step yet; the one before may be of an earlier start.
+    metas = ((path, segment_meta(path)) for path in paths[-2:])
+    known = [(path, int(meta.get("session", 0))) for path, meta in metas if meta is not None]
+    read = read_segments([path for path, session in known if session == known[-1][1]])
     spans = read.spans
     ended = spans[(spans["kind"] == KIND["step"]) & (spans["end"] != OPEN)]
     last = ended[np.argsort(ended["end"])][-_LAST_STEPS:]
