@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_megatron.scan.format.records import COUNTER
-from mt_megatron.scan.record.writer import BEAT_SECONDS, FLUSH_SECONDS
+from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS
+from mt_megatron.scan.record.writer import BEAT_SECONDS
 
 from .engine import Step
 from .faults import Fault

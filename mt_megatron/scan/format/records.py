@@ -113,3 +113,7 @@ PING = np.dtype(
 )
 """Four timestamps of one exchange with rank ``peer``: ``sent`` and ``returned`` by this rank's clock,
 ``received`` and ``answered`` by the peer's."""
+
+FLUSH_SECONDS = 0.6
+"""Time between two writes of a recorder: what a killed process loses at most, and a little more for the
+encoding itself."""

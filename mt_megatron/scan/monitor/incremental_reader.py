@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mt_megatron.scan.clock.fit import Clocks
 from mt_megatron.scan.diagnose.rank_ends import Key, Pace, RankEnd, rank_end
 from mt_megatron.scan.format.recording_end import Ended, read_ended
-from mt_megatron.scan.format.records import COUNTER, KIND, OPEN, PING, SPAN
+from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, KIND, OPEN, PING, SPAN
 from mt_megatron.scan.format.run_files import segment_paths
 from mt_megatron.scan.format.segments import (
     COUNTER_VALUES,
@@ -33,6 +33,7 @@ MOST_BYTES = 64 << 20
 """Records of one rank that are held, unless its reader says otherwise."""
 
 _QUIET_S = 1.0
+_HELD_NS = round(2e9 * FLUSH_SECONDS)
 
 
 class RankTail:
@@ -170,6 +171,19 @@ class RankTail:
         rows = (self._spans["kind"] == KIND["step"]) & (self._spans["end"] != OPEN)
         found: NDArray[np.int64] = np.unique(self._spans["iteration"][rows]).astype(np.int64)
         return found
+
+    @property
+    def steps_whole(self) -> NDArray[np.int64]:
+        """Of ``steps_done`` those of which nothing more is to come while the rank goes on recording."""
+        # The last one is whole only when the next has begun: a checkpoint may follow it.
+        found = self.steps_done[:-1]
+        if self.meta.get("device_type", "cpu") == "cpu":
+            return found
+        # The recorder holds spans of a device's work until it knows their times: they are written after their
+        # step's span, two flushes after its end at the latest.
+        rows = (self._spans["kind"] == KIND["step"]) & (self._spans["end"] != OPEN)
+        rows &= self._spans["end"] <= self._last_seen - _HELD_NS
+        return found[np.isin(found, self._spans["iteration"][rows])]
 
     def part(self, last_step: int) -> RankTrace:
         """The records up to the end of ``last_step`` and the step after it, which the caller cuts off;

@@ -178,9 +178,7 @@ class Watch:
         assert self._diagnoser is not None
         ready = []
         for tail in tails.values():
-            steps = tail.steps_done
-            # The last one is whole only when the next has begun: a checkpoint may follow it.
-            usable = steps if final else steps[:-1]
+            usable = tail.steps_done if final else tail.steps_whole
             if not len(usable):
                 return False
             ready.append(int(usable[-1]))

@@ -26,11 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.backends.base import Backend, TimedEvent
-from mt_megatron.scan.format.records import OPEN, SPAN
+from mt_megatron.scan.format.records import FLUSH_SECONDS, OPEN, SPAN
 from mt_megatron.seams import events
 
 from .levels import Level
-from .writer import FLUSH_SECONDS
 
 logger = logging.getLogger("mt_megatron")
 

@@ -15,7 +15,7 @@ from struct import Struct
 from typing import Any
 
 from mt_megatron.scan.format.names import Names
-from mt_megatron.scan.format.records import COUNTER, PING
+from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, PING
 from mt_megatron.scan.format.segment_retention import SegmentRing, time_pair
 
 from .encoder import Event, SpanEncoder, thread_names
@@ -25,8 +25,6 @@ from .queues import Queues, take
 logger = logging.getLogger("mt_megatron")
 
 BEAT_SECONDS = 0.3
-FLUSH_SECONDS = 0.6
-"""What a killed process loses at most, and a little more for the encoding itself."""
 
 _BEAT_NS = round(BEAT_SECONDS * 1e9)
 _FLUSH_NS = round(FLUSH_SECONDS * 1e9)

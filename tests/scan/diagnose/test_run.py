@@ -16,7 +16,7 @@ import pytest
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.diagnose.run import Diagnosis, diagnose
-from mt_megatron.scan.format.records import KIND, OPEN, SPAN
+from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import read_run, run_files, segment_path, segment_paths, write_run
 from mt_megatron.scan.format.segments import Group, SegmentWriter, read_rank
 from mt_megatron.scan.monitor.alerts import Alerts
@@ -158,6 +158,42 @@ def test_the_watcher_says_the_same_while_the_trace_grows(slow: Path, tmp_path: P
     (line,) = files.findings.read_text().splitlines()
     assert json.loads(line)["named_at_step"] <= 24 and json.loads(line)["ranks"] == [2]
     assert files.findings.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_watcher_waits_for_what_a_device_is_timed_with(tmp_path: Path) -> None:
+    """A recorder writes them one flush after their step: device times are read when the device is done."""
+    whole = tmp_path / "whole"
+    write_handmade(whole, HandmadeRun(steps=44, slow_rank=2, factor=1.2, slow_from=9))
+    files = run_files(tmp_path)
+    files.root.mkdir()
+    shutil.copy(run_files(whole).run_json, files.run_json)
+    flush = round(1e9 * FLUSH_SECONDS)
+    writers = {}
+    for rank in range(4):
+        recorded = read_rank(run_files(whole).rank_folder(rank))
+        files.rank_folder(rank).mkdir()
+        meta = {**recorded.meta, "device_type": "cuda"}
+        writer = SegmentWriter(segment_path(files.rank_folder(rank), 0), rank, meta)
+        writer.strings(recorded.strings)
+        writer.groups(recorded.groups)
+        spans = recorded.spans[np.argsort(recorded.spans["end"], kind="stable")]
+        timed = ~np.isin(spans["kind"], (KIND["step"], KIND["data"]))
+        for name in ("begin", "end"):
+            spans[f"device_{name}"][timed] = spans[name][timed]
+        writers[rank] = (writer, spans, spans["end"] + np.where(timed, flush, 0))
+    begin = 1_000 * MS
+    end = max(int(spans["end"].max()) for _, spans, _ in writers.values())
+    watch = Watch(files)
+    told = []
+    for now in range(begin + flush, end, flush):
+        # The ranks' files grow one after the other, and the watcher looks in between.
+        for writer, spans, at in writers.values():
+            writer.spans(spans[(at > now - flush) & (at <= now)])
+            counter = np.zeros(1, dtype=COUNTER)
+            counter["time"], counter["name"] = now, NAME["beat_delay_ns"]
+            writer.counters(counter)
+            told += watch.look()
+    assert [(each.cause, each.ranks) for each in told] == [("slow_compute", (2,))]
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
