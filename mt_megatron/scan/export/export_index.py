@@ -98,6 +98,8 @@ def _steps(found: Survey, piece: Piece) -> None:
 
 
 def _runs(numbers: NDArray[np.int64]) -> Runs:
+    if not len(numbers):
+        return np.empty((0, 2), dtype=np.int64)
     ordered = np.unique(numbers)
     breaks = np.flatnonzero(np.diff(ordered) > 1)
     firsts = ordered[np.concatenate(([0], breaks + 1))]

@@ -18,10 +18,10 @@ from mt_megatron.scan.export.chrome import write_chrome
 from mt_megatron.scan.export.rank_stream import Selection, pieces
 from mt_megatron.scan.export.tracks import Lanes, Plotted, counter_points
 from mt_megatron.scan.findings.finding import Finding
-from mt_megatron.scan.format.records import COUNTER, KIND, OPEN, SPAN
+from mt_megatron.scan.format.records import ASYNC, COUNTER, KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import run_files, segment_path
 from mt_megatron.scan.format.segments import SegmentWriter
-from tests.scan.handmade import MS, HandmadeRun, write_handmade
+from tests.scan.handmade import MS, NAME, HandmadeRun, write_handmade
 
 _NUMBER, _PLACE = {"type": "number", "minimum": 0}, {"type": "integer", "minimum": 0}
 # Of text Perfetto's importer takes hexadecimal numbers of 64 bits alone, and drops the arrow of any other.
@@ -258,6 +258,22 @@ def test_device_times_and_kernels_have_tracks_of_their_own(tmp_path: Path) -> No
     assert count["device: kernels"] == count["device: kernels (2)"] == 1
     # On the host each is there too, the kernels only where they ran.
     assert count["training thread"] + count["training thread (2)"] == len(passes)
+
+
+def test_a_step_in_which_a_receive_was_only_started_is_written_too(tmp_path: Path) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=2))
+    folder = run_files(tmp_path).rank_folder(0)
+    read = open_trace(tmp_path).rank(0)
+    spans = read.spans[read.spans["kind"] == KIND["p2p"]][:1].copy()
+    spans["name"], spans["flags"], spans["iteration"], spans["seq"] = NAME["recv"], ASYNC, 3, 4
+    writer = SegmentWriter(segment_path(folder, 1), 0, read.meta)
+    writer.strings(read.strings)
+    writer.groups(read.groups)
+    writer.spans(spans)
+    writer.close()
+    trace = export(tmp_path, Selection(first_step=3, last_step=3))
+    assert [event["name"] for event in events(trace, "X")] == ["recv from 2 (start)"]
+    assert not events(trace, "s") and not events(trace, "f")
 
 
 def test_what_does_not_nest_goes_on_to_another_lane() -> None:
