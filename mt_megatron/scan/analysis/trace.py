@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from mt_megatron.errors import ScanError
 from mt_megatron.scan.clock.fit import Clocks, fit_clocks
 from mt_megatron.scan.format.records import PING
 from mt_megatron.scan.format.run_files import RunFiles, existing_run, read_run, segment_paths
-from mt_megatron.scan.format.segments import PINGS, RankTrace, read_blocks, read_rank, segment_meta, sessions
+from mt_megatron.scan.format.segments import PINGS, RankTrace, read_blocks, read_rank, readable_segments
 
 COORDINATES = ("dp", "pp", "tp", "cp", "ep")
 
@@ -86,20 +87,29 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         # Rank 0's disk may be the one that failed: what the ranks say of themselves is enough.
         facts = {}
         notes.append(f"{error}; places are taken from the ranks' own files")
-    by_rank = {rank: sessions(files.rank_folder(rank)) for rank in files.ranks()}
-    newest = max((each[-1] for each in by_rank.values() if each), default=None)
-    if newest is None:
-        raise ScanError(
-            f"found no readable segment below {files.root}; expected files such as rank-00000/000000.scan"
-        )
-    if earlier := len({number for each in by_rank.values() for number in each if number < newest}):
+    segments: dict[int, list[_Segment]] = {}
+    unreadable: list[str] = []
+    for rank in files.ranks():
+        segments[rank], damaged = readable_segments(segment_paths(files.rank_folder(rank)))
+        unreadable += damaged
+    numbers = {_session(meta) for each in segments.values() for _, meta in each}
+    if not numbers:
+        expected = "expected files such as rank-00000/000000.scan"
+        nothing = f"found no readable segment below {files.root}; {expected}"
+        raise ScanError(unreadable[0] if unreadable else nothing)
+    newest = max(numbers)
+    if earlier := len(numbers) - 1:
         notes.append(
             f"the run was started {earlier + 1} times; this is what its last start recorded, earlier "
             "starts are kept but not shown"
         )
     # The whole of one rank at a time.
     shared: dict[str, Any] = {}
-    light = {rank: _Light(files, rank, newest, shared) for rank, each in by_rank.items() if newest in each}
+    light = {
+        rank: _Light(files.rank_folder(rank), newest, kept, shared)
+        for rank, each in segments.items()
+        if (kept := [segment for segment in each if _session(segment[1]) == newest])
+    }
     world = int(facts.get("world_size", max(light) + 1))
     missing = tuple(rank for rank in range(world) if rank not in light)
     if missing:
@@ -170,24 +180,34 @@ def _few(ranks: tuple[int, ...]) -> str:
     return shown + (" ..." if len(ranks) > 6 else "")
 
 
+_Segment = tuple[Path, dict[str, Any]]
+"""A segment's file and its first note."""
+
+
+def _session(meta: Mapping[str, Any]) -> int:
+    return int(meta.get("session", 0))
+
+
 class _Light:
     """What the clock fit needs of a rank; its spans are read only if the fit asks for them."""
 
-    def __init__(self, files: RunFiles, rank: int, session: int, shared: dict[str, Any]) -> None:
-        self._folder = files.rank_folder(rank)
+    def __init__(
+        self, folder: Path, session: int, segments: Sequence[_Segment], shared: dict[str, Any]
+    ) -> None:
+        self._folder = folder
         self._session = session
         self._shared = shared
-        metas = ((path, segment_meta(path)) for path in segment_paths(self._folder))
-        kept = [(path, meta) for path, meta in metas if meta and int(meta.get("session", 0)) == session]
-        self._paths = [path for path, _ in kept]
-        self.meta: dict[str, Any] = kept[0][1]
+        self._paths = [path for path, _ in segments]
+        self.meta: dict[str, Any] = segments[0][1]
 
     @cached_property
     def pings(self) -> NDArray[np.void]:
         """``PING`` records of all segments."""
-        found = []
+        found: list[NDArray[np.void]] = []
         for path in self._paths:
-            found += [payload for kind, payload, _ in read_blocks(path) if kind == PINGS]
+            # A file that is damaged there, or gone by now, gives what came before; ``read_rank`` names it.
+            with contextlib.suppress(OSError, ScanError):
+                found.extend(payload for kind, payload, _ in read_blocks(path) if kind == PINGS)
         return np.concatenate(found) if found else np.empty(0, dtype=PING)
 
     @property

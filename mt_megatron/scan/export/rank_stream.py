@@ -71,7 +71,7 @@ class Piece:
 
 
 def pieces(trace: Trace, rank: int, selection: Selection = EVERYTHING) -> Iterator[Piece]:
-    """The records of ``rank`` in the order of its segments. Raises ``ScanError`` for what is no segment."""
+    """The records of ``rank`` in the order of its segments, without what cannot be read."""
     carried = np.empty(0, dtype=SPAN)
     folder = trace.files.rank_folder(rank)
     metas = ((path, segment_meta(path)) for path in segment_paths(folder))

@@ -15,8 +15,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class RankTrace:
     one is how the recording ended, where that is known."""
 
     damaged: tuple[str, ...] = field(default=())
-    """Sentences on bytes that could not be read: torn ends, and what lies behind a broken block."""
+    """Sentences on what could not be read: torn ends, what lies behind a broken block, whole segments."""
 
 
 class SegmentWriter:
@@ -198,15 +198,19 @@ def read_rank(rank_folder: Path, *, session: int | None = None) -> RankTrace:
     """Everything one rank wrote in one session, the newest by default.
 
     A session is one life of the rank's process: numbers of collectives and transfers begin at 0 in each.
-    Raises ``ScanError`` when there is none.
+    Segments that cannot be read are left out and named in ``damaged``. Raises ``ScanError`` when no other is
+    there.
     """
+    readable, unreadable = readable_segments(segment_paths(rank_folder))
     by_session: dict[int, list[Path]] = {}
-    for path in segment_paths(rank_folder):
-        meta = segment_meta(path)
-        if meta is not None:
-            by_session.setdefault(int(meta.get("session", 0)), []).append(path)
+    for path, meta in readable:
+        by_session.setdefault(int(meta.get("session", 0)), []).append(path)
     if not by_session:
-        raise ScanError(f"found no readable segment in {rank_folder}; expected files such as 000000.scan")
+        raise ScanError(
+            unreadable[0]
+            if unreadable
+            else f"found no readable segment in {rank_folder}; expected files such as 000000.scan"
+        )
     wanted = max(by_session) if session is None else session
     if wanted not in by_session:
         raise ScanError(f"found sessions {sorted(by_session)} in {rank_folder}, expected {wanted}")
@@ -214,35 +218,65 @@ def read_rank(rank_folder: Path, *, session: int | None = None) -> RankTrace:
     ended = read_ended(rank_folder, wanted)
     if ended is not None:
         found.notes.append(ended.note())
-    return found
+    return replace(found, damaged=(*unreadable, *found.damaged))
 
 
 def sessions(rank_folder: Path) -> list[int]:
-    """The sessions of which ``rank_folder`` still holds segments, ascending."""
-    metas = (segment_meta(path) for path in segment_paths(rank_folder))
-    return sorted({int(meta.get("session", 0)) for meta in metas if meta is not None})
+    """The sessions of which ``rank_folder`` still holds segments that can be read, ascending."""
+    readable, _ = readable_segments(segment_paths(rank_folder))
+    return sorted({int(meta.get("session", 0)) for _, meta in readable})
+
+
+def readable_segments(paths: Iterable[Path]) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
+    """Those of ``paths`` that can be read, each with its first note, and a sentence on each damaged one.
+
+    Files that are gone, or whose first note is not written yet, are in neither. Raises ``PermissionError``.
+    """
+    readable, unreadable = [], []
+    for path in paths:
+        try:
+            meta = _first_note(path)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            raise  # the command says who may read it
+        except (OSError, ScanError) as error:
+            unreadable.append(_unreadable(path, error))
+            continue
+        if meta is not None:
+            readable.append((path, meta))
+    return readable, unreadable
 
 
 def segment_meta(path: Path) -> dict[str, Any] | None:
-    """The first note of a segment; None when not even that was written, or the file is gone."""
-    try:
-        for kind, payload, _ in read_blocks(path):
-            return payload if kind == NOTE and payload.get("what") == "meta" else None
-    except FileNotFoundError:
-        pass
+    """The first note of a segment; None when not even that was written, or the file is gone or damaged."""
+    readable, _ = readable_segments([path])
+    return readable[0][1] if readable else None
+
+
+def _first_note(path: Path) -> dict[str, Any] | None:
+    for kind, payload, _ in read_blocks(path):
+        return payload if kind == NOTE and payload.get("what") == "meta" else None
     return None
 
 
+def _unreadable(path: Path, error: OSError | ScanError) -> str:
+    if isinstance(error, ScanError):
+        return str(error)
+    return f"{path} cannot be read ({error}); copy it again from the machine of its rank"
+
+
 def read_segments(paths: Sequence[Path]) -> RankTrace:
-    """Segments of one rank and session, oldest first, as one trace."""
+    """Segments of one rank and session, oldest first, as one trace. Raises ``PermissionError``."""
     meta: dict[str, Any] = {}
-    strings: list[str] = []
+    tables: list[list[str]] = [[]]
     groups: dict[int, Group] = {}
     arrays: dict[int, list[NDArray[np.void]]] = {kind: [] for kind in _ARRAYS}
     notes: list[dict[str, Any]] = []
     damaged: list[str] = []
     for path in paths:
         own: list[str] = []
+        tables.append(own)
         end = _FILE.size
         try:
             for block in read_blocks(path):
@@ -262,13 +296,17 @@ def read_segments(paths: Sequence[Path]) -> RankTrace:
             size = path.stat().st_size
         except FileNotFoundError:
             continue
+        except PermissionError:
+            raise
+        except (OSError, ScanError) as error:
+            damaged.append(_unreadable(path, error))
+            continue
         if size > end:
             damaged.append(f"{path}: the last {size - end} of {size} bytes are no whole block")
-        # The table only grows, so that the longest says what all numbers mean.
-        strings = max(strings, own, key=len)
     return RankTrace(
         meta=meta,
-        strings=strings,
+        # The table only grows, so that the longest says what all numbers mean.
+        strings=max(tables, key=len),
         groups=groups,
         spans=without_ended(_joined(arrays[SPANS], SPAN)),
         counters=_joined(arrays[COUNTER_VALUES], COUNTER),

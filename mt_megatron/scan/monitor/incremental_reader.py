@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_megatron.errors import ScanError
 from mt_megatron.scan.clock.fit import Clocks
 from mt_megatron.scan.diagnose.rank_ends import Key, Pace, RankEnd, rank_end
 from mt_megatron.scan.format.recording_end import Ended, read_ended
@@ -89,7 +90,8 @@ class RankTail:
                     self.fresh = time.monotonic()
                     if not self._take(path, kind, payload, new):
                         break
-            except FileNotFoundError:
+            except (OSError, ScanError):
+                # Gone, damaged, or not to be read just now: the others are followed, this one is tried again.
                 continue
         self._keep(new)
         # One small file, and only of those that write nothing: they may never write again.

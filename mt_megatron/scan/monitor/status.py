@@ -18,7 +18,7 @@ from mt_megatron.scan.findings.text import claims_and_signals
 from mt_megatron.scan.format.recording_end import Ended, read_ended
 from mt_megatron.scan.format.records import KIND, OPEN
 from mt_megatron.scan.format.run_files import RunFiles, existing_run, read_run, segment_paths
-from mt_megatron.scan.format.segments import RankTrace, dropped_events, read_segments, segment_meta
+from mt_megatron.scan.format.segments import RankTrace, dropped_events, read_segments, readable_segments
 
 _LAST_STEPS = 20
 
@@ -91,14 +91,24 @@ class RunStatus:
 
 
 def run_status(run: Path | str, before: RunStatus | None = None) -> RunStatus:
-    """Read the newest segment of every rank. Raises ``ScanError`` when there is no trace.
+    """Read the newest segments of every rank. Raises ``ScanError`` when there is no trace that can be read.
 
     A run that has ended is judged by all of its steps, as ``scan report`` does. ``before``: an earlier
     status of the same run, whose judgement is kept if the run had ended then.
     """
     files = existing_run(run)
     facts: dict[str, Any] = {}
-    ranks = [found for rank in files.ranks() if (found := _rank(files, rank)) is not None]
+    ranks: list[RankStatus] = []
+    unreadable: list[ScanError] = []
+    for rank in files.ranks():
+        try:
+            found = _rank(files, rank)
+        except ScanError as error:
+            unreadable.append(error)
+        else:
+            ranks += [] if found is None else [found]
+    if unreadable and not ranks:
+        raise unreadable[0]
     with contextlib.suppress(ScanError):
         facts = read_run(files)
     status = RunStatus(
@@ -125,16 +135,21 @@ def run_status(run: Path | str, before: RunStatus | None = None) -> RunStatus:
 
 
 def _rank(files: RunFiles, rank: int) -> RankStatus | None:
+    """None of a rank that has no file. Raises ``ScanError`` when its newest ones cannot be read."""
     paths = segment_paths(files.rank_folder(rank))
     if not paths:
         return None
     try:
         modified = paths[-1].stat().st_mtime
-    except FileNotFoundError:
+    except PermissionError:
+        raise
+    except OSError:
         return None
     # A segment that was begun just now may hold no whole step yet; the one before may be of an earlier start.
-    metas = ((path, segment_meta(path)) for path in paths[-2:])
-    known = [(path, int(meta.get("session", 0))) for path, meta in metas if meta is not None]
+    readable, unreadable = readable_segments(paths[-2:])
+    if unreadable and not readable:
+        raise ScanError(unreadable[0])
+    known = [(path, int(meta.get("session", 0))) for path, meta in readable]
     read = read_segments([path for path, session in known if session == known[-1][1]])
     spans = read.spans
     ended = spans[(spans["kind"] == KIND["step"]) & (spans["end"] != OPEN)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,13 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mt_megatron.errors import ScanError
+from mt_megatron.scan.analysis.trace import open_trace
 from mt_megatron.scan.diagnose.run import Diagnosis, diagnose
+from mt_megatron.scan.export.rank_stream import pieces
 from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import read_run, run_files, segment_path, segment_paths, write_run
 from mt_megatron.scan.format.segments import Group, SegmentWriter, read_rank
@@ -78,6 +83,41 @@ def test_a_missing_rank_and_a_torn_file_are_said_and_survived(slow: Path, tmp_pa
     assert found.missing == (1,)
     assert any("left no readable file" in note for note in found.notes)
     assert any("no whole block" in note for note in found.notes)
+
+
+def test_a_damaged_segment_of_one_rank_spoils_neither_report_nor_watcher(slow: Path, tmp_path: Path) -> None:
+    run = tmp_path / "zeros"
+    shutil.copytree(slow, run)
+    files = run_files(run)
+    segment_path(files.rank_folder(1), 1).write_bytes(bytes(4096))
+    (read,) = [piece for piece in pieces(open_trace(run), 1) if len(piece.spans)]
+    assert len(read.spans) == len(read_rank(files.rank_folder(1)).spans)
+    found = diagnose(run)
+    assert named(found) == [("slow_compute", (2,))] and found.ranks == (0, 1, 2, 3)
+    (note,) = found.notes
+    assert "rank-00001/000001.scan is no segment" in note
+    watch = Watch(files)
+    told = watch.look() + watch.look(final=True)
+    assert [(each.cause, each.ranks) for each in told] == [("slow_compute", (2,))]
+    shutil.rmtree(files.rank_folder(1))
+    files.rank_folder(1).mkdir()
+    segment_path(files.rank_folder(1), 1).write_bytes(bytes(4096))
+    assert diagnose(run).missing == (1,)
+
+
+def test_the_watcher_tries_a_file_again_that_it_could_not_read(
+    slow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path, offset: int = 0) -> Iterator[tuple[int, Any, int]]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    tail = RankTail(run_files(slow).rank_folder(0), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr("mt_megatron.scan.monitor.incremental_reader.read_blocks", stale)
+        tail.poll()
+    assert tail.step == 0
+    tail.poll()
+    assert tail.step == 24
 
 
 def test_without_run_json_places_come_from_the_ranks(slow: Path, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +124,38 @@ def test_damage_is_said(tmp_path: Path) -> None:
     trace = read_rank(path.parent)
     assert len(trace.spans) == 5
     assert trace.damaged == (f"{path}: the last 4 of {path.stat().st_size} bytes are no whole block",)
+
+
+def test_a_segment_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+    folder = tmp_path / "rank-00003"
+    write(segment_path(folder, 0))
+    segment_path(folder, 1).write_bytes(bytes(4096))
+    segment_path(folder, 2).mkdir()
+    write(segment_path(folder, 3), first=10)
+    trace = read_rank(folder)
+    assert trace.spans["begin"].tolist() == [*range(5), *range(10, 15)]
+    zeros, no_file = trace.damaged
+    assert "000001.scan is no segment of a trace" in zeros
+    assert "000002.scan cannot be read" in no_file and "copy it again" in no_file
+    assert segments.sessions(folder) == [0] and segments.segment_meta(segment_path(folder, 1)) is None
+
+
+def test_a_file_that_breaks_off_gives_what_was_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = segment_path(tmp_path / "rank-00003", 0)
+    write(path)
+    whole = list(read_blocks(path))
+
+    def broken(path: Path, offset: int = 0) -> Iterator[tuple[int, Any, int]]:
+        yield from whole[:4]
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    assert [kind for kind, _, _ in whole[:4]].count(segments.SPANS) == 1
+    monkeypatch.setattr(segments, "read_blocks", broken)
+    trace = read_rank(path.parent)
+    assert len(trace.spans) == 3 and trace.strings == ["", "send"]
+    assert len(trace.damaged) == 1 and "cannot be read" in trace.damaged[0]
 
 
 def test_each_segment_can_be_read_alone(tmp_path: Path) -> None:

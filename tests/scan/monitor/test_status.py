@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from mt_megatron.errors import ScanError
 from mt_megatron.scan.format.recording_end import Ending
 from mt_megatron.scan.format.records import KIND, OPEN, SPAN
 from mt_megatron.scan.format.run_files import run_files, segment_path, write_run
@@ -58,3 +60,19 @@ def test_both_newest_segments_of_one_start_are_read(tmp_path: Path) -> None:
     writer.close()
     (rank,) = run_status(tmp_path).ranks
     assert rank.step == 9, "the newest holds no whole step yet"
+
+
+def test_a_damaged_file_of_one_rank_hides_no_other(tmp_path: Path) -> None:
+    write_run(run_files(tmp_path), {"world_size": 2})
+    write_start(tmp_path, 0, steps=(1, 9), begin=500)
+    other = run_files(tmp_path).rank_folder(1)
+    other.mkdir()
+    segment_path(other, 0).write_bytes(bytes(4096))
+    status = run_status(tmp_path)
+    assert [rank.rank for rank in status.ranks] == [0] and status.absent == (1,)
+    segment_path(run_files(tmp_path).rank_folder(0), 1).write_bytes(bytes(4096))
+    (rank,) = run_status(tmp_path).ranks
+    assert rank.step == 9
+    segment_path(run_files(tmp_path).rank_folder(0), 0).unlink()
+    with pytest.raises(ScanError, match="is no segment of a trace"):
+        run_status(tmp_path)
