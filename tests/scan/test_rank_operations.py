@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_megatron.scan.analysis.matched_ops import SideLog
+from mt_megatron.scan.analysis.matched_ops import RankExchanges, SideLog
+from mt_megatron.scan.analysis.op_table import ExchangeStore
 from mt_megatron.scan.analysis.rank_operations import rank_exchanges
 from mt_megatron.scan.format.records import ASYNC, KIND, SPAN, WAIT
 
@@ -50,3 +51,36 @@ def test_a_wait_that_the_host_alone_timed_says_nothing_of_a_device() -> None:
 def test_one_call_that_waits_is_taken_as_it_is() -> None:
     found = operation((0, STALLS, True))
     assert (found.begin[0], found.end[0], found.waited[0]) == (500 * US, 900 * US, True)
+
+
+def log(iteration: int, count: int) -> SideLog:
+    """``count`` transfers of one step that share their calls with others."""
+    numbers = np.arange(count, dtype=np.int64)
+    return SideLog(
+        key=numbers,
+        iteration=np.full(count, iteration, dtype=np.int64),
+        begin=1_000 * US * (numbers + 1),
+        end=1_000 * US * (numbers + 1) + 500 * US,
+        label=np.zeros(count, dtype=np.int64),
+        labels=[("p2p", 20)],
+        shared=np.ones(count, dtype=bool),
+        waited=np.ones(count, dtype=bool),
+    )
+
+
+@pytest.mark.parametrize("received", [log(7, 3), log(5, 0)], ids=["of another step", "not waited for"])
+def test_transfers_of_which_no_other_side_is_there_are_left_out(received: SideLog) -> None:
+    store = ExchangeStore({}, lambda ranks: 0.0)
+    store.add(RankExchanges(rank=0, groups={}, sends={(0, 1): log(5, 3)}, receives={}))
+    store.add(RankExchanges(rank=1, groups={}, sends={}, receives={(0, 1): received}))
+    store.settle()
+    assert store.units() == []
+
+
+def test_transfers_that_share_their_calls_are_kept_where_both_sides_are_there() -> None:
+    store = ExchangeStore({}, lambda ranks: 0.0)
+    store.add(RankExchanges(rank=0, groups={}, sends={(0, 1): log(5, 3)}, receives={}))
+    store.add(RankExchanges(rank=1, groups={}, sends={}, receives={(0, 1): log(5, 3)}))
+    store.settle()
+    (unit,) = store.units()
+    assert unit.ranks == (0, 1) and unit.rows.count.tolist() == [3]

@@ -225,6 +225,8 @@ def _receivers(
 
 def _largest_of_others(call: NDArray[np.int64], values: Floats) -> Floats:
     """For each entry the largest value among the other entries of its call; -inf if it is alone."""
+    if not len(values):
+        return np.empty(0)
     order = np.lexsort((values, call))
     ordered = call[order]
     last = np.concatenate((ordered[1:] != ordered[:-1], [True]))
