@@ -11,6 +11,7 @@ import pytest
 from mt_megatron.scan.diagnose.late_arrival.own_work import slow_ranks
 from mt_megatron.scan.diagnose.late_arrival.stages import slow_stages
 from mt_megatron.scan.diagnose.late_arrival.waits import pauses, slow_checkpoints, slow_data
+from mt_megatron.scan.diagnose.merge_findings import merged
 from mt_megatron.scan.findings.finding import Finding
 
 from .step_tables import MS, table
@@ -112,6 +113,19 @@ def test_a_replica_with_more_tokens_is_one_matter() -> None:
     uneven.columns["work"][2:] = 1300.0
     uneven.columns["compute"][2:] *= 1.3
     assert named(slow_ranks(uneven)) == [("uneven_work", (2, 3))]
+
+
+def test_each_stretch_of_more_work_of_one_rank_is_found() -> None:
+    uneven = table(dp=4, steps=80, deviation=0.01)
+    uneven.columns["work"][:] = 1000.0
+    for stretch in (slice(9, 20), slice(39, 60)):
+        uneven.columns["work"][2, stretch] = 1300.0
+        uneven.columns["compute"][2, stretch] *= 1.3
+    found = slow_ranks(uneven)
+    assert named(found) == [("uneven_work", (2,))] * 2
+    assert sorted((each.first_step, each.last_step) for each in found) == [(10, 20), (40, 60)]
+    (one,) = merged(found)
+    assert one.details["stretches"] == [[10, 20], [40, 60]]
 
 
 def test_rows_for_experts_are_one_ranks_and_the_usual_amount_is_nobodys() -> None:

@@ -65,7 +65,7 @@ def _by_replica(table: StepTable, found: list[Finding]) -> list[Finding]:
         worst = max(members, key=lambda each: each.lost_fraction)
         ranks = tuple(sorted({rank for each in members for rank in each.ranks} | _alike(table, worst)))
         if len(ranks) == 1:
-            kept += members[:1]
+            kept += members
             continue
         hosts = {table.host(rank) for rank in ranks}
         kept.append(
