@@ -45,7 +45,7 @@ class RankClockData(Protocol):
 
     @property
     def groups(self) -> Mapping[int, Any]:
-        """Groups by number, with ``ranks``."""
+        """Groups by number, with ``name`` and ``ranks``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,8 @@ class Bindings:
 def bindings(ranks: Mapping[int, RankClockData], domains: Mapping[int, int]) -> Bindings:
     """What binds the clocks of ``ranks``. Reads one rank after the other and keeps 24 bytes an event, of at
     most 32,768 events per group and edge (those whose numbers a power of two divides)."""
-    groups: dict[tuple[int, ...], dict[int, np.ndarray]] = {}
+    # By name too: groups of the same ranks count their collectives each for itself.
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, np.ndarray]] = {}
     sent: dict[tuple[int, int], np.ndarray] = {}
     received: dict[tuple[int, int], np.ndarray] = {}
     anchors: dict[int, AnchorCheck] = {}
@@ -101,7 +102,7 @@ def bindings(ranks: Mapping[int, RankClockData], domains: Mapping[int, int]) -> 
             members = tuple(group.ranks)
             if set(members) <= ranks.keys() and len({domains[each] for each in members}) > 1:
                 rows = _timed(mine[mine["group"] == number], trace.meta)
-                groups.setdefault(members, {})[rank] = rows
+                groups.setdefault((group.name, members), {})[rank] = rows
         mine = spans[(spans["kind"] == KIND["p2p"]) & (spans["seq"] >= 0) & (spans["peer"] >= 0)]
         # A send has begun when it was started, a receive has ended when nobody waits for it any more.
         for name, other, table in (("send", WAIT, sent), ("recv", ASYNC, received)):
@@ -113,7 +114,7 @@ def bindings(ranks: Mapping[int, RankClockData], domains: Mapping[int, int]) -> 
     return Bindings(
         collectives=tuple(
             each
-            for members, by_rank in groups.items()
+            for (_, members), by_rank in groups.items()
             if len(by_rank) == len(members) and (each := _collectives(members, by_rank)) is not None
         ),
         transfers=tuple(

@@ -16,6 +16,7 @@ from mt_megatron.scan.clock.edges import exchanges, fit_edge
 from mt_megatron.scan.clock.fit import Clocks, fit_clocks
 from mt_megatron.scan.clock.offset_lines import OffsetLine
 from mt_megatron.scan.format.records import ASYNC, PING, WAIT
+from mt_megatron.scan.format.segments import Group
 from tests.launch import run_command
 
 from .clock_data import (
@@ -167,6 +168,21 @@ def test_without_pings_the_ends_of_collectives_are_used_and_said() -> None:
     assert found.residuals[1].source == "collectives"
     assert np.quantile(errors(found, FALSE, 1), 0.99) < 100_000
     assert any("no pings join rank 1 to rank 0" in note for note in found.notes)
+
+
+def test_another_group_of_the_same_ranks_takes_nothing_away() -> None:
+    rng = np.random.default_rng(0)
+    spans = collectives(FALSE[:2], rng)
+    # Made later, and without any operation that binds clocks.
+    world = {2: Group(name="world", ranks=(0, 1))}
+    ranks = {}
+    for rank in range(2):
+        made = with_spans(rank_on(f"m{rank}"), spans[rank], members=range(2))
+        ranks[rank] = replace(made, groups={**made.groups, **world})
+    found = fit_clocks(ranks)
+    assert found.residuals[1].source == "collectives"
+    assert np.quantile(errors(found, FALSE, 1), 0.99) < 100_000
+    assert found.causality is not None and found.causality.pairs > 0
 
 
 def test_without_anything_the_wall_clocks_are_used_and_said() -> None:
