@@ -15,7 +15,7 @@ from mt_megatron.scan.format.records import COMMANDED, KIND, OPEN
 from mt_megatron.scan.format.segments import RankTrace
 
 from .intervals import Cover, Times
-from .robust import Floats, grouped_median
+from .robust import Floats, grouped_median, median_of_rows
 
 LEAST_BEAT_NS = 5e6
 """A recorder's thread that wakes up later than this did not run: the host had other things to do."""
@@ -28,11 +28,13 @@ CUMULATIVE = (
     "major_faults",
     "involuntary_switches",
 )
+_FEW = 0.3
 _OF_BATCH = ("step", "data", "microbatch", "forward", "backward")
 LEVELS = ("steal_fraction", "clock_mhz", "temperature_c", "throttled", "data_queue_depth")
 COLUMNS = (
     "step",
     "compute",
+    "phases",
     "other",
     "forward",
     "backward",
@@ -64,13 +66,13 @@ class RankSteps:
 
     end: Times
     columns: Mapping[str, Floats]
-    """``compute``: own work in forward, backward and optimizer, communications taken out (the whole step's
-    where those are not recorded). ``other``: the rest of the step. ``layer``: the
-    median layer's own forward. ``pause``: time in which the process demonstrably stood still, from
-    step to step; ``longest_pause`` the longest single one. ``work``: tokens of its micro-batches
-    where they were said; ``expert_work``: what its experts got. ``checkpoint_bytes``: what it wrote.
-    ``on_host``: 1 where the rank says that it computes on the host's processors, else 0.
-    Counters as they grew during the step, or their mean."""
+    """``compute``: own work, communications taken out: ``phases`` where they are recorded, else the whole
+    step's (``own_work``). ``phases``: own work in forward, backward and optimizer. ``other``: the rest of
+    the step. ``layer``: the median layer's own forward. ``pause``: time in which the process demonstrably
+    stood still, from step to step; ``longest_pause`` the longest single one. ``work``: tokens of its
+    micro-batches where they were said; ``expert_work``: what its experts got. ``checkpoint_bytes``: what it
+    wrote. ``on_host``: 1 where the rank says that it computes on the host's processors, else 0. Counters as
+    they grew during the step, or their mean."""
 
 
 def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
@@ -135,10 +137,8 @@ def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
             length = (stops[rows] - starts[rows]) - not_working.within(starts[rows], stops[rows])
             columns[name] = np.bincount(places[rows], weights=length, minlength=len(begin))
             worked += columns[name]
-    # Without spans of the phases, or with few of them, the step is all there is.
-    known = np.median(worked) > 0.3 * np.median(own)
-    columns["compute"] = worked if known else own
-    columns["other"] = own - worked if known else np.full(len(begin), np.nan)
+    columns["phases"], columns["other"] = worked, own - worked
+    columns["compute"] = own_work(worked, own)
     rows = inside & (kind == KIND["layer"])
     if rows.any():
         length = (stops[rows] - starts[rows]) - not_working.within(starts[rows], stops[rows])
@@ -150,6 +150,17 @@ def rank_steps(rank: int, trace: RankTrace) -> RankSteps:
     _pauses(columns, trace, spans[~commanded], begin, period_end)
     _counters(columns, trace, begin, period_end)
     return found
+
+
+def own_work(phases: Floats, own: Floats) -> Floats:
+    """The measure of own work, [steps] or [ranks, steps]: ``phases`` if every rank has them recorded, else
+    ``own``, all of its time outside communication.
+
+    One measure for all ranks that are compared: with two, the one without phases would look slow.
+    """
+    # Without spans of the phases, or with few of them, the step is all there is.
+    unknown = median_of_rows(np.atleast_2d(phases).T) <= _FEW * median_of_rows(np.atleast_2d(own).T)
+    return own if unknown.any() else phases
 
 
 def _commanded(trace: RankTrace, spans: NDArray[np.void]) -> NDArray[np.bool_]:

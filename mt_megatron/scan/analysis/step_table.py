@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .robust import Floats, lower_median
-from .step_features import COLUMNS, RankSteps
+from .step_features import COLUMNS, RankSteps, own_work
 from .trace import Place
 
 FEWEST_STEPS = 8
@@ -85,7 +85,12 @@ def step_table(
             fits = (place < len(grid)) & np.isin(part.iteration, grid)
             for name in COLUMNS:
                 columns[name][row, place[fits]] = part.columns[name][fits]
-    return StepTable(ranks=ranks, iteration=grid, columns=columns, places=places, looks=looks)
+    table = StepTable(ranks=ranks, iteration=grid, columns=columns, places=places, looks=looks)
+    own = columns["phases"] + columns["other"]
+    for rows in table.roles:
+        # Decided again for those that are compared: each part of each rank has decided for itself alone.
+        columns["compute"][rows] = own_work(columns["phases"][rows], own[rows])
+    return table
 
 
 def beside_peers(values: Floats, peers: Floats | None = None) -> Floats:
