@@ -12,6 +12,7 @@ import pytest
 
 from mt_megatron.cli.main import main
 from mt_megatron.cli.scan import inject as scan_inject
+from mt_megatron.cli.scan.sql import show
 from mt_megatron.cli.scan.trace import parse_ranks
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.format.run_files import run_files, write_run
@@ -121,3 +122,13 @@ def test_ranks_are_a_list_however_far_it_goes(text: str, expected: list[int]) ->
 def test_what_is_no_list_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="Expected a list such as"):
         parse_ranks(text)
+
+
+def test_an_answer_in_json_is_json_whatever_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    show(("a", "b"), [(float("nan"), [1.5, float("inf")]), (2, {"c": float("-inf")})], "json")
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    printed = json.loads(capsys.readouterr().out, parse_constant=refused)
+    assert printed == [{"a": None, "b": [1.5, None]}, {"a": 2, "b": {"c": None}}]

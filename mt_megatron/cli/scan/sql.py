@@ -48,9 +48,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(columns: tuple[str, ...], rows: list[tuple[Any, ...]], form: str) -> None:
-    """Print rows in the form ``table``, ``csv`` or ``json``."""
+    """Print rows in the form ``table``, ``csv`` or ``json``. In JSON what is not finite is null."""
     if form == "json":
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], default=str))
+        from mt_megatron.scan.report.data import finite
+
+        named = [finite(dict(zip(columns, row, strict=True))) for row in rows]
+        print(json.dumps(named, default=str))
     elif form == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
