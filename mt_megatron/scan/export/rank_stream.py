@@ -6,7 +6,7 @@ Memory is bounded by one segment of one rank, whatever the size of the trace.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,15 @@ class Piece:
 def pieces(trace: Trace, rank: int, selection: Selection = EVERYTHING) -> Iterator[Piece]:
     """The records of ``rank`` in the order of its segments, without what cannot be read."""
     carried = np.empty(0, dtype=SPAN)
+    strings: list[str] = []
+    groups: dict[int, Group] = {}
     folder = trace.files.rank_folder(rank)
     metas = ((path, segment_meta(path)) for path in segment_paths(folder))
     paths = [path for path, meta in metas if meta and int(meta.get("session", 0)) == trace.session]
     for index, path in enumerate(paths):
         part = read_segments([path])
+        # Spans that were carried along have the names of earlier segments; numbers mean the same in all.
+        strings, groups = max(strings, part.strings, key=len), {**groups, **part.groups}
         spans = without_ended(np.concatenate((carried, part.spans)) if len(carried) else part.spans)
         last = index == len(paths) - 1
         # A step that goes on in the next segment, and what is still open, wait for it.
@@ -85,7 +89,7 @@ def pieces(trace: Trace, rank: int, selection: Selection = EVERYTHING) -> Iterat
         if not last and len(spans):
             wait = (spans["iteration"] == spans["iteration"].max()) | (spans["end"] == OPEN)
         carried, ready = spans[wait], spans[~wait]
-        yield _piece(trace, rank, ready, part, selection)
+        yield _piece(trace, rank, ready, replace(part, strings=strings, groups=groups), selection)
 
 
 def _piece(trace: Trace, rank: int, spans: NDArray[np.void], part: Any, selection: Selection) -> Piece:

@@ -235,7 +235,8 @@ def _findings(trace: Trace, arrow: ModuleType) -> Any:
 
 
 def _words(arrow: ModuleType, numbers: NDArray[Any], table: list[str]) -> Any:
-    known = np.minimum(numbers.astype(np.int32), len(table) - 1)
+    # A number beyond the table gets number 0, no name: its writer was killed before it wrote the table.
+    known = np.where(numbers < len(table), numbers, 0).astype(np.int32)
     return arrow.DictionaryArray.from_arrays(arrow.array(known), arrow.array(table, type=arrow.string()))
 
 

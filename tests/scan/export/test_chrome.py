@@ -230,6 +230,21 @@ def test_a_step_in_two_segments_is_one_piece(tmp_path: Path) -> None:
     assert np.array_equal(np.sort(again, order="begin"), np.sort(whole, order="begin"))
 
 
+def test_a_step_keeps_its_names_in_front_of_a_segment_without_any(tmp_path: Path) -> None:
+    """Its process was killed as it began the segment, before it wrote the tables."""
+    write_handmade(tmp_path, HandmadeRun(steps=2))
+    whole = export(tmp_path)
+    folder = run_files(tmp_path).rank_folder(0)
+    meta = open_trace(tmp_path).rank(0).meta
+    SegmentWriter(segment_path(folder, 1), 0, meta).close()
+    assert len(list(pieces(open_trace(tmp_path), 0))) == 2
+    names = [
+        Counter((event["name"], event["args"]["step"]) for event in events(trace, "X"))
+        for trace in (whole, export(tmp_path))
+    ]
+    assert names[0] == names[1] and names[0]["dp all_reduce", 2] == 4
+
+
 def test_device_times_and_kernels_have_tracks_of_their_own(tmp_path: Path) -> None:
     write_handmade(tmp_path, HandmadeRun(steps=2))
     folder = run_files(tmp_path).rank_folder(0)

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.analysis.trace import open_trace
-from mt_megatron.scan.export.sql import ensure_store, query
+from mt_megatron.scan.export.sql import _words, ensure_store, load, query
 from tests.scan import handmade
 from tests.scan.handmade import HandmadeRun, write_handmade
 
@@ -64,6 +65,11 @@ def test_groups_counters_and_findings_have_names(run: Path) -> None:
     names = query(run, "select distinct name from counters order by 1").rows
     assert names == [("beat_delay_ns",), ("process_cpu_ns",)]
     assert query(run, "select cause, ranks[1] from findings").rows == [("slow_compute", 1)]
+
+
+def test_a_number_beyond_the_table_has_no_name() -> None:
+    arrow = load("pyarrow")
+    assert _words(arrow, np.array([1, 7, 0], dtype=np.uint16), ["", "a"]).to_pylist() == ["a", "", ""]
 
 
 def test_the_store_is_made_again_only_when_the_trace_has_grown(run: Path, tmp_path: Path) -> None:
