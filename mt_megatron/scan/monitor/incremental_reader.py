@@ -34,6 +34,7 @@ MOST_BYTES = 64 << 20
 """Records of one rank that are held, unless its reader says otherwise."""
 
 _QUIET_S = 1.0
+_MOST_NOTES = 64
 _HELD_NS = round(2e9 * FLUSH_SECONDS)
 
 
@@ -71,7 +72,7 @@ class RankTail:
         self._spans: NDArray[np.void] = np.empty(0, dtype=SPAN)
         self._counters: NDArray[np.void] = np.empty(0, dtype=COUNTER)
         self.pings: NDArray[np.void] = np.empty(0, dtype=PING)
-        self._notes: list[dict[str, Any]] = []
+        self._notes: dict[str, dict[str, Any]] = {}
         self._reached: dict[Key, int] = {}
         self._last_seen = 0
         self._given_up_until = 0
@@ -98,7 +99,7 @@ class RankTail:
         if self.ended is None and self.session >= 0 and time.monotonic() - self.fresh > _QUIET_S:
             self.ended = read_ended(self._folder, self.session)
             if self.ended is not None:
-                self._notes = [*self._notes, self.ended.note()]
+                self._note(self.ended.note())
 
     def _take(self, path: Path, kind: int, payload: Any, new: dict[int, list[Any]]) -> bool:
         if kind == NOTE and payload.get("what") == "meta":
@@ -120,10 +121,18 @@ class RankTail:
             for row in payload:
                 self._groups[int(row["id"])] = Group(name=row["name"], ranks=tuple(row["ranks"]))
         elif kind == NOTE:
-            self._notes = [*self._notes, payload][-16:]
+            self._note(payload)
         elif kind in new:
             new[kind].append(payload)
         return True
+
+    def _note(self, facts: dict[str, Any]) -> None:
+        """Keep the last note of each kind: many of one kind must not push out the stacks of a hang."""
+        what = str(facts.get("what"))
+        self._notes.pop(what, None)
+        self._notes[what] = facts
+        if len(self._notes) > _MOST_NOTES:
+            del self._notes[next(iter(self._notes))]
 
     def _keep(self, new: Mapping[int, list[Any]]) -> None:
         if new[SPANS]:
@@ -238,7 +247,7 @@ class RankTail:
             spans=spans,
             counters=counters,
             pings=self.pings,
-            notes=self._notes,
+            notes=list(self._notes.values()),
         )
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.analysis.trace import open_trace
+from mt_megatron.scan.clock.fit import Clocks
 from mt_megatron.scan.diagnose.run import Diagnosis, diagnose
 from mt_megatron.scan.export.rank_stream import pieces
 from mt_megatron.scan.format.records import COUNTER, FLUSH_SECONDS, KIND, OPEN, SPAN
@@ -289,6 +290,25 @@ def test_what_nobody_takes_is_bounded_in_bytes(slow: Path) -> None:
         # Half a step would look like one with less to do.
         same = whole.trace.spans["iteration"] == step
         assert (kept["iteration"] == step).sum() == same.sum()
+
+
+def test_a_tail_keeps_the_stacks_of_a_hang_however_many_notes_follow(tmp_path: Path) -> None:
+    writer = SegmentWriter(segment_path(tmp_path, 0), 0, {"rank": 0, "session": 0})
+    tail = RankTail(tmp_path, 0)
+    for text in ("early", "late"):
+        writer.note({"what": "stack", "stacks": {"MainThread": [text]}})
+    for number in range(100):
+        writer.note({"what": "device_clock", "uncertainty_ns": number})
+    tail.poll()
+    notes = {note["what"]: note for note in tail.trace.notes}
+    assert len(tail.trace.notes) == 2 and notes["device_clock"]["uncertainty_ns"] == 99
+    assert tail.end(Clocks(reference=0)).note == notes["stack"]
+    assert notes["stack"]["stacks"] == {"MainThread": ["late"]}
+    for number in range(100):
+        writer.note({"what": f"mine {number}"})
+    writer.close()
+    tail.poll()
+    assert len(tail.trace.notes) == 64 and tail.trace.notes[-1]["what"] == "mine 99"
 
 
 def test_the_watcher_tells_a_hang_once(slow: Path, tmp_path: Path) -> None:
