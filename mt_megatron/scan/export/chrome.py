@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_megatron.scan.analysis.trace import Trace
+from mt_megatron.scan.findings.finding import Finding
 from mt_megatron.scan.findings.recorded import findings_on_record
 from mt_megatron.scan.findings.text import headline
 from mt_megatron.scan.format.records import KINDS
@@ -55,7 +56,7 @@ def write_chrome(trace: Trace, path: Path, selection: Selection = EVERYTHING) ->
                 for event in _rank(trace, rank, selection, found):
                     out.write(",\n" + event if events else event)
                     events += 1
-            for event in _findings(trace, found, max(trace.places, default=0) + 1):
+            for event in _findings(trace, found):
                 out.write(",\n" + event if events else event)
                 events += 1
             out.write("\n]}\n")
@@ -164,20 +165,35 @@ def arrows_of(piece: Piece, found: Survey) -> dict[int, tuple[bool, Arrow]]:
     return arrows
 
 
-def _findings(trace: Trace, found: Survey, process: int) -> Iterator[str]:
-    """A process of its own on top, with a bar over the steps of each culprit."""
-    on_record = [each for each in findings_on_record(trace.files) if each.first_step <= each.last_step]
-    if not on_record or not found.steps:
-        return
-    yield _meta(process, "process_name", {"name": "MegaScan: findings"})
-    yield _meta(process, "process_sort_index", {"sort_index": -1})
-    for number, finding in enumerate(on_record):
+FINDINGS_TITLE = "MegaScan: findings"
+
+
+def findings_process(trace: Trace) -> int:
+    """The number of the process that shows the findings: that of no rank."""
+    return max(trace.places, default=0) + 1
+
+
+def finding_bars(trace: Trace, found: Survey) -> list[tuple[int, int, Finding]]:
+    """Begin and end (ns of the reference clock) of the steps of each finding on record, as far as they are
+    exported."""
+    bars = []
+    for finding in findings_on_record(trace.files):
         inside = [
             span for step, span in found.steps.items() if finding.first_step <= step <= finding.last_step
         ]
-        if not inside:
-            continue
-        begin, end = min(span[0] for span in inside), max(span[1] for span in inside)
+        if inside:
+            bars.append((min(span[0] for span in inside), max(span[1] for span in inside), finding))
+    return bars
+
+
+def _findings(trace: Trace, found: Survey) -> Iterator[str]:
+    """A process of its own on top, with a bar over the steps of each finding."""
+    bars, process = finding_bars(trace, found), findings_process(trace)
+    if not bars:
+        return
+    yield _meta(process, "process_name", {"name": FINDINGS_TITLE})
+    yield _meta(process, "process_sort_index", {"sort_index": -1})
+    for number, (begin, end, finding) in enumerate(bars):
         arguments = {"confidence": finding.confidence, "evidence": list(finding.evidence)}
         yield json.dumps(
             {
