@@ -151,6 +151,24 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append ``record`` to ``path`` as one line of JSON, whole or not at all: a part spoils the next one.
+    For files of one writer. Raises ``OSError``."""
+    handle = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(handle).st_size
+        line = memoryview((json.dumps(record) + "\n").encode())
+        try:
+            while line:
+                line = line[os.write(handle, line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, size)
+            raise
+    finally:
+        os.close(handle)
+
+
 def write_run(files: RunFiles, facts: Mapping[str, Any]) -> None:
     """Write ``run.json``: ``facts`` (world_size, layout, ranks, started_unix_ns, model, num_microbatches,
     simulated ...) and the format's version."""

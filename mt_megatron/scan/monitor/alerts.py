@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import sys
 import threading
@@ -26,8 +25,8 @@ from typing import Any
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.findings.finding import SURE, Finding
 from mt_megatron.scan.findings.text import cost, headline, next_step, rank_list
-from mt_megatron.scan.format.permissions import open_private
 from mt_megatron.scan.format.recording_end import Ended
+from mt_megatron.scan.format.run_files import append_record
 
 from .metrics_endpoint import LOOPBACK, Endpoint, Metrics
 
@@ -195,11 +194,7 @@ class Alerts:
         if self._file is None:
             return
         try:
-            descriptor = open_private(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                os.write(descriptor, (json.dumps(record) + "\n").encode())
-            finally:
-                os.close(descriptor)
+            append_record(self._file, record)
         except OSError as error:
             self._say(f"scan: alerts are no longer kept in {self._file}: {error}")
             self._file = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -30,8 +29,7 @@ from mt_megatron.scan.diagnose.hangs import find_hang
 from mt_megatron.scan.diagnose.run import Diagnoser, read_part
 from mt_megatron.scan.findings.finding import SURE, Finding
 from mt_megatron.scan.findings.text import only_host
-from mt_megatron.scan.format.permissions import open_private
-from mt_megatron.scan.format.run_files import RunFiles, read_run, run_files
+from mt_megatron.scan.format.run_files import RunFiles, append_record, read_run, run_files
 
 from .alert_policy import AT_ONCE, Telling
 from .alerts import Alerts
@@ -235,13 +233,9 @@ class Watch:
         # A hang is in a step that does not end.
         step = finding.last_step if self._done is None else max(self._done, finding.last_step)
         at = time.time()
-        line = json.dumps({**finding.to_dict(), "time_unix": at, "named_at_step": step}) + "\n"
+        record = {**finding.to_dict(), "time_unix": at, "named_at_step": step}
         try:
-            handle = open_private(self._files.findings, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                os.write(handle, line.encode())
-            finally:
-                os.close(handle)
+            append_record(self._files.findings, record)
         except OSError as error:
             # A full disk, say: whoever reads the log is told all the same.
             print(f"scan: a finding is not in {self._files.findings}: {error}", file=sys.stderr)

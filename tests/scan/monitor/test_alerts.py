@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
+import os
 import re
 import socket
 import threading
@@ -21,6 +23,7 @@ import pytest
 
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.findings.finding import Finding
+from mt_megatron.scan.format.run_files import append_record
 from mt_megatron.scan.monitor.alerts import Alerts, Webhook
 from mt_megatron.scan.monitor.metrics_endpoint import Metrics, is_loopback
 
@@ -315,3 +318,41 @@ def test_a_file_that_cannot_be_written_is_said_once_and_the_rest_goes_on(tmp_pat
         assert alerts.finding(SLOW, named_at_step=1)
         assert alerts.finding(replace(SLOW, ranks=(6,)), named_at_step=1)
     assert sum("no longer kept" in line for line in said) == 1 and len(said) == 3
+
+
+def test_a_record_that_is_written_in_parts_leaves_the_next_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    shortened: list[int] = []
+
+    def half_at_first(handle: int, data: Any) -> int:
+        shortened.append(handle)
+        return write(handle, data[: len(data) // 2] if len(shortened) == 1 else data)
+
+    with Alerts(tmp_path, say=lambda _: None) as alerts:
+        monkeypatch.setattr(os, "write", half_at_first)
+        alerts.finding(SLOW, named_at_step=1)
+        alerts.finding(replace(SLOW, ranks=(6,)), named_at_step=2)
+        monkeypatch.undo()
+    assert [record["named_at_step"] for record in lines(tmp_path)] == [1, 2]
+
+
+def test_a_record_that_the_disk_takes_half_of_is_not_there_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    path = tmp_path / "findings.jsonl"
+    append_record(path, {"number": 0})
+
+    def fills_up(handle: int, data: Any) -> int:
+        if len(data) < len('{"number": 1}\n'):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data[:5])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fills_up)
+        with pytest.raises(OSError, match="No space left"):
+            append_record(path, {"number": 1})
+    append_record(path, {"number": 2})
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [0, 2]
