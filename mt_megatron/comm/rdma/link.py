@@ -63,6 +63,9 @@ class Link:
         """Whether the edges' waiters know of ``failure``."""
 
         self.is_connected = False
+        self.peer_is_ready = False
+        """Whether the peer's queue pair is known to receive."""
+
         self.closed_by_peer = False
         self.mailbox: Region = device.region(MAILBOX_BYTES)
         self.pair: QueuePair = device.queue_pair(depth, depth)
@@ -121,10 +124,13 @@ class Link:
             self._post(value, self.mailbox, 0, _SCRATCH_BYTES, *self._remote_mailbox, value)
 
     def probe(self) -> None:
-        """See whether the peer's adapter acknowledges, if no write is on its way that shows it."""
-        if self.is_connected and not (
-            self._outstanding or self.closed_by_peer or self.failure or self._said_bye
-        ):
+        """See whether the peer's adapter acknowledges, if no write is on its way that shows it.
+
+        Nothing before ``peer_is_ready``: an adapter drops what comes for a queue pair that is not connected,
+        which would look like the peer's end.
+        """
+        can_write = self.is_connected and self.peer_is_ready and not self._said_bye
+        if can_write and not (self._outstanding or self.closed_by_peer or self.failure):
             self._post(pack(PROBE), self.mailbox, 0, _SCRATCH_BYTES, *self._remote_mailbox, None)
 
     def say_bye(self) -> None:

@@ -186,6 +186,7 @@ class RdmaTransport:
             self._publish(f"ready/{self._own}/{peer}", {})
         for peer in peers:
             self._fetch(f"ready/{peer}/{self._own}", peer, deadline)
+            self._links[peer].peer_is_ready = True
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED

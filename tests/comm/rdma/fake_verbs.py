@@ -2,8 +2,8 @@
 
 It proves the bookkeeping and the mapping of errors, never verbs: those are tested in a guest with soft-RoCE
 (tests/rdma/run.sh). It keeps the rules that matter: writes of a queue pair happen in order, a write with an
-immediate value needs a receive request, memory is reached by its key alone, after an error everything that
-follows is flushed.
+immediate value needs a receive request, memory is reached by its key alone, a queue pair hears its connected
+peer alone, after an error everything that follows is flushed and nothing is heard.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class FakeQueuePair:
         region = self._network.regions.get(key)
         if self._has_failed:
             return completions.FLUSHED
-        if peer is None or self._network.is_cut:
+        if peer is None or peer._has_failed or peer._peer != self.address["number"] or self._network.is_cut:
             return completions.RETRIES_EXCEEDED
         if (
             region is None

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,30 +40,45 @@ SMALL = RingSize(slots=4, slot_bytes=1024)
 
 
 class Pair:
-    """Two ranks of one process."""
+    """Ranks of one process, two by default."""
 
-    def __init__(self, size: RingSize = SMALL, **options: Any) -> None:
+    def __init__(self, size: RingSize = SMALL, count: int = 2, **options: Any) -> None:
         self.network = FakeNetwork()
-        self.devices = [self.network.device(), self.network.device()]
-        keys: dict[str, bytes] = {}
+        self.devices = [self.network.device() for _ in range(count)]
+        self.keys: dict[str, bytes] = {}
         self.ranks = [
             RdmaTransport(
-                SharedBootstrap(keys, rank),
+                SharedBootstrap(self.keys, rank),
                 size=size,
                 timeout=20.0,
                 open_device=lambda device=self.devices[rank]: device,
                 **options,
             )
-            for rank in range(2)
+            for rank in range(count)
         ]
 
-    def prepare(self, *edges: Edge) -> None:
-        """On both ranks, which wait for each other."""
-        threads = [threading.Thread(target=rank.prepare, args=(edges,)) for rank in self.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+    def prepare(self, *edges: Edge) -> list[Exception | None]:
+        """On all ranks, which wait for each other. Returns the error of each."""
+        began = [self.begin_prepare(rank, *edges) for rank in range(len(self.ranks))]
+        return [end() for end in began]
+
+    def begin_prepare(self, rank: int, *edges: Edge) -> Callable[[], Exception | None]:
+        """In a thread. Returns a function that waits for its end and returns its error."""
+        errors: list[Exception | None] = [None]
+
+        def run() -> None:
+            try:
+                self.ranks[rank].prepare(edges)
+            except Exception as error:  # noqa: BLE001 - returned
+                errors[0] = error
+
+        def end() -> Exception | None:
             thread.join()
+            return errors[0]
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return end
 
     def queue_pair(self, rank: int) -> FakeQueuePair:
         return next(each for each in self.devices[rank].made if isinstance(each, FakeQueuePair))
@@ -76,7 +91,7 @@ class Pair:
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     made = Pair()
-    made.prepare(FORTH, BACK)
+    assert made.prepare(FORTH, BACK) == [None, None]
     yield made
     made.close()
 
