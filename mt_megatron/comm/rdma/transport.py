@@ -275,6 +275,7 @@ class RdmaTransport:
         self._ended = "belongs to the process that this one was forked from; make a new one"
         self._is_closed = True
         # Destroying these objects would tell the kernel to destroy the parent's.
+        # Closing descriptors would not let go of them: mappings of the adapter's queues hold its file too.
         _of_parents.append(self)
 
     @staticmethod
