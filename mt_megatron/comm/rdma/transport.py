@@ -38,7 +38,7 @@ from mt_megatron.comm.shared_memory.staging import Staging
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label
 from mt_megatron.errors import ConfigError, MtMegatronError
 
-_VERSION = 1
+_VERSION = 2
 """Of slots, immediate values and what ranks tell each other."""
 
 _DEPTH = 1024
@@ -51,6 +51,11 @@ _LOOK_SECONDS = 0.5
 """Between two looks whether a rank that is waited for has given up."""
 
 _LANES = 1 << 12
+
+_REACH = (
+    "see that the two addresses reach each other, with RoCE v2 by UDP port 4791; MT_MEGATRON_IB_HCA and "
+    "MT_MEGATRON_IB_GID_INDEX choose others"
+)
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,10 @@ class RdmaTransport:
         for peer in peers:
             self._fetch(f"ready/{peer}/{self._own}", peer, deadline)
             self._links[peer].peer_is_ready = True
+            self._links[peer].probe()
+        # A queue pair becomes ready without a packet: the first write shows whether the network carries any.
+        for peer in peers:
+            self._require_acknowledged(peer, deadline)
 
     def post_send(
         self, edge: Edge, tensor: Tensor, *, with_shape: bool = False, label: Label = UNLABELLED
@@ -329,13 +338,14 @@ class RdmaTransport:
             raise TransportUnavailable(
                 self.name, f"rank {peer}: {hello['unusable']}", "use --p2p-transport auto or collective"
             )
-        theirs, own = hello["queue_pair"]["link"], link.pair.address["link"]
+        theirs, own = _network(hello["queue_pair"]), _network(link.pair.address)
         if hello["version"] != _VERSION or theirs != own:
             raise TransportUnavailable(
                 self.name,
                 f"rank {peer} speaks version {hello['version']} over {theirs}, rank {self._own} version "
                 f"{_VERSION} over {own}",
-                "give both adapters of one network (MT_MEGATRON_IB_HCA) and one version of mt_megatron",
+                "give both adapters of one network (MT_MEGATRON_IB_HCA), GIDs of one type "
+                "(MT_MEGATRON_IB_GID_INDEX) and one version of mt_megatron",
             )
         receives = self._depth() if self._receives is None else self._receives
         try:
@@ -344,10 +354,21 @@ class RdmaTransport:
             raise TransportUnavailable(
                 self.name,
                 f"no connection from {self._device.where} to rank {peer}: {error}",
-                "see that the two addresses reach each other; MT_MEGATRON_IB_HCA and "
-                "MT_MEGATRON_IB_GID_INDEX choose others",
+                _REACH,
             ) from error
         self._engine.add(link)
+
+    def _require_acknowledged(self, peer: int, deadline: float) -> None:
+        """Raise TransportUnavailable if the first write to ``peer`` fails or is not over by ``deadline``."""
+        link = self._links[peer]
+        _settle(link, deadline)
+        # A peer that has already closed said so over this link.
+        if link.closed_by_peer or (link.failure is None and link.is_quiet()):
+            return
+        why = "it is not acknowledged" if link.failure is None else str(link.failure)
+        raise TransportUnavailable(
+            self.name, f"the first write over {self._device.where} to rank {peer} failed: {why}", _REACH
+        ) from link.failure
 
     def _require_room(self, link: Link, slots: int) -> None:
         if link.room() < slots:
@@ -413,9 +434,7 @@ class RdmaTransport:
     def _wait_for_writes(self) -> None:
         deadline = time.monotonic() + _GOODBYE_SECONDS
         for link in self._links.values():
-            while not link.is_quiet() and link.end() is None and time.monotonic() < deadline:
-                if not link.progress():
-                    time.sleep(0.001)
+            _settle(link, deadline)
 
     def require_open(self) -> None:
         if self._ended is not None:
@@ -431,6 +450,20 @@ class RdmaTransport:
 def unavailable_here() -> str | None:
     """Why no rank of this machine can use RDMA; None where it can. Opens nothing."""
     return ports.usable()
+
+
+def _settle(link: Link, deadline: float) -> None:
+    """Return when every write of ``link`` is complete, when it has ended, or after ``deadline``."""
+    while not link.is_quiet() and link.end() is None and time.monotonic() < deadline:
+        if not link.progress():
+            time.sleep(0.001)
+
+
+def _network(queue_pair: dict[str, Any]) -> str:
+    """Link layer of a queue pair's port, with the type of its GID where there are several."""
+    link: str = queue_pair["link"]
+    gid_type = queue_pair.get("gid_type", link)
+    return link if gid_type == link else f"{link} ({gid_type})"
 
 
 def _ring_key(edge: Edge) -> str:

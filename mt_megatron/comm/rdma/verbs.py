@@ -315,6 +315,7 @@ class _QueuePair:
             "lid": state.lid,
             "mtu": int(state.active_mtu),
             "link": port.link,
+            "gid_type": port.gid_type,
         }
 
     def connect(self, remote: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ class FakeDevice:
         self.most_requests = most_requests
         self.event_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK)
         self.is_active = True
+        self.gid_type = "RoCE v2"
         self.closed = False
         self.made: list[FakeQueuePair | FakeRegion] = []
         self._network = network
@@ -60,6 +61,7 @@ class FakeDevice:
 
     def queue_pair(self, send_depth: int, receive_depth: int) -> FakeQueuePair:
         pair = FakeQueuePair(self._network, send_depth, receive_depth)
+        pair.address["gid_type"] = self.gid_type
         self.made.append(pair)
         return pair
 

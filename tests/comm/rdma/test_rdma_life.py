@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections import deque
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from mt_megatron.comm.rdma import engine
+from mt_megatron.comm.errors import TransportUnavailable
+from mt_megatron.comm.rdma import engine, verbs
+from mt_megatron.comm.rdma.ports import Port
 from mt_megatron.comm.transport import Edge
-from tests.comm.rdma.test_rdma_links import Pair
+from tests.comm.rdma.fake_ranks import BACK, FORTH, Pair
 
 SECOND = Edge(1, 2, 0)
 
@@ -29,3 +35,61 @@ def test_a_late_rank_does_not_end_links_between_others(monkeypatch: pytest.Monke
         ranks.ranks[edge.source].post_send(edge, torch.tensor([7.0]))
         assert ranks.ranks[edge.target].post_recv(edge, (1,), torch.float32).wait().item() == 7.0
     ranks.close()
+
+
+def test_a_network_that_carries_nothing_is_noticed_by_prepare() -> None:
+    """Each rank falls back, where it may: queue pairs become ready without a packet."""
+    pair = Pair()
+    pair.network.is_cut = True
+    for error, other in zip(pair.prepare(FORTH, BACK), (1, 0), strict=True):
+        assert isinstance(error, TransportUnavailable)
+        assert f"the first write over fake0 port 1 to rank {other} failed: " in error.reason
+        assert "RETRY_EXC_ERR" in error.reason and "UDP port 4791" in error.change
+    pair.close()
+
+
+def test_a_write_that_hangs_is_unavailable_after_the_deadline(pair: Pair) -> None:
+    sender = pair.queue_pair(0)
+    sender.held = deque()
+    pair.ranks[0].post_send(FORTH, torch.zeros(1))
+    with pytest.raises(TransportUnavailable, match="to rank 1 failed: it is not acknowledged"):
+        pair.ranks[0]._require_acknowledged(1, time.monotonic() + 0.01)
+    sender.release()
+    pair.ranks[0]._require_acknowledged(1, time.monotonic() + 20.0)
+
+
+def test_a_peer_that_closes_at_once_had_a_link() -> None:
+    """Its farewell, and messages before it, are all that the other rank needs."""
+    pair = Pair()
+    end = pair.begin_prepare(0, BACK)
+    assert pair.begin_prepare(1, BACK)() is None
+    pair.ranks[1].post_send(BACK, torch.tensor([3.0]))
+    pair.ranks[1].close()
+    assert end() is None
+    assert pair.ranks[0].post_recv(BACK, (1,), torch.float32).wait().item() == 3.0
+    pair.close()
+
+
+def test_gids_of_different_types_are_refused() -> None:
+    pair = Pair()
+    pair.devices[1].gid_type = "RoCE v1"
+    first, second = pair.prepare(FORTH)
+    for error in (first, second):
+        assert isinstance(error, TransportUnavailable) and "GIDs of one type" in error.change
+    assert "rank 1 speaks version 2 over Ethernet (RoCE v1), rank 0 version 2 over Ethernet (RoCE v2)" in str(
+        first
+    )
+    pair.close()
+
+
+def test_a_queue_pair_names_the_type_of_its_gid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever pyverbs answers: the port's GID was chosen from sysfs."""
+    pyverbs = MagicMock()
+    for name in ("pyverbs", "pyverbs.cq", "pyverbs.qp", "pyverbs.wr"):
+        monkeypatch.setitem(sys.modules, name, pyverbs)
+    events = os.eventfd(0)
+    monkeypatch.setattr(verbs, "_with_event_file", lambda make: (make(), events))
+    port = Port("mlx5_0", 1, 3, "fe80::1", "Ethernet", "RoCE v1")
+    found = verbs._QueuePair(MagicMock(), MagicMock(), port, MagicMock(), 8, 8)
+    os.close(events)
+    assert (found.address["link"], found.address["gid_type"]) == ("Ethernet", "RoCE v1")
