@@ -155,16 +155,8 @@ class Link:
         while self._backlog and self._outstanding < self._depth and self.failure is None:
             try:
                 self.pair.write(*self._backlog.popleft())
-            except Exception as error:  # noqa: BLE001 - an error of pyverbs, which may not be there to name
-                self.fail(
-                    completions.RdmaError(
-                        self._device.where,
-                        self.place,
-                        "an error when a write was posted",
-                        str(error),
-                        "see the kernel log of this machine",
-                    )
-                )
+            except Exception as error:  # noqa: BLE001 - see _fail_in_library
+                self._fail_in_library("an error when a write was posted", error)
                 return
             self._outstanding += 1
 
@@ -183,15 +175,19 @@ class Link:
         """``progress`` after ``event_fd`` became readable."""
         with self.polling:
             if self.is_connected:
-                self.pair.clear_event()
-                self._drain()
+                self._drain(after_event=True)
 
-    def _drain(self) -> bool:
+    def _drain(self, *, after_event: bool = False) -> bool:
         any_found = False
-        while found := self.pair.poll(_AT_A_TIME):
-            any_found = True
-            for completion in found:
-                self._handle(completion)
+        try:
+            if after_event:
+                self.pair.clear_event()
+            while found := self.pair.poll(_AT_A_TIME):
+                any_found = True
+                for completion in found:
+                    self._handle(completion)
+        except Exception as error:  # noqa: BLE001 - see _fail_in_library
+            self._fail_in_library("an error when completions were read", error)
         return any_found
 
     def _handle(self, completion: Completion) -> None:
@@ -203,7 +199,7 @@ class Link:
                         completion.status,
                         self._device.where,
                         self.place,
-                        port_is_active=self._device.port_is_active(),
+                        port_is_active=self._port_is_active(),
                     )
                 )
             return
@@ -216,6 +212,12 @@ class Link:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 - of one edge, in the thread of another: all must hear of it
             self.fail(TransportError(f"the link to rank {self.place.rank} failed: {error!r}"))
+
+    def _port_is_active(self) -> bool:
+        try:
+            return self._device.port_is_active()
+        except Exception:  # noqa: BLE001 - an adapter that failed cannot be asked, and its link needs an error
+            return False
 
     def _handle_arrival(self, completion: Completion) -> None:
         self.pair.post_receives(1)
@@ -251,6 +253,14 @@ class Link:
         if self.failure is None:
             self.failure = error
             self._wake()
+
+    def _fail_in_library(self, what: str, error: Exception) -> None:
+        """``fail`` after an error of pyverbs or NIXL, whose classes may not be there to name."""
+        self.fail(
+            completions.RdmaError(
+                self._device.where, self.place, what, str(error), "see the kernel log of this machine"
+            )
+        )
 
     def tell(self) -> None:
         """Wake whoever waits at an edge, if the link has ended; the transport's thread alone calls this."""

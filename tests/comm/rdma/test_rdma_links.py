@@ -275,6 +275,30 @@ def test_an_own_port_that_is_down_is_not_the_peers_end(pair: Pair) -> None:
     assert caught.value.status == "RETRY_EXC_ERR"
 
 
+@pytest.mark.parametrize("call", ["poll", "clear_event"])
+def test_an_error_of_the_library_is_the_links(pair: Pair, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that waits, or in the one that serves all links: it is told, and the thread goes on."""
+
+    def broken(*arguments: int) -> Any:
+        raise OSError("the adapter is gone")
+
+    expected = pair.ranks[0].post_recv(BACK, (1,), torch.float32)
+    monkeypatch.setattr(pair.queue_pair(0), call, broken)
+    with pytest.raises(RdmaError, match="an error when completions were read: the adapter is gone"):
+        expected.wait()
+    assert pair.ranks[0]._engine._thread.is_alive()
+
+
+def test_a_port_that_cannot_be_asked_counts_as_down(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise OSError("the adapter is gone")
+
+    monkeypatch.setattr(pair.devices[0], "port_is_active", broken)
+    pair.network.is_cut = True
+    with pytest.raises(RdmaError, match="RETRY_EXC_ERR: the port of this machine is down"):
+        pair.ranks[0].post_recv(BACK, (1,), torch.float32).wait()
+
+
 def test_too_few_receive_requests_are_said() -> None:
     pair = Pair(receives=2)
     pair.prepare(FORTH)
