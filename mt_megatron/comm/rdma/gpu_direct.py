@@ -136,6 +136,9 @@ class DirectMemory:
     def flush(self) -> None:
         """Make the adapter's writes visible to work of the device that is queued from now on."""
         with torch.cuda.device(self.device):
+            # The context of a thread comes with its first runtime call that needs one. torch.cuda.device
+            # makes none where its device is the current one. The flush fails without a context (201).
+            self._stream.query()
             code = self._library.cuFlushGPUDirectRDMAWrites(_FLUSH_TARGET_CURRENT_CONTEXT, _FLUSH_TO_OWNER)
         if code:
             raise TransportError(

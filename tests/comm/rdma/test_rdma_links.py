@@ -9,6 +9,8 @@ import os
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from mt_megatron.comm.errors import (
 from mt_megatron.comm.rdma import completions, edges
 from mt_megatron.comm.rdma.completions import RdmaError
 from mt_megatron.comm.rdma.edges import Memory
-from mt_megatron.comm.rdma.gpu_direct import open_direct
+from mt_megatron.comm.rdma.gpu_direct import DirectMemory, open_direct
 from mt_megatron.comm.rdma.ports import Unusable
 from mt_megatron.comm.rdma.ring import MOST_SLOTS, ReceiveRing, SendRing
 from mt_megatron.comm.rdma.transport import RdmaTransport, RingSize
@@ -121,6 +123,29 @@ def test_gpudirect_without_a_driver_is_refused() -> None:
     asked = {"MT_MEGATRON_GPU_DIRECT": "1"}
     with pytest.raises(Unusable, match="the CUDA driver cannot be loaded: libcuda"):
         open_direct(torch.device("cuda"), FakeNetwork().device(), crc=False, environ=asked)
+
+
+def test_a_flush_in_a_new_thread_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stand-in for CUDA, in which a call of the runtime gives a thread its context, as CUDA's does."""
+    context = threading.local()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            context.is_current = True
+
+        def query(self) -> bool:
+            context.is_current = True
+            return True
+
+    class Driver:
+        def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:
+            return 0 if getattr(context, "is_current", False) else 201
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    memory = DirectMemory(torch.device("cuda", 0), FakeNetwork().device(), Driver())
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(memory.flush).result()
 
 
 def test_headers_have_the_size_that_slots_leave_for_them() -> None:
