@@ -37,6 +37,7 @@ from mt_megatron.comm.rdma.ring import MOST_SLOTS
 from mt_megatron.comm.shared_memory.staging import Staging
 from mt_megatron.comm.transport import UNLABELLED, Edge, Label
 from mt_megatron.errors import ConfigError, MtMegatronError
+from mt_megatron.seams import transport as seam
 
 _VERSION = 2
 """Of slots, immediate values and what ranks tell each other."""
@@ -484,9 +485,16 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    # Queue pairs must not outlive the threads that serve them.
-    for transport in list(_open):
-        transport.close()
+    if not _open:
+        return
+    # The exchange closes first: it waits for messages that have no room in a ring yet. Its own hook would run
+    # later, as hooks run from the last one that was registered to the first.
+    try:
+        seam.close()
+    finally:
+        # Queue pairs must not outlive the threads that serve them.
+        for transport in list(_open):
+            transport.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

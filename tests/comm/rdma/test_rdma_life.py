@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import deque
 from unittest.mock import MagicMock
@@ -11,10 +12,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from mt_megatron.comm import stage_exchange
 from mt_megatron.comm.errors import TransportUnavailable
 from mt_megatron.comm.rdma import engine, verbs
+from mt_megatron.comm.rdma import transport as rdma_transport
 from mt_megatron.comm.rdma.ports import Port
-from mt_megatron.comm.transport import Edge
+from mt_megatron.comm.transport import UNLABELLED, Edge
+from mt_megatron.seams import transport as seam
 from tests.comm.rdma.fake_ranks import BACK, FORTH, Pair
 
 SECOND = Edge(1, 2, 0)
@@ -93,3 +97,30 @@ def test_a_queue_pair_names_the_type_of_its_gid(monkeypatch: pytest.MonkeyPatch)
     found = verbs._QueuePair(MagicMock(), MagicMock(), port, MagicMock(), 8, 8)
     os.close(events)
     assert (found.address["link"], found.address["gid_type"]) == ("Ethernet", "RoCE v1")
+
+
+def test_the_end_of_the_process_waits_until_messages_are_sent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an exchange that was used outside a step, and more messages than a ring has slots."""
+    monkeypatch.setattr(stage_exchange, "_neighbours", list)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    # The receiver lives on, as in a process of its own.
+    rdma_transport._open.discard(pair.ranks[1])
+    exchange = stage_exchange.StageExchange(pair.ranks[0], torch.device("cpu"))
+    for number in range(6):
+        exchange._send(FORTH, torch.full((256,), float(number)), with_shape=False, label=UNLABELLED)
+    received: list[float] = []
+
+    def receive() -> None:
+        time.sleep(0.05)
+        for _ in range(6):
+            received.append(pair.ranks[1].post_recv(FORTH, (256,), torch.float32).wait()[0].item())
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    seam.install(exchange)
+    rdma_transport._at_exit()
+    thread.join()
+    assert received == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert pair.devices[0].closed
