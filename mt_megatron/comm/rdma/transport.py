@@ -284,6 +284,9 @@ class RdmaTransport:
         """In a forked process: the channels are the parent's, whose threads and memory are not here."""
         self._ended = "belongs to the process that this one was forked from; make a new one"
         self._is_closed = True
+        # A lock that a thread of the parent held: that thread is not here to release it.
+        self._preparing = threading.Lock()
+        _open.discard(self)
         # Destroying these objects would tell the kernel to destroy the parent's.
         # Closing descriptors would not let go of them: mappings of the adapter's queues hold its file too.
         _of_parents.append(self)

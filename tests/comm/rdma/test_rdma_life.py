@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -124,3 +125,20 @@ def test_the_end_of_the_process_waits_until_messages_are_sent(
     thread.join()
     assert received == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert pair.devices[0].closed
+
+
+def test_a_forked_child_ends_whatever_the_parent_was_doing(pair: Pair) -> None:
+    """``prepare``, which holds the lock, may wait for minutes. The parent's channels work on."""
+    with pair.ranks[0]._preparing:
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            try:
+                rdma_transport._at_exit()
+                pair.ranks[0].close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    pair.ranks[0].post_send(FORTH, torch.tensor([4.0]))
+    assert pair.ranks[1].post_recv(FORTH, (1,), torch.float32).wait().item() == 4.0
