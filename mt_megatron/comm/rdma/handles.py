@@ -208,6 +208,11 @@ class Expected:
                 f"found out= of {out.dtype}, shape {tuple(out.shape)} and strides {out.stride()}; expected a "
                 f"contiguous tensor of {dtype} and shape {shape}"
             )
+        if out is not None and staging.device.type == "cpu" and out.device.type != "cpu":
+            raise MtMegatronError(
+                f"found out= on {out.device}; expected memory of the host, where this channel receives. "
+                "Leave out= away"
+            )
         self.edge = edge
         self.label = UNLABELLED
         self.arrival = Arrival(self._begin)

@@ -402,6 +402,8 @@ def test_misuse_is_refused(pair: Pair) -> None:
     for wrong in (torch.empty(2), torch.empty(1, dtype=torch.int8), torch.empty(2, 1).t()):
         with pytest.raises(MtMegatronError, match="found out= of"):
             pair.ranks[0].post_recv(BACK, (1,), torch.float32, out=wrong)
+    with pytest.raises(MtMegatronError, match="found out= on meta; expected memory of the host"):
+        pair.ranks[0].post_recv(BACK, (1,), torch.float32, out=torch.empty(1, device="meta"))
     pair.ranks[0].post_recv(BACK, (1,), torch.float32)
     with pytest.raises(MtMegatronError, match="1 transfer.*not taken, the first from rank 1"):
         pair.ranks[0].finish()
