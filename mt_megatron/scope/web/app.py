@@ -23,7 +23,7 @@ from mt_megatron.scope.watch import requests
 
 from .access import Access, Session
 from .assets import Asset
-from .audit import Audit
+from .audit import UNWRITTEN, Audit
 from .guard import Guard, TooLarge, cookie_name
 from .limits import Rate, Recent
 from .live import Sockets
@@ -213,11 +213,14 @@ class _Routes:
         live = self._site.live
         if live is None or not live.live:
             return JSONResponse({"ok": False, "error": "no training is connected"}, 409)
-        self._site.audit.write("command", session=session.name, do=do, arguments=_short(arguments))
+        written = do not in UNWRITTEN
+        if written:
+            self._site.audit.write("command", session=session.name, do=do, arguments=_short(arguments))
         if do == "request":
             return await self._request(live, session, arguments["texts"])
         result = await live.command(do, arguments, timeout_s=PATIENCE_S.get(do, 30.0))
-        self._site.audit.write("result", session=session.name, do=do, ok=bool(result.ok))
+        if written:
+            self._site.audit.write("result", session=session.name, do=do, ok=bool(result.ok))
         return Response(
             Answer(facts={"ok": bool(result.ok), "value": result.value, "error": result.error}).body(),
             media_type="application/json",

@@ -16,6 +16,9 @@ MOST_BYTES = 8 * 2**20
 REFUSALS_PER_MINUTE = 60
 """Refusals that are written; of the rest the number is."""
 
+UNWRITTEN = frozenset({"hold", "status"})
+"""Commands without a line: an open page repeats them, and they change nothing but how long a pause lasts."""
+
 _LONGEST = 200
 
 

@@ -389,6 +389,9 @@ def test_session_alone_commands_nothing(page: Served) -> None:
     reply = page.post("/api/command", {"do": "pause"}, mine, control=page.tokens.control)
     assert reply.status == 200 and reply.json()["ok"], reply.body
     assert [frame["do"] for frame in page.commands[before:]] == ["pause"]
+    for do in ("status", "hold"):
+        reply = page.post("/api/command", {"do": do}, mine, control=page.tokens.control)
+        assert reply.status == 200 and reply.json()["ok"], do
     # A form of another page cannot be JSON.
     reply = page.post(
         "/api/command", {"do": "pause"}, mine, control=page.tokens.control, content_type="text/plain"
@@ -396,6 +399,7 @@ def test_session_alone_commands_nothing(page: Served) -> None:
     assert reply.status == 400
     whats = [row["what"] for row in page.audit()]
     assert "opened" in whats and "refused" in whats and "command" in whats and "result" in whats
+    assert not {"status", "hold"}.intersection(row.get("do") for row in page.audit())
     text = json.dumps(page.audit())
     assert page.tokens.control not in text and page.tokens.view not in text
 
