@@ -171,6 +171,8 @@ class _Routes:
     def _made(
         self, make: Callable[[Context, dict[str, Any]], Answer], query: dict[str, Any]
     ) -> tuple[Answer, bytes]:
+        if "other" in query:
+            query["other"] = self._context(query["other"])
         answer = make(self._context(query.pop("run", None)), query)
         return answer, answer.body()
 

@@ -65,6 +65,7 @@ QUERIES: Mapping[str, Mapping[str, Field]] = {
     "steps": {"points": whole(16, 20_000, 4_000)},
     "series": {"path": _PATH, "statistic": text(60, needed=True), "points": whole(16, 20_000, 2_000)},
     "model": {"statistic": text(60, "activation_rms"), "points": whole(8, 400, 60)},
+    "parted": {"statistic": text(60, needed=True), "other": text(200, needed=True)},
     "vectors": {
         "path": _PATH,
         "statistic": text(60, needed=True),

@@ -127,6 +127,8 @@ def test_every_view_on_a_recording(
         assert len(seen["text"]) > 10, name
         if name in PICTURES:
             assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (name, seen["canvases"])
+        if name == "replay":
+            assert "20, decoder.layers.2 (" in seen["text"], seen["text"][:400]
 
 
 def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.report.compare import difference
 from mt_megatron.scope.web import recorded as recorded_source
 from mt_megatron.scope.web.messages import QUERIES, parse_query
 from mt_megatron.scope.web.pack import pack, unpack
 from mt_megatron.scope.web.recorded import RecordedSource
-from mt_megatron.scope.web.source import TensorName
+from mt_megatron.scope.web.source import Module, TensorName
 from mt_megatron.scope.web.tiles import INFINITE, NOT_A_NUMBER, pooled, quantised
+from mt_megatron.scope.web.views import model_data
 from mt_megatron.scope.web.views.context import Context
 from mt_megatron.scope.web.views.registry import DATA
 from tests.scope.synthetic import (
@@ -155,6 +158,53 @@ def test_model_tree_and_first_not_finite(ask: Asked, truth: Truth) -> None:
         np.testing.assert_allclose(arrays["values"][row["curve"]], expected, rtol=1e-6)
     assert facts["first_not_finite"] == {"path": "decoder.layers.2", "step": 50}
     assert rows[LAYER]["first_not_finite"] is None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The part of a ``Source`` that two runs are compared by: one statistic of some modules."""
+
+    by_path: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+
+    def modules(self) -> list[Module]:
+        return [Module(path=path, class_name="", parameters=0) for path in self.by_path]
+
+    def statistics(self) -> dict[str, list[str]]:
+        return {path: ["x"] for path in self.by_path}
+
+    def series(self, path: str, statistic: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return self.by_path[path]
+
+
+def where_parted(a: Curves, b: Curves) -> tuple[Any, ...]:
+    """Step, path, both values, steps compared."""
+    contexts = [Context(source=each) for each in (a, b)]  # type: ignore[arg-type]
+    facts, arrays = unpack(model_data.parted(contexts[0], {"statistic": "x", "other": contexts[1]}).body())
+    return facts["step"], facts["path"], arrays["values"].tolist(), facts["steps"]
+
+
+@pytest.mark.parametrize("a,b", [(2.0, 2.01), (2.0, math.nan), (math.inf, 2.0), (math.inf, -math.inf)])
+def test_first_difference_of_two_runs_is_found_among_all_steps(a: float, b: float) -> None:
+    """Of two thousand steps one differs, which thinned curves leave out; later ones differ by more."""
+    steps = np.arange(1, 2001)
+    curves = [Curves({"p": (steps, np.full(2000, 2.0)), "q": (steps, np.full(2000, 2.0))}) for _ in "ab"]
+    for one, value in zip(curves, (a, b), strict=True):
+        one.by_path["q"][1][[776, 1500]] = value
+        one.by_path["p"][1][900] = value
+        one.by_path["p"][1][3] = math.nan  # in both
+    values = where_parted(*curves)
+    assert values[:2] == (777, "q") and values[3] == 2000
+    np.testing.assert_array_equal(values[2], [a, b])
+    assert where_parted(curves[0], curves[0]) == (None, "", [], 2000)
+    later = Curves({"q": (steps + 2000, np.zeros(2000)), "r": (steps, np.zeros(2000))})
+    assert where_parted(curves[0], later) == (None, "", [], 0)
+
+
+def test_runs_differ_on_the_page_as_in_the_report() -> None:
+    numbers = [0.0, 1.0, 1.0005, 1.002, -1.0, 1e-30, math.inf, -math.inf, math.nan]
+    for a in numbers:
+        found = model_data.differs(np.full(len(numbers), a), np.array(numbers))
+        assert found.tolist() == [difference(a, b) > model_data.TOLERANCE for b in numbers], a
 
 
 @pytest.mark.parametrize("step,at", [(None, 60), (60, 60), (45, 40), (10, 10)])

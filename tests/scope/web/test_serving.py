@@ -246,6 +246,11 @@ def test_neighbours_are_those_with_a_recording(recorded: tuple[Path, Truth]) -> 
         assert page.ask("/api/runs", cookie=cookie).json() == {"runs": ["other"]}
         _, table = page.ask("/api/steps?run=other", cookie=cookie).unpacked()
         assert len(table["i"]) == 20 and page.ask("/api/run", cookie=cookie).json()["count"] == 60
+        query = "/api/parted?statistic=activation_rms&other="
+        found, arrays = page.ask(f"{query}other", cookie=cookie).unpacked()
+        assert (found["step"], found["path"], found["steps"]) == (20, "decoder.layers.2", 2)
+        assert arrays["values"][1] == pytest.approx(1.01 * arrays["values"][0])
+        assert page.ask(f"{query}link", cookie=cookie).status == 404
 
 
 def test_page_does_not_start_twice_on_a_socket(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""The module tree with small curves, where the first NaN was, and the experts."""
+"""The module tree with small curves, where the first NaN was, where two runs part, and the experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from ..source import Source
 from .context import Answer, Context, extremes
 
 _LOADS = "expert_load"
+
+TOLERANCE = 1e-3
+"""Relative difference between values of two runs that counts as none."""
 
 
 def model(context: Context, query: dict[str, Any]) -> Answer:
@@ -64,6 +67,42 @@ def _first_not_finite(source: Source, path: str, names: Any) -> int | None:
     steps, values = source.series(path, "not_finite")
     bad = np.flatnonzero(~(values == 0) & ~np.isnan(values))
     return int(steps[bad[0]]) if len(bad) else None
+
+
+def parted(context: Context, query: dict[str, Any]) -> Answer:
+    """First step at which one statistic differs from that of the run ``other`` by more than ``TOLERANCE``;
+    of the modules that differ there the first in the order of the model, and ``values`` of this run and of
+    the other. Every recorded step that both runs have is compared; curves are thinned."""
+    source, other, statistic = context.source, query["other"].source, query["statistic"]
+    ours, theirs = source.statistics(), other.statistics()
+    first: int | None = None
+    path, pair, steps, modules = "", np.zeros(0), np.zeros(0, np.int64), 0
+    for each in dict.fromkeys([*(module.path for module in source.modules()), *ours]):
+        if statistic not in ours.get(each, ()) or statistic not in theirs.get(each, ()):
+            continue
+        at, values = source.series(each, statistic)
+        other_at, other_values = other.series(each, statistic)
+        common, left, right = np.intersect1d(at, other_at, return_indices=True)
+        modules += 1
+        if not np.array_equal(common, steps):
+            steps = np.union1d(steps, common)
+        found = np.flatnonzero(differs(values[left], other_values[right]))
+        if len(found) and (first is None or int(common[found[0]]) < first):
+            first, path = int(common[found[0]]), each
+            pair = np.array([values[left[found[0]]], other_values[right[found[0]]]])
+    return Answer(
+        facts={"step": first, "path": path, "steps": len(steps), "modules": modules}, arrays={"values": pair}
+    )
+
+
+def differs(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where ``report.compare.difference`` exceeds ``TOLERANCE``: NaN equals NaN, and a value that is not
+    finite differs from every other."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        apart = np.abs(a - b) > TOLERANCE * np.maximum(np.abs(a), np.abs(b))
+    found: NDArray[np.bool_] = ~same & (apart | ~np.isfinite(a) | ~np.isfinite(b))
+    return found
 
 
 def experts(context: Context, query: dict[str, Any]) -> Answer:

@@ -15,6 +15,7 @@ DATA: Mapping[str, Callable[[Context, dict[str, Any]], Answer]] = {
     "vectors": run_data.vectors,
     "alerts": run_data.alerts,
     "model": model_data.model,
+    "parted": model_data.parted,
     "experts": model_data.experts,
     "tensors": tensors.tensors,
     "tile": tensors.tile,
