@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -156,16 +158,37 @@ def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:
 
 
 def test_exported_page_shows_the_same_without_a_server(recording: Served, tmp_path: Path) -> None:
-    target = tmp_path / "page.html"
+    """And a second export of the tab shows what came after the first."""
+    earlier, target = tmp_path / "earlier.html", tmp_path / "page.html"
     views = [["view", VIEWS[name], 100, True] for name in VIEWS if name in PICTURES]
-    download = ["download", "button[title=e]", str(target)]
-    drive(link_to(recording.tokens), tmp_path, [*views, download], language="en")
+    headers = {"Content-Type": "application/json", "X-Scope-Control": recording.tokens.control}
+    mark = {"method": "POST", "headers": headers, "body": json.dumps({"step": 30, "text": "between"})}
+    actions = [
+        *views,
+        ["download", "button[title=e]", str(earlier)],
+        ["evaluate", f"fetch('/api/bookmark', {json.dumps(mark)}).then((answer) => answer.status)"],
+        ["download", "button[title=e]", str(target)],
+    ]
+    assert drive(link_to(recording.tokens), tmp_path, actions, language="en")["results"][-2] == 200
     text = target.read_text()
     assert recording.tokens.view not in text and recording.tokens.control not in text
     assert "connect-src" not in text and "unsafe-eval" not in text
+    before, after = (_archive(path.read_text()) for path in (earlier, target))
+    assert [mark["text"] for mark in after["run"]["bookmarks"]] == ["between", "halfway"]
+    assert [mark["text"] for mark in before["run"]["bookmarks"]] == ["halfway"]
+    assert before.keys() <= after.keys()
     found = drive(target.as_uri(), tmp_path, views)
     for (_, address, *_), seen in zip(views, found["results"], strict=True):
         assert not seen["empty"] and max(seen["canvases"], default=0) > 3, (address, seen)
+
+
+def _archive(text: str) -> dict[str, Any]:
+    """Answers that an exported page has, by address: JSON as values, packed ones as bytes."""
+    packed = re.search(r'id="archive">([^<]+)<', text)
+    assert packed is not None
+    rows = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    bodies = {url: (base64.b64decode(row["data"]), row.get("binary")) for url, row in rows.items()}
+    return {url: body if binary else json.loads(body) for url, (body, binary) in bodies.items()}
 
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'

@@ -36,7 +36,8 @@ export function get(name, query = {}, fresh = 0) {
   }
   const entry = { bytes: 2_000, promise: null };
   entry.promise = load(url).then(
-    ({ value, bytes }) => {
+    ({ value, bytes, body }) => {
+      if (body) remember(url, body);
       entry.bytes += bytes;
       cached += bytes;
       trim();
@@ -63,7 +64,8 @@ function trim() {
   }
 }
 
-async function load(url) {
+// An answer, not out of the cache: its value, and its body as it came (of an exported page none).
+export async function load(url) {
   if (archive) {
     const text = archive[url];
     if (text === undefined) throw new ApiError('not in this export', 404);
@@ -90,13 +92,16 @@ async function load(url) {
   }
   const binary = answer.headers.get('content-type').startsWith('application/vnd');
   const buffer = await answer.arrayBuffer();
-  raw.set(url, { buffer, binary });
-  while (raw.size > 400) raw.delete(raw.keys().next().value);
-  return { value: binary ? unpack(buffer) : JSON.parse(new TextDecoder().decode(buffer)), bytes: buffer.byteLength };
+  return { value: binary ? unpack(buffer) : JSON.parse(new TextDecoder().decode(buffer)), bytes: buffer.byteLength, body: { buffer, binary } };
 }
 
-// Bodies as they came, for the export.
+// Bodies of what the views asked for, for the export.
 export const raw = new Map();
+
+function remember(url, body) {
+  raw.set(url, body);
+  while (raw.size > 400) raw.delete(raw.keys().next().value);
+}
 
 function unpack(buffer) {
   const length = new DataView(buffer).getUint32(0, true);

@@ -1,5 +1,5 @@
 // One self-contained HTML file of what the page shows: its own code, and the answers that the views ask for.
-import { get, keyOf, raw } from './api.js';
+import { keyOf, load, raw } from './api.js';
 import { at, ui, upTo } from './state.svelte.js';
 
 const MOST_BYTES = 48 * 2 ** 20;
@@ -12,21 +12,22 @@ export async function exportPage() {
   if (ui.exporting) return;
   const kept = new Map();
   let size = 0;
+  const keep = (url, body, most) => {
+    const more = body.buffer.byteLength - (kept.get(url)?.buffer.byteLength ?? 0);
+    if (size + more > most) return;
+    kept.set(url, body);
+    size += more;
+  };
+  // Asked anew in each export: an answer in the cache may be older than the recording.
   const take = async (name, query = {}) => {
-    const value = await get(name, query, -1).catch(() => null);
-    const body = raw.get(keyOf(name, query));
-    if (value === null || !body || size + body.buffer.byteLength > MOST_BYTES) return value;
-    if (!kept.has(keyOf(name, query))) size += body.buffer.byteLength;
-    kept.set(keyOf(name, query), body);
-    return value;
+    const url = keyOf(name, query);
+    const found = await load(url).catch(() => null);
+    if (found?.body) keep(url, found.body, MOST_BYTES);
+    return found?.value ?? null;
   };
   try {
     ui.exporting = '…';
-    for (const [key, body] of raw) {
-      if (key === 'run' || size + body.buffer.byteLength > MOST_BYTES / 2) continue;
-      kept.set(key, body);
-      size += body.buffer.byteLength;
-    }
+    for (const [url, body] of [...raw].reverse()) if (url !== 'run') keep(url, body, MOST_BYTES / 2);
     const facts = await take('run');
     await each([['steps', { points: 4000 }], ['alerts'], ['topology'], ['timeline_steps'], ['timeline', { most: 40_000 }], ['tensors'], ['rows'], ['experts', {}], ['runs'],
       ['vectors', { path: lossPath(facts), statistic: 'loss_per_position', points: 300 }]], take);
