@@ -264,16 +264,24 @@ def test_slow_browser_is_told_what_it_missed(tmp_path: Path) -> None:
 def test_answers_slower_than_the_recording_grows_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server beside busy ranks takes longer for a view's series than a step takes."""
+    """A server beside busy ranks takes longer for a view's series than a step takes. Slices that are written
+    after the page has asked for their step come too."""
     write_run(tmp_path / "run", RunShape(steps=40, tensor_every=0, token_every=0))
-    series, asked = DATA["series"], []
+    job = Job(layout=parse_layout("dp=1,tp=2,pp=1"), steps=3, microbatches=2)
+    simulate(tmp_path / "run", job, [], seed=1)
+    series, timeline, asked, slices = DATA["series"], DATA["timeline"], [], []
 
     def slow(context: Any, query: Any) -> Any:
         asked.append(query)
         time.sleep(0.3)
         return series(context, query)
 
+    def growing(context: Any, query: Any) -> Any:
+        slices.append(query)
+        return timeline(context, query if len(slices) > 1 else {**query, "most": 10})
+
     monkeypatch.setitem(DATA, "series", slow)
+    monkeypatch.setitem(DATA, "timeline", growing)
     with served(tmp_path / "run", live=True) as page:
         ended = threading.Event()
 
@@ -286,8 +294,12 @@ def test_answers_slower_than_the_recording_grows_are_shown(
         sender = threading.Thread(target=steps, daemon=True)
         sender.start()
         try:
-            view = ["view", "#/model?module=decoder.layers.1", 800, True]
-            found = drive(link_to(page.tokens), tmp_path, [view], language="en", errors="503")["results"]
+            actions = [
+                ["view", "#/model?module=decoder.layers.1", 800, True],
+                ["view", "#/timeline", 300],
+                ["until", "window.scopeTimeline.slices() > 10"],
+            ]
+            found = drive(link_to(page.tokens), tmp_path, actions, language="en", errors="503")["results"]
         finally:
             ended.set()
             sender.join()
