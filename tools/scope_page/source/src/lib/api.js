@@ -1,6 +1,7 @@
 // Data of the server by name, out of a bounded cache; in an exported page out of its archive.
 
 const MOST_BYTES = 160 * 2 ** 20;
+export const MOST_RAW_BYTES = 24 * 2 ** 20; // Bodies of views: half of what an export may have.
 const MOST_MS = 120_000; // Until an answer begins: a connection lost without a word would be waited for otherwise.
 const cache = new Map(); // key -> {promise, bytes}
 let cached = 0;
@@ -95,12 +96,23 @@ export async function load(url) {
   return { value: binary ? unpack(buffer) : JSON.parse(new TextDecoder().decode(buffer)), bytes: buffer.byteLength, body: { buffer, binary } };
 }
 
-// Bodies of what the views asked for, for the export.
+// Newest bodies of what the views asked for, for the export. Bounded by bytes: the cache's values lie in the same buffers.
 export const raw = new Map();
+let rawBytes = 0;
 
 function remember(url, body) {
+  rawBytes += body.buffer.byteLength - (raw.get(url)?.buffer.byteLength ?? 0);
+  raw.delete(url);
   raw.set(url, body);
-  while (raw.size > 400) raw.delete(raw.keys().next().value);
+  if (rawBytes <= MOST_RAW_BYTES) return;
+  // Of the same name first: timelines of many steps do not push out what other views asked for.
+  const name = url.split('?')[0];
+  const alike = [...raw.keys()].filter((each) => each !== url && each.split('?')[0] === name);
+  for (const each of [...alike, ...raw.keys()]) {
+    rawBytes -= raw.get(each)?.buffer.byteLength ?? 0;
+    raw.delete(each);
+    if (rawBytes <= MOST_RAW_BYTES) return;
+  }
 }
 
 function unpack(buffer) {

@@ -1,5 +1,5 @@
 // One self-contained HTML file of what the page shows: its own code, and the answers that the views ask for.
-import { keyOf, load, raw } from './api.js';
+import { MOST_RAW_BYTES, keyOf, load, raw } from './api.js';
 import { at, ui, upTo } from './state.svelte.js';
 
 const MOST_BYTES = 48 * 2 ** 20;
@@ -27,7 +27,7 @@ export async function exportPage() {
   };
   try {
     ui.exporting = '…';
-    for (const [url, body] of [...raw].reverse()) if (url !== 'run') keep(url, body, MOST_BYTES / 2);
+    for (const [url, body] of [...raw].reverse()) if (url !== 'run') keep(url, body, MOST_RAW_BYTES);
     const facts = await take('run');
     await each([['steps', { points: 4000 }], ['alerts'], ['topology'], ['timeline_steps'], ['timeline', { most: 40_000 }], ['tensors'], ['rows'], ['experts', {}], ['runs'],
       ['vectors', { path: lossPath(facts), statistic: 'loss_per_position', points: 300 }]], take);

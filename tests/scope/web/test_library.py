@@ -1,0 +1,37 @@
+"""The page's library in Node.js, without a browser: what it keeps, and how it writes numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from tools.scope_page.build import SOURCE
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="expected node (Node.js) on PATH")
+
+
+def in_node(script: str) -> Any:
+    """What ``script`` writes, as JSON; it imports from the library's folder."""
+    command = ["node", "--input-type=module", "-e", script]
+    done = subprocess.run(command, cwd=SOURCE / "src" / "lib", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_bodies_for_an_export_are_bounded_by_their_bytes() -> None:
+    """Timelines of thirty steps leave room for what another view asked for."""
+    found = in_node("""
+        import { MOST_RAW_BYTES, get, raw } from './api.js';
+        globalThis.fetch = async (url) => new Response('1'.padEnd(url.includes('timeline') ? 2 ** 21 : 1_000),
+          { headers: { 'content-type': 'application/json' } });
+        await get('projection', { step: 1 });
+        for (let last = 1; last <= 30; last++) await get('timeline', { last });
+        const bytes = [...raw.values()].reduce((sum, { buffer }) => sum + buffer.byteLength, 0);
+        console.log(JSON.stringify({ bytes, most: MOST_RAW_BYTES, urls: [...raw.keys()] }));
+    """)
+    assert found["bytes"] <= found["most"] == 24 * 2**20
+    assert found["urls"] == ["projection?step=1", *(f"timeline?last={last}" for last in range(20, 31))]
