@@ -35,3 +35,13 @@ def test_bodies_for_an_export_are_bounded_by_their_bytes() -> None:
     """)
     assert found["bytes"] <= found["most"] == 24 * 2**20
     assert found["urls"] == ["projection?step=1", *(f"timeline?last={last}" for last in range(20, 31))]
+
+
+def test_values_that_are_no_numbers_are_written_as_text() -> None:
+    """A step's figures have a truth value and a text beside numbers."""
+    found = in_node("""
+        import { short } from './format.js';
+        const values = [false, true, 'loss is NaN', 2.5, 0, -Infinity, NaN, null];
+        console.log(JSON.stringify(values.map((each) => short(each, 6))));
+    """)
+    assert found == ["false", "true", "loss is NaN", "2.5", "0", "−∞", "NaN", "–"]

@@ -2,6 +2,7 @@
 
 export function short(value, digits = 3) {
   if (value === null || value === undefined) return '–';
+  if (typeof value !== 'number') return String(value);
   if (Number.isNaN(value)) return 'NaN';
   if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
   const size = Math.abs(value);
