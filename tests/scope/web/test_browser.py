@@ -135,6 +135,7 @@ def test_every_view_on_a_recording(
 
 def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:
     address = "#/model?step=30&module=decoder.layers.2.mlp&statistic=activation_rms"
+    whole = "[...document.querySelectorAll('tr.pick')].find((each) => each.innerText.includes('GPTModel'))"
     actions = [
         ["press", "3"],
         ["press", "?"],
@@ -149,12 +150,18 @@ def test_keyboard_links_and_help(recording: Served, tmp_path: Path) -> None:
         ["reload"],
         ["evaluate", "location.hash"],
         ["text", "main"],
+        ["view", "#/model", 300],
+        ["until", f"(() => {{ const row = {whole}; row?.click(); return Boolean(row); }})()"],
+        ["reload"],
+        ["evaluate", "location.hash"],
+        ["text", ".model .side h2"],
     ]
     results = drive(link_to(recording.tokens), tmp_path, actions)["results"]
     assert results[0].startswith("#/timeline") and "Esc" in results[2]
     assert results[4].startswith("#/attention") and "step=" in results[5] and "step=" not in results[6]
     assert "注意力" in results[8]
     assert results[11] == address and "decoder.layers.2.mlp" in results[12]
+    assert results[16] == "#/model?module=" and "整个模型" in results[17]
 
 
 def test_exported_page_shows_the_same_without_a_server(recording: Served, tmp_path: Path) -> None:

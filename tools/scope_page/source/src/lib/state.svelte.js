@@ -33,8 +33,11 @@ export function readAddress() {
   place.query = Object.fromEntries(new URLSearchParams(text));
 }
 
+// Whether an address has a parameter: the empty path of a module is the whole model's.
+const says = (key, value) => value !== null && value !== undefined && (value !== '' || key === 'module');
+
 export function address(view, query) {
-  const pairs = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== '');
+  const pairs = Object.entries(query).filter(([key, value]) => says(key, value));
   const text = new URLSearchParams(pairs).toString();
   return `#/${view}${text ? `?${text}` : ''}`;
 }
@@ -47,7 +50,7 @@ export function go(view, query = {}) {
 // Changes parameters of the view without a new entry of the history.
 export function set(query) {
   const next = { ...place.query, ...query };
-  for (const key of Object.keys(next)) if (next[key] === null || next[key] === undefined || next[key] === '') delete next[key];
+  for (const key of Object.keys(next)) if (!says(key, next[key])) delete next[key];
   place.query = Object.fromEntries(Object.entries(next).map(([key, value]) => [key, String(value)]));
   history.replaceState(null, '', address(place.view, place.query));
 }
