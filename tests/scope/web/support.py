@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(run: Path, *, live: bool = False, answers: bool = True) -> Iterator[Served]:
-    """The page on ``run``. ``live``: ranks are there, which answer commands with what they were told."""
+def served(
+    run: Path,
+    *,
+    live: bool = False,
+    answers: bool = True,
+    replies: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] | None = None,
+) -> Iterator[Served]:
+    """The page on ``run``. ``live``: ranks are there, which answer commands with what they were told, or with
+    the fields of a result that ``replies`` makes of the frame of a command."""
     hub = Hub(scope_files(run), live=live)
     said: list[str] = []
     commands: list[dict[str, Any]] = []
@@ -154,6 +161,8 @@ def served(run: Path, *, live: bool = False, answers: bool = True) -> Iterator[S
         if answers:
             value = {"did": frame["do"], **dict(frame["arguments"])}
             result = {"k": "result", "id": frame["id"], "ok": True, "value": value, "error": None}
+            if replies and frame["do"] in replies:
+                result |= replies[frame["do"]](frame)
             asyncio.get_running_loop().call_soon(hub.answered, result)
         return True
 

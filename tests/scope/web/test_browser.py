@@ -23,6 +23,7 @@ from mt_megatron.scope.recording.files import add_bookmark, scope_files
 from mt_megatron.scope.sidecar.process import END
 from mt_megatron.scope.web.access import TokenFile, link_to, read_token_file
 from mt_megatron.scope.web.assets import PAGE
+from mt_megatron.scope.web.live import QUEUE
 from mt_megatron.scope.web.recorded import RecordedSource
 from mt_megatron.scope.web.views.registry import DATA
 from tests.launch import ROOT
@@ -355,11 +356,28 @@ def test_killed_browser_leaves_nothing_behind(tmp_path: Path) -> None:
             assert json.loads(link.recv(timeout=10))["step"] == 7
 
 
+FIGURES = {"loss": 2.5, "grad_norm": 1.25, "skipped": False, "reason": None}
+SKIPPED = {**FIGURES, "loss": None, "skipped": True, "reason": "loss is NaN"}
+
+
+def _generated(frame: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "attention" in frame["arguments"]:
+        return {"ok": False, "value": None, "error": "found attention of some 4,000,000 weights"}
+    return {"value": {"step": 7, "tokens": []}}
+
+
 def test_view_only_until_the_control_token_is_given(tmp_path: Path) -> None:
+    """Then a pause, the lab and a generation by it, while steps go by and after ten notices were missed."""
     write_run(tmp_path / "run", RunShape(steps=20, tensor_every=0, token_every=0))
     buttons = "[...document.querySelectorAll('.top button')]"
     submit = "document.querySelector('.over form').requestSubmit()"
-    with served(tmp_path / "run", live=True) as page:
+    click = (
+        "(() => {{ const found = [...document.querySelectorAll('main button')].find((each) => "
+        "each.innerText === '{}' && !each.disabled); found?.click(); return Boolean(found); }})()"
+    )
+    paired = {"modules": [], "first_difference": None, "baseline": FIGURES, "perturbed": SKIPPED}
+    replies = {"pair": lambda frame: {"value": paired}, "generate": _generated}
+    with served(tmp_path / "run", live=True, replies=replies) as page:
         actions = [
             ["evaluate", f"{buttons}.map((b) => b.innerText).join('|')"],
             ["press", "p"],
@@ -371,11 +389,65 @@ def test_view_only_until_the_control_token_is_given(tmp_path: Path) -> None:
             ["until", f"{buttons}.some((b) => b.innerText === 'Pause')"],
             ["press", "p"],
             ["until", f"{buttons}.some((b) => b.innerText === 'Resume' && !b.disabled)"],
+            # What is armed is asked for once, and an error stays, though the facts are read every second.
+            ["view", "#/lab", 300],
+            ["fill", ".lab textarea", "nothing@**"],
+            ["until", click.format("Send")],
+            ["until", "document.querySelector('.lab p.bad')"],
+            ["wait", 2_500],
+            ["evaluate", "document.querySelector('.lab p.bad')?.innerText"],
+            ["until", click.format("Paired run")],
+            ["until", "document.querySelector('.lab .figures_')"],
+            ["text", ".lab .figures_"],
+            # Attention of a long prompt is refused; an empty field asks for none.
+            ["view", "#/generate", 300],
+            ["fill", ".generate textarea", "Once"],
+            ["until", click.format("Generate")],
+            ["until", "document.querySelector('.generate .bad')"],
+            ["text", ".generate form"],
+            ["fill", ".fields label:nth-child(4) input", ""],
+            ["until", click.format("Generate")],
+            ["until", "document.querySelector('.generate .out').innerText.includes('step 7')"],
+            ["text", ".generate form"],
+            ["text", ".scrub .warn"],
         ]
-        # The browser itself writes a line for the answer 403.
-        found = drive(link_to(page.tokens), tmp_path, actions, errors="403", language="en")
-        assert [frame["do"] for frame in page.commands if frame["do"] != "status"] == ["pause"]
-    assert "Pause" not in found["results"][0] and "View only" in found["results"][0]
+        with _steps(page):
+            # The browser itself writes a line for the answers 403 and 400.
+            found = drive(link_to(page.tokens), tmp_path, actions, errors="status of 40", language="en")
+        commands = [frame for frame in page.commands if frame["do"] != "hold"]
+    results = found["results"]
+    assert "Pause" not in results[0] and "View only" in results[0]
+    assert [frame["do"] for frame in commands] == ["pause", "status", "pair", "generate", "generate"]
+    assert results[15] and "skipped false → true" in results[18] and "loss is NaN" in results[18]
+    asked = [frame["arguments"].get("attention") for frame in commands[-2:]]
+    assert asked == [{"layers": [0]}, None]
+    assert "empty the field" in results[23] and "empty the field" not in results[27]
+    assert " ".join(results[28].split()) == "10 notices missed"
+
+
+@contextlib.contextmanager
+def _steps(page: Served) -> Iterator[None]:
+    """Notices of steps: first ten more at once than a browser's queue takes, then one every 0.3 s."""
+    ended = threading.Event()
+
+    def many() -> None:
+        for number in range(QUEUE + 10):
+            page.hub.publish({"k": "step", "step": number})
+
+    def send() -> None:
+        cookie = page.enter()
+        until(lambda: page.ask("/api/server", cookie=cookie).json()["sockets"] == 1, 60)
+        page.loop.call_soon_threadsafe(many)
+        while not ended.wait(0.3):
+            page.publish({"k": "step", "step": 20})
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        sender.join()
 
 
 def test_every_view_while_ranks_send(tmp_path: Path) -> None:

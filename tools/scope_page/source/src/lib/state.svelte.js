@@ -156,8 +156,8 @@ export function connect() {
   };
   socket.onmessage = (message) => {
     const event = JSON.parse(message.data);
+    // All notices missed so far; those that an event 'lost' tells of are among them.
     if (event.browser_dropped) live.dropped = event.browser_dropped;
-    if (event.k === 'lost') live.dropped += event.events;
     if (event.k === 'result') live.result = event;
     if (event.k === 'alert') live.alerts += 1;
     if (event.k === 'result' && event.id === 'state') takeState(event.value);
