@@ -45,3 +45,11 @@ def test_values_that_are_no_numbers_are_written_as_text() -> None:
         console.log(JSON.stringify(values.map((each) => short(each, 6))));
     """)
     assert found == ["false", "true", "loss is NaN", "2.5", "0", "−∞", "NaN", "–"]
+
+
+def test_an_infinite_error_of_an_encoding_is_not_written_as_none() -> None:
+    found = in_node("""
+        import { errorBound } from './format.js';
+        console.log(JSON.stringify([0, 0.0123, null].map(errorBound)));
+    """)
+    assert found == ["0", "± 0.012", "± ∞"]

@@ -12,6 +12,11 @@ export function short(value, digits = 3) {
   return value.toPrecision(digits).replace(/\.?0+$/, '').replace('-', '−');
 }
 
+// Largest error of an encoding: null stands for infinity, which JSON does not have.
+export function errorBound(value) {
+  return value === 0 ? '0' : `± ${short(value ?? Infinity, 2)}`;
+}
+
 const PREFIX = [[1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e3, 'k']];
 
 export function scaled(value, unit = '', digits = 3) {
