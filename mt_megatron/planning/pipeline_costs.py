@@ -34,9 +34,9 @@ def pipeline_costs(case: MemoryCase, hardware: Hardware) -> Costs:
     memory = estimate_memory(case).stages
     for rank, chunk in own:
         kept.append(float(kept_bytes(case, places(case, rank)[chunk])))
-        # A rank's is counted with its first stage; what activations take comes on top.
-        whole = memory[rank].total - memory[rank].activations
-        static.append(float(whole) if chunk == 0 else 0.0)
+        # A rank's bytes in whole numbers over its chunks, so that their sum is exact.
+        share, rest = divmod(memory[rank].total - memory[rank].activations, case.chunks)
+        static.append(float(share + (rest if chunk == 0 else 0)))
         reductions.append(_reduction(case, hardware, rank) / case.chunks)
     return Costs(
         forward=forwards,

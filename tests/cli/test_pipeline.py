@@ -56,6 +56,51 @@ def test_a_traced_run(capsys: Capture, tmp_path: Path) -> None:
     assert rows[0]["against"] == pytest.approx(1.0)
 
 
+def test_a_traced_schedule_with_other_sizes(capsys: Capture, tmp_path: Path) -> None:
+    simulate(tmp_path, Job(layout=parse_layout("pp=4,vpp=2"), steps=8, microbatches=8), [], seed=2)
+    run = ("simulate", "--from", str(tmp_path))
+    own = data(capsys, *run)
+    assert (own["schedule"], own["chunks"]) == ("interleaved", 2)
+    longer = data(capsys, *run, "--microbatches", "16")
+    assert (longer["schedule"], longer["chunks"], longer["microbatches"]) == ("interleaved", 2, 16)
+    named = (*run, "--schedule", "interleaved")
+    # As the run's, its calls wait for their exchanges.
+    assert longer["step_seconds"] > data(capsys, *named, "--microbatches", "16")["step_seconds"]
+    plain = data(capsys, *run, "--chunks", "1")
+    assert (plain["schedule"], plain["chunks"]) == ("1f1b", 1)
+    assert data(capsys, *run, "--blocking")["step_seconds"] == own["step_seconds"]
+
+
+def test_links_of_a_traced_run(capsys: Capture, tmp_path: Path) -> None:
+    simulate(tmp_path, Job(layout=parse_layout("pp=4"), steps=8, microbatches=8), [], seed=2)
+    run = ("simulate", "--from", str(tmp_path))
+    own = data(capsys, *run)
+    assert all(link["latency_seconds"] > 0 and link["gbit"] for link in own["links"])
+    later = data(capsys, *run, "--latency-ms", "3")
+    assert [link["latency_seconds"] for link in later["links"]] == [0.003] * len(own["links"])
+    assert [link["gbit"] for link in later["links"]] == [link["gbit"] for link in own["links"]]
+    wider = data(capsys, *run, "--link-gbit", "7")
+    assert {link["gbit"] for link in wider["links"]} == {7.0}
+    before = [link["latency_seconds"] for link in own["links"]]
+    assert [link["latency_seconds"] for link in wider["links"]] == before
+    # Two chunks send from the last rank to the first, which the run did not.
+    other = data(capsys, *run, "--schedule", "interleaved", "--chunks", "2")
+    around = [link for link in other["links"] if {link["from"], link["to"]} == {0, 3}]
+    assert len(around) == 2 and all(link["gbit"] in {own["gbit"] for own in own["links"]} for link in around)
+    assert "links that the run did not use" in other["about"][-1] and "3 -> 0" in other["about"][-1]
+
+
+def test_a_schedule_without_a_name_keeps_its_sizes(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(tmp_path, Job(layout=parse_layout("pp=4"), steps=8, microbatches=8), [], seed=2)
+    monkeypatch.setattr("mt_megatron.scan.analysis.pipeline_steps.NAMES", ())
+    words = ["pipeline", "simulate", "--from", str(tmp_path)]
+    assert data(capsys, *words[1:])["schedule"] == "recorded"
+    assert main([*words, "--microbatches", "16"]) == 2
+    assert "the run's schedule is none of the generated ones" in capsys.readouterr().err
+
+
 def test_clusters_and_configurations(capsys: Capture) -> None:
     found = data(capsys, "compare", "--cluster", "64x200g")
     rows = {row["name"]: row for row in found["rows"]}
@@ -107,6 +152,8 @@ def test_pictures_and_files(capsys: Capture, tmp_path: Path) -> None:
         ("simulate --cluster 8x200g --ranks 4", "expected one of them"),
         ("simulate --cluster 8x200g --model llama3_8b --world-size 8", "expected one of them"),
         ("simulate --model llama3_8b", "--world-size is not given"),
+        ("simulate --cluster 8x200g --world-size 8", "found --world-size 8 without options of pretrain"),
+        ("compare --ranks 4 --device A100", "found --device A100 without options of pretrain"),
         ("simulate --model llama3_8b --world-size 8", "--pipeline-model-parallel-size is 1"),
         (
             "simulate --model llama3_8b --world-size 8 --pipeline-model-parallel-size 3",

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from mt_megatron.config.parse import load_config
+from mt_megatron.pipeline.compare import with_chunks
 from mt_megatron.pipeline.generate.catalogue import generate
 from mt_megatron.pipeline.simulate.memory import memory_peaks
 from mt_megatron.pipeline.simulate.program import Program
 from mt_megatron.planning.cost import stage_times, step_cost
 from mt_megatron.planning.hardware import DEVICES
-from mt_megatron.planning.memory import MemoryCase, estimate_memory, worst_memory
+from mt_megatron.planning.memory import MemoryCase, estimate_memory, placement_of, worst_memory
 from mt_megatron.planning.memory_estimate import memory_case
 from mt_megatron.planning.pipeline_costs import pipeline_costs
 
@@ -53,6 +54,17 @@ def test_links_and_reductions_follow_the_machine() -> None:
     assert set(np.ravel(near.reduction)) == {0.0}
     reductions = np.ravel(far.reduction)
     assert (reductions > 0).all() and reductions[0] > reductions[1] == reductions[2]  # The embedding.
+
+
+def test_weights_are_cut_anew_with_the_layers() -> None:
+    case = case_of("--global-batch-size 16 --virtual-pipeline-model-parallel-size 2", 4)
+    costs = pipeline_costs(case, H100)
+    whole = [stage.total - stage.activations for stage in estimate_memory(case).stages]
+    static = np.ravel(with_chunks(costs, placement_of(case), 1).static)
+    assert static.sum() == pytest.approx(sum(whole))
+    # Stages 0 and 1 had been those of ranks 0 and 1: the first rank's share is a half of each.
+    halves = [each / 2 for each in whole]
+    assert static == pytest.approx([halves[0] + halves[1], halves[2] + halves[3]] * 2)
 
 
 def test_a_v_takes_its_chunks_down_and_up_again() -> None:

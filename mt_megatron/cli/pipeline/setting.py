@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mt_megatron.errors import ConfigError
 from mt_megatron.near_names import hint
 from mt_megatron.pipeline.actions import Placement, Schedule
@@ -133,7 +135,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--cluster", choices=sorted(CLUSTERS), help="; ".join(f"{n}: {c.about}" for n, c in CLUSTERS.items())
     )
     group.add_argument("--world-size", type=int, metavar="N", help="devices, with --model")
-    group.add_argument("--device", default="H100", metavar="NAME", help="device, with --model (H100)")
+    group.add_argument("--device", metavar="NAME", help="device, with --model (H100)")
     group.add_argument("--ranks", type=int, metavar="P", help="pipeline ranks (4)")
     group.add_argument("--chunks", type=int, metavar="V", help="model chunks of each rank (1)")
     group.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step (2 P)")
@@ -142,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weight", type=float, metavar="S", help="of its weight gradients (half of that)")
     group.add_argument("--message-mb", type=float, metavar="MB", help="1e6 bytes of a message (0)")
     group.add_argument("--latency-ms", type=float, metavar="MS", help="of every link")
-    group.add_argument("--link-gbit", type=float, metavar="GB/S", help="Gb/s of every link")
+    group.add_argument("--link-gbit", type=float, metavar="GBIT", help="Gb/s of every link")
     group.add_argument(
         "--slow-link",
         action="append",
@@ -166,6 +168,12 @@ def setting_of(args: argparse.Namespace) -> Setting:
     given = [name for name, is_given in sources.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"found {' and '.join(given)}; expected one of them: each says what is simulated")
+    for name in ("world_size", "device"):
+        if _given(args, name) and not args.config_argv:
+            raise ConfigError(
+                f"found --{name.replace('_', '-')} {getattr(args, name)} without options of pretrain; expected "
+                "it beside --model alone: a traced run, a cluster and sizes by hand have devices of their own"
+            )
     if args.run_folder is not None:
         found = _of_run(args)
     elif args.cluster is not None:
@@ -173,7 +181,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         argv = [word for part in cluster.options for word in part.split()]
         found = _of_configuration(argv, cluster.world_size, "H100", cluster)
     elif args.config_argv:
-        found = _of_configuration(args.config_argv, args.world_size, args.device, None)
+        found = _of_configuration(args.config_argv, args.world_size, args.device or "H100", None)
     else:
         found = _by_hand(args)
     if args.microbatches is not None and args.microbatches < 1:
@@ -210,6 +218,13 @@ def _of_run(args: argparse.Namespace) -> Setting:
     ]
     if not measured.weight_measured:
         lines.append("weight gradients were not measured apart: half of the backward is assumed")
+    if unused := sorted(_ring(len(measured.ranks)) - set(measured.costs.links)):
+        link = measured.costs.link
+        took = link.latency + float(np.mean(measured.costs.message)) / link.bandwidth
+        lines.append(
+            f"links that the run did not use count like its median one, {took * 1e3:.4g} ms a message: "
+            + ", ".join(f"{sender} -> {receiver}" for sender, receiver in unused)
+        )
     return Setting(
         about=tuple(lines),
         # Other numbers of micro-batches than the run's have the medians.
@@ -218,6 +233,12 @@ def _of_run(args: argparse.Namespace) -> Setting:
         microbatches=measured.schedule.microbatches,
         measured=measured,
     )
+
+
+def _ring(ranks: int) -> set[Edge]:
+    """Both directions between neighbours, the last and the first rank among them."""
+    after = {(rank, (rank + 1) % ranks) for rank in range(ranks)}
+    return after | {(receiver, sender) for sender, receiver in after}
 
 
 def _of_configuration(
@@ -289,7 +310,13 @@ def _by_hand(args: argparse.Namespace) -> Setting:
 def _linked(costs: Costs, ranks: int, args: argparse.Namespace) -> Costs:
     """``costs`` with the links that the options name."""
     if args.latency_ms is not None or args.link_gbit is not None:
-        costs = replace(costs, link=_link(costs.link, args.latency_ms, args.link_gbit), links={})
+        costs = replace(
+            costs,
+            link=_link(costs.link, args.latency_ms, args.link_gbit),
+            links={
+                edge: _link(link, args.latency_ms, args.link_gbit) for edge, link in costs.links.items()
+            },
+        )
     links: dict[Edge, Link] = dict(costs.links)
     for text in args.slow_link:
         match = _LINK.fullmatch(text)

@@ -7,13 +7,17 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from mt_megatron.errors import ConfigError
+from mt_megatron.pipeline.actions import Schedule
 from mt_megatron.pipeline.compare import has_sizes, typical
 from mt_megatron.pipeline.draw import figures, seconds
+from mt_megatron.pipeline.generate.catalogue import NAMES
 from mt_megatron.pipeline.simulate.demands import TOLERANCE, demands
 from mt_megatron.pipeline.simulate.memory import activation_peaks
 from mt_megatron.pipeline.simulate.program import Program
 from mt_megatron.pipeline.simulate.timeline import Timeline
 from mt_megatron.pipeline.upstream import upstream_calls
+from mt_megatron.scan.analysis.pipeline_steps import MeasuredPipeline
 
 from .setting import Setting, add_options, require_used, setting_of
 
@@ -48,15 +52,29 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def timed(args: argparse.Namespace) -> tuple[Setting, Timeline]:
     """The step that ``args`` ask for."""
     setting = setting_of(args)
-    measured = setting.measured
-    if args.schedule is None and measured is not None and args.chunks is None and args.microbatches is None:
-        program = measured.program()
-        require_used(args.slow_link, program.edges, f"schedule {program.schedule.name}")
-        return setting, program.run(typical(program, setting.samples))
-    schedule = setting.schedule(args.schedule or "1f1b")
-    program = Program(schedule, calls=upstream_calls(schedule) if args.blocking else None)
+    if args.schedule is None and setting.measured is not None:
+        schedule = _own_schedule(setting, setting.measured, args)
+        program = setting.measured.program(schedule, "blocking" if args.blocking else None)
+    else:
+        schedule = setting.schedule(args.schedule or "1f1b")
+        program = Program(schedule, calls=upstream_calls(schedule) if args.blocking else None)
     require_used(args.slow_link, program.edges, f"schedule {schedule.name}")
     return setting, program.run(typical(program, setting.samples_of(schedule)))
+
+
+def _own_schedule(setting: Setting, measured: MeasuredPipeline, args: argparse.Namespace) -> Schedule:
+    """The schedule of a traced run, made anew for the sizes that ``args`` change."""
+    if args.chunks is None and args.microbatches is None:
+        return measured.schedule
+    name = measured.schedule.name
+    if name not in NAMES:
+        raise ConfigError(
+            "the run's schedule is none of the generated ones, so that it cannot have other sizes; expected "
+            f"--schedule beside --chunks or --microbatches, one of {', '.join(NAMES)}, or neither"
+        )
+    if name in ("1f1b", "interleaved"):  # One schedule of Megatron-Core, by the number of chunks.
+        name = "interleaved" if setting.placement.chunks > 1 else "1f1b"
+    return setting.schedule(name)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mt_megatron.errors import ConfigError, ScanError
 from mt_megatron.pipeline.actions import Action, Kind, Placement, Schedule, Style
 from mt_megatron.pipeline.generate.catalogue import NAMES, V_SHAPED, generate
-from mt_megatron.pipeline.simulate.costs import Costs, Link
+from mt_megatron.pipeline.simulate.costs import PERFECT, Costs, Link
 from mt_megatron.pipeline.simulate.program import Program
 from mt_megatron.pipeline.upstream import upstream_calls
 from mt_megatron.pipeline.validate import validate
@@ -68,7 +68,8 @@ class MeasuredPipeline:
     its computation; otherwise receivers always had room. Whichever is nearer to what was measured."""
 
     costs: Costs
-    """Medians by stage; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``."""
+    """Medians by stage; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``. Links that
+    the run did not use are like the median one of those that it used."""
 
     samples: tuple[Costs, ...]
     """The costs of single steps, by stage and micro-batch: what varies makes a pipeline wait, which medians
@@ -89,13 +90,14 @@ class MeasuredPipeline:
         ``samples`` (its own)."""
         return float(np.median(program.makespans(self.samples if samples is None else samples)))
 
-    def program(self) -> Program:
-        """The schedule as it was run."""
-        if self.calls == "asynchronous":
-            return Program(self.schedule, rendezvous=self.rendezvous)
-        return Program(
-            self.schedule, calls=upstream_calls(self.schedule, overlap=self.calls == "overlapping")
-        )
+    def program(self, schedule: Schedule | None = None, calls: Calls | None = None) -> Program:
+        """``schedule`` with ``calls``, by default the schedule as it was run. Raises ConfigError for calls of
+        Megatron-Core in a schedule that it does not run."""
+        schedule, calls = schedule or self.schedule, calls or self.calls
+        if calls == "asynchronous":
+            return Program(schedule, rendezvous=self.rendezvous)
+        overlap = calls == "overlapping" and schedule.name == "interleaved"
+        return Program(schedule, calls=upstream_calls(schedule, overlap=overlap))
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,15 @@ def _costs(lasted: Mapping[str, Floats], message: float, links: Mapping[Edge, Li
         weight=lasted["weight"],
         input=lasted["input"],
         message=message,
+        link=_median_link(links, message),
         links=links,
     )
+
+
+def _median_link(links: Mapping[Edge, Link], message: float) -> Link:
+    """That of ``links`` on which a message of so many bytes takes the median time, the upper one of two."""
+    ordered = sorted(links.values(), key=lambda each: each.latency + message / each.bandwidth)
+    return ordered[len(ordered) // 2] if ordered else PERFECT
 
 
 def _settled(found: MeasuredPipeline, others: Mapping[Edge, Link]) -> MeasuredPipeline:
@@ -217,7 +226,7 @@ def _settled(found: MeasuredPipeline, others: Mapping[Edge, Link]) -> MeasuredPi
     program = found.program()
 
     def with_links(changed: Mapping[Edge, Link]) -> tuple[Costs, ...]:
-        return tuple(replace(each, links={**each.links, **changed}) for each in found.samples)
+        return tuple(_with_links(each, changed) for each in found.samples)
 
     links: dict[Edge, Link] = {}
     left = dict(others)
@@ -230,8 +239,12 @@ def _settled(found: MeasuredPipeline, others: Mapping[Edge, Link]) -> MeasuredPi
             break
         links, missed = tried[best], misses[best]
         del left[list(left)[best]]
-    costs = replace(found.costs, links={**found.costs.links, **links})
-    return replace(found, costs=costs, samples=with_links(links))
+    return replace(found, costs=_with_links(found.costs, links), samples=with_links(links))
+
+
+def _with_links(costs: Costs, changed: Mapping[Edge, Link]) -> Costs:
+    links = {**costs.links, **changed}
+    return replace(costs, links=links, link=_median_link(links, float(np.mean(costs.message))))
 
 
 def _log(trace: RankTrace, to_reference: Any) -> _RankLog:

@@ -15,7 +15,7 @@ from mt_megatron.config.parse import load_config
 from mt_megatron.errors import ConfigError
 from mt_megatron.pipeline.actions import Placement
 from mt_megatron.pipeline.policy.automatic import controller
-from mt_megatron.pipeline.policy.decision_log import FILE, DecisionLog, records
+from mt_megatron.pipeline.policy.decision_log import FILE, DecisionLog, find, records
 from mt_megatron.pipeline.policy.explain import lines
 from mt_megatron.pipeline.policy.situation import Measured
 from mt_megatron.training.validate import validate
@@ -175,6 +175,12 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
 def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "explain", str(tmp_path)]) == 2
     assert "expected the folder of a run with --pipeline-schedule auto" in capsys.readouterr().err
+    for name in ("one", "other"):
+        DecisionLog(tmp_path / name / FILE, print).note(1, name)
+    assert main(["pipeline", "explain", str(tmp_path)]) == 2
+    assert f"found 2 logs at {tmp_path}" in capsys.readouterr().err
+    DecisionLog(tmp_path / FILE, print).note(1, "near")
+    assert find(tmp_path) == tmp_path / FILE
 
 
 def test_ranks_that_chose_differently_find_out() -> None:
