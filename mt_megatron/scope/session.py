@@ -453,6 +453,8 @@ class Session:
                 self._once(nowhere)
                 continue
             plan, problem = self._asked.plan(request, self._paths)
+            if (beyond := self._asked.beyond(request)) is not None:
+                self._once(beyond)
             if plan.targets:
                 self._plans.append(plan)
             elif problem is not None:

@@ -19,6 +19,7 @@ from mt_megatron.fp8.extra_state import without_extra_state
 from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.lab.values import Places
+from mt_megatron.scope.watch.shares import is_gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +215,7 @@ def _features(module: nn.Module, path: str, features: int, geometry: Geometry) -
     split = getattr(module, "gather_output", None) is False or _is_core_attention(module)
     if size == 1 or not split:
         return features, own
-    config = getattr(module, "config", None)
-    if path.endswith("linear_fc1") and getattr(config, "gated_linear_unit", False):
+    if is_gated(module, path):
         # This rank's gates, then this rank's values: of the whole, all gates come first.
         half = features // 2
         gates = torch.arange(half) + rank * half

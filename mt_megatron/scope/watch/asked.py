@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.watch.attention_rows import Rows, watch_rows
 from mt_megatron.scope.watch.defaults import first_tensor
-from mt_megatron.scope.watch.head import Head
+from mt_megatron.scope.watch.head import MOST_TOKENS, Head
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import Request
-from mt_megatron.scope.watch.shares import Place, Spread, is_batch_first, is_layer, spread_of
+from mt_megatron.scope.watch.shares import (
+    Place,
+    Spread,
+    is_batch_first,
+    is_gated,
+    is_layer,
+    spread_of,
+)
 from mt_megatron.scope.watch.sums import histogram, moments
 from mt_megatron.scope.watch.tensors import Tensors
 from mt_megatron.seams import taps
@@ -29,6 +36,9 @@ FEW_MAPS = 32
 """Attention maps of one request up to which they have ``MOST_ROWS`` cells a side, not ``SMALL_MAP``."""
 
 SMALL_MAP = 64
+
+WITH_HEADS = ("qkv", "attention", "context")
+"""Kinds of requests of which single heads can be asked for."""
 
 MOST_LOGITS = 2**24
 """Attention logits that are computed at a time, float32."""
@@ -94,6 +104,22 @@ class Asked:
         matched = sum(request.matches(path) for path in paths)
         plan = Plan(request=request, targets=list(found.values()), matched=matched)
         return plan, None if found else problem
+
+    def beyond(self, request: Request) -> str | None:
+        """A line about heads and tokens of ``request`` that the model does not have, or that are too many: the
+        same on every rank."""
+        length, heads = self._place.seq_length, request.heads or ()
+        first, last = request.tokens or (0, 0 if request.kind != "logits" else length - 1)
+        if heads and heads[-1] >= self._heads and request.kind in WITH_HEADS:
+            return f"found head {heads[-1]} in {request.text!r}; expected at most {self._heads - 1}"
+        if first >= length:
+            return f"found tokens from {first} in {request.text!r}; expected at most {length - 1}"
+        if request.kind == "logits" and min(last, length - 1) - first >= MOST_TOKENS:
+            return (
+                f"found {min(last, length - 1) - first + 1} tokens in {request.text!r}; the first {MOST_TOKENS} "
+                f"are recorded: expected tokens={first}-{first + MOST_TOKENS - 1} or fewer"
+            )
+        return None
 
     def _target(self, request: Request, path: str, module: nn.Module) -> Target:
         kind = request.kind
@@ -287,23 +313,29 @@ class _Take:
                 "sequences, features]"
             )
         columns = values[0, 0].numel()
-        whole, at = columns, 0
-        if spread == "columns":
-            whole, at = columns * place.layout.tp, columns * place.at.tp
+        whole = columns * place.layout.tp if spread == "columns" else columns
+        parts = [(slice(None), columns * place.at.tp if spread == "columns" else 0)]
+        if spread == "columns" and is_gated(self.target.module, self.target.path):
+            half = columns // 2
+            parts = [
+                (slice(0, half), half * place.at.tp),
+                (slice(half, columns), half * (place.layout.tp + place.at.tp)),
+            ]
         index = {"layer": self.layer, "token_first": self.first, "token_step": self.step}
         if head is not None:
             index["head"] = head
         for row, sample in place.asked(self.request.samples, microbatch):
             for first, local in self.stretches(values.size(0), spread):
-                self.tensors.add(
-                    self.target.path,
-                    what,
-                    values[local, row].reshape(-1, columns),
-                    index={**index, "sample": sample},
-                    microbatch=microbatch,
-                    shape=(self.rows, whole),
-                    offset=(first, at),
-                )
+                for part, at in parts:
+                    self.tensors.add(
+                        self.target.path,
+                        what,
+                        values[local, row].reshape(-1, columns)[:, part],
+                        index={**index, "sample": sample},
+                        microbatch=microbatch,
+                        shape=(self.rows, whole),
+                        offset=(first, at),
+                    )
 
     def stretches(self, count: int, spread: Spread) -> Iterator[tuple[int, slice]]:
         """Of ``count`` tokens of this rank: the number of the first asked one, and where the asked ones lie;
@@ -385,7 +417,9 @@ class _Maps:
         take = self._take
         sample, microbatch, first, step = self._open[id(rows)]
         exact = take.request.tokens is not None
-        weights = torch.softmax(logits[0], dim=-1).nan_to_num_(nan=0.0)
+        # Queries that may attend to nothing; a NaN of a logit stays one.
+        nothing = logits[0].amax(dim=-1, keepdim=True) == -torch.inf
+        weights = torch.softmax(logits[0], dim=-1).masked_fill_(nothing, 0.0)
         keys = weights.size(-1)
         height = width = 1
         if not exact:

@@ -157,9 +157,9 @@ def _other_documents(
 def row_statistics(logits: Tensor) -> tuple[Tensor, Tensor, int]:
     """Largest logit [], sum of the rows' entropies [] in nats, and the number of rows, of ``logits`` [...,
     keys]. A row that may attend to nothing has entropy 0."""
-    largest = logits.amax()
-    probabilities = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)
-    return largest, torch.special.entr(probabilities).sum(), logits.numel() // logits.size(-1)
+    largest = logits.amax(dim=-1)
+    entropies = torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
+    return largest.amax(), entropies.masked_fill(largest == -torch.inf, 0.0).sum(), largest.numel()
 
 
 def _config(module: nn.Module) -> object:

@@ -124,6 +124,13 @@ def is_batch_first(module: nn.Module) -> bool:
     return hasattr(module, "vocab_start_index") and not getattr(module, "reduce_scatter_embeddings", False)
 
 
+def is_gated(module: nn.Module, path: str) -> bool:
+    """True for a first linear of an MLP whose output holds all gates, then all values: so does each tensor
+    parallel rank's own."""
+    config = getattr(module, "config", None)
+    return path.endswith("linear_fc1") and bool(getattr(config, "gated_linear_unit", False))
+
+
 def is_layer(path: str, module: nn.Module) -> bool:
     """Whether ``module`` is a transformer layer."""
     return hasattr(module, "layer_number") and hasattr(module, "self_attention") and bool(path)

@@ -27,7 +27,8 @@ class Tiles:
     """float32 [rows, tiles]."""
 
     low: Tensor
-    """float32 [rows, tiles]."""
+    """float32 [rows, tiles]; of a tile with an element that is not finite this element, NaN where they differ, so
+    that the whole tile reads as not finite."""
 
     error: Tensor
     """float32 []: largest absolute difference; infinite where an element is not finite."""
@@ -48,13 +49,17 @@ def tiles_of(values: Tensor) -> Tiles:
         # What fills up the last tile repeats an element of it, so that it changes neither end.
         padded = torch.cat((wide, wide[:, -1:].expand(rows, count * size - columns)), dim=1)
     tiles = padded.reshape(rows, count, size)
-    finite = tiles.nan_to_num(nan=0.0)
+    is_finite = tiles.isfinite()
+    finite = tiles.where(is_finite, 0.0)
+    # 0 where all elements are finite, else their infinity, else NaN.
+    wrong = tiles.where(~is_finite, 0.0).sum(dim=-1)
     low, high = finite.amin(dim=-1), finite.amax(dim=-1)
     # Halves before the difference, which would overflow for the widest ranges.
     scale = (high / _CODES - low / _CODES).clamp_min(torch.finfo(torch.float32).tiny)
     codes = (
         ((finite - low[..., None]) / scale[..., None]).nan_to_num(posinf=_CODES).round_().clamp_(0, _CODES)
     )
+    low = low + wrong
     error = (tiles - (low[..., None] + scale[..., None] * codes)).abs().amax()
     return Tiles(
         codes=codes.to(torch.uint8).reshape(rows, count * size)[:, :columns],

@@ -56,6 +56,8 @@ def told_while_training() -> dict[str, Any]:
                 if iteration == 2:
                     _until(lambda: 0 in reader.frames)
                     requests = ["residual@decoder.layers.1", "mlp@nowhere", "no request", "context@embedding"]
+                    requests += [f"{what}@decoder.layers.1:heads=99" for what in ("attention", "mlp")]
+                    requests += [f"moments@decoder.layers.0:tokens={SEQUENCE}-{SEQUENCE + 9}"]
                     reader.tell(0, {"k": "watch", "requests": requests})
                     _until(lambda: session._texts is not None)
                 elif iteration == 5:

@@ -155,7 +155,8 @@ class Oracle:
         return flat @ self.weights[f"{path}.self_attention.linear_proj.weight"].T
 
     def _mlp(self, path: str, hidden: Tensor) -> Tensor:
-        inner = _swiglu(hidden @ self.weights[f"{path}.mlp.linear_fc1.weight"].T)
+        joined = hidden @ self.weights[f"{path}.mlp.linear_fc1.weight"].T
+        inner = _swiglu(self._keep(f"{path}.mlp.linear_fc1", joined))
         self._keep(f"{path}.mlp.hidden", inner)
         return inner @ self.weights[f"{path}.mlp.linear_fc2.weight"].T
 

@@ -153,6 +153,7 @@ WATCH = (
     "moments@decoder.layers.*.self_attention.linear_qkv",
     "histogram@decoder.layers.*.mlp",
     "activation@embedding:tokens=3-20:samples=1,6",
+    "activation@decoder.layers.0.mlp.linear_fc1:tokens=3-20:samples=1,6",
     "residual@decoder.layers.*:samples=1,6",
     "gradient@decoder.layers.*.mlp:samples=5:every=2",
     "qkv@decoder.layers.*:heads=1,2:samples=3",

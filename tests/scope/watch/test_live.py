@@ -20,12 +20,17 @@ def test_requests_are_watched_from_the_next_step_on_beside_those_of_the_start(fo
     path, steps = "decoder.layers.0.mlp", range(1, STEPS + 1)
     always = {(step, path, what) for step in steps for what in ("mlp", "mlp_hidden")}
     asked = {(step, "decoder.layers.1", "residual") for step in (3, 4, 5)}
+    asked |= {
+        (step, "decoder.layers.1.mlp", what) for step in (3, 4, 5) for what in ("mlp", "mlp_hidden")
+    }
     assert {tuple(each) for each in found["tensors"]} == always | asked
 
 
 def test_what_cannot_be_watched_is_a_line_each(found: dict[str, Any]) -> None:
     lines = found["lines"]
-    assert len(lines) == 3
+    assert len(lines) == 5
+    assert any("found head 99 in 'attention@" in line for line in lines)
+    assert any("found tokens from" in line and "'moments@" in line for line in lines)
     assert any("nowhere" in line for line in lines) and any("'no request'" in line for line in lines)
     assert any("context@embedding" in line and "core attention" in line for line in lines)
 

@@ -177,7 +177,8 @@ def test_what_is_asked_for_equals_the_oracle(sent: Sent, oracles: Any, layout: L
     assert ({"router_logits", "router_probabilities", "routing"} <= kinds) == layout.experts
     assert ("mlp_hidden" in kinds) != layout.experts
     # Per step: embedding 2, residual 4 x 2, qkv 4 x (2 + 2 + 2), context 4, attention 4 x 2 and 4, mlp 1 ...
-    assert seen == STEPS * (2 + 8 + 24 + 4 + 8 + 4 + 1) + 4 + STEPS * (24 if layout.experts else 1)
+    # The input of the second linear, and two samples of the first one's output, are of dense layers alone.
+    assert seen == STEPS * (2 + 8 + 24 + 4 + 8 + 4 + 1) + 4 + STEPS * (24 if layout.experts else 3)
 
 
 def _assembled(frames: Frames) -> dict[Any, tuple[np.ndarray[Any, Any], float, np.ndarray[Any, Any]]]:

@@ -16,6 +16,7 @@ from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.format.statistics import HISTOGRAM_BINS, OUTLIERS, STATISTICS
 from mt_megatron.scope.format.tokens import combined
 from mt_megatron.scope.watch.asked import Target, _Take
+from mt_megatron.scope.watch.attention_rows import row_statistics
 from mt_megatron.scope.watch.head import Head
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import KINDS, MOST_REQUESTS, parse, parse_all, unknown
@@ -173,7 +174,34 @@ def test_tiles_of_equal_elements_are_exact() -> None:
 def test_what_is_not_finite_makes_the_error_infinite() -> None:
     values = random(2, 70)
     values[1, 3] = float("nan")
-    assert math.isinf(float(tiles_of(values).error))
+    tiles = tiles_of(values)
+    assert math.isinf(float(tiles.error))
+    # Two tiles of 35 columns each; the others keep their values.
+    assert tiles.low.isnan().tolist() == [[False, False], [True, False]]
+    whole = tiles_of(random(2, 70))
+    assert torch.equal(tiles.codes[0], whole.codes[0]) and torch.equal(tiles.low[0], whole.low[0])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_element_is_read_as_one(sign: int) -> None:
+    values = random(1, 64)
+    values[0, 5] = sign * math.inf
+    tiles = tiles_of(values)
+    assert tiles.low.tolist() == [[sign * math.inf]] and bool(tiles.scale.isfinite().all())
+    values[0, 6] = -sign * math.inf
+    assert bool(tiles_of(values).low.isnan().all())
+
+
+def test_rows_of_attention_tell_nan_from_nothing_to_attend_to() -> None:
+    logits = random(3, 8)
+    logits[1] = -math.inf
+    largest, entropies, rows = row_statistics(logits)
+    probabilities = torch.softmax(logits[[0, 2]].double(), dim=-1)
+    assert rows == 3 and float(largest) == float(logits.max())
+    assert float(entropies) == pytest.approx(float(torch.special.entr(probabilities).sum()))
+    logits[2, 3] = math.nan
+    largest, entropies, _ = row_statistics(logits)
+    assert math.isnan(float(largest)) and math.isnan(float(entropies))
 
 
 def test_parts_add_up_over_micro_batches() -> None:
