@@ -6,7 +6,6 @@ goes on. Only ``start`` and ``attend`` communicate.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import logging
 import os
@@ -23,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.errors import MtMegatronError, ScopeError
+from mt_megatron.errors import MtMegatronError
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.machine import boot_id
-from mt_megatron.scan.format.run_files import make_private_folder
 from mt_megatron.scope.format.frames import VERSION
 from mt_megatron.scope.interfaces import (
     Controlling,
@@ -552,28 +550,16 @@ def _sidecar_process(
     sinks: Sequence[str],
     say: Callable[[str], None],
 ) -> Sidecar:
+    from mt_megatron.scope.recording.lock import hold
     from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
 
-    if node == 0:
-        # Before the process finds it out: commands and audit lie there as well.
-        _make_folder(scope_files(run).root)
+    # Before the process finds it out: commands and audit lie there as well.
+    ended = hold(scope_files(run)) if node == 0 else None
     serve = None if port is None else Serving(port=port)
     made: Sidecar = SidecarProcess(
-        run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks
+        run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks, ended=ended
     )
     return made
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        make_private_folder(folder)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    except OSError as error:
-        raise ScopeError(
-            f"{folder} cannot be written ({error}); expected a folder that this user may write. Set "
-            "--scope-dir to another one"
-        ) from error
 
 
 def _core(chunks: Sequence[Any]) -> Any:

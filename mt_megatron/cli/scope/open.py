@@ -16,6 +16,7 @@ from mt_megatron.errors import ConfigError
 _EXAMPLE = """examples:
   mt-megatron scope open RUN
   mt-megatron scope open RUN --port 8700
+  mt-megatron scope open RUN --here
   mt-megatron scope open RUN --control
 
 exit codes: 0 a link was printed, or ended with Ctrl-C, 1 the page cannot be served, 2 wrong use or no such
@@ -39,6 +40,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--control", action="store_true", help="also print the token that the page asks for before commands"
+    )
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="serve the recording on this machine, also where another one is said to serve the run's page",
     )
     parser.set_defaults(func=run)
     return parser
@@ -85,11 +91,12 @@ def _printed_link(path: Path, args: argparse.Namespace) -> bool:
         return False
     tokens = read_token_file(path)
     here = tokens.host == socket.gethostname()
-    if here and not _listens(tokens.port):
-        return False  # its process was killed
+    if not _listens(tokens.port) if here else args.here:
+        return False  # Its process was killed, or is not asked for.
     link = link_to(tokens)
     if not here:
         print(f"the page is served on {tokens.host}; first: ssh -L {tokens.port}:127.0.0.1:{tokens.port} ...")
+        print("if that run has ended: mt-megatron scope open RUN --here serves its recording on this machine")
     print(link, flush=True)
     if args.token_file is not None:
         write_secret(args.token_file, link + "\n")

@@ -89,6 +89,12 @@ def command_from(given: Any) -> Command:
     return Command(id=identity, do=str(do), arguments=dict(arguments))
 
 
+def identity_of(given: Any) -> str:
+    """The id to answer to; empty where ``given`` has none that a command may have."""
+    identity = str(given.get("id", "")) if isinstance(given, Mapping) else ""
+    return identity if _ID.fullmatch(identity) else ""
+
+
 class Queue:
     """Commands that wait for the next step boundary; filled by any thread, emptied by the training thread."""
 

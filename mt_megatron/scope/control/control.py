@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mt_megatron.errors import ConfigError, MtMegatronError
-from mt_megatron.scope.control.commands import AT_ONCE, Command, Queue, Spool, command_from
+from mt_megatron.scope.control.commands import AT_ONCE, Command, Queue, Spool, command_from, identity_of
 from mt_megatron.scope.control.ended_commands import EndedCommand
 from mt_megatron.scope.lab.audit import Audit
 from mt_megatron.scope.lab.lab import Lab
@@ -107,10 +107,11 @@ class Control:
 
     def put(self, command: Mapping[str, Any]) -> None:
         """Take a command on rank 0; what is wrong with it is answered."""
-        identity = str(command.get("id", ""))[:80] if isinstance(command, Mapping) else ""
+        identity = identity_of(command)
         try:
             checked = command_from(command)
-            self._heard = time.monotonic()
+            if checked.do != "status":  # A monitor that asks for it keeps no pause.
+                self._heard = time.monotonic()
             if checked.do in AT_ONCE:
                 self._answer(checked.id, self.status() if checked.do == "status" else None)
             else:

@@ -5,6 +5,7 @@ node-HOST-00000.log      sidecar of node 0: its log
 requests.json            page and ``mt-megatron scope watch``: what ranks record besides the defaults
 bookmarks.json           page: steps that somebody marked
 alerts.jsonl             sidecar of node 0: statistics that left their band, one JSON object a line
+run.lock                 rank 0 of the run that records here: locked, with its host and process (``lock``)
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class ScopeFiles:
     def alerts(self) -> Path:
         """Statistics that left their band."""
         return self.root / "alerts.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Lock of the run that records here."""
+        return self.root / "run.lock"
 
     def node(self, host: str, number: int) -> Path:
         """File that the sidecar of node ``number`` writes."""

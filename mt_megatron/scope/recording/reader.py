@@ -366,8 +366,9 @@ class Recording:
 
     # What went wrong, and what people asked for.
 
-    def alerts(self) -> tuple[AlertRecord, ...]:
-        """Alerts of all sessions, by time."""
+    def alerts(self, *, current: bool = False) -> tuple[AlertRecord, ...]:
+        """Alerts of all sessions, by time; ``current``: without those of steps that the run did not go on
+        from."""
         found = []
         columns = "step, t, kind, path, statistic, value, low, high, text"
         for node in self.nodes():
@@ -389,6 +390,9 @@ class Recording:
                         text=text,
                     )
                 )
+        if current:
+            sessions = {each.number: each for each in self.sessions()}
+            found = [each for each in found if each.session in sessions and sessions[each.session].is_current(each.step)]
         return tuple(sorted(found, key=lambda each: (each.time_ns, each.step)))
 
     def dropped(self) -> tuple[Dropped, ...]:

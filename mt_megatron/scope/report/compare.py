@@ -82,8 +82,14 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing that was compared differs by more than the tolerance."""
-        return self.first_loss is None and not self.first
+        """Whether nothing that was compared differs by more than the tolerance; False where both runs have
+        statistics and none could be compared."""
+        return self.first_loss is None and not self.first and self.has_compared
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether a statistic was compared, or the runs have no samples in common."""
+        return self.values > 0 or not self.samples
 
 
 def compare(a: Recording, b: Recording, *, tolerance: float = 0.0) -> Comparison:
@@ -229,6 +235,8 @@ def text(found: Comparison) -> str:
     if found.equal:
         largest = f"; largest relative difference {found.largest:.3g}" if found.largest else ""
         lines = [f"equal{allowed}: {about}, {found.values} values compared{largest}"]
+    elif found.first_loss is None and not found.first:
+        lines = [f"losses are equal{allowed}, but no statistic could be compared: {about}"]
     else:
         lines = [f"the runs part ({about})"]
     if found.first_loss is not None:
@@ -245,7 +253,8 @@ def text(found: Comparison) -> str:
         if where is not None:
             lines.append(f"  first module: {where.path} at step {where.step}")
     elif found.first_loss is not None:
-        lines.append("  no statistic that was recorded differs")
+        why = "that was recorded differs" if found.has_compared else "could be compared"
+        lines.append(f"  no statistic {why}")
     if not found.equal and 0 < found.largest < 1e-4:
         lines.append(
             "  differences as small as rounding of other layouts makes: --tolerance 1e-3 allows them"

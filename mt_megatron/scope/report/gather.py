@@ -157,7 +157,7 @@ def gathered(recording: Recording, *, first: int = 0, last: int | None = None) -
         steps=steps,
         perturbed=tuple(each for each in recording.perturbed() if first <= each[0] <= until),
         bookmarks=tuple(each for each in recording.bookmarks() if first <= each.step <= until),
-        alerts=tuple(each for each in recording.alerts() if first <= each.step <= until),
+        alerts=tuple(each for each in recording.alerts(current=True) if first <= each.step <= until),
         not_finite=first_not_finite(series, rank, steps),
         maps=tuple(heat_maps(shown, paths)),
         modules=tuple(

@@ -59,10 +59,13 @@ class SidecarProcess:
         serve: Serving | None = None,
         sinks: Sequence[str] = (),
         socket: Path | None = None,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         """``say`` gets its lines, from a thread. ``socket``: where ranks connect, in a folder that does not
-        exist or is private; by default in a new private folder under TMPDIR."""
+        exist or is private; by default in a new private folder under TMPDIR. ``ended`` is called at the end
+        of ``close``."""
         self._say = say
+        self._ended = ended
         self._ranks = ranks
         self._folder: Path | None = None
         if socket is None:
@@ -124,6 +127,8 @@ class SidecarProcess:
         if self._relay is not None:
             self._relay.join(1.0)
         self._leave_folder()
+        if self._ended is not None:
+            self._ended()
 
     def _leave_folder(self) -> None:
         # Ranks that still try to connect see by this that nobody will listen.

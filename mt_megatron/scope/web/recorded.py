@@ -327,7 +327,7 @@ class RecordedSource:
                 low=each.low,
                 high=each.high,
             )
-            for each in self._recording.alerts()
+            for each in self._recording.alerts(current=True)
         ]
 
     def bookmarks(self) -> Sequence[Bookmark]:

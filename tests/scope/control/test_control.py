@@ -239,9 +239,20 @@ def test_a_pause_is_an_event_of_its_own() -> None:
     assert heard == [("begin", "pause", {"op": "commanded"}), ("end", "pause", {})]
 
 
-@pytest.mark.parametrize("identity", ["", "a" * 81, "../x"])
+def test_a_monitor_that_asks_for_the_status_keeps_no_pause() -> None:
+    run = Run()
+    last = run.control._heard
+    run.put("status")
+    assert run.control._heard == last and len(run.answers) == 1
+    run.put("hold")
+    assert run.control._heard > last
+
+
+@pytest.mark.parametrize("identity", ["", "a" * 81, "../x", "a\0"])
 def test_ids_that_are_none_are_answered(identity: str) -> None:
     run = Run()
     run.control.put({"id": identity, "do": "pause"})
     assert len(run.answers) == 1 and "found id" in run.answers[0]["error"]
+    # A sidecar that refuses a frame records nothing more of its rank.
+    assert checked(dict(run.answers[0]))["id"] == ""
     assert not run.step()

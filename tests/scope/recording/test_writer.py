@@ -12,7 +12,8 @@ import pytest
 from mt_megatron.scope.recording.combining import HOLD_SECONDS
 from mt_megatron.scope.recording.files import keeps_shared_memory, scope_files
 from mt_megatron.scope.recording.reader import open_recording
-from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.recording.writer import Alert, Writer
+from mt_megatron.scope.report.gather import gathered
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, stats_frame, step_frame, write_run
 
 SHAPE = RunShape(steps=20, tp=2, pp=1, tensor_every=0, token_every=0)
@@ -64,6 +65,11 @@ def test_a_rewind_within_a_session_is_another_attempt(tmp_path: Path) -> None:
     for step, attempt in [(step, 0) for step in range(1, 21)] + [(step, 1) for step in range(12, 18)]:
         for rank in (0, 1):
             writer.tick([(rank, frame) for frame in counted(frames_of(SHAPE, rank, step), attempt)])
+    for step in (5, 15):
+        alert = Alert(
+            step=step, kind="band", path="", statistic="loss", value=9.0, low=1.0, high=2.0, text="high"
+        )
+        writer.alert(alert, (SHAPE.session, 0))
     writer.close()
     recording = open_recording(tmp_path)
     assert [(each.attempt, each.first_step) for each in recording.sessions()] == [(0, 1), (1, 12)]
@@ -71,6 +77,9 @@ def test_a_rewind_within_a_session_is_another_attempt(tmp_path: Path) -> None:
     assert recording.steps(session=0).step.tolist() == list(range(1, 21))
     found = recording.series("decoder.layers.0", "gradient_norm")
     assert found.step.tolist() == [10] and found.parts.tolist() == [2]
+    assert [each.step for each in recording.alerts()] == [5, 15]
+    assert [each.step for each in recording.alerts(current=True)] == [5], "the run went back before step 15"
+    assert [each.step for each in gathered(recording).alerts] == [5]
     twice = recording.series("decoder.layers.0", "gradient_norm", session=0)
     assert twice.step.tolist() == [10, 20] and twice.parts.tolist() == [2, 2]
 

@@ -17,6 +17,7 @@ from mt_megatron.scope.recording.files import read_requests, scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Alert, Writer
 from mt_megatron.scope.report.status import status_of
+from mt_megatron.scope.web.access import TokenFile, write_token_file
 from tests.scope.synthetic import RunShape, hello, step_frame, write_run
 
 SHAPE = RunShape(steps=40, interval=5, tensor_every=20, token_every=20, tokens=32)
@@ -105,6 +106,18 @@ def test_report_where_it_cannot_be_written(runs: Path, capsys: Captured) -> None
     assert "expected a place that can be read and written" in err and "Traceback" not in err
     assert run("report", runs / "a", "--first-step", 9, "--last-step", 3) == 2
     assert "--first-step 9 is after --last-step 3" in capsys.readouterr().err
+
+
+def test_a_page_of_another_machine_can_be_left_for_this_one(tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "scope" / "page.json"
+    page.parent.mkdir()
+    write_token_file(page, TokenFile(host="elsewhere", port=8700, pid=1, view="v" * 43, control="c" * 43))
+    assert run("open", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "served on elsewhere" in out and "open RUN --here" in out
+    # There is no recording to serve.
+    assert run("open", tmp_path, "--here") == 2
+    assert "found no recording in" in capsys.readouterr().err
 
 
 def test_status_of_a_run(runs: Path, capsys: Captured) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.lock import hold
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.sidecar.__main__ import parsed
 from mt_megatron.scope.sidecar.process import END, SidecarProcess
@@ -92,6 +94,29 @@ def test_a_process_of_a_rank_starts_serves_and_ends(tmp_path: Path) -> None:
         process.close()
     is_whole(tmp_path)
     assert said == [] and not process.socket.parent.exists()
+
+
+def test_a_folder_is_recorded_by_one_run_at_a_time(tmp_path: Path) -> None:
+    files = scope_files(tmp_path)
+    code = (
+        "import sys; from mt_megatron.scope.recording.files import scope_files; "
+        "from mt_megatron.scope.recording.lock import hold; "
+        f"release = hold(scope_files({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None and other.stdout is not None
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ScopeError, match=rf"another run records to .*process {other.pid} on host"):
+            hold(files)
+    finally:
+        other.kill()  # A run that is killed keeps nobody out.
+        other.communicate(timeout=30)
+    release = hold(files)
+    hold(files)()  # This process's own: a session that was not closed does not keep the next one out.
+    release()
+    hold(files)()
 
 
 def test_a_killed_sidecar_is_one_line_and_its_folder_goes(tmp_path: Path) -> None:

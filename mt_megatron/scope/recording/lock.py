@@ -1,0 +1,58 @@
+"""One run at a time records to a folder: files, commands and the page there are those of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.errors import ScopeError
+from mt_megatron.scan.format.run_files import make_private_folder
+
+from .files import ScopeFiles
+
+
+def hold(files: ScopeFiles) -> Callable[[], None]:
+    """Make ``files.root``, and keep other processes' runs out of it until the result is called or this process
+    ends. Nothing is kept out on storage without locks.
+
+    Raises ``ScopeError`` for a folder that cannot be written, or that a run of another process holds.
+    """
+    try:
+        make_private_folder(files.root)
+        if not os.access(files.root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(files.root))
+        lock = FileLock(files.lock, create=True)
+    except OSError as error:
+        raise ScopeError(
+            f"{files.root} cannot be written ({error}); expected a folder that this user may write. Set "
+            "--scope-dir to another one"
+        ) from error
+    own = {"host": socket.gethostname(), "pid": os.getpid()}
+    if lock.state == "held":
+        since = {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        with contextlib.suppress(OSError):  # A full disk does not keep the lock from being held.
+            lock.write(json.dumps(own | since).encode())
+        return lock.close
+    holder = _holder(lock.read())
+    lock.close()
+    if lock.state == "busy" and any(holder.get(key) != value for key, value in own.items()):
+        raise ScopeError(
+            f"another run records to {files.root}: process {holder.get('pid', 'unknown')} on host "
+            f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of its "
+            "own for each run. Set --scope-dir to another one, or end that run first"
+        )
+    return lambda: None
+
+
+def _holder(content: bytes) -> dict[str, object]:
+    try:
+        said = json.loads(content)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
