@@ -19,7 +19,11 @@ VALID = (
     "--position-embedding-type rope --train-iters 2 --lr 1e-3 --tokenizer-type NullTokenizer --mock-data"
 )
 SECONDS = 5.0
-"""Of processor time, which does not depend on what else the machine does."""
+"""Of processor time, on a machine that has nothing else to do."""
+
+IMPORTS = 1.7
+"""Beside other processes a core takes longer for the same work: as much processor time as so many imports of torch
+take at the same moment is allowed."""
 
 
 def _environment() -> dict[str, str]:
@@ -30,9 +34,13 @@ def _environment() -> dict[str, str]:
 
 
 def command(words: list[str], variables: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    return _timed([sys.executable, "-m", "mt_megatron.cli", "pretrain", *words], variables)
+
+
+def _timed(words: list[str], variables: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "mt_megatron.cli", "pretrain", *words],
+        words,
         env={**_environment(), **variables},
         capture_output=True,
         text=True,
@@ -60,7 +68,9 @@ def test_the_command_ends_with_one_message(flags: str, variables: dict[str, str]
     assert done.returncode == 2
     assert expected in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.startswith("mt-megatron: ")
-    assert seconds < SECONDS
+    if seconds >= SECONDS:
+        _, imported = _timed([sys.executable, "-c", "import torch"], {})
+        assert seconds < IMPORTS * imported
 
 
 def test_no_rank_is_left_behind_below_torchrun(tmp_path: Path) -> None:
