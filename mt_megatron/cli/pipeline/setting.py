@@ -171,8 +171,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     for name in ("world_size", "device"):
         if _given(args, name) and not args.config_argv:
             raise ConfigError(
-                f"found --{name.replace('_', '-')} {getattr(args, name)} without options of pretrain; expected "
-                "it beside --model alone: a traced run, a cluster and sizes by hand have devices of their own"
+                f"found --{name.replace('_', '-')} {getattr(args, name)} without options of pretrain; "
+                "expected it beside --model: a traced run, a cluster and sizes by hand have their own devices"
             )
     if args.run_folder is not None:
         found = _of_run(args)
@@ -313,9 +313,7 @@ def _linked(costs: Costs, ranks: int, args: argparse.Namespace) -> Costs:
         costs = replace(
             costs,
             link=_link(costs.link, args.latency_ms, args.link_gbit),
-            links={
-                edge: _link(link, args.latency_ms, args.link_gbit) for edge, link in costs.links.items()
-            },
+            links={edge: _link(link, args.latency_ms, args.link_gbit) for edge, link in costs.links.items()},
         )
     links: dict[Edge, Link] = dict(costs.links)
     for text in args.slow_link:

@@ -164,8 +164,8 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def find(run: Path) -> Path:
-    """The log of ``run``, a file or the folder of a run, the one that is nearest to it. Raises ConfigError where
-    there is none, or several that are equally near."""
+    """The log of ``run``, a file or the folder of a run, the one that is nearest to it. Raises ConfigError
+    where there is none, or several that are equally near."""
     if run.is_file():
         return run
     found = sorted(run.rglob(FILE)) if run.is_dir() else []
@@ -178,8 +178,8 @@ def find(run: Path) -> Path:
     nearest = [path for path in found if len(path.parts) == least]
     if len(nearest) > 1:
         raise ConfigError(
-            f"found {len(nearest)} logs at {run}, {nearest[0]} and {nearest[1]} among them; expected the folder "
-            "of one run, or the file"
+            f"found {len(nearest)} logs at {run}, {nearest[0]} and {nearest[1]} among them; expected the "
+            "folder of one run, or the file"
         )
     return nearest[0]
 

@@ -68,8 +68,8 @@ class MeasuredPipeline:
     its computation; otherwise receivers always had room. Whichever is nearer to what was measured."""
 
     costs: Costs
-    """Medians by stage; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``. Links that
-    the run did not use are like the median one of those that it used."""
+    """Medians by stage; ``weight`` is assumed (``ASSUMED_WEIGHT_SHARE``) unless ``weight_measured``. Links
+    that the run did not use are like the median one of those that it used."""
 
     samples: tuple[Costs, ...]
     """The costs of single steps, by stage and micro-batch: what varies makes a pipeline wait, which medians
