@@ -18,8 +18,8 @@ from .files import ScopeFiles
 
 
 def hold(files: ScopeFiles) -> Callable[[], None]:
-    """Make ``files.root``, and keep other processes' runs out of it until the result is called or this process
-    ends. Nothing is kept out on storage without locks.
+    """Make ``files.root``, and keep other processes' runs out of it until the result is called or this
+    process ends. Nothing is kept out on storage without locks.
 
     Raises ``ScopeError`` for a folder that cannot be written, or that a run of another process holds.
     """
@@ -44,8 +44,8 @@ def hold(files: ScopeFiles) -> Callable[[], None]:
     if lock.state == "busy" and any(holder.get(key) != value for key, value in own.items()):
         raise ScopeError(
             f"another run records to {files.root}: process {holder.get('pid', 'unknown')} on host "
-            f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of its "
-            "own for each run. Set --scope-dir to another one, or end that run first"
+            f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of "
+            "its own for each run. Set --scope-dir to another one, or end that run first"
         )
     return lambda: None
 

@@ -392,7 +392,11 @@ class Recording:
                 )
         if current:
             sessions = {each.number: each for each in self.sessions()}
-            found = [each for each in found if each.session in sessions and sessions[each.session].is_current(each.step)]
+            found = [
+                each
+                for each in found
+                if each.session in sessions and sessions[each.session].is_current(each.step)
+            ]
         return tuple(sorted(found, key=lambda each: (each.time_ns, each.step)))
 
     def dropped(self) -> tuple[Dropped, ...]:

@@ -106,8 +106,8 @@ class Asked:
         return plan, None if found else problem
 
     def beyond(self, request: Request) -> str | None:
-        """A line about heads and tokens of ``request`` that the model does not have, or that are too many: the
-        same on every rank."""
+        """A line about heads and tokens of ``request`` that the model does not have, or that are too many;
+        the same on every rank."""
         length, heads = self._place.seq_length, request.heads or ()
         first, last = request.tokens or (0, 0 if request.kind != "logits" else length - 1)
         if heads and heads[-1] >= self._heads and request.kind in WITH_HEADS:
@@ -116,8 +116,8 @@ class Asked:
             return f"found tokens from {first} in {request.text!r}; expected at most {length - 1}"
         if request.kind == "logits" and min(last, length - 1) - first >= MOST_TOKENS:
             return (
-                f"found {min(last, length - 1) - first + 1} tokens in {request.text!r}; the first {MOST_TOKENS} "
-                f"are recorded: expected tokens={first}-{first + MOST_TOKENS - 1} or fewer"
+                f"found {min(last, length - 1) - first + 1} tokens in {request.text!r}, of which the first "
+                f"{MOST_TOKENS} are recorded; expected tokens={first}-{first + MOST_TOKENS - 1} or fewer"
             )
         return None
 

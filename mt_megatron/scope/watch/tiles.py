@@ -27,8 +27,8 @@ class Tiles:
     """float32 [rows, tiles]."""
 
     low: Tensor
-    """float32 [rows, tiles]; of a tile with an element that is not finite this element, NaN where they differ, so
-    that the whole tile reads as not finite."""
+    """float32 [rows, tiles]; of a tile with an element that is not finite this element, NaN where they
+    differ, so that the whole tile reads as not finite."""
 
     error: Tensor
     """float32 []: largest absolute difference; infinite where an element is not finite."""

@@ -177,7 +177,7 @@ class Oracle:
         values: Values = {}
         for path, outputs in self.outputs.items():
             every = torch.stack([each.detach() for each in outputs])
-            if path.endswith(("linear_qkv", "hidden")):
+            if path.endswith(("linear_qkv", "linear_fc1", "hidden")):
                 continue
             values[f"{path}|activation_rms"] = float((every**2).mean().sqrt())
             values[f"{path}|activation_max"] = float(every.abs().max())

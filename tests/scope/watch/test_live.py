@@ -20,9 +20,7 @@ def test_requests_are_watched_from_the_next_step_on_beside_those_of_the_start(fo
     path, steps = "decoder.layers.0.mlp", range(1, STEPS + 1)
     always = {(step, path, what) for step in steps for what in ("mlp", "mlp_hidden")}
     asked = {(step, "decoder.layers.1", "residual") for step in (3, 4, 5)}
-    asked |= {
-        (step, "decoder.layers.1.mlp", what) for step in (3, 4, 5) for what in ("mlp", "mlp_hidden")
-    }
+    asked |= {(step, "decoder.layers.1.mlp", what) for step in (3, 4, 5) for what in ("mlp", "mlp_hidden")}
     assert {tuple(each) for each in found["tensors"]} == always | asked
 
 
