@@ -22,8 +22,8 @@ SECONDS = 5.0
 """Of processor time, on a machine that has nothing else to do."""
 
 IMPORTS = 1.7
-"""Beside other processes a core takes longer for the same work: as much processor time as so many imports of torch
-take at the same moment is allowed."""
+"""Beside other processes a core takes longer for the same work: as much processor time as so many imports of
+torch take at the same moment is allowed."""
 
 
 def _environment() -> dict[str, str]:
