@@ -94,6 +94,7 @@ class _Run:
         tokenizer = load_tokenizer(config.data, vocab_size=config.model.vocab_size)
         if config.model.vocab_size is None:
             config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+        self._watchdog = watchdog
         self.config = config
         self.job = job
         self.tokenizer = tokenizer
@@ -197,6 +198,7 @@ class _Run:
         try:
             outcome = self._train(stop_requested)
         except Exception as error:
+            self._watchdog.ending(f"after {type(error).__name__}")
             self.steps.undo_first = self._undo_perturbations
             self._saved(save_last_sound_step(error, self.steps, self.store, self.display.say))
             raise

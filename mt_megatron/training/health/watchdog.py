@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from mt_megatron.backends.distributed.rendezvous import fresh_name
 from mt_megatron.training.health.watchdog_evidence import (
     Evidence,
     Sign,
@@ -38,6 +39,7 @@ from mt_megatron.training.signals import end_process
 
 _POLL_SECONDS = 0.1
 _SECONDS_TO_READ = 10.0
+_TO_MEET = timedelta(minutes=10)
 _generation = 0
 
 
@@ -50,8 +52,10 @@ class Channel:
         _generation += 1
         self.rank = rank
         self.world_size = world_size
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"mt_megatron/watchdog/{restart}/{_generation}", _connection())
+        # The launcher's store outlives a restart of the ranks, which not every node counts.
+        own = PrefixStore(f"mt_megatron/watchdog/{_generation}", dist.distributed_c10d._get_default_store())
+        name = fresh_name(own, rank, world_size, _TO_MEET)
+        self._store = PrefixStore(f"mt_megatron/watchdog/{name}", _connection())
         self.beat(sign_of_life("starting"))
         self.store_owner = Sign(**json.loads(self._store.get("sign/0")))
         """Rank 0, in whose process the store is unless a launcher keeps it."""
@@ -172,6 +176,7 @@ class Watchdog:
         self._end = end
         self._state: tuple[float, str, bool] = (time.monotonic(), "starting", False)
         self._stopped = threading.Event()
+        self._is_ending = False
         self._alarm: str | None = None
         self._alarm_heard = 0.0
         self._to_confer: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
@@ -207,6 +212,12 @@ class Watchdog:
     def unlimited(self, where: str) -> None:
         """The main thread is at ``where``, which may take as long as it likes."""
         self._state = (time.monotonic(), where, False)
+
+    def ending(self, where: str) -> None:
+        """The main thread met an error and saves, closes and leaves, which may take as long as it likes, also
+        when other ranks have left."""
+        self._is_ending = True
+        self.unlimited(where)
 
     def stop(self, error: BaseException | None = None) -> None:
         """The run is over. With ``error`` the other ranks are told that this one leaves."""
@@ -245,7 +256,8 @@ class Watchdog:
 
     def _answer(self, alarm: str, now: float) -> None:
         # After an error of one rank the others usually have the same, or lose their connection to it.
-        patient = '"left": true' in alarm and now - self._alarm_heard < _SECONDS_TO_LEAVE
+        waited = now - self._alarm_heard
+        patient = '"left": true' in alarm and (self._is_ending or waited < _SECONDS_TO_LEAVE)
         if not patient:
             self._give_evidence("another rank raised the alarm")
 
@@ -318,6 +330,9 @@ class NoWatchdog:
         """Nothing."""
 
     def unlimited(self, where: str) -> None:
+        """Nothing."""
+
+    def ending(self, where: str) -> None:
         """Nothing."""
 
     def stop(self, error: BaseException | None = None) -> None:

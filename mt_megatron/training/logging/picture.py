@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mt_megatron.training.logging.metrics import read_records
 
 GRID, TEXT = "#e9ecef", "#343a40"
@@ -160,16 +162,25 @@ def read_curve(path: Path) -> Curve:
             baselines = {name: record.get(name) for name in baselines}
     if not train:
         raise ValueError(f"{path} holds no training records")
-    last = max(train)
-    per_step = train[last]["consumed_tokens"] / last
+    steps = sorted(train)
+    # Batches may grow: a step has its tokens from the records around it, beyond them as the nearest has.
+    tokens = [float(train[step]["consumed_tokens"]) for step in steps]
     return Curve(
         train=[(record["consumed_tokens"], record["loss"]) for _, record in sorted(train.items())],
-        valid=[(step * per_step, loss) for step, loss in sorted(valid.items())],
+        valid=[(_tokens_at(step, steps, tokens), loss) for step, loss in sorted(valid.items())],
         unigram=baselines["unigram"],
         bigram=baselines["bigram"],
         lr=_over_tokens(train, "lr"),
         speed=_over_tokens(train, "tokens_per_second"),
     )
+
+
+def _tokens_at(step: int, steps: list[int], tokens: list[float]) -> float:
+    if step < steps[0]:
+        return step * tokens[0] / steps[0]
+    if step > steps[-1]:
+        return step * tokens[-1] / steps[-1]
+    return float(np.interp(step, steps, tokens))
 
 
 def _over_tokens(train: dict[int, dict[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -37,8 +37,9 @@ def _start(folder: Path, arguments: str) -> list[Process]:
     for rank in range(2):
         environment = {**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = str(ROOT)
-        for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"):
-            environment.pop(name, None)
+        environment.pop("LOCAL_RANK", None)
+        # As on two nodes of which one alone saw a worker fail.
+        environment["TORCHELASTIC_RESTART_COUNT"] = str(rank)
         with open(folder / f"{arguments.split()[0]}{arguments.split()[1]}.{rank}", "wb") as output:
             command = [sys.executable, "-W", "ignore", "-m", "tests.training.health.watchdog_worker", "4"]
             processes.append(
@@ -162,6 +163,18 @@ def test_what_may_take_long_does_not_trip_it_and_a_step_does(capfd: pytest.Captu
     watchdog.stop()
     assert "step 2" in said[0] and "no progress for" in said[0]
     assert "Python stacks of this rank" in capfd.readouterr().err
+
+
+def test_a_rank_that_is_ending_is_left_alone_by_those_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.training.health.watchdog._SECONDS_TO_LEAVE", 0.0)
+    watchdog, _, ended = _watched(1.5)
+    watchdog.progress("step 1")
+    watchdog.ending("after DataError")
+    watchdog._alarm = '{"rank": 1, "left": true}'
+    assert not ended.wait(3.0)
+    watchdog._alarm = '{"rank": 1, "left": false}'
+    assert ended.wait(30), "a rank that asks all others is answered"
+    watchdog.stop()
 
 
 def test_touching_is_progress() -> None:

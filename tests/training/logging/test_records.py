@@ -245,6 +245,10 @@ def test_the_picture_is_of_the_last_history_and_survives_torn_lines(tmp_path: Pa
         + lines({"event": "start", "iteration": 2}, train_record(3, 5.0), train_record(4, None))
     )
     assert read_curve(path).train == [(10, 9.0), (20, 9.0), (30, 5.0)]
+    ramp = [{**train_record(step, 9.0), "consumed_tokens": step**2} for step in (2, 4, 6)]
+    valid = [{"event": "valid", "iteration": step, "loss": 8.0} for step in (1, 4, 5, 9)]
+    path.write_text(lines({"event": "start", "iteration": 0}, *ramp, *valid))
+    assert read_curve(path).valid == [(2.0, 8.0), (16.0, 8.0), (26.0, 8.0), (54.0, 8.0)]
     write_picture(path, tmp_path / "new" / "m.svg")
     assert "</svg>" in (tmp_path / "new" / "m.svg").read_text()
 
