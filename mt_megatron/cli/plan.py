@@ -107,7 +107,7 @@ def as_data(found: Suggestion, argv: list[str], top: int) -> dict[str, Any]:
         "nearest_miss": None
         if miss is None
         else {
-            "options": miss.layout.options(),
+            "options": miss.layout.options(found.config),
             "needs_bytes": miss.needs_bytes,
             "usable_bytes": int(miss.usable_bytes),
         },
@@ -123,7 +123,7 @@ def _choice_data(choice: Choice, found: Suggestion, argv: list[str]) -> dict[str
         ends = {"first_layers": sum(counts[::stages]), "last_layers": sum(counts[stages - 1 :: stages])}
     return {
         "layout": dataclasses.asdict(layout) | ends | {"layers_per_chunk": list(counts)},
-        "options": choice.layout.options(),
+        "options": choice.layout.options(found.config),
         "command": command(choice.layout, found, argv),
         "memory_per_rank_bytes": choice.memory.as_dict(),
         "step_seconds_estimate": choice.cost.as_dict(),
@@ -134,7 +134,11 @@ def _choice_data(choice: Choice, found: Suggestion, argv: list[str]) -> dict[str
 
 def command(layout: Layout, found: Suggestion, argv: list[str]) -> str:
     """A line for the shell that starts the run in this layout; options come last, where they win."""
-    options = [*argv, *(word for each in found.assumed for word in each.split()), *layout.options()]
+    options = [
+        *argv,
+        *(word for each in found.assumed for word in each.split()),
+        *layout.options(found.config),
+    ]
     per_node = _processes_per_node(layout.tensor, found)
     words = ["mt-megatron", "launch", "--gpus-per-node", str(per_node)]
     if found.world_size > per_node:
@@ -258,7 +262,7 @@ def _why_not(found: Suggestion) -> list[str]:
         miss = found.near_miss
         lines.append(
             f"  {found.too_large:>5} need too much memory, the nearest {miss.needs_bytes / _GIB:.1f} of "
-            f"{miss.usable_bytes / _GIB:.1f} GiB: {' '.join(miss.layout.options())}"
+            f"{miss.usable_bytes / _GIB:.1f} GiB: {' '.join(miss.layout.options(found.config))}"
         )
     return lines + [f"  what would fit: {line}" for line in found.advice]
 

@@ -56,7 +56,9 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
         layout, stages = values["pipeline_model_parallel_layout"], values["pipeline_model_parallel_size"]
         if layout not in (None, "balanced"):
             chunks = layout_chunks(layout, stages) or 1
-        found["overlap_p2p_comm"] = chunks > 1 or per_chunk is not None
+        elif per_chunk and stages > 0:
+            chunks = values["num_layers"] // stages // per_chunk
+        found["overlap_p2p_comm"] = chunks > 1
     if values["moe_grouped_gemm"] is None:
         # Extended tensor parallelism splits single experts, which only SequentialMLP has.
         found["moe_grouped_gemm"] = values["num_moe_experts"] is not None and not values["moe_extended_tp"]

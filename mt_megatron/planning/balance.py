@@ -24,13 +24,19 @@ def balanced_layout(shape: ModelShape, pp: int, chunks: int = 1, *, sequence: in
     stages = pp * chunks
     if pp < 1 or chunks < 1:
         raise ConfigError(f"pipeline stages x chunks is {pp} x {chunks}; expected at least 1 x 1")
-    if shape.num_layers < stages:
-        raise ConfigError(
-            f"num_layers is {shape.num_layers}; expected at least one for each of pipeline stages x chunks = "
-            f"{pp} x {chunks}. Lower --pipeline-model-parallel-size or "
-            "--virtual-pipeline-model-parallel-size."
-        )
+    if problem := too_few_layers(shape.num_layers, pp, chunks):
+        raise ConfigError(problem)
     return list(_balanced(shape, stages, sequence))
+
+
+def too_few_layers(num_layers: int, pp: int, chunks: int) -> str | None:
+    """A line where some of ``pp * chunks`` model chunks would have no layer: found, expected, what to change."""
+    if num_layers >= pp * chunks:
+        return None
+    return (
+        f"num_layers is {num_layers}; expected at least one for each of pipeline stages x chunks = {pp} x "
+        f"{chunks}. Lower --pipeline-model-parallel-size or --virtual-pipeline-model-parallel-size."
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -72,7 +72,7 @@ class Layout:
             config.parallel,
             tensor_model_parallel_size=self.tensor,
             pipeline_model_parallel_size=self.pipeline,
-            virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
+            virtual_pipeline_model_parallel_size=self._chunks_beside(config),
             num_layers_per_virtual_pipeline_stage=None,
             context_parallel_size=self.context,
             cp_comm_type=config.parallel.cp_comm_type if self.context > 1 else None,
@@ -89,13 +89,19 @@ class Layout:
             train=dataclasses.replace(config.train, micro_batch_size=self.micro_batch),
         )
 
-    def options(self) -> list[str]:
-        """The layout as options of ``mt-megatron pretrain``."""
+    def _chunks_beside(self, config: TrainingConfig | None) -> int | None:
+        """Chunks per stage to ask for; None where an explicit layout of ``config`` says it, or for one."""
+        is_said = config is not None and config.model.pipeline_model_parallel_layout not in (None, BALANCED)
+        return self.chunks if self.chunks > 1 and not is_said else None
+
+    def options(self, config: TrainingConfig | None = None) -> list[str]:
+        """The layout as options of ``mt-megatron pretrain``. Behind those of ``config`` what it asks for and
+        the layout does without is taken back."""
         recompute = self.recompute
         numbers: dict[str, int | str | None] = {
             "tensor-model-parallel-size": self.tensor,
             "pipeline-model-parallel-size": self.pipeline,
-            "virtual-pipeline-model-parallel-size": self.chunks if self.chunks > 1 else None,
+            "virtual-pipeline-model-parallel-size": self._chunks_beside(config),
             "pipeline-model-parallel-layout": BALANCED if self.balanced else None,
             "context-parallel-size": self.context,
             "expert-model-parallel-size": self.expert if self.expert > 1 else None,
@@ -115,7 +121,21 @@ class Layout:
         found = [
             word for name, value in numbers.items() if value is not None for word in (f"--{name}", str(value))
         ]
-        return found + [f"--{name}" for name, on in switches.items() if on]
+        found += [f"--{name}" for name, on in switches.items() if on]
+        if config is None:
+            return found
+        for name, on in switches.items():
+            asked = getattr(config.parallel, name.replace("-", "_"), False)
+            found += [f"--no-{name}"] if asked and not on else []
+        unset = {
+            "virtual-pipeline-model-parallel-size": self._chunks_beside(config) is None,
+            "num-layers-per-virtual-pipeline-stage": True,
+            "cp-comm-type": self.context == 1,
+        }
+        for name, without in unset.items():
+            asked = getattr(config.parallel, name.replace("-", "_")) is not None
+            found += [f"--{name}", "none"] if asked and without else []
+        return found
 
 
 def layouts(config: TrainingConfig, world_size: int, *, frugal: bool = False) -> Iterator[Layout]:

@@ -144,7 +144,8 @@ def _search(found: Suggestion) -> None:
     rejected: dict[str, Rejected] = {}
     for layout in layouts(found.config, found.world_size):
         found.considered += 1
-        problems = rule_problems(layout, found.config, found.world_size, found.hardware.devices_per_node)
+        given = dataclasses.replace(layout, recompute=recompute_of(found.config.model))
+        problems = rule_problems(given, found.config, found.world_size, found.hardware.devices_per_node)
         if problems:
             reason = reason_of(problems[0])
             entry = rejected.setdefault(reason, Rejected(reason=reason, count=0, example=problems[0]))

@@ -232,6 +232,10 @@ def test_defaults_that_follow_from_other_values() -> None:
     assert load_config(["--bf16", "--no-grad-reduce-in-fp32"]).ddp.grad_reduce_in_fp32 is False
     assert load_config([]).model.overlap_p2p_comm is False
     assert load_config(["--virtual-pipeline-model-parallel-size=2"]).model.overlap_p2p_comm is True
+    stages = ["--num-layers=4", "--pipeline-model-parallel-size=2"]
+    for per_chunk, overlaps in ((1, True), (2, False)):
+        argv = [*stages, f"--num-layers-per-virtual-pipeline-stage={per_chunk}"]
+        assert load_config(argv).model.overlap_p2p_comm is overlaps
 
 
 def test_virtual_size_from_layers_per_chunk() -> None:

@@ -298,6 +298,16 @@ WRONG = [
     ),
     ("--pipeline-model-parallel-layout balanced", 1, "is balanced with pipeline_model_parallel_size 1"),
     (
+        "--pipeline-model-parallel-layout balanced --pipeline-model-parallel-size 8",
+        8,
+        "num_layers is 4; expected at least one for each of pipeline stages x chunks = 8 x 1",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --overlap-p2p-comm",
+        2,
+        "overlap_p2p_comm is on without interleaved stages",
+    ),
+    (
         "--pipeline-model-parallel-layout 3,2 --pipeline-model-parallel-size 2",
         2,
         "pipeline_model_parallel_layout has 5 layers ([3, 2]); expected num_layers = 4",

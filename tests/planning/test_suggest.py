@@ -200,6 +200,30 @@ def test_a_layout_that_is_asked_for_is_kept() -> None:
         assert choice.layout.recompute.granularity == "selective"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--sequence-parallel",
+        "--sequence-parallel --cp-comm-type p2p --seq-length 16384 --max-position-embeddings 16384",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--tensor-model-parallel-size 2 --distribute-saved-activations",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 2,2,2,2",
+    ],
+)
+def test_suggestions_run_behind_the_options_that_were_given(asked: str) -> None:
+    argv = [*SMALL, "--mock-data", "--num-layers", "8", *asked.split()]
+    found = suggest(load_config(argv), 8, H100)
+    assert found.choices, found.rejected
+    for choice in found.choices:
+        command = [*argv, *(word for each in found.assumed for word in each.split())]
+        config = load_config(
+            [*command, *choice.layout.options(found.config), "--train-iters", "1", "--lr", "1"]
+        )
+        assert problems(config, world_size=8, check_files=False) == []
+
+
 def test_sizes_that_do_not_divide_the_devices_are_named() -> None:
     found = suggest(load_config([*SMALL, "--tensor-model-parallel-size", "4"]), 6, H100)
     assert not found.considered and "6 devices are no multiple" in found.advice[0]

@@ -8,6 +8,7 @@ import os
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.stage_layers import divide_layers, end_counts
+from mt_megatron.planning.balance import too_few_layers
 from mt_megatron.planning.validate.schedule import runs_upstream, schedule_problems, transport_problems
 
 
@@ -79,7 +80,13 @@ def is_interleaved(config: TrainingConfig) -> bool:
 def _layout(config: TrainingConfig) -> list[str]:
     parallel, layout = config.parallel, config.model.pipeline_model_parallel_layout
     if layout == BALANCED:
-        if parallel.pipeline_model_parallel_size > 1:
+        stages = parallel.pipeline_model_parallel_size
+        problem = too_few_layers(
+            config.model.num_layers, stages, config.virtual_pipeline_model_parallel_size or 1
+        )
+        if problem is not None:
+            return [problem]
+        if stages > 1:
             return []
         return [
             "pipeline_model_parallel_layout is balanced with pipeline_model_parallel_size 1; expected a size "
@@ -180,6 +187,11 @@ def _communication(config: TrainingConfig) -> list[str]:
         found.append(
             f"wgrad_deferral_limit is {model.wgrad_deferral_limit}; expected at least 0, where 0 is all "
             "micro-batches. Set --wgrad-deferral-limit."
+        )
+    if model.overlap_p2p_comm and not is_interleaved(config) and stages > 1 and runs_upstream(config):
+        found.append(
+            "overlap_p2p_comm is on without interleaved stages; expected more than one chunk per stage with "
+            "it. Leave --overlap-p2p-comm out or set --virtual-pipeline-model-parallel-size."
         )
     if is_interleaved(config) and stages == 2 and not model.overlap_p2p_comm and runs_upstream(config):
         found.append(
