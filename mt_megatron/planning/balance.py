@@ -30,7 +30,7 @@ def balanced_layout(shape: ModelShape, pp: int, chunks: int = 1, *, sequence: in
 
 
 def too_few_layers(num_layers: int, pp: int, chunks: int) -> str | None:
-    """A line where some of ``pp * chunks`` model chunks would have no layer: found, expected, what to change."""
+    """A line where some of ``pp * chunks`` model chunks would have no layer."""
     if num_layers >= pp * chunks:
         return None
     return (
