@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.tokenizer import (
@@ -60,6 +61,24 @@ def test_a_text_cannot_forge_the_end_of_a_document(trained: Tokenizer) -> None:
 
 def test_batches_encode_like_single_texts(trained: Tokenizer) -> None:
     assert trained.encode_batch(TEXTS) == [trained.encode(text) for text in TEXTS]
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(trained: Tokenizer, tmp_path: Path) -> None:
+    impl = tokenizers.Tokenizer.from_file(str(trained.path))
+    impl.enable_truncation(max_length=5)
+    impl.enable_padding(length=50)
+    impl.save(str(tmp_path / "tokenizer.json"))
+    opened, given = Tokenizer(tmp_path / "tokenizer.json"), ["a", TEXTS[0]]
+    assert opened.encode_batch(given) == [opened.encode(text) for text in given]
+    assert opened.encode_batch(given) == trained.encode_batch(given)
+
+
+def test_the_vocabulary_reaches_the_largest_id_over_gaps(tmp_path: Path) -> None:
+    vocabulary = {END_OF_DOCUMENT: 0, "a": 1, "b": 9}
+    impl = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=END_OF_DOCUMENT))
+    impl.save(str(tmp_path / "tokenizer.json"))
+    opened = Tokenizer(tmp_path / "tokenizer.json")
+    assert opened.encode("b") == [9] and opened.vocab_size == 10
 
 
 def test_wrong_sizes_and_files_are_errors(tmp_path: Path, trained: Tokenizer) -> None:

@@ -111,9 +111,14 @@ class Tokenizer:
             self._impl = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises a bare Exception for malformed files
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
+        # A file's truncation would cut documents, its padding would add tokens to them.
+        self._impl.no_truncation()
+        self._impl.no_padding()
         self.path = path
         self.identity = hashlib.sha256(content).hexdigest()
-        self.vocab_size: int = self._impl.get_vocab_size(with_added_tokens=True)
+        # Ids with gaps between them reach beyond the number of tokens.
+        largest = max(self.vocabulary().values(), default=-1)
+        self.vocab_size: int = max(self._impl.get_vocab_size(with_added_tokens=True), largest + 1)
         self.eod_token, self.eod = self._find_end(eod_token)
         self._impl.encode_special_tokens = True
 
