@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from mt_megatron.data.loader.tokenizer import Tokenizer
 from mt_megatron.data.prepare.corpus import split_of
-from mt_megatron.data.prepare.prepare import load_corpus, prepare_corpus
+from mt_megatron.data.prepare.prepare import Corpus, load_corpus, prepare_corpus
 from mt_megatron.errors import DataError
 from tests.second_lane import DAILY
 
@@ -172,6 +173,30 @@ def test_a_given_tokenizer_is_used_and_copied(texts: Path, tmp_path: Path) -> No
     )
     assert (tmp_path / "b" / "train.bin").read_bytes() == (tmp_path / "a" / "train.bin").read_bytes()
     assert second.vocab_size == 300
+
+
+def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path: Path) -> None:
+    first, _ = _prepare(tmp_path / "a", texts)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    impl = tokenizers.Tokenizer.from_file(str(first.tokenizer_path))
+    impl.add_special_tokens(["<|stop|>"])
+    impl.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
+
+    def prepared(tokenizer: Path) -> Corpus:
+        return prepare_corpus(tmp_path / "b", corpus=texts, tokenizer=tokenizer, log=lambda line: None)
+
+    made = prepared(folder)
+    assert np.fromfile(made.train_prefix + ".bin", dtype=np.uint16)[-1] == 300
+    manifest = tmp_path / "b" / "corpus.json"
+    said = json.loads(manifest.read_text())
+    assert said["eod"] == 300 and prepared(folder) == made
+    with pytest.raises(DataError, match="made otherwise .eod 300 -> 0.*--force"):
+        prepared(folder / "tokenizer.json")
+    del said["eod"], said["options"]["eod"]
+    manifest.write_text(json.dumps(said))
+    assert prepared(folder) == made, "a manifest of before says nothing about it"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ class _Options:
     validation_fraction: float
     tokenizer: str | None
     """Identity of a tokenizer that was given; None when one is trained."""
+    eod: int | None
+    """The id with which that tokenizer ends documents: not part of its identity."""
 
 
 def prepare_corpus(
@@ -127,6 +129,7 @@ def prepare_corpus(
         max_train_tokens=max_train_tokens,
         validation_fraction=validation_fraction,
         tokenizer=given.identity if given is not None else None,
+        eod=given.eod if given is not None else None,
     )
     output_dir = output_dir.absolute()
     try:
@@ -215,7 +218,8 @@ def _reusable(directory: Path, source: Source, options: _Options, log: Log) -> C
     differences = [
         f"{name} {manifest['options'].get(name)} -> {value}"
         for name, value in asdict(options).items()
-        if manifest["options"].get(name) != value
+        # Manifests of earlier versions say nothing about the end of documents.
+        if manifest["options"].get(name, value if name == "eod" else None) != value
     ]
     if manifest["source"] != source.label:
         differences.append(f"corpus {manifest['source']} -> {source.label}")
@@ -251,7 +255,8 @@ def _build(
     fraction = options.validation_fraction
     if given is not None:
         shutil.copyfile(given.path, building / "tokenizer.json")
-        tokenizer = Tokenizer(building / "tokenizer.json")
+        # The copy lies without tokenizer_config.json, which may name the end of documents.
+        tokenizer = Tokenizer(building / "tokenizer.json", eod_token=given.eod_token)
     else:
         log(f"data: training a byte-level BPE of {options.vocab_size:,} tokens")
         texts = _training_texts(source, fraction, advance)
@@ -276,6 +281,7 @@ def _build(
         "content_fingerprint": source.content_fingerprint(),
         "tokenizer_sha256": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
         "train_documents": documents["train"],
         "valid_documents": documents["valid"],
         "train_tokens": tokens["train"],
