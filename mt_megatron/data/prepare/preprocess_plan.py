@@ -29,6 +29,8 @@ def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any
     if options.tokenizer_type != "NullTokenizer" and options.train_bpe is None:
         opened = open_tokenizer(options.tokenizer_type, options.tokenizer_model)
         decisive["tokenizer_digest"] = opened.identity
+        if options.append_eod:
+            decisive["tokenizer_eod"] = opened.eod
         del decisive["tokenizer_model"]
     plain = json.loads(json.dumps(decisive))
     return {"format": FORMAT, "options": plain, "files": [asdict(file) for file in files]}
@@ -138,7 +140,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     found = [
         f"{name} {before['options'].get(name)} -> {value}"
         for name, value in now["options"].items()
-        if before["options"].get(name) != value
+        # Plans of earlier versions say nothing about the end of documents.
+        if before["options"].get(name, value if name == "tokenizer_eod" else None) != value
     ]
     old, new = ({file["path"]: file for file in plan["files"]} for plan in (before, now))
     for verb, names in (
