@@ -165,6 +165,18 @@ def test_another_end_of_documents_is_found_where_a_run_looks_for_it(option: str,
     assert "ends documents with 299" in (tokenizer_problem(made, null) or "")
 
 
+@pytest.mark.parametrize("option", ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"])
+def test_documents_without_an_end_are_found_where_a_run_looks_for_it(option: str, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(5))
+    made = preprocess(options(tmp_path, source, append_eod=False), Lines()).prefixes[0]
+    for kind in (["ByteLevelTokenizer"], ["NullTokenizer", "--vocab-size", "257"]):
+        own = ("--train-data-path", made, "--tokenizer-type", *kind)
+        assert tokenizer_problem(made, config(*own)) is None
+        found = tokenizer_problem(made, config(*own, option)) or ""
+        assert f"{made}.bin was made without --append-eod, as {made}.json says" in found
+        assert f"expected one for {option}. Make the data again with --append-eod" in found
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -192,3 +204,16 @@ def test_a_prepared_folder_is_checked_as_well(tmp_path: Path) -> None:
     train_tokenizer([SENTENCE] * 9, vocab_size=281, output=tmp_path / "other.json")
     (found,) = data_problems(made.train_prefix, config("--tokenizer-model", str(tmp_path / "other.json")))
     assert "corpus.json says HuggingFaceTokenizer with 280 tokens" in found
+    manifest = tmp_path / "out" / "corpus.json"
+    said = json.loads(manifest.read_text())
+    assert said["eod"] == 0
+    flags = ("--tokenizer-model", str(made.tokenizer_path), "--eod-mask-loss")
+    assert data_problems(made.train_prefix, config(*flags)) == []
+    manifest.write_text(json.dumps(said | {"eod": 7}))
+    assert data_problems(made.train_prefix, own) == []
+    (found,) = data_problems(made.train_prefix, config(*flags))
+    assert f"with the end-of-document token 7, as {manifest} says, and this run's" in found
+    # A corpus.json of before says nothing about it.
+    del said["eod"]
+    manifest.write_text(json.dumps(said))
+    assert data_problems(made.train_prefix, config(*flags)) == []

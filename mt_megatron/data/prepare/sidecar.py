@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.tokenizer import TokenizerLike, load_tokenizer
@@ -19,6 +19,23 @@ FORMAT = 1
 """Version of the sidecar's layout."""
 
 _CORPUS = "corpus.json"
+
+
+class _Made(NamedTuple):
+    """The tokenizer that data were made with."""
+
+    identity: str
+    vocab_size: int
+    name: str
+
+    source: Path
+    """The file that says so."""
+
+    eod: int | None
+    """Id that ends a document; None where the file does not say it."""
+
+    has_ends: bool
+    """Whether documents end with it."""
 
 
 def sidecar_path(prefix: str) -> Path:
@@ -89,33 +106,40 @@ def _mismatch(prefix: str, tokenizer: TokenizerLike, config: TrainingConfig) -> 
     made = _made_with(prefix)
     if made is None:
         return None
-    identity, vocab_size, name, source = made
     if tokenizer.identity.startswith("null-"):
-        if vocab_size <= tokenizer.vocab_size:
-            return _other_end(prefix, tokenizer, config)
+        if made.vocab_size <= tokenizer.vocab_size:
+            return _other_end(prefix, made, tokenizer, config)
         return (
-            f"{prefix}.bin was made with {vocab_size} tokens ({name}), and NullTokenizer has "
+            f"{prefix}.bin was made with {made.vocab_size} tokens ({made.name}), and NullTokenizer has "
             f"{tokenizer.vocab_size}; expected at least as many: raise --vocab-size"
         )
-    if identity == tokenizer.identity:
-        return _other_end(prefix, tokenizer, config)
+    if made.identity == tokenizer.identity:
+        return _other_end(prefix, made, tokenizer, config)
     return (
-        f"{prefix}.bin was made with another tokenizer: {source} says {name} with {vocab_size} tokens, "
-        f"digest {identity[:12]}; this run's has {tokenizer.vocab_size} tokens, digest "
-        f"{tokenizer.identity[:12]}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, "
-        "or make the data again"
+        f"{prefix}.bin was made with another tokenizer: {made.source} says {made.name} with "
+        f"{made.vocab_size} tokens, digest {made.identity[:12]}; this run's has {tokenizer.vocab_size} "
+        f"tokens, digest {tokenizer.identity[:12]}. Name the data's tokenizer with --tokenizer-type and "
+        "--tokenizer-model, or make the data again"
     )
 
 
-def _other_end(prefix: str, tokenizer: TokenizerLike, config: TrainingConfig) -> str | None:
-    """Another end of documents in data of the same vocabulary, which the run would look for in vain or find
-    within documents: ``tokenizer_config.json`` chooses it, and the digest is of ``tokenizer.json``."""
-    sidecar, looking = read_sidecar(prefix), looking_for_ends(config)
-    made = None if sidecar is None else sidecar["tokenizer"].get("eod")
-    if not looking or not isinstance(made, int) or made == tokenizer.eod:
+def _other_end(prefix: str, made: _Made, tokenizer: TokenizerLike, config: TrainingConfig) -> str | None:
+    """No end of documents, or another one, in data of the same vocabulary, which the run would look for in
+    vain or find within documents: ``tokenizer_config.json`` chooses it, and the digest is of
+    ``tokenizer.json``."""
+    looking = looking_for_ends(config)
+    if not looking:
+        return None
+    if not made.has_ends:
+        return (
+            f"{prefix}.bin was made without --append-eod, as {made.source} says: its documents have no "
+            f"end-of-document token; expected one for {' and '.join(looking)}. Make the data again with "
+            f"--append-eod, or leave {' and '.join(looking)} out"
+        )
+    if made.eod is None or made.eod == tokenizer.eod:
         return None
     return (
-        f"{prefix}.bin was made with the end-of-document token {made}, as {sidecar_path(prefix)} says, and "
+        f"{prefix}.bin was made with the end-of-document token {made.eod}, as {made.source} says, and "
         f"this run's tokenizer ends documents with {tokenizer.eod}; expected the same for "
         f"{' and '.join(looking)}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, or "
         "make the data again"
@@ -134,13 +158,19 @@ def looking_for_ends(config: TrainingConfig) -> list[str]:
     return [flag for flag, is_on in options.items() if is_on]
 
 
-def _made_with(prefix: str) -> tuple[str, int, str, Path] | None:
-    """Identity, vocabulary and name of the data's tokenizer, and the file that says so."""
+def _made_with(prefix: str) -> _Made | None:
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
         try:
             made = sidecar["tokenizer"]
-            return str(made["digest"]), int(made["vocab_size"]), str(made["type"]), sidecar_path(prefix)
+            return _Made(
+                identity=str(made["digest"]),
+                vocab_size=int(made["vocab_size"]),
+                name=str(made["type"]),
+                source=sidecar_path(prefix),
+                eod=_id(made.get("eod")),
+                has_ends=sidecar.get("append_eod") is not False,
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"{sidecar_path(prefix)} names no tokenizer ({error}); make the data again"
@@ -150,6 +180,17 @@ def _made_with(prefix: str) -> tuple[str, int, str, Path] | None:
         return None
     try:
         manifest = json.loads(corpus.read_text(encoding="utf-8"))
-        return str(manifest["tokenizer_sha256"]), int(manifest["vocab_size"]), "HuggingFaceTokenizer", corpus
+        return _Made(
+            identity=str(manifest["tokenizer_sha256"]),
+            vocab_size=int(manifest["vocab_size"]),
+            name="HuggingFaceTokenizer",
+            source=corpus,
+            eod=_id(manifest.get("eod")),
+            has_ends=True,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _id(found: Any) -> int | None:
+    return found if isinstance(found, int) else None
