@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +22,7 @@ from mt_megatron.data.loader.tokenizer import Tokenizer
 from mt_megatron.data.prepare.corpus import split_of
 from mt_megatron.data.prepare.prepare import Corpus, load_corpus, prepare_corpus
 from mt_megatron.errors import DataError
+from tests.nfs_locks import flock_that_fails
 from tests.second_lane import DAILY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,6 +200,13 @@ def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path:
     del said["eod"], said["options"]["eod"]
     manifest.write_text(json.dumps(said))
     assert prepared(folder) == made, "a manifest of before says nothing about it"
+
+
+def test_storage_without_locks_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    corpus, lines = _prepare(tmp_path, texts)
+    assert corpus.train_documents
+    assert any("has no file locks (No locks available)" in line for line in lines)
 
 
 @pytest.mark.parametrize(

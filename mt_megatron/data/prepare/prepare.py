@@ -163,10 +163,16 @@ def _locked(directory: Path, log: Log) -> Iterator[None]:
     # flock ends with the process, however it ends: a killed starter leaves no stale lock behind.
     with (directory / ".lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"data: waiting for another process that prepares {directory}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log(f"data: waiting for another process that prepares {directory}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            log(
+                f"data: the storage of {directory} has no file locks ({error.strerror}): start no second "
+                "process with this --output"
+            )
         yield
 
 
