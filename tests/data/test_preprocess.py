@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_megatron.data.loader.tokenizer import open_tokenizer, train_tokenizer
+from mt_megatron.data.loader.tokenizer import open_tokenizer
 from mt_megatron.data.prepare.indexed_files import pair_problem, read_header, token_dtype, write_index
 from mt_megatron.data.prepare.preprocess import preprocess
 from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
-from mt_megatron.data.prepare.preprocess_plan import overwrite, plan_of
+from mt_megatron.data.prepare.preprocess_plan import overwrite
 from mt_megatron.errors import DataError
 from tests.data.test_reading import compress
 
@@ -247,30 +247,6 @@ def test_what_is_made_already_is_left_and_what_differs_is_refused(tmp_path: Path
     ]
     overwrite(given)
     assert preprocess(given, Lines()).documents == 21
-
-
-def test_another_end_of_documents_is_refused(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", texts(20))
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    train_tokenizer(texts(20), vocab_size=270, output=folder / "tokenizer.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
-
-    def given(model: Path) -> PreprocessOptions:
-        kind: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model)}
-        return options(tmp_path, source, workers=1, **kind)
-
-    first = preprocess(given(folder), Lines())
-    with pytest.raises(DataError, match=r"made otherwise .tokenizer_eod \d+ -> 0"):
-        preprocess(given(folder / "tokenizer.json"), Lines())
-    sidecar = Path(first.prefixes[0] + ".json")
-    said = json.loads(sidecar.read_text())
-    del said["plan"]["options"]["tokenizer_eod"]
-    sidecar.write_text(json.dumps(said))
-    assert preprocess(given(folder), Lines()).already, "a plan of before says nothing about it"
-    models = (folder, folder / "tokenizer.json")
-    plans = [plan_of(replace(given(model), append_eod=False), []) for model in models]
-    assert plans[0] == plans[1], "no document ends with it"
 
 
 def test_killed_between_two_names_it_publishes_again(tmp_path: Path) -> None:

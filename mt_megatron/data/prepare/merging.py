@@ -49,13 +49,14 @@ def merge_key(folder: Path, key: int, vocab_size: int) -> Merged:
     target, crc, size = folder / f"merged.{key}.bin", 0, 0
     with target.open("wb") as output:
         for name in names:
-            expected = json.loads((folder / f"{name}.json").read_text())["crc32"][key]
+            summary = json.loads((folder / f"{name}.json").read_text())
             own = 0
             with (folder / f"{name}.{key}.bin").open("rb") as shard:
                 while block := shard.read(_BLOCK):
                     own, crc = zlib.crc32(block, own), zlib.crc32(block, crc)
                     size += output.write(block)
-            if own != expected:
+            tokens = int(_lengths(folder, name, key).sum(dtype=np.int64))
+            if own != summary["crc32"][key] or tokens != summary["tokens"][key]:
                 (folder / f"{name}.json").unlink()
                 raise DataError(
                     f"shard {name} in {folder} is damaged and was removed; run the same command again to "
@@ -66,11 +67,15 @@ def merge_key(folder: Path, key: int, vocab_size: int) -> Merged:
 
     def lengths() -> Iterator[npt.NDArray[np.int32]]:
         for name in names:
-            yield np.fromfile(folder / f"{name}.{key}.lengths", dtype="<i4")
+            yield _lengths(folder, name, key)
 
     index = folder / f"merged.{key}.idx"
     write_index(index, dtype, lengths)
     return Merged(bin=target, idx=index, tokens=size // dtype.itemsize, dtype=dtype.name, crc32=crc)
+
+
+def _lengths(folder: Path, name: str, key: int) -> npt.NDArray[np.int32]:
+    return np.fromfile(folder / f"{name}.{key}.lengths", dtype="<i4")
 
 
 def findings_of(folder: Path, report: Path, shown: list[str], *, limit: int) -> int:

@@ -191,7 +191,7 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> Result:
         progress.say(f"{done.prefixes[0]} is already made from these files with these options")
         return done
     make_folder(folder)
-    with locked(folder):
+    with locked(folder, progress.say):
         size, resumed = adopt_plan(folder, plan, files)
         work = list(units(files, size, text_documents=options.text_documents))
         tokenizer, model = _tokenizer(options, folder, work, size, progress)

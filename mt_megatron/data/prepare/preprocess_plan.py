@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mt_megatron.data.loader.tokenizer import open_tokenizer
+from mt_megatron.data.prepare.indexed_files import pair_problem
 from mt_megatron.data.prepare.inputs import InputFile, shard_bytes
 from mt_megatron.data.prepare.merging import output_prefix
 from mt_megatron.data.prepare.preprocess_options import PreprocessOptions, Result
@@ -58,6 +59,13 @@ def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path)
                 )
     if not all(found):
         return None
+    for prefix in prefixes:
+        problem = pair_problem(prefix)
+        if problem is not None:
+            raise DataError(
+                f"{sidecar_path(prefix)} says that this data is complete, and it is not: {problem}. "
+                "Use --overwrite to make it anew"
+            )
     first = found[0] or {}
     return Result(
         prefixes=tuple(prefixes),
@@ -71,13 +79,19 @@ def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path)
 
 
 def overwrite(options: PreprocessOptions) -> None:
-    """Remove what an earlier run under the same prefix left, finished or not."""
-    shutil.rmtree(options.output_prefix + ".preprocess", ignore_errors=True)
-    Path(options.output_prefix + "_problems.jsonl").unlink(missing_ok=True)
-    for key in options.json_keys:
-        prefix = output_prefix(options.output_prefix, key)
-        for path in (sidecar_path(prefix), Path(prefix + ".bin"), Path(prefix + ".idx")):
-            path.unlink(missing_ok=True)
+    """Remove what an earlier run under the same prefix left, finished or not.
+
+    Raises ``DataError`` while another process works there.
+    """
+    folder = Path(options.output_prefix + ".preprocess")
+    make_folder(folder)
+    with locked(folder, lambda line: None):  # The run that follows says it.
+        Path(options.output_prefix + "_problems.jsonl").unlink(missing_ok=True)
+        for key in options.json_keys:
+            prefix = output_prefix(options.output_prefix, key)
+            for path in (sidecar_path(prefix), Path(prefix + ".bin"), Path(prefix + ".idx")):
+                path.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -90,7 +104,8 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep other processes out of ``folder``; ``say`` hears where its storage has no file locks."""
     # flock ends with the process, however it ends.
     with (folder / ".lock").open("w") as lock:
         try:
@@ -99,6 +114,11 @@ def locked(folder: Path) -> Iterator[None]:
             raise DataError(
                 f"another process is working in {folder}; wait for it, or choose another --output-prefix"
             ) from None
+        except OSError as error:
+            say(
+                f"the storage of {folder} has no file locks ({error.strerror}): start no second process with "
+                "this --output-prefix"
+            )
         yield
 
 

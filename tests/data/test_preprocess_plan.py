@@ -1,0 +1,94 @@
+"""What is found under a prefix: continued, left as it is, made anew or refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_megatron.data.loader.tokenizer import train_tokenizer
+from mt_megatron.data.prepare.merging import merge_key
+from mt_megatron.data.prepare.preprocess import preprocess, shard_name
+from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
+from mt_megatron.data.prepare.preprocess_plan import locked, overwrite, plan_of
+from mt_megatron.errors import DataError
+from tests.data.test_preprocess import Lines, made, options, texts, write_jsonl
+from tests.nfs_locks import flock_that_fails
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_pair_that_is_not_whole_is_not_made_already(tmp_path: Path, suffix: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["5 7", "1"])
+    given = options(tmp_path, source, tokenizer_type="NullTokenizer", vocab_size=9, workers=1)
+    first = preprocess(given, Lines())
+    whole, path = made(first.prefixes[0]), Path(first.prefixes[0] + suffix)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"document\.json says .* complete, and it is not: .*--overwrite"):
+        preprocess(given, Lines())
+    path.unlink()
+    with pytest.raises(DataError, match=rf"document\{suffix} does not exist.*--overwrite"):
+        preprocess(given, Lines())
+    overwrite(given)
+    assert made(preprocess(given, Lines()).prefixes[0]) == whole
+
+
+def test_lengths_that_do_not_fit_the_shard_are_not_merged(tmp_path: Path) -> None:
+    for name, content in (("0.bin", b"abc"), ("0.lengths", bytes([1, 0, 0, 0, 1, 0, 0, 0]))):
+        (tmp_path / f"{shard_name(0, 0)}.{name}").write_bytes(content)
+    summary = tmp_path / f"{shard_name(0, 0)}.json"
+    summary.write_text(json.dumps({"crc32": [zlib.crc32(b"abc")], "tokens": [3]}))
+    with pytest.raises(DataError, match="is damaged and was removed"):
+        merge_key(tmp_path, 0, 257)
+    assert not summary.exists()
+
+
+def test_storage_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["5 7"])
+    given = options(tmp_path, source, tokenizer_type="NullTokenizer", vocab_size=9, workers=1)
+    monkeypatch.setattr(fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    told = Lines()
+    assert preprocess(given, told).documents == 1
+    assert any("has no file locks (No locks available)" in line for line in told.lines)
+
+
+def test_what_another_process_makes_is_not_overwritten(tmp_path: Path) -> None:
+    given = options(tmp_path, tmp_path / "a.jsonl")
+    folder = Path(given.output_prefix + ".preprocess")
+    there = Path(given.output_prefix + "_text_document.bin")
+    folder.mkdir(parents=True)
+    there.touch()
+    with locked(folder, print), pytest.raises(DataError, match="another process is working"):
+        overwrite(given)
+    assert folder.exists() and there.exists()
+    overwrite(given)
+    assert not folder.exists() and not there.exists()
+
+
+def test_another_end_of_documents_is_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    train_tokenizer(texts(20), vocab_size=270, output=folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+
+    def given(model: Path) -> PreprocessOptions:
+        kind: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model)}
+        return options(tmp_path, source, workers=1, **kind)
+
+    first = preprocess(given(folder), Lines())
+    with pytest.raises(DataError, match=r"made otherwise .tokenizer_eod \d+ -> 0"):
+        preprocess(given(folder / "tokenizer.json"), Lines())
+    sidecar = Path(first.prefixes[0] + ".json")
+    said = json.loads(sidecar.read_text())
+    del said["plan"]["options"]["tokenizer_eod"]
+    sidecar.write_text(json.dumps(said))
+    assert preprocess(given(folder), Lines()).already, "a plan of before says nothing about it"
+    models = (folder, folder / "tokenizer.json")
+    plans = [plan_of(replace(given(model), append_eod=False), []) for model in models]
+    assert plans[0] == plans[1], "no document ends with it"
