@@ -20,6 +20,7 @@ import shutil
 import socket
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,11 @@ def publish(partial: Path, final: Path, owner: str) -> None:
     write_durably(final.parent / LATEST, f"{iteration_of(final)}\n")
     reached("pointer")
     if replaced.exists():
-        shutil.rmtree(replaced)
+        # A file that is still open elsewhere may stay on storage such as NFS. The new name lets ``recover``
+        # remove what stays, and never take it for a checkpoint.
+        with suppress(OSError):
+            replaced = replaced.rename(final.with_name(f".{final.name}.{owner}.pruned"))
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -171,6 +171,25 @@ def test_later_steps_of_another_branch_are_not_pruned(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000030"
 
 
+def test_a_replaced_one_that_cannot_be_removed_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+
+    write_and_publish(tmp_path, 10, b"a")
+    with monkeypatch.context() as patched:
+        patched.setattr(files.shutil, "rmtree", busy)
+        write_and_publish(tmp_path, 10, b"b")
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    assert read_manifest(tmp_path / "iter_0000010")["mark"] == "b"
+    assert len(list(tmp_path.glob(".iter_*"))) == 1
+    write_and_publish(tmp_path, 20, b"b", keep_last=1)
+    retention.recover(tmp_path)
+    assert names(tmp_path) == [20] and not list(tmp_path.glob(".iter_*")), "it does not come back"
+
+
 def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
     files.require_writable(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
