@@ -73,6 +73,12 @@ class TorchFolder:
             name: int(getattr(args, f"{name}_model_parallel_size", 1) or 1)
             for name in ("tensor", "pipeline", "expert")
         }
+        if getattr(args, "moe_extended_tp", False) and self._sizes["expert"] > 1:
+            raise CheckpointError(
+                f"{folder} is of a run with --moe-extended-tp, which cuts every expert over the tensor and "
+                "expert parallel ranks together; expected experts cut over the tensor parallel ranks alone. "
+                "Convert a checkpoint of a run without --moe-extended-tp"
+            )
         ranks = _by_rank(folder, found, self._sizes)
         flat = sorted(path.parent / _FLAT for path in ranks.values() if (path.parent / _FLAT).exists())
         self.has_optimizer = "optimizer" in first or bool(flat)

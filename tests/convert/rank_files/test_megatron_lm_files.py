@@ -14,6 +14,7 @@ import torch
 from mt_megatron.config.model_change import changes_from
 from mt_megatron.config.parse import load_config
 from mt_megatron.convert.rank_files.arguments import arguments_of, load_trusted, options_from_arguments
+from mt_megatron.convert.rank_files.reader import STATE, TorchFolder
 from mt_megatron.errors import CheckpointError
 from mt_megatron.layers.transformer_checks import field_problems
 from tests.convert import published
@@ -146,3 +147,18 @@ def test_a_gpt_2_like_model_is_named(llama: Path, tmp_path: Path) -> None:
     ranks = rank_files(llama, tmp_path / "ranks", with_biases)
     with pytest.raises(CheckpointError, match="GPT-2-like model .* is not converted"):
         converted(ranks, tmp_path / "back", "huggingface")
+
+
+def test_experts_cut_over_expert_ranks_are_refused(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        **_MIXTURE, hidden_size=8, expert_model_parallel_size=2, moe_extended_tp=True, swiglu=True
+    )
+    for rank in range(2):
+        (tmp_path / f"mp_rank_00_{rank:03d}").mkdir()
+        torch.save({"args": args, "model": {}}, tmp_path / f"mp_rank_00_{rank:03d}" / STATE)
+    with pytest.raises(CheckpointError, match="run with --moe-extended-tp, which cuts every expert"):
+        TorchFolder(tmp_path)
+    args.moe_extended_tp = False
+    for path in tmp_path.glob(f"*/{STATE}"):
+        torch.save({"args": args, "model": {}}, path)
+    assert not TorchFolder(tmp_path).tensors
