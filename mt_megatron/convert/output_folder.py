@@ -30,6 +30,9 @@ from mt_megatron.errors import CheckpointError
 
 JOURNAL = "journal"
 
+SCRATCH = ".state."
+"""Begins the names of folders in it that are removed before the result is whole."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summed:
@@ -167,6 +170,8 @@ class OutputFolder:
         known = bool(lines) and isinstance(lines[0], dict) and lines[0].get("contents") == contents
         if known:
             self._left = {line["file"]: line["entry"] for line in lines[1:]}
+            for each in self.folder.glob(f"{SCRATCH}*"):
+                shutil.rmtree(each)  # A kill leaves it, and it is no part of the result.
             say(f"taking up {self.folder}, where {len(self._left)} files are complete")
         elif any(self.folder.iterdir()):
             if not lines:

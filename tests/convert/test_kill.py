@@ -13,6 +13,8 @@ import pytest
 
 from mt_megatron.checkpoint import file_locks
 from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.convert.folders import RECORD
+from mt_megatron.convert.output_folder import SCRATCH, OutputFolder
 from mt_megatron.errors import CheckpointError
 from tests.convert import published
 from tests.convert.published import differing, read
@@ -66,6 +68,16 @@ def test_goes_on_where_it_was(source: Path, tmp_path: Path, form: str) -> None:
         final = tmp_path / "back"
         converted(out, final, "huggingface")
     assert differing(read(final), read(source)) == []
+
+
+def test_scratch_of_a_kill_is_not_published(tmp_path: Path) -> None:
+    with OutputFolder(tmp_path / "out", "work", print) as output:
+        (output.folder / f"{SCRATCH}abcd").mkdir()
+        (output.folder / f"{SCRATCH}abcd" / "0").write_bytes(b"x")
+    with OutputFolder(tmp_path / "out", "work", print) as output:
+        output.write_text("file", "x")
+        output.publish()
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [RECORD, "file"]
 
 
 def test_other_work_is_not_taken_up(source: Path, tmp_path: Path) -> None:

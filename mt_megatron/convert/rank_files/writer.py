@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mt_megatron.convert.file_groups import expert_of, virtual_stage_of, virtual_stages
 from mt_megatron.convert.optimizer_state import Carried
-from mt_megatron.convert.output_folder import FileTask
+from mt_megatron.convert.output_folder import SCRATCH, FileTask
 from mt_megatron.convert.rank_files.names import ChunkNames
 from mt_megatron.convert.rank_files.optimizer import optimizer_document
 from mt_megatron.convert.rank_files.reader import STATE
@@ -209,7 +209,7 @@ class TorchWriter:
 
     def _save(self, rank: _Rank, write: Callable[[Any], int]) -> None:
         by_kind = self._by_kind(rank)
-        with tempfile.TemporaryDirectory(prefix=".state.", dir=self._scratch) as folder:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self._scratch) as folder:
             every = [each for chunks in by_kind.values() for chunk in chunks for each in chunk]
             memory = _Memory(Path(folder), every)
             filled = {
