@@ -3,6 +3,7 @@
 SAVE/.iter_0000100.HOST-PID-RANDOM.partial/    being written, or what a kill left of it
 SAVE/.iter_0000100.HOST-PID-RANDOM.replaced/   about to be replaced by a new one of the same step
 SAVE/.iter_0000100.pruned/                     being removed
+SAVE/.iter_0000100.HOST-PID-RANDOM.pruned/     was replaced, and is being removed
 """
 
 from __future__ import annotations
