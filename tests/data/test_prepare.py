@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,15 @@ def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path:
     del said["eod"], said["options"]["eod"]
     manifest.write_text(json.dumps(said))
     assert prepared(folder) == made, "a manifest of before says nothing about it"
+
+
+def test_an_output_within_the_corpus_is_no_text(texts: Path, tmp_path: Path) -> None:
+    shutil.copytree(texts, tmp_path / "texts")
+    first, _ = _prepare(tmp_path / "texts" / "out", tmp_path / "texts")
+    second, lines = _prepare(tmp_path / "texts" / "out", tmp_path / "texts")
+    assert second == first and "already prepared" in lines[0]
+    third, _ = _prepare(tmp_path / "texts" / "out", tmp_path / "texts", force=True)
+    assert third == first
 
 
 def test_storage_without_locks_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

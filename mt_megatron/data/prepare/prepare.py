@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,10 @@ def prepare_corpus(
         eod=given.eod if given is not None else None,
     )
     output_dir = output_dir.absolute()
+    # A folder of texts may hold the output, which is none of them.
+    made = {output_dir / name for name in (*_FILES, _MANIFEST)}
+    if not source.named_file:
+        source = replace(source, files=tuple(file for file in source.files if file not in made))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
