@@ -70,6 +70,31 @@ def test_what_another_process_makes_is_not_overwritten(tmp_path: Path) -> None:
     assert not folder.exists() and not there.exists()
 
 
+@pytest.mark.parametrize("given", ["in", "in/**"])
+def test_an_output_within_the_input_is_no_input(tmp_path: Path, given: str) -> None:
+    source = tmp_path / "in" / "a.jsonl"
+    source.parent.mkdir()
+    source.write_text('{"text": "5 7"}\n{"body": "x"}\n')
+    work = options(
+        tmp_path,
+        tmp_path / given,
+        output_prefix=str(tmp_path / "in" / "out"),
+        tokenizer_type="NullTokenizer",
+        vocab_size=9,
+        max_bad_share=1.0,
+        workers=1,
+    )
+    first = preprocess(work, Lines())
+    assert preprocess(work, Lines()) == replace(first, already=True)
+    # As a kill leaves it: a plan, and nothing of the result.
+    plan = json.loads(Path(first.prefixes[0] + ".json").read_text())["plan"]
+    overwrite(work)
+    folder = Path(work.output_prefix + ".preprocess")
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({**plan, "shard_bytes": 1 << 19}))
+    assert preprocess(work, Lines()) == first
+
+
 def test_another_end_of_documents_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(20))
     folder = tmp_path / "tokenizer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,18 +67,21 @@ class Unit:
     """How many shards it makes. None: known when the end of the compressed file is met."""
 
 
-def find_inputs(inputs: Sequence[str], forced: Format | None) -> list[InputFile]:
+def find_inputs(
+    inputs: Sequence[str], forced: Format | None, is_output: Callable[[str], bool] = lambda path: False
+) -> list[InputFile]:
     """The files that ``inputs`` (files, folders, globs) name, in their order; each once.
 
     A folder gives every file below it by name, hidden ones and symbolic links left out; a glob its
-    matches by name. The format follows from the name (``.jsonl``, ``.json``, ``.ndjson``,
-    ``.parquet``, anything else is text; then ``.gz`` or ``.zst``) unless ``forced``.
+    matches by name; of both, absolute paths for which ``is_output`` is true are left out. The format
+    follows from the name (``.jsonl``, ``.json``, ``.ndjson``, ``.parquet``, anything else is text; then
+    ``.gz`` or ``.zst``) unless ``forced``.
 
     Raises ``DataError`` for an input that names nothing and for a file that is named twice.
     """
     found: dict[str, InputFile] = {}
     for given in inputs:
-        paths = _paths(given)
+        paths = _paths(given, is_output)
         if not paths:
             raise DataError(
                 f"the input {given} names no file to read; expected a file, a folder with files or a glob "
@@ -134,15 +137,17 @@ def parquet_module() -> Any:
     return pyarrow.parquet
 
 
-def _paths(given: str) -> list[str]:
+def _paths(given: str, is_output: Callable[[str], bool]) -> list[str]:
     path = Path(given)
     if path.is_dir():
-        return [str(each) for each in sorted(folder_files(path, suffix=""))]
-    if path.is_file():
+        found = [str(each) for each in sorted(folder_files(path, suffix=""))]
+    elif path.is_file():
         return [given]
-    if glob.has_magic(given):
-        return sorted(each for each in glob.glob(given, recursive=True) if os.path.isfile(each))
-    return []
+    elif glob.has_magic(given):
+        found = sorted(each for each in glob.glob(given, recursive=True) if os.path.isfile(each))
+    else:
+        return []
+    return [each for each in found if not is_output(os.path.abspath(each))]
 
 
 def _input_file(path: str, forced: Format | None) -> InputFile:

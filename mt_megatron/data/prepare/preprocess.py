@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mt_megatron.data.prepare.preprocess_options import PreprocessOptions, Progr
 from mt_megatron.data.prepare.preprocess_plan import (
     adopt_plan,
     already_made,
+    is_output,
     locked,
     make_folder,
     plan_of,
@@ -181,7 +183,7 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> Result:
     files or options is in the way, too much is bad, a worker dies or the disk is full. Unless the
     message says otherwise, what is done is kept and the same call continues.
     """
-    files = find_inputs(options.inputs, options.input_format)
+    files = find_inputs(options.inputs, options.input_format, partial(is_output, options))
     plan = plan_of(options, files)
     folder = Path(options.output_prefix + ".preprocess")
     done = already_made(options, plan, folder)

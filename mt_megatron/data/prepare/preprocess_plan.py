@@ -37,6 +37,15 @@ def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any
     return {"format": FORMAT, "options": plain, "files": [asdict(file) for file in files]}
 
 
+def is_output(options: PreprocessOptions, path: str) -> bool:
+    """Whether the absolute ``path`` is of the result or of its making: both may lie in a folder of inputs."""
+    prefix = os.path.abspath(options.output_prefix)
+    pairs = [output_prefix(prefix, key) for key in options.json_keys]
+    made = {each + suffix for each in pairs for suffix in (".bin", ".idx", ".json")}
+    made |= {f"{prefix}_problems.jsonl", f"{prefix}_tokenizer.json"}
+    return path in made or path.startswith(f"{prefix}.preprocess{os.sep}")
+
+
 def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path) -> Result | None:
     """The finished result, when it is there and is this one."""
     prefixes = [output_prefix(options.output_prefix, key) for key in options.json_keys]
