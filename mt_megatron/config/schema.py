@@ -236,10 +236,12 @@ class DataConfig:
     """Validation prefixes, in the form of ``data_path``; excludes it."""
 
     test_data_path: tuple[str, ...] = ()
-    """Test prefixes, in the form of ``data_path``; excludes it."""
+    """Test prefixes, in the form of ``data_path``; excludes it. Their index is built; no run evaluates on
+    them."""
 
     split: str | None = None
-    """Shares of training, validation and test within ``data_path``, such as ``969,30,1``."""
+    """Shares of training, validation and test within ``data_path``, such as ``98,2,0``; no run evaluates on
+    the third."""
 
     mock_data: bool = False
     """Whether to train on Megatron-Core's generated samples instead of data."""

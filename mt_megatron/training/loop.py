@@ -16,7 +16,13 @@ from mt_megatron.checkpoint.save import SaveReport
 from mt_megatron.checkpoint.store import CheckpointStore
 from mt_megatron.config.rampup import batch_sizes
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.data.loader.datasets import Datasets, build_datasets, has_order, order_fingerprint
+from mt_megatron.data.loader.datasets import (
+    Datasets,
+    build_datasets,
+    has_order,
+    order_fingerprint,
+    unused_test_data,
+)
 from mt_megatron.data.loader.sample_need import require_samples
 from mt_megatron.data.loader.tokenizer import load_tokenizer
 from mt_megatron.errors import CheckpointError, DataError
@@ -111,7 +117,7 @@ class _Run:
         self.flops_per_token = family.flops(config)
         self.output = Output(config, job, train_iters=self.train_iters, flops_per_token=self.flops_per_token)
         self.display, self.metrics = self.output.display, self.output.records
-        for note in config.notes:
+        for note in (*config.notes, *filter(None, [unused_test_data(config.data)])):
             self.display.say(note)
         self.forward_step = touching(watchdog, make_forward_step(family, job.backend.device()))
         self.datasets = self._datasets()

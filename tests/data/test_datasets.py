@@ -16,7 +16,7 @@ import torch
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.config.schema import DataConfig
-from mt_megatron.data.loader.datasets import build_datasets, has_order, order_fingerprint
+from mt_megatron.data.loader.datasets import build_datasets, has_order, order_fingerprint, unused_test_data
 from mt_megatron.data.loader.tokenizer import NullTokenizer
 from mt_megatron.errors import DataError
 from mt_megatron.training import loop
@@ -236,6 +236,22 @@ def test_generated_samples_need_no_files(tmp_path: Path) -> None:
 def test_wrong_configurations_say_what_to_change(data: DataConfig, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         _build(data, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (DataConfig(train_data_path=("a",), test_data_path=("b",)), "--test-data-path: no evaluation"),
+        (DataConfig(data_path=("a",), split="969,30,1"), "--split 969,30,1: no evaluation on the third"),
+        (DataConfig(data_path=("a",), split="98,2,0"), None),
+        (DataConfig(data_path=("a",), split="98,2"), None),
+        (DataConfig(train_data_path=("a",), valid_data_path=("b",)), None),
+        (DataConfig(mock_data=True), None),
+    ],
+)
+def test_test_data_that_nothing_evaluates_is_said(data: DataConfig, says: str | None) -> None:
+    found = unused_test_data(data)
+    assert found is None if says is None else says in (found or "")
 
 
 def test_damaged_files_and_another_tokenizers_data_are_named(prepared: DataConfig, tmp_path: Path) -> None:

@@ -133,6 +133,16 @@ class Datasets(NamedTuple):
     test: SampleDataset | None
 
 
+def unused_test_data(data: DataConfig) -> str | None:
+    """A line about test data that ``data`` asks for and no run evaluates on; None where there are none."""
+    shares = (data.split or "").split(",") if data.data_path else []
+    if data.test_data_path:
+        return "--test-data-path: no evaluation on it; for a loss on this data name it as --valid-data-path"
+    if len(shares) == 3 and float(shares[2]) > 0:
+        return f"--split {data.split}: no evaluation on the third share, whose documents are not used at all"
+    return None
+
+
 def build_datasets(
     data: DataConfig,
     *,
