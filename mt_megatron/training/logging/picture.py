@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mt_megatron.training.logging.metrics import read_records
 
@@ -180,7 +179,11 @@ def _tokens_at(step: int, steps: list[int], tokens: list[float]) -> float:
         return step * tokens[0] / steps[0]
     if step > steps[-1]:
         return step * tokens[-1] / steps[-1]
-    return float(np.interp(step, steps, tokens))
+    at = bisect_left(steps, step)
+    if steps[at] == step:
+        return tokens[at]
+    share = (step - steps[at - 1]) / (steps[at] - steps[at - 1])
+    return tokens[at - 1] + share * (tokens[at] - tokens[at - 1])
 
 
 def _over_tokens(train: dict[int, dict[str, Any]], name: str) -> list[tuple[float, float]]:
