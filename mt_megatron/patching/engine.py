@@ -432,7 +432,9 @@ class AppliedPlan:
 
     def _set(self, step: Step, place: Attribute) -> None:
         patch, present = step.patch, place.read()
-        if patch.kind == "add" and present is not MISSING:
+        # A reload keeps what the module's dict holds: what is there may be what this patch added before.
+        is_ours = (place.key, id(present)) in self._given
+        if patch.kind == "add" and present is not MISSING and not is_ours:
             raise PatchConflictError(
                 f"patch {patch.id} adds {patch.target}, but it exists: {describe_value(present)}"
             )

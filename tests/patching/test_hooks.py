@@ -176,18 +176,20 @@ def test_a_lazily_loaded_module_is_patched(toy: Toy) -> None:
 def test_reload_applies_the_patches_again(toy: Toy, early: bool) -> None:
     if early:
         toy.load()
-    applied = toy.commit(wrap_f(toy), toy.patch("C.m", "wrap", lambda original, self: "patched"))
+    added = toy.patch("added", "add", lambda: "added", id="added")
+    applied = toy.commit(wrap_f(toy), toy.patch("C.m", "wrap", lambda original, self: "patched"), added)
     owner = toy.load()
-    assert owner.f() == "patched"
+    assert owner.f() == "patched" and owner.added() == "added"
     old_class = owner.C
     toy.write("owner", OWNER + "\nnew = 1\n")
     owner = importlib.reload(owner)
     assert owner.new == 1 and owner.f() == "patched" and owner.C().m() == "patched"
     assert owner.f.__wrapped__() == "original"
     owner = importlib.reload(importlib.reload(owner))
-    assert owner.f() == "patched" and owner.f.__wrapped__() == "original"
+    assert owner.f() == "patched" and owner.f.__wrapped__() == "original" and owner.added() == "added"
     applied.revert()
     assert owner.f() == "original" and owner.C().m() == "original" and old_class().m() == "original"
+    assert not hasattr(owner, "added")
 
 
 def test_after_a_reload_old_consumers_get_their_original_back(toy: Toy) -> None:
