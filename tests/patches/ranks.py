@@ -34,6 +34,9 @@ def backends_of_groups() -> dict[str, Any]:
     return found
 
 
+_START = "_PIPELINE_MODEL_PARALLEL_DECODER_START"
+
+
 def initialise_and_destroy(times: int) -> dict[str, Any]:
     mt_megatron.patch("cpu")
     from megatron.core import parallel_state
@@ -43,6 +46,11 @@ def initialise_and_destroy(times: int) -> dict[str, Any]:
     during = before
     for _ in range(times):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        # As on ranks of an encoder whose tensor parallelism is smaller than the decoder's.
+        pipelines = [parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, dist.new_group([0, 1])]
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipelines
+        setattr(parallel_state, _START, 1)
+        del pipelines
         during = max(during, _threads_and_descriptors())
         # Each rank connects to a Gloo group in its own time: one that closed it now could fail the other.
         dist.barrier()
@@ -50,6 +58,7 @@ def initialise_and_destroy(times: int) -> dict[str, Any]:
     value = torch.ones(1)
     dist.all_reduce(value)  # the caller's own group must survive
     left = [n for n, v in vars(parallel_state).items() if isinstance(v, dist.ProcessGroup)]
+    left += [n for n in ("_PIPELINE_MODEL_PARALLEL_GROUP", _START) if getattr(parallel_state, n) is not None]
     return {"before": before, "during": during, "after": _threads_and_descriptors(), "left": left}
 
 

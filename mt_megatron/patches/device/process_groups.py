@@ -24,26 +24,40 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    held = {
-        name: value for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)
-    }
+    held = _groups_of(parallel_state)
     original()
-    # Left standing, a rank of the next layout takes itself for a member of this one's groups.
+    # Left standing, a rank of the next layout takes itself for a member of this one's groups and stages.
     for name in vars(parallel_state):
-        if name.endswith("_GLOBAL_RANKS"):
+        if name.endswith(("_GLOBAL_RANKS", "_DECODER_START", "_SPLIT_RANK")):
             setattr(parallel_state, name, None)
     if not dist.is_initialized():
         return
     registered = dist.distributed_c10d._world.pg_map
-    for name, group in held.items():
+    for name, groups in held.items():
         setattr(parallel_state, name, None)
-        # Two names can hold one group, upstream destroys some itself, and the default group is
-        # the caller's.
-        if group in registered and group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+        for group in groups:
+            # Two names can hold one group, upstream destroys some itself, and the default group is
+            # the caller's.
+            if group in registered and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
     let_group_threads_rest()
     held.clear()
     gc.collect()
+
+
+def _groups_of(parallel_state: Any) -> dict[str, list[Any]]:
+    """Groups that Megatron's names hold. One name has several on ranks of an encoder whose tensor parallelism
+    is smaller than the decoder's: they are in several pipelines."""
+    import torch.distributed as dist
+
+    several = {
+        name: value if isinstance(value, list) else [value] for name, value in vars(parallel_state).items()
+    }
+    return {
+        name: groups
+        for name, groups in several.items()
+        if groups and all(isinstance(each, dist.ProcessGroup) for each in groups)
+    }
 
 
 def end_groups() -> None:
@@ -57,9 +71,8 @@ def end_groups() -> None:
     let_group_threads_rest()
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name, value in vars(parallel_state).items() if parallel_state is not None else ():
-        if isinstance(value, dist.ProcessGroup):
-            setattr(parallel_state, name, None)
+    for name in _groups_of(parallel_state) if parallel_state is not None else ():
+        setattr(parallel_state, name, None)
     gc.collect()
 
 
