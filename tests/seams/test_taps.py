@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +283,9 @@ def test_paths_number_experts_as_in_the_whole_layer(monkeypatch: pytest.MonkeyPa
     model.decoder = decoder
     found = [path for path, module in taps.named_modules(model) if isinstance(module, Scale)]
     assert found == [f"decoder.layers.2.experts.local_experts.{number}" for number in range(4, 8)]
+    experts.config = SimpleNamespace(moe_extended_tp=True)
+    found = [path for path, module in taps.named_modules(model) if isinstance(module, Scale)]
+    assert found == [f"decoder.layers.2.experts.local_experts.{number}" for number in range(4)]
 
 
 def test_attention_inputs_make_what_core_attention_returns() -> None:

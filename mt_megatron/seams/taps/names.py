@@ -72,6 +72,9 @@ def _first_expert(experts: nn.Module) -> int:
     """Number in the whole layer of the first of this rank's ``experts``."""
     from megatron.core import parallel_state
 
+    # Extended tensor parallelism divides every expert: each rank has a part of all of them.
+    if getattr(getattr(experts, "config", None), "moe_extended_tp", False):
+        return 0
     count = getattr(experts, "num_local_experts", 0)
     return int(parallel_state.get_expert_model_parallel_rank()) * int(count) if count else 0
 
