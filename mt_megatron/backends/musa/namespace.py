@@ -125,10 +125,14 @@ def _memory(musa: Any) -> dict[str, Any]:
 
 
 def _properties(musa: Any) -> dict[str, Any]:
+    def properties(device: Any = None) -> Any:
+        # torch.cuda's may be called without a device, torch_musa's not.
+        return musa.get_device_properties(musa.current_device() if device is None else device)
+
     return {
         "get_device_name": musa.get_device_name,
         "get_device_capability": musa.get_device_capability,
-        "get_device_properties": musa.get_device_properties,
+        "get_device_properties": properties,
         "can_device_access_peer": musa.can_device_access_peer,
         "is_bf16_supported": musa.is_bf16_supported,
         "synchronize": musa.synchronize,
@@ -138,10 +142,16 @@ def _properties(musa: Any) -> dict[str, Any]:
     }
 
 
-def _telemetry(backend: Backend) -> dict[str, Any]:
+def _telemetry(backend: Backend, translator: DeviceTranslator) -> dict[str, Any]:
     def asking(field: str, scale: float = 1.0) -> Callable[..., float]:
         def ask(device: Any = None) -> float:
-            index = device if isinstance(device, int) else None
+            index = device
+            if isinstance(device, str | torch.device):
+                index = torch.device(
+                    translator.device(device) if translator.is_foreign(device) else device
+                ).index
+            elif isinstance(device, int) and device < 0:
+                index = None  # the current one, as for torch.cuda
             return scale * telemetry.number(getattr(backend.telemetry(index), field))
 
         return ask
@@ -160,7 +170,7 @@ def cuda_namespace(backend: Backend, translator: DeviceTranslator) -> DeviceName
     with_a_device = _random(musa) | _memory(musa) | _properties(musa)
     members: dict[str, Any] = {name: _translated(value, translator) for name, value in with_a_device.items()}
     memory = {name: members[name] for name in _memory(musa)}
-    members |= _telemetry(backend) | tensor_types(backend.device_type)
+    members |= _telemetry(backend, translator) | tensor_types(backend.device_type)
     members |= {
         "is_available": musa.is_available,
         "is_initialized": musa.is_initialized,
