@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import weakref
 from pathlib import Path
@@ -58,6 +59,14 @@ class FileLock:
     def read(self) -> bytes:
         """What the file holds."""
         return os.pread(self._descriptor, 1 << 16, 0)
+
+    def holder(self) -> dict[str, object]:
+        """The JSON object that the file holds, which its holder wrote; empty where there is none."""
+        try:
+            said = json.loads(self.read())
+        except ValueError:
+            return {}
+        return said if isinstance(said, dict) else {}
 
     def write(self, content: bytes) -> None:
         """Replace what the file holds; for a lock that is not shared."""

@@ -44,7 +44,7 @@ class RunLock:
         except OSError as error:
             self.unsupported = f"{path} cannot be opened: {error.strerror or error}"
             return
-        said = _holder(lock.read())
+        said = lock.holder()
         if lock.state == "busy" or (lock.state == "unsupported" and _runs_here(said)):
             lock.close()
             raise CheckpointError(
@@ -146,14 +146,6 @@ def _write(lock: FileLock, content: bytes) -> None:
     # The lock is what counts, and a full disk does not keep it from being held.
     with suppress(OSError):
         lock.write(content)
-
-
-def _holder(content: bytes) -> dict[str, object]:
-    try:
-        said = json.loads(content)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _runs_here(said: dict[str, object]) -> bool:

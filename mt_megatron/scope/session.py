@@ -554,7 +554,7 @@ def _sidecar_process(
     from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
 
     # Before the process finds it out: commands and audit lie there as well.
-    ended = hold(scope_files(run)) if node == 0 else None
+    ended = hold(scope_files(run), say) if node == 0 else None
     serve = None if port is None else Serving(port=port)
     made: Sidecar = SidecarProcess(
         run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks, ended=ended

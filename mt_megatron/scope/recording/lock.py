@@ -17,9 +17,9 @@ from mt_megatron.scan.format.run_files import make_private_folder
 from .files import ScopeFiles
 
 
-def hold(files: ScopeFiles) -> Callable[[], None]:
+def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
     """Make ``files.root``, and keep other processes' runs out of it until the result is called or this
-    process ends. Nothing is kept out on storage without locks.
+    process ends. On storage without locks nothing is kept out, which ``say`` hears.
 
     Raises ``ScopeError`` for a folder that cannot be written, or that a run of another process holds.
     """
@@ -39,7 +39,7 @@ def hold(files: ScopeFiles) -> Callable[[], None]:
         with contextlib.suppress(OSError):  # A full disk does not keep the lock from being held.
             lock.write(json.dumps(own | since).encode())
         return lock.close
-    holder = _holder(lock.read())
+    holder = lock.holder()
     lock.close()
     if lock.state == "busy" and any(holder.get(key) != value for key, value in own.items()):
         raise ScopeError(
@@ -47,12 +47,9 @@ def hold(files: ScopeFiles) -> Callable[[], None]:
             f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of "
             "its own for each run. Set --scope-dir to another one, or end that run first"
         )
+    if lock.state == "unsupported":
+        say(
+            f"scope: nothing keeps a second run from recording to {files.root}: its storage has no file "
+            f"locks ({lock.reason}). Start no other run there"
+        )
     return lambda: None
-
-
-def _holder(content: bytes) -> dict[str, object]:
-    try:
-        said = json.loads(content)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -101,7 +102,7 @@ def test_a_folder_is_recorded_by_one_run_at_a_time(tmp_path: Path) -> None:
     code = (
         "import sys; from mt_megatron.scope.recording.files import scope_files; "
         "from mt_megatron.scope.recording.lock import hold; "
-        f"release = hold(scope_files({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()"
+        f"release = hold(scope_files({str(tmp_path)!r}), print); print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -109,14 +110,24 @@ def test_a_folder_is_recorded_by_one_run_at_a_time(tmp_path: Path) -> None:
     try:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(ScopeError, match=rf"another run records to .*process {other.pid} on host"):
-            hold(files)
+            hold(files, print)
     finally:
         other.kill()  # A run that is killed keeps nobody out.
         other.communicate(timeout=30)
-    release = hold(files)
-    hold(files)()  # This process's own: a session that was not closed does not keep the next one out.
+    release = hold(files, print)
+    hold(files, print)()  # This process's own: a session that was not closed does not keep the next one out.
     release()
-    hold(files)()
+    hold(files, print)()
+
+
+def test_storage_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    said: list[str] = []
+    hold(scope_files(tmp_path), said.append)()
+    assert len(said) == 1 and "has no file locks (No locks available)" in said[0]
 
 
 def test_a_killed_sidecar_is_one_line_and_its_folder_goes(tmp_path: Path) -> None:
