@@ -1,4 +1,4 @@
-"""What is found under a prefix: continued, left as it is, made anew or refused."""
+"""Files found under a prefix: continued, left as they are, made anew or refused."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _own_schedule(setting: Setting, measured: MeasuredPipeline, args: argparse.N
             "the run's schedule is none of the generated ones, so that it cannot have other sizes; expected "
             f"--schedule beside --chunks or --microbatches, one of {', '.join(NAMES)}, or neither"
         )
-    if name in ("1f1b", "interleaved"):  # One schedule of Megatron-Core, by the number of chunks.
+    if name in ("1f1b", "interleaved"):  # Names of Megatron-Core's schedule by the number of chunks.
         name = "interleaved" if setting.placement.chunks > 1 else "1f1b"
     return setting.schedule(name)
 

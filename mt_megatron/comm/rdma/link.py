@@ -64,7 +64,7 @@ class Link:
 
         self.is_connected = False
         self.peer_is_ready = False
-        """Whether the peer's queue pair is known to receive."""
+        """True once the peer's queue pair is known to receive."""
 
         self.closed_by_peer = False
         self.mailbox: Region = device.region(MAILBOX_BYTES)

@@ -38,7 +38,7 @@ def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any
 
 
 def is_output(options: PreprocessOptions, path: str) -> bool:
-    """Whether the absolute ``path`` is of the result or of its making: both may lie in a folder of inputs."""
+    """True for an absolute ``path`` of the result or of its making: both may lie in a folder of inputs."""
     prefix = os.path.abspath(options.output_prefix)
     pairs = [output_prefix(prefix, key) for key in options.json_keys]
     made = {each + suffix for each in pairs for suffix in (".bin", ".idx", ".json")}

@@ -35,7 +35,7 @@ class _Made(NamedTuple):
     """Id that ends a document; None where the file does not say it."""
 
     has_ends: bool
-    """Whether documents end with it."""
+    """True where documents end with it."""
 
 
 def sidecar_path(prefix: str) -> Path:

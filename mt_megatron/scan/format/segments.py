@@ -228,7 +228,7 @@ def sessions(rank_folder: Path) -> list[int]:
 
 
 def readable_segments(paths: Iterable[Path]) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """Those of ``paths`` that can be read, each with its first note, and a sentence on each damaged one.
+    """Readable files of ``paths``, each with its first note, and a sentence on each damaged one.
 
     Files that are gone, or whose first note is not written yet, are in neither. Raises ``PermissionError``.
     """

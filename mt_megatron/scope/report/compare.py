@@ -82,13 +82,13 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing that was compared differs by more than the tolerance; False where both runs have
+        """True where nothing that was compared differs by more than the tolerance; False where both runs have
         statistics and none could be compared."""
         return self.first_loss is None and not self.first and self.has_compared
 
     @property
     def has_compared(self) -> bool:
-        """Whether a statistic was compared, or the runs have no samples in common."""
+        """True where a statistic was compared, or the runs have no samples in common."""
         return self.values > 0 or not self.samples
 
 

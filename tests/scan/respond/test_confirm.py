@@ -126,7 +126,7 @@ class Gathered:
 def link_verdict(
     ranks: tuple[int, int], hosts: str, seconds: Callable[[int, int], tuple[float, float]]
 ) -> Confirmation:
-    """What all ranks of ``hosts`` find of a link; ``seconds``: of a round trip and of 1 MiB, by two ranks."""
+    """Confirmations by all ranks of ``hosts``; ``seconds``: of a round trip and of 1 MiB, by two ranks."""
     request, gathered = Request(identity="a", what="link", ranks=ranks), Gathered(len(hosts))
 
     def found(rank: int) -> Confirmation:

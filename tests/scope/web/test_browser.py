@@ -389,7 +389,7 @@ def test_view_only_until_the_control_token_is_given(tmp_path: Path) -> None:
             ["until", f"{buttons}.some((b) => b.innerText === 'Pause')"],
             ["press", "p"],
             ["until", f"{buttons}.some((b) => b.innerText === 'Resume' && !b.disabled)"],
-            # What is armed is asked for once, and an error stays, though the facts are read every second.
+            # The lab asks for what is armed once, and an error stays, though facts are read every second.
             ["view", "#/lab", 300],
             ["fill", ".lab textarea", "nothing@**"],
             ["until", click.format("Send")],

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="expected n
 
 
 def in_node(script: str) -> Any:
-    """What ``script`` writes, as JSON; it imports from the library's folder."""
+    """Values that ``script`` writes as JSON; it imports from the library's folder."""
     command = ["node", "--input-type=module", "-e", script]
     done = subprocess.run(command, cwd=SOURCE / "src" / "lib", capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
