@@ -22,6 +22,10 @@ from mt_megatron.scan.session import Session
 from mt_megatron.seams import collectives, events
 from tests.layers.moe.bias_ranks import config_of, layout
 
+_TRIALS = 4
+"""Measurements of one suspect at most. A busy machine can leave one open, which is an honest result, and is
+measured again; a wrong verdict ends the trials."""
+
 
 class Slow(Measures):
     """Rank 1 computes everything six times; between ranks 0 and 2 lies a wait."""
@@ -53,7 +57,10 @@ def measured() -> dict[str, Any]:
         for what, ranks in (("compute", (1,)), ("compute", (0,)), ("link", (0, 2)), ("link", (0, 1))):
             name = " ".join(map(str, (what, *ranks)))
             request = Request(identity=name, what=what, ranks=ranks)  # type: ignore[arg-type]
-            found[name] = measure(request, measures, rank, ["here"] * world).to_dict()
+            for _ in range(_TRIALS):
+                found[name] = measure(request, measures, rank, ["here"] * world).to_dict()
+                if found[name]["verdict"] != "inconclusive":
+                    break
         found["measures_text"] = measures.broadcast("äöü" if rank == 0 else "")
         with tempfile.TemporaryDirectory() as folder:
             made = selftest(backend, rank=rank, world_size=world, folder=Path(folder), measures=measures)
