@@ -193,22 +193,23 @@ _abandoned: list[Any] = []
 
 
 class _Sending:
-    """Works and the tensors that they read."""
+    """Works and the tensors that they read. One thread may wait while another tests."""
 
     def __init__(self, parts: list[tuple[Any, Tensor]]) -> None:
         self._parts = parts
 
     def test(self) -> bool:
         # Gloo's works say so only after a wait.
-        if all(work.is_completed() for work, _ in self._parts):
-            self._parts.clear()
+        if all(work.is_completed() for work, _ in tuple(self._parts)):
+            self._parts = []
         return not self._parts
 
     def wait(self, timeout: float | None = None) -> None:
         # A work of Gloo's can be waited for once; what was not over is waited for again.
-        while self._parts:
-            _wait(self._parts[0][0], timeout)
-            del self._parts[0]
+        parts = self._parts
+        while parts:
+            _wait(parts[0][0], timeout)
+            del parts[0]
 
 
 class _Receiving:

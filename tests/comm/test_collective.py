@@ -156,3 +156,16 @@ def test_ranks_do_not_wait_for_each_others_first_transfers(
     for rank in range(ranks):
         assert isinstance(found[rank], list), f"rank {rank} waits for ever"
         assert found[rank] and all(action.microbatch == number for action, number in found[rank])
+
+
+def test_a_message_that_one_thread_waits_for_may_be_tested_by_another() -> None:
+    class Work:
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            assert sending.test()  # the other thread comes between
+
+    sending = collective._Sending([(Work(), torch.zeros(1)), (Work(), torch.zeros(1))])
+    sending.wait()
+    assert sending.test()
