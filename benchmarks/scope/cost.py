@@ -20,11 +20,9 @@ dropped.
 ``--browsers`` watches all blocks by a real sidecar, which serves the page, on one rank: the sidecar has a
 core of its own then. Between two that nobody looks at comes one with clients that read, are stopped, take a
 message in half a second or are killed in its first step; stopped and slow ones also left a download unread.
-They are websocket clients, not Chromium.
-
-    python benchmarks/scope/cost.py --pool RECORD.json RECORD.json [--record results/]
-
-``--pool`` measures nothing: it judges the pairs of several recorded measurements with browsers together.
+They are websocket clients, not Chromium. Every block begins and ends when sidecar and clients rest: what
+connections that open and close leave to do, and the sidecar's backlog, is counted to no block. The sidecar's
+own processor time is reported, up to its rest.
 
 ``--minutes`` bounds the rounds; a measurement that is cut off is judged by what it had.
 """
@@ -32,7 +30,6 @@ They are websocket clients, not Chromium.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -70,35 +67,25 @@ def judged(ran: dict[str, Any]) -> dict[str, Any]:
         **ran["about"],
         "differences": found,
         "processor_time": {arm: difference(each[..., 1].mean(axis=0)) for arm, each in arrays.items()},
+        **({"sidecar_ms": _of_the_sidecar(arrays)} if judge is _of_browsers else {}),
         "verdicts": verdicts,
         "seconds": {arm: each[0, ..., 0].round(6).tolist() for arm, each in arrays.items()},
     }
 
 
-def pooled(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of all pairs of several measurements with browsers, each a record's ``training``."""
-    arms = records[0]["seconds"]
-    found = {
-        arm: difference(np.concatenate([np.array(each["seconds"][arm]) for each in records])) for arm in arms
-    }
-    about = {
-        "growth_mib": {"all at once": max(each["growth_mib"]["all at once"] for each in records)},
-        "dropped_frames": {"served": sum(each["dropped_frames"]["served"] for each in records)},
-    }
-    pairs = [len(each["seconds"]["frozen"]) for each in records]
-    return {"differences": found, "pairs": pairs, **about, "verdicts": _of_browsers(found, about)}
-
-
-def shown_pooled(figures: dict[str, Any]) -> str:
-    """``pooled`` as Markdown."""
-    rows = [
-        (arm, f"{each['percent']:+.2f}", f"{each['low']:+.2f} to {each['high']:+.2f}", str(each["pairs"]))
-        for arm, each in figures["differences"].items()
-    ]
-    verdicts = table(("", "verdict"), list(figures["verdicts"].items()))
-    of = " and ".join(map(str, figures["pairs"]))
-    header = ("blocks of 2 steps", "slower, %", "95 %", "pairs")
-    return f"{table(header, rows)}\n\n{verdicts}\n\nMeasurements of {of} pairs, judged together."
+def _of_the_sidecar(arrays: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Its processor time in milliseconds, per arm: of a block up to its rest, of which in the block, and by
+    how much the first is more than those of the blocks around."""
+    found = {}
+    for arm, each in arrays.items():
+        within, until_rest = (1e3 * each[0, ..., column] for column in (2, 3))
+        more = until_rest[:, 1] - until_rest[:, [0, 2]].mean(axis=1)
+        found[arm] = {
+            "until_rest": float(until_rest[:, 1].mean()),
+            "within": float(within[:, 1].mean()),
+            "more": float(more.mean()),
+        }
+    return found
 
 
 def _of_watching(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
@@ -189,6 +176,13 @@ def shown(figures: dict[str, Any]) -> str:
         about += " A process that drains the socket stands in for the sidecar, which needs a core of its own."
     if figures["cut_off"]:
         about += " It was cut off."
+    if "sidecar_ms" in figures:
+        header = (*header, "sidecar, ms (of which in the block; more)")
+        rows = [
+            (*row, f"{each['until_rest']:.0f} ({each['within']:.0f}; {each['more']:+.0f})")
+            for row, each in zip(rows, figures["sidecar_ms"].values(), strict=True)
+        ]
+        about += f" {figures['restless_blocks']} blocks began before sidecar and clients rested."
     verdicts = table(("", "verdict"), list(figures["verdicts"].items()))
     return f"{table(header, rows)}\n\n{verdicts}\n\n{about}"
 
@@ -208,21 +202,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=150, help="at most; of a block of every kind (150)")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all of it, about (60)")
     parser.add_argument("--record", type=Path, help="folder for a dated record")
-    parser.add_argument("--pool", type=Path, nargs="+", metavar="RECORD", help="records to judge together")
     args = parser.parse_args()
-    if args.pool:
-        if args.ranks or args.sidecars or args.browsers:
-            parser.error("--pool measures nothing: leave out --ranks, --sidecars and --browsers")
-        records = [json.loads(path.read_text())["training"] for path in args.pool]
-        if not all("reading" in each["seconds"] for each in records):
-            parser.error("--pool takes records of --browsers")
-        figures = pooled(records)
-        print(shown_pooled(figures))
-        if args.record:
-            name, title = "scope-browsers-pooled", "What a browser costs, all measurements"
-            pooled_of = {"of": [path.name for path in args.pool], "training": figures}
-            record(args.record, name, title, {"machine": machine(), **pooled_of}, shown_pooled(figures))
-        return 0 if all(each.startswith("met") for each in figures["verdicts"].values()) else 1
     args.ranks = args.ranks or (1 if args.browsers else 2)
     if args.browsers and (args.ranks > 1 or args.sidecars):
         parser.error("--browsers takes one rank and no --sidecars")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
@@ -14,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,9 @@ _LIVE = 7
 
 _BOTH = INTERVAL * _LIVE
 _ZERO = "--use-distributed-optimizer"
+_REST_LOOK_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
+"""Processes rest that use no tick of a processor between two looks; who does not in time is counted."""
+
 _MOST_BLOCKS = 40
 """Until the queue to a sidecar that takes too little is full, and something is dropped."""
 
@@ -314,6 +317,8 @@ def main() -> None:
     }
 
     def each_round(found: Blocks) -> None:
+        if looked_at is not None:
+            about["restless_blocks"] = looked_at.restless
         if arms is not WATCHING:
             growth["all at once"] = max(growth.get("all at once", 0.0), resident_mib() - resident)
             about["dropped_frames"] = {
@@ -321,9 +326,11 @@ def main() -> None:
             }
         write(args.scratch, rank, found, about)
 
+    looked_at: LookedAt | None = None
     block: Callable[[str], Took] = lambda name: training.block(arms[name])  # noqa: E731
     if browsers is not None:
-        block = partial(_looked_at, training, browsers)
+        looked_at = LookedAt(training, browsers)
+        block = looked_at.block
     others = WATCHING_ROUND if arms is WATCHING else tuple(arms)
     left = args.seconds - (time.monotonic() - began)
     alternating(block, reference, others, args.rounds, seconds=left, each_round=each_round)
@@ -332,17 +339,61 @@ def main() -> None:
     training.close()
 
 
-def _looked_at(training: Training, browsers: cost_browsers.Browsers, name: str) -> Took:
-    """A block with browsers of kind ``name``, on the only rank."""
-    browsers.be(name)
-    if name != "killed":
-        return training.block(BROWSERS[name])
-    # Its death falls into the block's first step.
-    timer = threading.Timer(0.05, browsers.kill)
-    timer.start()
-    took = training.block(BROWSERS[name])
-    timer.join()
-    return took
+class LookedAt:
+    """Blocks on the only rank, beside browsers. They begin and end when the sidecar and the browsers rest, so
+    that none pays for what another has left, and neither for browsers that come and go."""
+
+    def __init__(self, training: Training, browsers: cost_browsers.Browsers) -> None:
+        self._training = training
+        self._browsers = browsers
+        self.restless = 0
+        """Blocks that began although somebody did not rest."""
+
+    def block(self, name: str) -> Took:
+        """A block with browsers of kind ``name``. Adds to its seconds the processor time of the sidecar in
+        it, and up to the rest after it."""
+        self._browsers.be(name)
+        self.restless += not _rested()
+        before = _used_by_the_sidecar()
+        if name == "killed":
+            # Its death falls into the block's first step.
+            timer = threading.Timer(0.05, self._browsers.kill)
+            timer.start()
+            took = self._training.block(BROWSERS[name])
+            timer.join()
+        else:
+            took = self._training.block(BROWSERS[name])
+        within = _used_by_the_sidecar() - before
+        _rested()
+        return *took, within, _used_by_the_sidecar() - before
+
+
+def _used() -> dict[int, float]:
+    """Seconds of processors that each process which this one has started used, by its number."""
+    found = {}
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[each.pid] = sum(each.cpu_times()[:2])
+    return found
+
+
+def _rested() -> bool:
+    """Wait until none of them uses a processor; False where one still did at the end."""
+    until = time.monotonic() + _MOST_REST_SECONDS
+    before = _used()
+    while time.monotonic() < until:
+        time.sleep(_REST_LOOK_SECONDS)
+        now = _used()
+        if now == before:
+            return True
+        before = now
+    return False
+
+
+def _used_by_the_sidecar() -> float:
+    name = "mt_megatron.scope.sidecar"
+    sidecar = next(each for each in psutil.Process().children() if name in each.cmdline())
+    return float(sum(sidecar.cpu_times()[:2]))
 
 
 if __name__ == "__main__":

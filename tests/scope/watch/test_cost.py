@@ -89,17 +89,18 @@ def test_sidecars_are_judged_by_the_band_of_one_that_takes_everything(cost: Any)
     assert missed == {"frozen: time", "slow: memory", "frozen: drops", "slow: drops", "dead: drops"}
 
 
-def test_measurements_are_judged_by_all_their_pairs(cost: Any) -> None:
-    """Growth in one of two measurements is enough to miss; the pairs of both count."""
+def test_browsers_are_judged_by_the_band_of_none_and_the_sidecars_time_is_shown(cost: Any) -> None:
     arms = {"no browser again": 0.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": -1.0}
-    one = {
-        "seconds": {arm: np.array(blocks)[..., 0].tolist() for arm, blocks in ran(arms)["blocks"][0].items()},
-        "growth_mib": {"all at once": 2.0},
-        "dropped_frames": {"served": 0},
-    }
-    other = {**one, "growth_mib": {"all at once": 70.0}}
-    found = cost.pooled([one, other])
-    assert found["pairs"] == [60, 60] and found["differences"]["slow"]["pairs"] == 120
+    about = {"growth_mib": {"all at once": 70.0}, "dropped_frames": {"served": 0}, "restless_blocks": 3}
+    where = {"shape": "s", "layout": "dp1", "ranks": 1, "threads": 1, "pinned": False, "cut_off": False}
+    given = ran(arms, **about, **where, tokens_per_step=512, step_seconds=0.5)
+    for arm, blocks in given["blocks"][0].items():
+        for own in blocks:
+            for number, block in enumerate(own):
+                block += [0.1, 0.15 if number == 1 and arm == "slow" else 0.125]
+    found = cost.judged(given)
     said = {name: verdict.partition(" ")[0] for name, verdict in found["verdicts"].items()}
     assert said["frozen: time"] == "met" and said["slow: time"] == said["memory"] == "missed"
-    assert "60 and 60 pairs" in cost.shown_pooled(found)
+    assert found["sidecar_ms"]["slow"] == pytest.approx({"until_rest": 150, "within": 100, "more": 25})
+    text = cost.shown(found)
+    assert "150 (100; +25)" in text and "125 (100; +0)" in text and "3 blocks began before" in text
