@@ -8,7 +8,8 @@ import sys
 
 
 def chosen(backend: str, arguments: list[str], path: str) -> dict[str, str]:
-    """Names of the classes in the spec, what was logged, and the row of the first norm; or ``error``."""
+    """Names of the classes in the spec and of the norm that is built for queries, what was logged, and the
+    row of the first norm; or ``error``."""
     if path:
         sys.path.insert(0, path)
     lines: list[str] = []
@@ -38,14 +39,20 @@ def chosen(backend: str, arguments: list[str], path: str) -> dict[str, str]:
         logger.setLevel(logging.INFO)
         logger.addHandler(Keep())
         try:
-            spec = gpt_layer_spec(config, transformer_config(config))
+            made = transformer_config(config)
+            spec = gpt_layer_spec(config, made)
         except ConfigError as error:
             return {"error": str(error)}
+        # Not earlier: it imports Megatron-Core, which patch() comes before.
+        from megatron.core.transformer.spec_utils import build_module
+
         attention = spec.submodules.self_attention.submodules
+        norm = build_module(attention.q_layernorm, config=made, hidden_size=8, eps=1e-5)
         table = family_of(config).convert_table(config)
         return {
             "linear_qkv": attention.linear_qkv.__name__,
             "core_attention": attention.core_attention.__name__,
+            "norm_of_queries": f"{type(norm).__module__}.{type(norm).__name__}",
             "norm_row": next(name for name, row in table.items() if "input_layernorm" in row.sources[0]),
             "log": "\n".join(lines),
         }

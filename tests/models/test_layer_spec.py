@@ -66,6 +66,17 @@ def test_local_means_local(stand_in: str) -> None:
     assert result["norm_row"] == "decoder.layers.{layer}.input_layernorm.weight"
 
 
+@pytest.mark.daily
+def test_queries_and_keys_are_normalised_beside_transformer_engine(stand_in: str) -> None:
+    """The spec takes Apex's class for them, which in 0.9.0 knows LayerNorm alone."""
+    (Path(stand_in) / "apex").mkdir()
+    (Path(stand_in) / "apex" / "__init__.py").touch()
+    flags = ("--qk-layernorm", "--normalization", "RMSNorm")
+    result = found("cuda", "transformer_engine", *flags, path=stand_in)
+    assert result["linear_qkv"] == "TELayerNormColumnParallelLinear"
+    assert result["norm_of_queries"] == "mt_megatron.layers.norm.RMSNorm"
+
+
 @pytest.mark.parametrize(
     ("backend", "installed", "flags", "why"),
     [

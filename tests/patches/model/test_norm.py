@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,26 @@ def test_every_norm_of_a_gpt_is_ours():
             )
             for p in parameters
         )
+
+
+def built_with_apex(folder: str) -> dict[str, Any]:
+    """As ``built``, in a process that imports a stand-in for Apex from ``folder``."""
+    sys.path.insert(0, folder)
+    return built(["RMSNorm", "LayerNorm"])
+
+
+def test_rms_norm_is_ours_where_apex_is_installed(tmp_path: Path):
+    normalization = tmp_path / "apex" / "normalization"
+    normalization.mkdir(parents=True)
+    for package in (normalization.parent, normalization):
+        (package / "__init__.py").touch()
+    (normalization / "fused_layer_norm.py").write_text("class FusedLayerNormAffineFunction: pass\n")
+    (found,) = run_ranks(1, f"{HERE}:built_with_apex", str(tmp_path))
+    assert found["RMSNorm"]["classes"] == ["mt_megatron.layers.norm.RMSNorm"]
+    assert found["RMSNorm"]["final"] == ["decoder.final_layernorm.weight"]
+    assert len(found["RMSNorm"]["places"]) == 5
+    # Its own kernel, which knows LayerNorm, stays.
+    assert found["LayerNorm"]["classes"] == ["megatron.core.fusions.fused_layer_norm.FusedLayerNorm"]
 
 
 def gradients(options: dict[str, Any]) -> Any:
