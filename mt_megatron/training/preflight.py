@@ -17,6 +17,7 @@ from mt_megatron.data.prepare.sidecar import looking_for_ends
 from mt_megatron.errors import CheckpointError, ConfigError
 from mt_megatron.fp8.kernels import chosen
 from mt_megatron.fp8.layers import run_recipe
+from mt_megatron.layers.moe.router import constant_weight_warning, has_constant_weight
 from mt_megatron.planning.memory_estimate import memory_of
 from mt_megatron.planning.parameters import padded_vocab_size
 from mt_megatron.seams import widened
@@ -53,17 +54,7 @@ def product_notes(config: TrainingConfig, backend: Backend) -> list[str]:
 
 def router_notes(config: TrainingConfig) -> list[str]:
     """What is to be said of a router that its own choice gives no gradient."""
-    model = config.model
-    constant = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
-    if model.num_moe_experts is None or model.moe_router_topk != 1 or not constant or sinkhorn:
-        return []
-    return [
-        "WARNING: moe_router_topk is 1 and the softmax is over the chosen expert alone, so that its weight "
-        "is always 1, as in Hugging Face's Mixtral with one expert per token: only the load-balancing and z "
-        "losses train the router. A new model learns its routing with --moe-router-pre-softmax, which "
-        "computes something else from the same weights."
-    ]
+    return [f"WARNING: {constant_weight_warning()}"] if has_constant_weight(config.model) else []
 
 
 def memory_notes(config: TrainingConfig, backend: Backend, world_size: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +18,11 @@ from mt_megatron.layers.moe.router_passes import Passes
 from mt_megatron.layers.moe.router_telemetry import RouterLoad
 from mt_megatron.layers.moe.router_topk import RouterOptions, choose_experts, count_tokens
 
+_log = logging.getLogger("mt_megatron")
+
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+_warned = False
 
 
 def prepare(router: Any) -> None:
@@ -26,11 +31,38 @@ def prepare(router: Any) -> None:
     Raises ``ConfigError`` when its options contradict each other.
     """
     RouterOptions.of(router.config)
+    if has_constant_weight(router.config) and not _warned:
+        _log.warning("%s", constant_weight_warning())
     router.score_function = router.config.moe_router_score_function
     router.enable_expert_bias = router.config.moe_router_enable_expert_bias
     router.passes = Passes()
     router.load = None
     add_expert_bias(router)
+
+
+def has_constant_weight(config: Any) -> bool:
+    """True where the only expert of each token has the weight 1 in a model of ``config``, which is a
+    ``TransformerConfig`` or has its fields: a softmax over one logit, without a gradient."""
+    return bool(
+        config.num_moe_experts is not None
+        and config.moe_router_topk == 1
+        and config.moe_router_score_function == "softmax"
+        and not config.moe_router_pre_softmax
+        and config.moe_router_load_balancing_type != "sinkhorn"
+    )
+
+
+def constant_weight_warning() -> str:
+    """Warning of a model with ``has_constant_weight``. Whoever gets it shows it: routers that are built later
+    in this process log none."""
+    global _warned
+    _warned = True
+    return (
+        "moe_router_topk is 1 and the softmax is over the chosen expert alone, so that its weight "
+        "is always 1, as in Hugging Face's Mixtral with one expert per token: only the load-balancing and z "
+        "losses train the router. A new model learns its routing with --moe-router-pre-softmax, which "
+        "computes something else from the same weights."
+    )
 
 
 def listen(router: Any) -> RouterLoad:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_megatron.backends.base import Backend
+from mt_megatron.errors import ConfigError
 from mt_megatron.patching.spec import Patch
 
 
@@ -104,6 +105,12 @@ def _topk_softmax_with_capacity(
     from mt_megatron.layers.moe.router_capacity import Capacity, limit
     from mt_megatron.layers.moe.router_topk import RouterOptions, choose_experts, count_tokens
 
+    if topk == 1 and not use_pre_softmax:
+        raise ConfigError(
+            "found topk 1 without use_pre_softmax; expected the softmax over all experts: over one logit "
+            "it is always 1, which gives the router no gradient. Pass use_pre_softmax=True "
+            "(--moe-router-pre-softmax) or a larger topk"
+        )
     options = RouterOptions(num_experts=logits.size(1), topk=topk, pre_softmax=use_pre_softmax)
     options.check()
     routing = choose_experts(logits, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,38 @@ def dropped_by_position() -> list[int]:
     return kept
 
 
+def one_expert_alone() -> str:
+    """The error of ``topk_softmax_with_capacity`` for the softmax of one logit; empty when there is none."""
+    from megatron.core.transformer.moe.moe_utils import topk_softmax_with_capacity
+
+    from mt_megatron.errors import ConfigError
+
+    try:
+        topk_softmax_with_capacity(torch.zeros(4, 4), 1)
+    except (ConfigError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def one_expert() -> dict[str, Any]:
+    """Weights and warnings of routers with topk 1: two by the softmax of the chosen, after two others."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mt_megatron").addHandler(handler)
+    for options in ({"moe_router_pre_softmax": True}, {"moe_router_load_balancing_type": "sinkhorn"}):
+        router_of(moe_router_topk=1, **options)
+    others = list(said)
+    weights = [router_of(moe_router_topk=1)(hidden())[0] for _ in range(2)]
+    logging.getLogger("mt_megatron").removeHandler(handler)
+    return {
+        "others": others,
+        "said": said,
+        "weights": torch.cat(weights).unique().tolist(),
+        "alone": one_expert_alone(),
+    }
+
+
 class Operations(TorchDispatchMode):
     """Counts the operations of ``WAITING``."""
 
@@ -134,6 +167,7 @@ def upstream() -> dict[str, Any]:
         "kept": of_090(),
         "position": dropped_by_position(),
         "waits": waits(deterministic_mode=True, moe_aux_loss_coeff=0.1),
+        "alone": one_expert_alone(),
     }
 
 
@@ -263,4 +297,5 @@ def ours() -> dict[str, Any]:
         "casts": casts(),
         "in_fp32": in_fp32(),
         "scales": scales(),
+        "one expert": one_expert(),
     }

@@ -86,3 +86,12 @@ def test_losses_of_routers_are_scaled_as_the_loss_of_tokens(ours: Found) -> None
     """Loss scale 8, 4 micro-batches: 8/4; twice with two context parallel ranks, whose gradients are
     averaged; the whole where gradients are divided by tokens later. A dense model is left alone."""
     assert ours["scales"] == {"plain": 2.0, "context": 4.0, "per token": 8.0, "dense": -1.0}
+
+
+def test_one_expert_of_constant_weight_is_warned_of_once(ours: Found, upstream: Found) -> None:
+    found = ours["one expert"]
+    assert found["weights"] == [1.0] and found["others"] == []
+    (warning,) = found["said"]
+    assert "only the load-balancing and z losses train the router" in warning
+    assert found["alone"].startswith("ConfigError: found topk 1 without use_pre_softmax; expected")
+    assert upstream["alone"].startswith("ValueError: Please use --moe-router-pre-softmax")
