@@ -319,12 +319,6 @@ WRONG = [
         "virtual_pipeline_model_parallel_size is 1 beside pipeline_model_parallel_layout",
     ),
     (
-        "--pipeline-model-parallel-layout 0,4 --pipeline-model-parallel-size 2 --bf16 "
-        "--fp32-residual-connection",
-        2,
-        "leaves the first stage without a layer beside fp32_residual_connection",
-    ),
-    (
         "--pipeline-model-parallel-layout 3,1 --pipeline-model-parallel-size 2 --first-pipeline-num-layers 3",
         2,
         "first_pipeline_num_layers is set beside pipeline_model_parallel_layout",
@@ -389,7 +383,7 @@ WRONG = [
     ("--start-weight-decay 0.1", 1, "start_weight_decay is 0.1 with constant weight decay"),
     ("--weight-decay-incr-style cosine --start-weight-decay 0", 1, "end_weight_decay is not set"),
     ("--bf16 --fp16 --loss-scale 2", 1, "bf16 and fp16 are both on"),
-    ("--fp32-residual-connection", 1, "fp32_residual_connection is on in fp32 training"),
+    ("--bf16 --fp32-residual-connection", 1, "fp32_residual_connection is True; expected False: the"),
     ("--loss-scale 2", 1, "loss_scale is 2.0 without fp16"),
     (
         "--fp16 --initial-loss-scale 0.5",

@@ -99,7 +99,7 @@ def _layout(config: TrainingConfig) -> list[str]:
                 f"many chunks there are; expected one of the two. Leave --{name.replace('_', '-')} out."
             ]
     try:
-        first, *_ = divide_layers(
+        divide_layers(
             config.model.num_layers,
             stages=parallel.pipeline_model_parallel_size,
             chunks=config.virtual_pipeline_model_parallel_size or 1,
@@ -108,14 +108,6 @@ def _layout(config: TrainingConfig) -> list[str]:
         )
     except ConfigError as error:
         return [f"{error}: --pipeline-model-parallel-layout."]
-    if not first and config.model.fp32_residual_connection:
-        # Layers return the parameters' dtype, and so do all other stages.
-        return [
-            "pipeline_model_parallel_layout leaves the first stage without a layer beside "
-            "fp32_residual_connection; expected at least one: the embedding's float32 would go to a stage "
-            "that receives the parameters' dtype. Change --pipeline-model-parallel-layout or leave "
-            "--fp32-residual-connection out."
-        ]
     return []
 
 

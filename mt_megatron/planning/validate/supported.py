@@ -108,6 +108,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "num_microbatches_with_partial_activation_checkpoints": "the trainer's forward step does not read it",
     "log_num_zeros_in_grad": "the trainer makes its updates without counting them",
     "apply_residual_connection_post_layernorm": "no layer of Megatron-Core 0.9.0 reads it",
+    "fp32_residual_connection": "the first layer of Megatron-Core 0.9.0 casts the residual to its own dtype",
     "moe_per_layer_logging": "nothing reads it: every record of a mixture has the load of each layer anyway",
     "overlap_param_gather_with_optimizer_step": "distributed checkpoints cannot be written with it",
 }

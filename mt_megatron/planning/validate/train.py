@@ -144,11 +144,6 @@ def _precision(config: TrainingConfig) -> list[str]:
     train, optimizer, found = config.train, config.optimizer, []
     if train.bf16 and train.fp16:
         found.append("bf16 and fp16 are both on; expected at most one. Add --no-bf16 or --no-fp16.")
-    if config.model.fp32_residual_connection and not (train.bf16 or train.fp16):
-        found.append(
-            "fp32_residual_connection is on in fp32 training; expected bf16 or fp16. Leave "
-            "--fp32-residual-connection out."
-        )
     if optimizer.loss_scale is not None and not train.fp16:
         found.append(
             f"loss_scale is {optimizer.loss_scale} without fp16; expected none: only fp16 gradients are "
