@@ -122,7 +122,7 @@ CHOICES: Mapping[str, Any] = {
     "normalization": Literal["LayerNorm", "RMSNorm"],
     "activation_func": Literal["gelu", "silu", "relu", "squared_relu"],
     "init_method": Literal["normal", "xavier_uniform"],
-    "output_layer_init_method": Literal["scaled_normal", "xavier_uniform"],
+    "output_layer_init_method": Literal["scaled_normal", "normal", "xavier_uniform"],
     "recompute_granularity": Literal["full", "selective"],
     "recompute_method": Literal["uniform", "block"],
     "fp8": Literal["e4m3", "hybrid"],

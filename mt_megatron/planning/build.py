@@ -32,7 +32,7 @@ def transformer_config(config: TrainingConfig) -> Any:
     values["autocast_dtype"] = None if autocast is None else getattr(torch, autocast)
     values["activation_func"] = _activation(values.pop("activation_func"))
     for name in ("init_method", "output_layer_init_method"):
-        values[name] = _init_method(values.pop(name))
+        values[name] = _init_method(values.pop(name), values["init_method_std"])
     values["fp8_recipe"] = run_recipe(config.model)
     parallel = config.parallel
     values["pipeline_model_parallel_layout"] = resolved_layout(config)
@@ -116,10 +116,15 @@ def squared_relu(x: Any) -> Any:
     return torch.square(torch.relu(x))
 
 
-def _init_method(name: str) -> Callable[..., Any] | None:
-    # None is upstream's own normal (and, for output layers, normal scaled by depth).
-    if name in ("normal", "scaled_normal"):
-        return None
+def _init_method(name: str, std: float) -> Callable[..., Any] | None:
+    """The function that draws weights; ``std`` is that of ``normal``."""
+    if name == "scaled_normal":
+        return None  # Upstream's default of output layers: normal, scaled by depth.
+    if name == "normal":
+        from megatron.core.utils import init_method_normal
+
+        normal: Callable[..., Any] = init_method_normal(std)
+        return normal
     import torch
 
     method: Callable[..., Any] = torch.nn.init.xavier_uniform_

@@ -12,7 +12,7 @@ from mt_megatron.config.parse import load_config
 from tests.launch import run_command
 
 _BUILD = """
-import dataclasses, json, sys, warnings
+import dataclasses, json, sys, torch, warnings
 warnings.simplefilter("ignore")
 import mt_megatron
 mt_megatron.patch("cpu")
@@ -25,10 +25,15 @@ def plain(value):
 def fields(obj):
     names = [f.name for f in dataclasses.fields(obj) if not f.name.startswith("_")]
     return {name: plain(getattr(obj, name)) for name in names}
+def drawn(config):
+    methods = config.init_method, config.output_layer_init_method
+    return [float(draw(torch.empty(64, 64)).std()) for draw in methods]
 found = []
 for argv in json.loads(sys.argv[1]):
     c = load_config(argv)
-    found.append([fields(transformer_config(c)), fields(optimizer_config(c)), fields(ddp_config(c))])
+    transformer = transformer_config(c)
+    transformer_fields = fields(transformer) | {"drawn": drawn(transformer)}
+    found.append([transformer_fields, fields(optimizer_config(c)), fields(ddp_config(c))])
 print("built:" + json.dumps(found))
 """
 
@@ -39,6 +44,7 @@ COMMANDS = {
     "llama3_70b": "--model llama3_70b",
     "llama3.1_405b": "--model llama3.1_405b",
     "llama3_tiny": "--model llama3_tiny",
+    "deepseek_v3": "--model deepseek_v3",
     "parallel": SMALL
     + " --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     + " --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --overlap-grad-reduce"
@@ -134,6 +140,15 @@ def test_added_fields_reach_the_transformer(built: dict[str, list[dict[str, Any]
     assert sum(balanced["pipeline_model_parallel_layout"]) == 7
     assert latent["rotary_base"] == 50000 and latent["q_lora_rank"] == 8
     assert built["defaults"][0]["moe_grouped_gemm"] is False
+
+
+def test_initial_weights_are_as_wide_as_the_presets_say(built: dict[str, list[dict[str, Any]]]) -> None:
+    """DeepSeek's papers draw output layers as all others; elsewhere they are narrower with depth."""
+    for case, wide, output in (("deepseek_v3", 0.006, 0.006), ("llama3_8b", 0.02, 0.02 / 64**0.5)):
+        assert built[case][0]["drawn"] == pytest.approx([wide, output], rel=0.1)
+    for name in ("deepseek_v2", "deepseek_v2_lite"):
+        model = load_config(["--model", name]).model
+        assert (model.init_method_std, model.output_layer_init_method) == (0.006, "normal")
 
 
 def test_squared_relu_is_relu_times_relu() -> None:
