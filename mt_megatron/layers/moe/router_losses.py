@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_megatron.layers.moe.router_topk import RouterOptions, count_tokens
+from mt_megatron.layers.moe.router_topk import RouterOptions, count_tokens, score_type
 from mt_megatron.parallel.group_names import name_of
 from mt_megatron.seams import collectives
 
 
 def balancing_scores(logits: Tensor, options: RouterOptions) -> Tensor:
-    """Scores of all experts, float32 [tokens, num_experts], each token's adding up to 1; without the bias
-    and whatever groups allow. (Sigmoid scores for one expert per token stay as they are, as in 0.12.)"""
+    """Scores of all experts in ``score_type``, [tokens, num_experts], each token's adding up to 1; without
+    bias and whatever groups allow. (Sigmoid scores for one expert per token stay as in 0.12.)"""
     if options.score_function == "sigmoid":
-        scores = torch.sigmoid(logits.float())
+        scores = torch.sigmoid(logits.to(score_type(logits)))
         return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20) if options.topk > 1 else scores
-    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    return torch.softmax(logits, dim=-1, dtype=score_type(logits))
 
 
 def tokens_per_sequence(indices: Tensor, batch_size: int, num_experts: int) -> Tensor:
@@ -41,7 +41,7 @@ def tokens_per_sequence(indices: Tensor, batch_size: int, num_experts: int) -> T
 def sequence_loss(scores: Tensor, counts: Tensor, topk: int, coefficient: float, group: Any = None) -> Tensor:
     """This rank's part of the mean over sequences of their balancing loss.
 
-    ``scores`` are float32 [tokens, num_experts] of this rank's tokens [sequence, batch]; ``counts`` int64
+    ``scores`` are [tokens, num_experts] of this rank's tokens [sequence, batch]; ``counts`` int64
     [batch, num_experts] of the same. ``group`` holds the other tokens of these sequences.
     """
     batch, experts = counts.shape

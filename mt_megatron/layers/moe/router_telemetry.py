@@ -71,7 +71,7 @@ class RouterLoad:
 
     def add_tokens(self, counts: Tensor, dropped: Tensor | None, scores: Tensor) -> None:
         """One pass: tokens per expert int64 [num_experts], dropped assignments (None: none), and the
-        scores, float32 [tokens, num_experts]."""
+        scores [tokens, num_experts]."""
         self._counts[: self._experts] += counts
         if dropped is not None:
             self._counts[self._experts] += dropped

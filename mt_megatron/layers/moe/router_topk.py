@@ -87,26 +87,41 @@ def choose_experts(logits: Tensor, options: RouterOptions, bias: Tensor | None =
 
 
 def _by_softmax(logits: Tensor, options: RouterOptions) -> tuple[Tensor, Tensor]:
+    wide = score_type(logits)
     if options.pre_softmax:
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
+        scores = torch.softmax(logits, dim=-1, dtype=wide).type_as(logits)
         indices = best_experts(scores, options)
         return scores.gather(1, indices), indices
     indices = best_experts(logits, options)
     chosen = logits.gather(1, indices)
-    return torch.softmax(chosen, dim=-1, dtype=torch.float32).type_as(logits), indices
+    return torch.softmax(chosen, dim=-1, dtype=wide).type_as(logits), indices
+
+
+def score_type(logits: Tensor) -> torch.dtype:
+    """The type of scores: float32, or that of wider ``logits``."""
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _by_sigmoid(logits: Tensor, options: RouterOptions, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = _same_everywhere(logits)
+    wide = score_type(logits)
     with torch.no_grad():
-        scores = torch.sigmoid(logits.to(wide)).float().type_as(logits)
+        scores = _sigmoid(logits).to(wide).type_as(logits)
         choosers = scores if bias is None else scores + bias
         indices = best_experts(choosers, options)
     # Scores of the chosen alone: the others have no part in the weights, nor a gradient.
-    weights = torch.sigmoid(logits.gather(1, indices).to(wide))
+    weights = _sigmoid(logits.gather(1, indices))
     if options.topk > 1:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights.float(), indices
+    return weights.to(wide), indices
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """Sigmoid in ``_same_everywhere``'s type: rounded to ``score_type``, equal for equal logits."""
+    if logits.dtype is torch.float64 and logits.device.type == "cpu":
+        # No rounding hides sigmoid's last bits; softmax has one formula for all places.
+        pairs = torch.stack((logits, torch.zeros_like(logits)), dim=-1)
+        return torch.softmax(pairs, dim=-1)[..., 0]
+    return torch.sigmoid(logits.to(_same_everywhere(logits)))
 
 
 def _same_everywhere(logits: Tensor) -> torch.dtype:
@@ -115,7 +130,7 @@ def _same_everywhere(logits: Tensor) -> torch.dtype:
     On a CPU, torch computes the last few numbers of a block by another formula than the others, and
     their last bits may differ: equal experts would no longer tie.
     """
-    return torch.float64 if logits.device.type == "cpu" else torch.float32
+    return torch.float64 if logits.device.type == "cpu" else score_type(logits)
 
 
 def best_experts(scores: Tensor, options: RouterOptions) -> Tensor:

@@ -292,14 +292,35 @@ def test_torch_topk_alone_would_fail() -> None:
     assert torch.topk(x, 8).indices.tolist() != lowest_index_topk(x, 8).tolist()
 
 
-def test_equal_logits_are_equal_scores_wherever_they_stand() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_logits_are_equal_scores_wherever_they_stand(dtype: torch.dtype) -> None:
     """torch's sigmoid on a CPU is not that: its last bits depend on the place in memory."""
-    options = RouterOptions(num_experts=37, topk=3, score_function="sigmoid")
+    sigmoid = RouterOptions(num_experts=37, topk=3, score_function="sigmoid")
+    softmax = RouterOptions(num_experts=37, topk=3, pre_softmax=True)
     generator = torch.Generator().manual_seed(0)
     for value in (torch.randn(400, generator=generator) * 3).tolist():
-        logits = torch.full((5, 37), value)
-        found = choose_experts(logits, options, torch.full((37,), 0.25))
+        logits = torch.full((5, 37), value, dtype=dtype)
+        found = choose_experts(logits, sigmoid, torch.full((37,), 0.25))
         assert found.indices.tolist() == [[0, 1, 2]] * 5
+        assert choose_experts(logits, softmax).indices.tolist() == [[0, 1, 2]] * 5
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax of all", "softmax of the chosen"])
+def test_scores_of_fp64_logits_are_fp64(kind: str) -> None:
+    pre_softmax = kind == "softmax of all"
+    options = RouterOptions(num_experts=4, topk=2, score_function=kind.split()[0], pre_softmax=pre_softmax)
+    logits = torch.tensor([[0.5, 0.5 + 1e-10, 0.5 + 2e-10, -1.0]], dtype=torch.float64)
+    scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(dim=-1)
+    weights = scores[:, [2, 1]]
+    if not pre_softmax:
+        weights = weights / weights.sum()
+    found = choose_experts(logits, options)
+    assert found.indices.tolist() == [[2, 1]]
+    torch.testing.assert_close(found.weights, weights, rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(balancing_scores(logits, options), scores / scores.sum(), rtol=1e-14, atol=0.0)
+    torch.manual_seed(0)
+    apart = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda leaf: choose_experts(leaf, options).weights, apart)
 
 
 def test_only_experts_of_the_best_groups() -> None:
