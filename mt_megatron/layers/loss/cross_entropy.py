@@ -42,7 +42,9 @@ def linear_cross_entropy(
     Softmax and sums are fp32. ``announced`` float32 [s, b] is the gradient that backward is going to
     bring; it is used for a parameter that has a ``main_grad`` or needs no gradient. What backward
     brings is compared with it, and a difference is computed and added, so that gradients are right
-    either way. ``gradient_accumulation_fusion`` adds to ``main_grad`` without an announcement as well.
+    either way. ``gradient_accumulation_fusion`` adds to ``main_grad`` without an announcement as well. A
+    ``main_grad`` narrower than fp32 is held in fp32, 4 bytes per element of the weight, while several blocks
+    are added to it.
     """
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if announced is not None and (not training or not _takes_gradient_early(weight)):
@@ -97,12 +99,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 needs_hidden, needs_weight = ctx.needs_input_grad[:2]
                 gradient = torch.empty_like(total) if needs_hidden or blocks.group is not None else None
-                losses, lse = blocks.losses(
-                    announced.reshape(-1),
-                    gradient,
-                    linear._main_grad(weight) if needs_weight else None,
-                    asked=asked,
-                )
+                into = _accumulator(weight, True, blocks) if needs_weight else None
+                losses, lse = blocks.losses(announced.reshape(-1), gradient, into, asked=asked)
+                if into is not None:
+                    _put_back(into, weight)
                 reduced = _reduced(gradient, hidden, sequence_parallel, blocks.group)
                 ctx.save_for_backward(hidden, labels, lse, reduced)
         return losses.view(labels.shape)
@@ -128,10 +128,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = torch.empty_like(total) if needs_hidden or blocks.group is not None else None
             into = None
             if needs_weight:
-                into = _accumulator(weight, ctx.into_main_grad)
+                into = _accumulator(weight, ctx.into_main_grad, blocks)
             blocks.gradients(lse, grad_losses.reshape(-1), gradient, into)
             reduced = _reduced(gradient, hidden, ctx.sequence_parallel, blocks.group)
         if into is not None and ctx.into_main_grad:
+            _put_back(into, weight)
             _mark_as_added(weight)
         elif into is not None:
             grad_weight = into.to(weight.dtype)
@@ -146,11 +147,22 @@ def _mark_as_added(weight: Tensor) -> None:
         weight.grad_added_to_main_grad = True
 
 
-def _accumulator(weight: Tensor, fused: bool) -> Tensor:
-    if fused:
-        return linear._main_grad(weight)
-    # Blocks add up in fp32, however narrow the gradient is in the end.
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+def _accumulator(weight: Tensor, fused: bool, blocks: Blocks | Panels) -> Tensor:
+    """Where the blocks' gradients of ``weight`` add up: in fp32, however narrow the gradient is in the end.
+
+    ``fused``: ``main_grad`` itself where it is fp32 or is added to once, as by any other linear. Else a copy,
+    4 bytes per element of the weight, which ``_put_back`` rounds once.
+    """
+    if not fused:
+        return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    main_grad = linear._main_grad(weight)
+    return main_grad if blocks.adds_once else main_grad.float()
+
+
+def _put_back(into: Tensor, weight: Tensor) -> None:
+    main_grad = linear._main_grad(weight)
+    if into is not main_grad:
+        main_grad.copy_(into)
 
 
 def _blocks(
@@ -203,6 +215,9 @@ _MULTIPLE = 16
 
 class Panels:
     """``Blocks`` for fp32 operands on a CPU: the same arguments without a recipe, the same results."""
+
+    adds_once = False
+    """Products and labels' shares are added to a weight gradient apart."""
 
     def __init__(
         self,

@@ -58,6 +58,11 @@ class Blocks:
         self._narrow = hidden.dtype is not torch.float32
         self._rows, self._wide_rows = self._row_counts()
 
+    @property
+    def adds_once(self) -> bool:
+        """True where one block has all rows, so that a weight gradient is added to once."""
+        return self._rows >= self.hidden.shape[0]
+
     def asked(self, labels: Tensor) -> Asked | None:
         """Who wants to see logits of these ``labels`` [s, b]."""
         return asked_of(labels, self._first, self._size, self._padding, self._vocab_size, self.group)

@@ -179,6 +179,40 @@ def extremes() -> dict[str, Any]:
     }
 
 
+def narrow_main_grad() -> dict[str, float]:
+    """Largest distance of a bf16 ``main_grad`` from an fp32 one after 32 blocks, in steps of bf16 at 8."""
+    from mt_megatron.layers.loss import cross_entropy_blocks
+    from mt_megatron.layers.loss.cross_entropy import linear_cross_entropy
+    from tests.patches import small_gpt
+
+    small_gpt.start()
+    tokens = 512
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 1, H, generator=generator).bfloat16()
+    weight = torch.randn(V, H, generator=generator).bfloat16()
+    labels = torch.randint(V, (tokens, 1), generator=generator)
+    gradient = torch.full((tokens, 1), 0.03)
+    found = {}
+    for announced in (gradient, None):
+        ends = []
+        for dtype in (torch.bfloat16, torch.float32):
+            parameter = torch.nn.Parameter(weight.clone())
+            parameter.main_grad = torch.full(weight.shape, 8.0, dtype=dtype)
+            with mock.patch.object(cross_entropy_blocks, "_BUDGET", {"cpu": 0}):
+                losses = linear_cross_entropy(
+                    hidden, parameter, labels, announced=announced, gradient_accumulation_fusion=True
+                )
+                losses.backward(gradient)
+            ends.append(parameter.main_grad.float())
+        distance = float((ends[0] - ends[1]).abs().max()) * 16
+        found["recomputed" if announced is None else "announced"] = distance
+    return found
+
+
+def alone() -> dict[str, Any]:
+    return {"extremes": extremes(), "narrow": narrow_main_grad()}
+
+
 def memory() -> dict[str, float]:
     """Largest sum of allocations of both ways, over the bytes of the fp32 logits of 2,048 tokens."""
     from torch.profiler import ProfilerActivity, profile

@@ -33,10 +33,20 @@ def test_padding_of_the_vocabulary_has_no_share(tp, sequence_parallel):
                 assert max(errors.values()) < 1e-6, (name, errors)
 
 
-def test_large_logits_are_no_trouble():
-    (found,) = run_ranks(1, f"{HERE}:extremes")
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(1, f"{HERE}:alone")[0]
+
+
+def test_large_logits_are_no_trouble(alone):
+    found = alone["extremes"]
     assert found["losses"] == [0.0, 10000.0, 0.0]
     assert found["one"] == [[0.0]]
+
+
+def test_many_blocks_round_a_narrow_gradient_once(alone):
+    for how, distance in alone["narrow"].items():
+        assert distance <= 0.5, how
 
 
 def test_memory_beside_weights_and_gradients_is_a_few_percent_of_the_logits():
