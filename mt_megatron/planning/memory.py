@@ -48,14 +48,16 @@ def loss_kept_bytes(shape: ModelShape, options: ActivationOptions) -> int:
     return losses * options.tokens * (softmax + _INT64 + 1 + _FP32)
 
 
-def loss_workspace(shape: ModelShape, options: ActivationOptions, weight_gradient: int) -> int:
+def loss_workspace(
+    shape: ModelShape, options: ActivationOptions, weight_gradient: int, *, narrow_buffer: bool = False
+) -> int:
     """What the loss needs at its worst moment beside what it keeps; ``weight_gradient`` is the output
-    layer's, in bytes.
+    layer's, in bytes. ``narrow_buffer``: gradients are accumulated in less than fp32.
 
-    Fused: in forward one block of logits (in fp32 on a CPU a part of another product beside it), and under
-    sequence parallelism the input's gradient before it is scattered; in backward a stand-in for the weight
-    gradient, which is in its buffer already. Else: in forward the logits that are no fp32, in backward their
-    gradient and the weight gradient.
+    Fused: in forward one block of logits (in fp32 on a CPU a part of another product beside it), an fp32 copy
+    of a narrow buffer where there are several blocks, and under sequence parallelism the input's gradient
+    before it is scattered; in backward a stand-in for the weight gradient, which is in its buffer already.
+    Else: in forward the logits that are no fp32, in backward their gradient and the weight gradient.
     """
     logits = options.tokens * shape.vocab_size // options.tensor_parallel
     if options.fused_loss:
@@ -65,6 +67,7 @@ def loss_workspace(shape: ModelShape, options: ActivationOptions, weight_gradien
             width = 2 * options.element_bytes
         limit = _BLOCK_ON_CPU if options.on_cpu else _BLOCK
         block = min(limit, logits * width)
+        several = logits * width > limit
         if options.on_cpu and options.element_bytes == _FP32:
             # The weight gradient's product is of hidden states times their tokens' factors.
             scaled = options.tokens * shape.hidden_size * _FP32 * block // (logits * width)
@@ -73,7 +76,8 @@ def loss_workspace(shape: ModelShape, options: ActivationOptions, weight_gradien
             block += max(panels, min(weight_gradient, _PANEL_OF_PRODUCT) + scaled)
         gradient = options.tokens * shape.hidden_size * options.element_bytes
         whole = gradient - hidden_bytes(shape, options) if options.sequence_parallel else 0
-        return max(block + whole, weight_gradient)
+        sums = _FP32 * shape.vocab_size // options.tensor_parallel * shape.hidden_size
+        return max(block + whole + (sums if narrow_buffer and several else 0), weight_gradient)
     if options.element_bytes == _FP32:
         return weight_gradient
     return max(logits * options.element_bytes, weight_gradient - 2 * logits)
@@ -332,7 +336,9 @@ def _workspace(case: MemoryCase, place: ChunkPlace) -> int:
         return max(backward, vocabulary * width if place.first else 0)
     # By the time the layers' turn comes, the loss has dropped what it kept.
     return max(
-        loss_workspace(shape, case.activations, vocabulary * width),
+        loss_workspace(
+            shape, case.activations, vocabulary * width, narrow_buffer=case.state.gradient_bytes < _FP32
+        ),
         backward - loss_kept_bytes(shape, case.activations),
     )
 

@@ -19,7 +19,13 @@ from mt_megatron.planning.activation_memory import (
     mask_bytes,
 )
 from mt_megatron.planning.build import model_shape
-from mt_megatron.planning.memory import MemoryCase, estimate_memory, in_flight, worst_memory
+from mt_megatron.planning.memory import (
+    MemoryCase,
+    estimate_memory,
+    in_flight,
+    loss_workspace,
+    worst_memory,
+)
 from mt_megatron.planning.memory_estimate import memory_case, memory_of
 from mt_megatron.planning.parameter_memory import StateOptions, chunk_state_memory
 from mt_megatron.planning.parameter_tensors import ChunkPlace, ParameterTensor, chunk_tensors
@@ -308,6 +314,17 @@ def test_bytes_per_parameter(switches: str, per_parameter: int) -> None:
     memory = memory_of(config, 1).worst
     parameters = count_parameters(memory_case(config, 1).shape).total
     assert memory.weights + memory.gradients + memory.optimizer == per_parameter * parameters
+
+
+def test_blocks_of_the_loss_add_up_in_fp32_beside_a_narrow_gradient() -> None:
+    case = memory_case(load_config(["--model", "llama3_8b", "--bf16"]), 1)
+
+    def added(activations: ActivationOptions) -> int:
+        wide = loss_workspace(case.shape, activations, 0)
+        return loss_workspace(case.shape, activations, 0, narrow_buffer=True) - wide
+
+    assert added(case.activations) == 4 * 128_256 * 4096
+    assert added(dataclasses.replace(case.activations, sequence=64)) == 0, "one block"
 
 
 def test_distributed_optimizer_of_a_large_model_takes_6_and_12_over_d_bytes() -> None:
