@@ -213,7 +213,11 @@ def test_a_prepared_folder_is_checked_as_well(tmp_path: Path) -> None:
     assert data_problems(made.train_prefix, own) == []
     (found,) = data_problems(made.train_prefix, config(*flags))
     assert f"with the end-of-document token 7, as {manifest} says, and this run's" in found
-    # A corpus.json of before says nothing about it.
+    # A corpus.json of before does not name it: the last token of the data is it.
     del said["eod"]
     manifest.write_text(json.dumps(said))
     assert data_problems(made.train_prefix, config(*flags)) == []
+    (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    flags = ("--tokenizer-model", str(made.directory), "--eod-mask-loss")
+    (found,) = data_problems(made.train_prefix, config(*flags))
+    assert "token 0, with which its last document ends, and this run's tokenizer ends documents with" in found

@@ -169,3 +169,14 @@ def largest_token(prefix: str, *, count: int = 1 << 20) -> int | None:
     header = read_header(Path(prefix + ".idx"))
     head = np.fromfile(prefix + ".bin", dtype=header.dtype, count=count)
     return int(head.max()) if head.size else None
+
+
+def last_token(prefix: str) -> int | None:
+    """The last token of a pair; None when there is none or the pair cannot be read."""
+    try:
+        header = read_header(Path(prefix + ".idx"))
+        start = max(0, header.tokens - 1) * header.dtype.itemsize
+        found = np.fromfile(prefix + ".bin", dtype=header.dtype, count=1, offset=start)
+    except (OSError, ValueError):
+        return None
+    return int(found[0]) if found.size else None

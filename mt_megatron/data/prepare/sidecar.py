@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mt_megatron.config.schema import TrainingConfig
 from mt_megatron.data.loader.tokenizer import TokenizerLike, load_tokenizer
-from mt_megatron.data.prepare.indexed_files import largest_token, pair_problem
+from mt_megatron.data.prepare.indexed_files import largest_token, last_token, pair_problem
 from mt_megatron.errors import DataError
 
 FORMAT = 1
@@ -32,7 +32,10 @@ class _Made(NamedTuple):
     """The file that says so."""
 
     eod: int | None
-    """Id that ends a document; None where the file does not say it."""
+    """Id that ends a document; None where it is not known."""
+
+    end_known: str
+    """How the id is known, for errors."""
 
     has_ends: bool
     """True where documents end with it."""
@@ -139,7 +142,7 @@ def _other_end(prefix: str, made: _Made, tokenizer: TokenizerLike, config: Train
     if made.eod is None or made.eod == tokenizer.eod:
         return None
     return (
-        f"{prefix}.bin was made with the end-of-document token {made.eod}, as {made.source} says, and "
+        f"{prefix}.bin was made with the end-of-document token {made.eod}, {made.end_known}, and "
         f"this run's tokenizer ends documents with {tokenizer.eod}; expected the same for "
         f"{' and '.join(looking)}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, or "
         "make the data again"
@@ -169,6 +172,7 @@ def _made_with(prefix: str) -> _Made | None:
                 name=str(made["type"]),
                 source=sidecar_path(prefix),
                 eod=_id(made.get("eod")),
+                end_known=f"as {sidecar_path(prefix)} says",
                 has_ends=sidecar.get("append_eod") is not False,
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -180,12 +184,15 @@ def _made_with(prefix: str) -> _Made | None:
         return None
     try:
         manifest = json.loads(corpus.read_text(encoding="utf-8"))
+        # A corpus.json of an earlier version does not name the token, with which every document ends.
+        has_end = "eod" in manifest
         return _Made(
             identity=str(manifest["tokenizer_sha256"]),
             vocab_size=int(manifest["vocab_size"]),
             name="HuggingFaceTokenizer",
             source=corpus,
-            eod=_id(manifest.get("eod")),
+            eod=_id(manifest["eod"]) if has_end else last_token(prefix),
+            end_known=f"as {corpus} says" if has_end else "with which its last document ends",
             has_ends=True,
         )
     except (OSError, ValueError, KeyError, TypeError):
