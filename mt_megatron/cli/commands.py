@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
 NEXT: dict[str, str] = {
     "doctor": "mt-megatron prepare --output data; where there is a problem, what its line says",
     "prepare": "mt-megatron pretrain --train-data-path DIR/train --valid-data-path DIR/valid "
-    "--tokenizer-model DIR/tokenizer.json",
+    "--tokenizer-model DIR/tokenizer.json (DIR where --tokenizer named a folder)",
     "preprocess": "mt-megatron pretrain --data-path PREFIX_text_document --tokenizer-model tokenizer.json",
     "plan": "mt-megatron launch with the options of the layout you chose",
     "pipeline": "mt-megatron pretrain --pipeline-schedule NAME or FILE.csv",

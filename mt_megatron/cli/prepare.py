@@ -55,8 +55,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--tokenizer",
         type=Path,
-        metavar="FILE",
-        help="use this tokenizer.json instead of training one; --vocab-size is then not used",
+        metavar="PATH",
+        help="use this tokenizer.json, or that of a folder with its further files, instead of training one; "
+        "--vocab-size is then not used",
     )
     add(
         "--max-tokens",

@@ -179,7 +179,8 @@ def test_a_given_tokenizer_is_used_and_copied(texts: Path, tmp_path: Path) -> No
     assert second.vocab_size == 300
 
 
-def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path: Path) -> None:
+def _folder_with_stop(texts: Path, tmp_path: Path) -> Path:
+    """A published tokenizer of 301 tokens, the last of which ends documents by ``tokenizer_config.json``."""
     first, _ = _prepare(tmp_path / "a", texts)
     folder = tmp_path / "tokenizer"
     folder.mkdir()
@@ -187,6 +188,12 @@ def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path:
     impl.add_special_tokens(["<|stop|>"])
     impl.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path: Path) -> None:
+    folder = _folder_with_stop(texts, tmp_path)
 
     def prepared(tokenizer: Path) -> Corpus:
         return prepare_corpus(tmp_path / "b", corpus=texts, tokenizer=tokenizer, log=lambda line: None)
@@ -200,7 +207,35 @@ def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path:
         prepared(folder / "tokenizer.json")
     del said["eod"], said["options"]["eod"]
     manifest.write_text(json.dumps(said))
-    assert prepared(folder) == made, "a manifest of before says nothing about it"
+    assert prepared(folder) == made, "a manifest of before does not name it: the data ends with it"
+    with pytest.raises(DataError, match="made otherwise .eod 300 -> 0.*--force"):
+        prepared(folder / "tokenizer.json")
+
+
+def test_the_prepared_folder_holds_the_same_tokenizer(texts: Path, tmp_path: Path) -> None:
+    folder, output = _folder_with_stop(texts, tmp_path), tmp_path / "b"
+    lines: list[str] = []
+    further = ("chat_template.jinja", "tokenizer_config.json")
+
+    def prepared(tokenizer: Path | None, **options: bool) -> Corpus:
+        return prepare_corpus(
+            output, corpus=texts, vocab_size=300, tokenizer=tokenizer, log=lines.append, **options
+        )
+
+    made = prepared(folder)
+    given, copied = Tokenizer(folder), Tokenizer(made.tokenizer_path)
+    assert (copied.identity, copied.eod, copied.eod_token) == (given.identity, 300, "<|stop|>")
+    assert [(output / name).read_bytes() for name in further] == [
+        (folder / name).read_bytes() for name in further
+    ]
+    assert f"train with --tokenizer-model {output}: " in lines[-1]
+    (output / further[0]).unlink()
+    assert prepared(folder) == made and "incomplete" in "".join(lines), "one of its files is missing"
+    assert (output / further[0]).exists()
+    # Another preparation leaves no file of the tokenizer before.
+    trained = prepared(None, force=True)
+    assert trained.tokenizer_path == output / "tokenizer.json"
+    assert Tokenizer(output).eod == 0 and not any((output / name).exists() for name in further)
 
 
 def test_an_output_within_the_corpus_is_no_text(texts: Path, tmp_path: Path) -> None:

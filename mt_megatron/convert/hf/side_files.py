@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.convert.folders import CONFIG
-from mt_megatron.data.loader.tokenizer import open_tokenizer
+from mt_megatron.data.loader.tokenizer import TOKENIZER_FILES, open_tokenizer
 from mt_megatron.errors import CheckpointError, DataError
 
 CARRIED = "huggingface"
@@ -21,18 +21,6 @@ CARRIED = "huggingface"
 
 GENERATION = "generation_config.json"
 
-_TOKENIZER = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LARGEST = 1 << 28
@@ -108,7 +96,7 @@ def side_files(folder: Path) -> dict[str, bytes]:
     """The contents of ``config.json``, the generation settings and the tokenizer's files in ``folder``, by
     name. Raises ``CheckpointError`` for one that cannot be read or is no such file by its size."""
     found = {}
-    for name in (CONFIG, GENERATION, *_TOKENIZER):
+    for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
         path = folder / name
         if not path.is_file():
             continue
@@ -131,7 +119,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     """The tokenizer's files for a published folder from a ``tokenizer.json``, a SentencePiece model, or a
     folder of such, that a run was configured with."""
     if path.is_dir():
-        return {name: each for name, each in side_files(path).items() if name in _TOKENIZER}
+        return {name: each for name, each in side_files(path).items() if name in TOKENIZER_FILES}
     if path.suffix == ".json":
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         return {

@@ -65,6 +65,21 @@ TOKENIZER_TYPES = (
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Names of the files of a published tokenizer. ``Tokenizer`` reads ``tokenizer.json`` and
+``tokenizer_config.json``; the others belong to a published model."""
+
 
 class TokenizerLike(Protocol):
     """What datasets need to know of a tokenizer."""
@@ -98,9 +113,14 @@ class Tokenizer:
     def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
         """Read ``path``; ``eod_token`` names the end-of-document token when it is none of the
         usual ones. Raises ``DataError`` when the file or the token is missing."""
+        self.beside: tuple[Path, ...] = ()
+        """Further ``TOKENIZER_FILES`` of a folder; none where a file was given."""
+
         if path.is_dir():
             eod_token = eod_token or _configured_end(path / "tokenizer_config.json")
             path = path / "tokenizer.json"
+            further = (path.with_name(name) for name in TOKENIZER_FILES if name != path.name)
+            self.beside = tuple(each for each in further if each.is_file())
         try:
             content = path.read_bytes()
         except OSError as error:

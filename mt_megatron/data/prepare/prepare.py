@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.data.loader.tokenizer import Tokenizer, train_tokenizer
+from mt_megatron.data.loader.tokenizer import TOKENIZER_FILES, Tokenizer, train_tokenizer
 from mt_megatron.data.prepare.corpus import (
     DEFAULT_MAX_TRAIN_TOKENS,
     DEFAULT_VALIDATION_FRACTION,
@@ -26,7 +26,7 @@ from mt_megatron.data.prepare.corpus import (
     read_documents,
     split_of,
 )
-from mt_megatron.data.prepare.indexed_files import IndexedWriter
+from mt_megatron.data.prepare.indexed_files import IndexedWriter, last_token
 from mt_megatron.data.prepare.ngram import Baselines, NgramModel, read_tokens
 from mt_megatron.errors import DataError
 
@@ -66,8 +66,10 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> Path:
-        """For ``--tokenizer-model``."""
-        return self.directory / "tokenizer.json"
+        """For ``--tokenizer-model``: the folder where ``tokenizer_config.json`` names the end of documents,
+        which is read in a folder alone."""
+        has_config = (self.directory / "tokenizer_config.json").is_file()
+        return self.directory if has_config else self.directory / "tokenizer.json"
 
     @property
     def train_prefix(self) -> str:
@@ -107,8 +109,9 @@ def prepare_corpus(
 
     ``corpus``: a folder, a ``.jsonl`` or a text file; None is the running Python's standard
     library. Documents are held out by the hash of their name. The tokenizer is trained on the
-    training documents only, or taken from ``tokenizer`` (then ``vocab_size`` is not used). Reading
-    stops after the document that reaches ``max_train_tokens``; None reads everything.
+    training documents only, or taken from ``tokenizer`` (then ``vocab_size`` is not used); of a
+    folder, its further files (``TOKENIZER_FILES``) are copied as well. Reading stops after the
+    document that reaches ``max_train_tokens``; None reads everything.
 
     A folder that already holds this very corpus is left as it is. Processes that start together
     wait for one another; a folder whose preparation was interrupted is prepared anew, since
@@ -133,7 +136,8 @@ def prepare_corpus(
     )
     output_dir = output_dir.absolute()
     # A folder of texts may hold the output, which is none of them.
-    made = {output_dir / name for name in (*_FILES, _MANIFEST)}
+    beside = (*_beside_of(output_dir / _MANIFEST), *_names_beside(given))
+    made = {output_dir / name for name in (*_FILES, *beside, _MANIFEST)}
     if not source.named_file:
         source = replace(source, files=tuple(file for file in source.files if file not in made))
     try:
@@ -144,7 +148,7 @@ def prepare_corpus(
         ) from error
     with _locked(output_dir, log):
         if not force:
-            existing = _reusable(output_dir, source, options, log)
+            existing = _reusable(output_dir, source, options, _names_beside(given), log)
             if existing is not None:
                 log(f"data: {output_dir} is already prepared ({existing.train_tokens:,} training tokens)")
                 return existing
@@ -185,11 +189,26 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         sizes = manifest["files"]
         complete = manifest["format"] == _FORMAT and all(
-            (directory / name).stat().st_size == sizes[name] for name in _FILES
+            (directory / name).stat().st_size == sizes[name] for name in {*_FILES, *sizes}
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return manifest if complete else None
+
+
+def _names_beside(given: Tokenizer | None) -> tuple[str, ...]:
+    """Names of the files that are copied besides ``tokenizer.json``."""
+    return () if given is None else tuple(path.name for path in given.beside)
+
+
+def _beside_of(manifest: Path) -> list[str]:
+    """Names of the tokenizer's files besides ``tokenizer.json`` that a manifest records; none of a manifest
+    that cannot be read."""
+    try:
+        recorded = set(json.loads(manifest.read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [name for name in TOKENIZER_FILES if name in recorded and name not in _FILES]
 
 
 def _corpus(directory: Path, manifest: dict[str, Any]) -> Corpus:
@@ -211,11 +230,13 @@ _MANIFEST_FIELDS = (
 )
 
 
-def _reusable(directory: Path, source: Source, options: _Options, log: Log) -> Corpus | None:
+def _reusable(
+    directory: Path, source: Source, options: _Options, beside: Sequence[str], log: Log
+) -> Corpus | None:
     """The corpus in ``directory`` when it is this one; None when there is none or half of one."""
     manifest = _read_manifest(directory)
     if manifest is None:
-        present = [name for name in (*_FILES, _MANIFEST) if (directory / name).exists()]
+        present = [name for name in (*_FILES, *beside, _MANIFEST) if (directory / name).exists()]
         ours = (directory / _BUILDING).exists() or (directory / _MANIFEST).exists()
         if present and not ours:
             raise DataError(
@@ -225,11 +246,14 @@ def _reusable(directory: Path, source: Source, options: _Options, log: Log) -> C
         if present:
             log(f"data: {directory} is incomplete and is prepared anew")
         return None
+    before = manifest["options"]
+    if options.eod is not None and "eod" not in before:
+        # Manifests of earlier versions do not name the token, with which every document ends.
+        before = {**before, "eod": last_token(str(directory / "train"))}
     differences = [
-        f"{name} {manifest['options'].get(name)} -> {value}"
+        f"{name} {before.get(name)} -> {value}"
         for name, value in asdict(options).items()
-        # Manifests of earlier versions say nothing about the end of documents.
-        if manifest["options"].get(name, value if name == "eod" else None) != value
+        if before.get(name) != value
     ]
     if manifest["source"] != source.label:
         differences.append(f"corpus {manifest['source']} -> {source.label}")
@@ -254,7 +278,13 @@ def _build(
     log: Log,
     advance: Advance,
 ) -> Corpus:
+    # The output may be the folder of the given tokenizer.
+    copies = {} if given is None else {path.name: path.read_bytes() for path in (given.path, *given.beside)}
     building = directory / _BUILDING
+    # A tokenizer's file of an earlier preparation would be read beside the new tokenizer.json.
+    for manifest_path in (building / _MANIFEST, directory / _MANIFEST):
+        for name in _beside_of(manifest_path):
+            (directory / name).unlink(missing_ok=True)
     if building.exists():
         shutil.rmtree(building)
     building.mkdir()
@@ -264,8 +294,9 @@ def _build(
     log(f"data: reading {len(source.files):,} files of {source.label}")
     fraction = options.validation_fraction
     if given is not None:
-        shutil.copyfile(given.path, building / "tokenizer.json")
-        # The copy lies without tokenizer_config.json, which may name the end of documents.
+        for name, content in copies.items():
+            (building / name).write_bytes(content)
+        # A tokenizer.json that is opened alone does not read tokenizer_config.json beside it.
         tokenizer = Tokenizer(building / "tokenizer.json", eod_token=given.eod_token)
     else:
         log(f"data: training a byte-level BPE of {options.vocab_size:,} tokens")
@@ -300,10 +331,10 @@ def _build(
         "bigram_nats": baselines.bigram,
         "bigram_weight": model.weight,
         "skipped": [asdict(entry) for entry in skipped],
-        "files": {name: (building / name).stat().st_size for name in _FILES},
+        "files": {name: (building / name).stat().st_size for name in (*_FILES, *_names_beside(given))},
     }
     (building / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    for name in (*_FILES, _MANIFEST):
+    for name in (*_FILES, *_names_beside(given), _MANIFEST):
         os.replace(building / name, directory / name)
     building.rmdir()
     made = _corpus(directory, manifest)
@@ -315,6 +346,11 @@ def _build(
         f"data: validation cross-entropy in nats per token: unigram {made.unigram_nats:.4f}, "
         f"bigram {made.bigram_nats:.4f}"
     )
+    if made.tokenizer_path == directory:
+        log(
+            f"data: train with --tokenizer-model {directory}: tokenizer_config.json is not read beside "
+            f"{made.tokenizer_path / 'tokenizer.json'}"
+        )
     return made
 
 
