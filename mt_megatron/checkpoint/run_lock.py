@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_megatron.backends.distributed import rendezvous
 from mt_megatron.checkpoint import files
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.checkpoint.retention import is_alive
@@ -85,6 +86,7 @@ def held(config: TrainingConfig, job: Job) -> Iterator[list[str]]:
         nonlocal mine
         mine = RunLock(directory)
         _require_own(directory, options)
+        _let_restarts_in(directory)
         return mine.unsupported
 
     try:
@@ -120,7 +122,7 @@ def _require_own(directory: Path, options: CheckpointConfig) -> None:
     there = files.complete_checkpoints(directory)
     if options.resume == "auto" or options.save_over_others or not there:
         return
-    if options.resume != "never" and (_lies_in(Path(options.resume), directory) or _is_restarted()):
+    if options.resume != "never" and (_lies_in(Path(options.resume), directory) or _is_restarted(directory)):
         return
     raise CheckpointError(
         f"{directory} holds {len(there)} checkpoints of another run, or of an earlier start, the last of "
@@ -129,9 +131,26 @@ def _require_own(directory: Path, options: CheckpointConfig) -> None:
     )
 
 
-def _is_restarted() -> bool:
-    """True after a restart of the ranks by torchrun: the checkpoints may be this run's own."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def _is_restarted(directory: Path) -> bool:
+    """True where torchrun started the ranks before and they were let into ``directory``: its checkpoints may
+    be this run's own."""
+    attempt = rendezvous.attempt()
+    if attempt is None or attempt.number == 1:
+        # No store of an earlier start: a node's own count is left, which lacks the failures of other nodes.
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    key = _key(directory)
+    return bool(attempt.store.check([key])) and int(attempt.store.get(key)) != attempt.number
+
+
+def _let_restarts_in(directory: Path) -> None:
+    """Leave in the launcher's store that this start of the ranks may save to ``directory``."""
+    attempt = rendezvous.attempt()
+    if attempt is not None and not attempt.store.check([_key(directory)]):
+        attempt.store.set(_key(directory), str(attempt.number))
+
+
+def _key(directory: Path) -> str:
+    return f"mt_megatron/saves_to/{directory.resolve()}"
 
 
 def _lies_in(checkpoint: Path, directory: Path) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from mt_megatron.backends.distributed.rendezvous import elastic_group, fresh_name
+from mt_megatron.backends.distributed import rendezvous
+from mt_megatron.backends.distributed.rendezvous import elastic_group, fresh_name, loopback_store
 from mt_megatron.errors import BackendError
 
 SOON = timedelta(seconds=20)
@@ -49,3 +50,22 @@ def test_only_workers_that_may_be_started_again_need_it(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert elastic_group(SOON) == {}
+
+
+def test_rank_0_counts_the_attempts_in_the_launchers_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    _store, port = loopback_store()
+    environment = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_attempt", None)
+    for number in (1, 2):
+        elastic_group(SOON)
+        found = rendezvous.attempt()
+        assert found is not None and found.number == number

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from mt_megatron.backends.distributed import rendezvous
 from mt_megatron.checkpoint import file_locks, retention
 from mt_megatron.checkpoint.files import MANIFEST, complete_checkpoints, folder_name, owner_name
-from mt_megatron.checkpoint.run_lock import LOCK, RunLock, _require_own
+from mt_megatron.checkpoint.run_lock import LOCK, RunLock, _let_restarts_in, _require_own
 from mt_megatron.config.schema import CheckpointConfig
 from mt_megatron.errors import CheckpointError
 from tests.launch import run_ranks
@@ -144,6 +146,44 @@ def test_continuing_from_elsewhere_on_top_of_another_run_is_refused(
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         _require_own(other, CheckpointConfig(resume=resume))
         monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+
+
+def starts_of_a_launcher(monkeypatch: pytest.MonkeyPatch, store: Any, number: int, counted: str) -> None:
+    """Let this be rank 0 of torchrun's start ``number``, on a node that counts ``counted`` failures."""
+    monkeypatch.setattr(rendezvous, "_attempt", rendezvous.Attempt(store=store, number=number))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counted)
+
+
+def test_a_restart_that_another_node_counts_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, store = CheckpointConfig(resume=str(tmp_path / "source")), HashStore()
+    starts_of_a_launcher(monkeypatch, store, 1, "0")
+    _require_own(tmp_path / "own", options)
+    _let_restarts_in(tmp_path / "own")
+    place = tmp_path / "own" / folder_name(3)
+    place.mkdir(parents=True)
+    (place / MANIFEST).write_text("{}")
+    with pytest.raises(CheckpointError, match="checkpoints of another run"):
+        _require_own(tmp_path / "own", options)  # Another run of the same process.
+    for number in (2, 3):
+        starts_of_a_launcher(monkeypatch, store, number, "0")
+        _require_own(tmp_path / "own", options)
+        _let_restarts_in(tmp_path / "own")
+
+
+def test_a_restart_after_a_refusal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / folder_name(3)
+    place.mkdir()
+    (place / MANIFEST).write_text("{}")
+    options, store = CheckpointConfig(resume="elsewhere"), HashStore()
+    for number in (1, 2):
+        starts_of_a_launcher(monkeypatch, store, number, str(number - 1))
+        with pytest.raises(CheckpointError, match="checkpoints of another run"):
+            _require_own(tmp_path, options)
+    # A launcher's store that went with its node: what this node counts is left.
+    starts_of_a_launcher(monkeypatch, HashStore(), 1, "1")
+    _require_own(tmp_path, options)
 
 
 @pytest.fixture(scope="module")

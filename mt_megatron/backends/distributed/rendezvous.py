@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +23,30 @@ _PREFIX = "mt_megatron/attempt"
 _POLL_SECONDS = 0.02
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """This start of the ranks, as rank 0 counts it in the launcher's store, which outlives it."""
+
+    store: Any
+    number: int
+    """From 1."""
+
+
+_attempt: Attempt | None = None
+
+
+def attempt() -> Attempt | None:
+    """The attempt that ``elastic_group`` joined as rank 0; None on other ranks, and where torchrun starts no
+    worker again."""
+    return _attempt
+
+
 def elastic_group(timeout: timedelta) -> dict[str, Any]:
     """Arguments of ``init_process_group`` for a worker that torchrun may start again; empty for others.
 
     Raises ``BackendError`` when the other ranks do not come within ``timeout``.
     """
+    global _attempt
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or restarts == "0":
         return {}
@@ -34,6 +54,8 @@ def elastic_group(timeout: timedelta) -> dict[str, Any]:
 
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     name = fresh_name(store, rank, world_size, timeout)
+    if rank == 0:
+        _attempt = Attempt(store=store, number=store.add(f"{_PREFIX}/number", 1))
     return {"store": PrefixStore(f"{_PREFIX}/{name}", store), "rank": rank, "world_size": world_size}
 
 
