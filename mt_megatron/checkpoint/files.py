@@ -18,12 +18,14 @@ import re
 import secrets
 import shutil
 import socket
+import time
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -39,6 +41,8 @@ reached_point: Callable[[str], None] | None = None
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _MARKER_LINE = re.compile(r"mt_megatron\.json (\d+) ([0-9a-f]{8})\n([0-9a-f]{8})\n")
 _CHUNK = 4 << 20
+_SECONDS_FOR_READERS = 30.0
+_POLL_SECONDS = 0.1
 
 
 def reached(point: str) -> None:
@@ -246,21 +250,23 @@ def publish(partial: Path, final: Path, owner: str) -> None:
     """Give a complete ``partial`` its name and point ``LATEST`` at it.
 
     A checkpoint of that name is moved away first, to a name of ``owner``, and comes back if the rename
-    fails; ``recover`` brings it back when the process died in between.
+    fails; ``recover`` brings it back when the process died in between. One that another process reads
+    (``retention.in_use``) is waited for, and stays, with an ``OSError``, where that takes too long.
     """
     sync_folder(partial)
     replaced = final.with_name(f".{final.name}.{owner}.replaced")
     if replaced.exists():
         shutil.rmtree(replaced)
-    if final.exists():
-        final.rename(replaced)
-        reached("moved_away")
-    try:
-        partial.rename(final)
-    except OSError:
-        if replaced.exists() and not final.exists():
-            replaced.rename(final)
-        raise
+    with _unread(final):
+        if final.exists():
+            final.rename(replaced)
+            reached("moved_away")
+        try:
+            partial.rename(final)
+        except OSError:
+            if replaced.exists() and not final.exists():
+                replaced.rename(final)
+            raise
     sync_folder(final.parent)
     reached("renamed")
     write_durably(final.parent / LATEST, f"{iteration_of(final)}\n")
@@ -271,6 +277,29 @@ def publish(partial: Path, final: Path, owner: str) -> None:
         with suppress(OSError):
             replaced = replaced.rename(final.with_name(f".{final.name}.{owner}.pruned"))
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def _unread(final: Path) -> Iterator[None]:
+    """Keep readers from beginning to read ``final``, which is waited for while one reads it. Raises ``OSError``
+    where that takes longer than ``_SECONDS_FOR_READERS``."""
+    deadline = time.monotonic() + _SECONDS_FOR_READERS
+    while True:
+        try:
+            lock = FileLock(final / MANIFEST)
+        except OSError:  # Not there, or not to be written to: nothing can be locked.
+            break
+        with lock:
+            if lock.state != "busy":
+                yield
+                return
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"another process reads {final}, which this one would replace; it stays as it was. Let that "
+                "process end, or choose another --save"
+            )
+        time.sleep(_POLL_SECONDS)
+    yield
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ _HIDDEN = re.compile(
     r"\.(?P<final>iter_\d{7,})(?:\.(?P<owner>[A-Za-z0-9_-]+))?\.(?P<kind>partial|replaced|pruned)"
 )
 _OWNER = re.compile(r"(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
+_SECONDS_TO_MOVE = 10.0
+_POLL_SECONDS = 0.05
 
 Say = Callable[[str], None]
 
@@ -171,15 +174,27 @@ class Retention:
 
 @contextmanager
 def in_use(folder: Path, say: Say = _nothing) -> Iterator[None]:
-    """Keep ``folder`` from being pruned by another process meanwhile; ``say`` hears why that is not possible
-    where the storage has no file locks."""
-    with FileLock(folder / files.MANIFEST, shared=True) as lock:
+    """Keep ``folder`` from being pruned or replaced by another process meanwhile; ``say`` hears why that is
+    not possible where the storage has no file locks."""
+    with _shared(folder / files.MANIFEST) as lock:
         if lock.state == "unsupported":
             say(
                 f"{folder} is read without a lock, which its storage does not give ({lock.reason}): a run "
-                "that saves there may remove it meanwhile"
+                "that saves there may remove or replace it meanwhile"
             )
         yield
+
+
+def _shared(path: Path) -> FileLock:
+    """A reader's lock on ``path``. A writer holds it for the moment in which the folder is moved, and another
+    one may lie there afterwards."""
+    deadline = time.monotonic() + _SECONDS_TO_MOVE
+    while True:
+        lock = FileLock(path, shared=True)
+        if (lock.state != "busy" and lock.names_the_file()) or time.monotonic() > deadline:
+            return lock
+        lock.close()
+        time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

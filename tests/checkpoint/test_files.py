@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from mt_megatron.checkpoint import files, retention
+from mt_megatron.checkpoint import file_locks, files, retention
 from mt_megatron.checkpoint.files import (
     LATEST,
     MANIFEST,
@@ -204,3 +206,40 @@ def test_a_checkpoint_that_somebody_loads_is_not_pruned(tmp_path: Path) -> None:
     with retention.in_use(tmp_path / "iter_0000010"):
         assert retention.prune(tmp_path, keep_last=1, retain_interval=None) == []
     assert retention.prune(tmp_path, keep_last=1, retain_interval=None) == [tmp_path / "iter_0000010"]
+
+
+def test_a_checkpoint_that_somebody_loads_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "iter_0000010"
+    write_and_publish(tmp_path, 10, b"a")
+    with retention.in_use(folder), monkeypatch.context() as patched:
+        patched.setattr(files, "_SECONDS_FOR_READERS", 0.0)
+        with pytest.raises(OSError, match=r"another process reads .*iter_0000010.*stays as it was"):
+            write_and_publish(tmp_path, 10, b"b")
+        assert read_manifest(folder)["mark"] == "a"
+    with ExitStack() as reading:
+        reading.enter_context(retention.in_use(folder))
+        threading.Timer(0.3, reading.pop_all().close).start()
+        write_and_publish(tmp_path, 10, b"c")
+    assert read_manifest(folder)["mark"] == "c"
+
+
+def test_who_begins_to_read_while_one_is_replaced_reads_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "iter_0000010"
+    write_and_publish(tmp_path, 10, b"a")
+    real = retention.FileLock
+
+    def replaced_meanwhile(path: Path, *, shared: bool = False) -> retention.FileLock:
+        lock = real(path, shared=shared)
+        monkeypatch.setattr(retention, "FileLock", real)
+        folder.rename(tmp_path / "moved")
+        write_and_publish(tmp_path, 10, b"b")
+        return lock
+
+    monkeypatch.setattr(retention, "FileLock", replaced_meanwhile)
+    with retention.in_use(folder):
+        (held,) = [lock for lock in file_locks._held if lock.path == folder / MANIFEST]
+        assert held.names_the_file() and read_manifest(folder)["mark"] == "b"
