@@ -246,17 +246,18 @@ def owner_name() -> str:
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def publish(partial: Path, final: Path, owner: str) -> None:
+def publish(partial: Path, final: Path, owner: str) -> list[str]:
     """Give a complete ``partial`` its name and point ``LATEST`` at it.
 
     A checkpoint of that name is moved away first, to a name of ``owner``, and comes back if the rename
     fails; ``recover`` brings it back when the process died in between. One that another process reads
     (``retention.in_use``) is waited for, and stays, with an ``OSError``, where that takes too long.
+
+    Returns a line for the log for each replaced checkpoint that could not be removed.
     """
     sync_folder(partial)
     replaced = final.with_name(f".{final.name}.{owner}.replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    lines = _discard(replaced, final)
     with _unread(final):
         if final.exists():
             final.rename(replaced)
@@ -271,18 +272,43 @@ def publish(partial: Path, final: Path, owner: str) -> None:
     reached("renamed")
     write_durably(final.parent / LATEST, f"{iteration_of(final)}\n")
     reached("pointer")
-    if replaced.exists():
-        # A file that is still open elsewhere may stay on storage such as NFS. The new name lets ``recover``
-        # remove what stays, and never take it for a checkpoint.
-        with suppress(OSError):
-            replaced = replaced.rename(final.with_name(f".{final.name}.{owner}.pruned"))
-        shutil.rmtree(replaced, ignore_errors=True)
+    return lines + _discard(replaced, final)
+
+
+def _discard(replaced: Path, final: Path) -> list[str]:
+    """Remove ``replaced``, a checkpoint that had the name ``final``, if it exists. Returns a line where a
+    part of it stays."""
+    if not replaced.exists():
+        return []
+    # ``recover`` would take a part that stays under the old name for a checkpoint. The new name is that of
+    # no other folder: an earlier checkpoint of this step may have stayed as well.
+    with suppress(OSError):
+        replaced = replaced.rename(final.with_name(f".{final.name}.{owner_name()}.pruned"))
+    stays = remove(replaced)
+    return [] if stays is None else [stays]
+
+
+def remove(folder: Path) -> str | None:
+    """Remove ``folder`` as far as possible. Returns a line for the log where a part of it stays, as on NFS
+    while another process has a file of it open."""
+    reason = ""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return None
+    return (
+        f"{folder} stays: it cannot be removed now ({reason}). No run needs it, and the next start with this "
+        "--save tries again"
+    )
 
 
 @contextmanager
 def _unread(final: Path) -> Iterator[None]:
-    """Keep readers from beginning to read ``final``, which is waited for while one reads it. Raises ``OSError``
-    where that takes longer than ``_SECONDS_FOR_READERS``."""
+    """Keep readers from beginning to read ``final``, which is waited for while one reads it. Raises
+    ``OSError`` where that takes longer than ``_SECONDS_FOR_READERS``."""
     deadline = time.monotonic() + _SECONDS_FOR_READERS
     while True:
         try:

@@ -40,7 +40,8 @@ def recover(directory: Path, *, alone: bool = True, say: Say = _nothing) -> None
     back, and half-written and half-removed ones go.
 
     ``alone``: this process holds the lock of ``directory``, so that no other run writes there. Without
-    it, what belongs to a process of this host that lives, or to another host, stays, and ``say`` names it.
+    it, what belongs to a process of this host that lives, or to another host, stays. ``say`` names each
+    folder that stays, one that cannot be removed included.
     """
     if not directory.is_dir():
         return
@@ -57,7 +58,10 @@ def recover(directory: Path, *, alone: bool = True, say: Say = _nothing) -> None
         elif whose == "unknown" and kind == "replaced":
             say(f"{hidden} stays: it may be another run's, since {directory} has no file locks")
         else:
-            shutil.rmtree(hidden, ignore_errors=not alone)
+            # A start does not fail by a folder that no run needs.
+            stays = files.remove(hidden)
+            if stays is not None:
+                say(stays)
 
 
 def _owner(name: str | None) -> str:

@@ -55,6 +55,9 @@ class SaveReport:
     stall_seconds: float = 0.0
     """How long it kept this rank from training."""
 
+    lines: tuple[str, ...] = ()
+    """Lines for the log: what stays on the disk and is not needed."""
+
 
 class Saver:
     """What the saves of one run share: the plan, the host memory, the name of their partial folders."""
@@ -215,7 +218,7 @@ class Save:
                 own.append(CONFIG_FILE)
             listed |= {name: files.checksum(self._partial / name) for name in own}
             files.write_manifest(self._partial, self._document(listed))
-            files.publish(self._partial, self._final, self._saver.owner)
+            lines = files.publish(self._partial, self._final, self._saver.owner)
         except Exception as error:  # noqa: BLE001 (the other ranks wait to hear of it, whatever it is)
             shutil.rmtree(self._partial, ignore_errors=True)
             reason = str(error) if isinstance(error, OSError) else repr(error)
@@ -228,6 +231,7 @@ class Save:
             folder=self._final,
             size=sum(entry["bytes"] for entry in listed.values()),
             seconds=time.monotonic() - self._began,
+            lines=tuple(lines),
         )
 
     def _see(self, listed: Mapping[str, Any], parts: list[Written]) -> None:

@@ -264,6 +264,7 @@ class CheckpointStore:
             report = save.finish_alone(_SECONDS_TO_COMPLETE)
             if report is not None and report.folder is not None:
                 self._say(f"step {save.iteration}: the checkpoint that was being written is complete")
+                self._say_all(report)
             else:
                 why = "not every rank is there to complete it" if report is None else report.error
                 self._say(f"step {save.iteration}: the checkpoint that was being written is given up: {why}")
@@ -287,7 +288,12 @@ class CheckpointStore:
         else:
             self._lost, self.newest = None, report.folder
             self._superseding(report.folder)
+            self._say_all(report)
         return [report]
+
+    def _say_all(self, report: SaveReport) -> None:
+        for line in report.lines:
+            self._say(f"note: {line}")
 
     def _superseding(self, folder: Path) -> None:
         if self._retention is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,9 @@ from mt_megatron.checkpoint.files import (
     resolve_checkpoint,
     write_durably,
 )
+from mt_megatron.checkpoint.save import SaveReport
+from mt_megatron.checkpoint.store import CheckpointStore
+from mt_megatron.config.schema import CheckpointConfig
 from mt_megatron.errors import CheckpointError
 from tests.checkpoint.test_kills import CONTENT, write_and_publish
 
@@ -173,23 +178,47 @@ def test_later_steps_of_another_branch_are_not_pruned(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000030"
 
 
+def busy(path: Path, ignore_errors: bool = False) -> None:
+    """In place of ``shutil.rmtree`` where another process has a file open."""
+    if not ignore_errors:
+        raise OSError(16, "Device or resource busy")
+
+
 def test_a_replaced_one_that_cannot_be_removed_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(16, "Device or resource busy")
-
-    write_and_publish(tmp_path, 10, b"a")
+    owner, said = files.owner_name(), list[str]()
+    assert write_and_publish(tmp_path, 10, b"a", owner=owner) == []
     with monkeypatch.context() as patched:
         patched.setattr(files.shutil, "rmtree", busy)
-        write_and_publish(tmp_path, 10, b"b")
+        for mark in (b"b", b"c", b"d"):
+            (line,) = write_and_publish(tmp_path, 10, mark, owner=owner)
+            assert "iter_0000010" in line and "cannot be removed now (Device or resource busy)" in line
+        # The next start, while that process still has it open.
+        retention.recover(tmp_path, say=said.append)
+    left = sorted(tmp_path.glob(".iter_*"))
+    assert len(left) == 3 and [line.split(" stays: ")[0] for line in said] == [str(each) for each in left]
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000010"
-    assert read_manifest(tmp_path / "iter_0000010")["mark"] == "b"
-    assert len(list(tmp_path.glob(".iter_*"))) == 1
+    assert read_manifest(tmp_path / "iter_0000010")["mark"] == "d"
     write_and_publish(tmp_path, 20, b"b", keep_last=1)
     retention.recover(tmp_path)
     assert names(tmp_path) == [20] and not list(tmp_path.glob(".iter_*")), "it does not come back"
+
+
+def test_the_log_names_a_replaced_checkpoint_that_stays(tmp_path: Path) -> None:
+    said: list[str] = []
+    job: Any = SimpleNamespace(is_main=True)
+    trainable: Any = None
+    store = CheckpointStore(CheckpointConfig(), trainable, job, {}, said.append)
+    report = SaveReport(iteration=10, folder=tmp_path / "iter_0000010", lines=("it stays",))
+    pending: Any = SimpleNamespace(
+        iteration=10, collected=True, finish=lambda: report, finish_alone=lambda seconds: report
+    )
+    store._pending = pending
+    assert store._wait() == [report] and said == ["note: it stays"]
+    store._pending = pending
+    store.close()
+    assert said[1:] == ["step 10: the checkpoint that was being written is complete", "note: it stays"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ CONTENT = ("common.pt", "__0_0.distcp", "__1_0.distcp", "rng/rank_00000.pt")
 PUBLISHING = ("manifest", "marker", "moved_away", "renamed", "pointer", "pruning")
 
 
-def write_and_publish(directory: Path, iteration: int, mark: bytes, *, keep_last: int | None = None) -> None:
-    """What a save does with files, with other content for every ``mark``."""
+def write_and_publish(
+    directory: Path, iteration: int, mark: bytes, *, keep_last: int | None = None, owner: str | None = None
+) -> list[str]:
+    """What a save does with files, with other content for every ``mark``; its lines for the log."""
     final = directory / files.folder_name(iteration)
-    owner = files.owner_name()
+    owner = owner or files.owner_name()
     partial = directory / f".{final.name}.{owner}.partial"
     listed = {}
     for name in CONTENT:
@@ -24,8 +26,9 @@ def write_and_publish(directory: Path, iteration: int, mark: bytes, *, keep_last
         (partial / name).write_bytes(name.encode() + mark * 1000)
         listed[name] = files.checksum(partial / name)
     files.write_manifest(partial, {"files": listed, "mark": mark.decode()})
-    files.publish(partial, final, owner)
+    lines = files.publish(partial, final, owner)
     retention.prune(directory, keep_last=keep_last, retain_interval=None)
+    return lines
 
 
 def in_a_process_that_dies(directory: Path, iteration: int, mark: bytes, point: str) -> int:

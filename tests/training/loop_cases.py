@@ -147,10 +147,10 @@ def failing_save(folder: str) -> dict[str, Any]:
     original = checkpoint_files.publish
 
     def failing_at(name: str) -> Any:
-        def publish(partial: Path, final: Path, owner: str) -> None:
+        def publish(partial: Path, final: Path, owner: str) -> list[str]:
             if final.name == name:
                 raise OSError(28, "No space left on device")
-            original(partial, final, owner)
+            return original(partial, final, owner)
 
         return publish
 

@@ -152,10 +152,11 @@ def damaged_when_published(iteration: int) -> Iterator[None]:
     """A byte of the checkpoint of ``iteration`` changes as soon as it is complete."""
     original = files.publish
 
-    def publish(partial: Path, final: Path, owner: str) -> None:
-        original(partial, final, owner)
+    def publish(partial: Path, final: Path, owner: str) -> list[str]:
+        lines = original(partial, final, owner)
         if files.iteration_of(final) == iteration:
             flip(final / "__0_0.distcp", 5000)
+        return lines
 
     files.publish = publish
     try:
