@@ -177,6 +177,16 @@ def test_documents_without_an_end_are_found_where_a_run_looks_for_it(option: str
         assert f"expected one for {option}. Make the data again with --append-eod" in found
 
 
+def test_numbers_may_hold_the_ends_of_their_documents(tmp_path: Path) -> None:
+    null: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "append_eod": False}
+    source = write_jsonl(tmp_path / "a.jsonl", ["5 7 8", "1 8"])
+    made = preprocess(options(tmp_path, source, workers=1, **null), Lines()).prefixes[0]
+    own = ("--train-data-path", made, "--tokenizer-type", "NullTokenizer", "--eod-mask-loss")
+    assert data_problems(made, config(*own, "--vocab-size", "9")) == []
+    (found,) = data_problems(made, config(*own, "--vocab-size", "10"))
+    assert f"with the end-of-document token 8, as {made}.json says" in found
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

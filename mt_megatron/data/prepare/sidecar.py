@@ -38,7 +38,7 @@ class _Made(NamedTuple):
     """How the id is known, for errors."""
 
     has_ends: bool
-    """True where documents end with it."""
+    """False where no document holds it."""
 
 
 def sidecar_path(prefix: str) -> Path:
@@ -173,7 +173,8 @@ def _made_with(prefix: str) -> _Made | None:
                 source=sidecar_path(prefix),
                 eod=_id(made.get("eod")),
                 end_known=f"as {sidecar_path(prefix)} says",
-                has_ends=sidecar.get("append_eod") is not False,
+                # NullTokenizer reads the end from the text, where documents may hold it themselves.
+                has_ends=sidecar.get("append_eod") is not False or made["type"] == "NullTokenizer",
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
