@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.data.loader.tokenizer import train_tokenizer
-from mt_megatron.data.prepare.merging import merge_key
+from mt_megatron.data.prepare.merging import findings_of, merge_key
 from mt_megatron.data.prepare.preprocess import preprocess, shard_name
 from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
 from mt_megatron.data.prepare.preprocess_plan import locked, overwrite, plan_of
@@ -44,6 +44,20 @@ def test_lengths_that_do_not_fit_the_shard_are_not_merged(tmp_path: Path) -> Non
     summary = tmp_path / f"{shard_name(0, 0)}.json"
     summary.write_text(json.dumps({"crc32": [zlib.crc32(b"abc")], "tokens": [3]}))
     with pytest.raises(DataError, match="is damaged and was removed"):
+        merge_key(tmp_path, 0, 257)
+    assert not summary.exists()
+
+
+@pytest.mark.parametrize("kind", ["0.bin", "0.lengths", "findings"])
+def test_a_shard_without_one_of_its_files_is_made_again(tmp_path: Path, kind: str) -> None:
+    shard = {"0.bin": b"abc", "0.lengths": bytes([3, 0, 0, 0]), "findings": b""}
+    for name, content in shard.items():
+        if name != kind:
+            (tmp_path / f"{shard_name(0, 0)}.{name}").write_bytes(content)
+    summary = tmp_path / f"{shard_name(0, 0)}.json"
+    summary.write_text(json.dumps({"crc32": [zlib.crc32(b"abc")], "tokens": [3], "lines": 0}))
+    with pytest.raises(DataError, match="is damaged and was removed"):
+        findings_of(tmp_path, tmp_path / "problems.jsonl", [], limit=5)
         merge_key(tmp_path, 0, 257)
     assert not summary.exists()
 

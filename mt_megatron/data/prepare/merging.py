@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,26 +43,26 @@ def finished_shards(folder: Path) -> list[str]:
 def merge_key(folder: Path, key: int, vocab_size: int) -> Merged:
     """Join the shards of key number ``key``. Memory is that of one shard's lengths.
 
-    Raises ``DataError`` when a shard is not what its worker wrote (a disk that lost power), having
-    removed it, so that it is made again; ``OSError`` when the disk is full.
+    Raises ``DataError`` when a shard is not what its worker wrote (a disk that lost power, a file that is
+    missing), having removed it, so that it is made again; ``OSError`` when the disk is full.
     """
     names, dtype = finished_shards(folder), token_dtype(vocab_size)
     target, crc, size = folder / f"merged.{key}.bin", 0, 0
     with target.open("wb") as output:
         for name in names:
             summary = json.loads((folder / f"{name}.json").read_text())
-            own = 0
-            with (folder / f"{name}.{key}.bin").open("rb") as shard:
+            own, tokens = 0, -1
+            # A file that is missing is damage as well; the comparison finds it.
+            with (
+                suppress(FileNotFoundError),
+                (folder / f"{name}.{key}.bin").open("rb") as shard,
+            ):
                 while block := shard.read(_BLOCK):
                     own, crc = zlib.crc32(block, own), zlib.crc32(block, crc)
                     size += output.write(block)
-            tokens = int(_lengths(folder, name, key).sum(dtype=np.int64))
+                tokens = int(_lengths(folder, name, key).sum(dtype=np.int64))
             if own != summary["crc32"][key] or tokens != summary["tokens"][key]:
-                (folder / f"{name}.json").unlink()
-                raise DataError(
-                    f"shard {name} in {folder} is damaged and was removed; run the same command again to "
-                    "make it anew"
-                )
+                raise _damaged(folder, name)
         output.flush()
         os.fsync(output.fileno())
 
@@ -74,13 +75,21 @@ def merge_key(folder: Path, key: int, vocab_size: int) -> Merged:
     return Merged(bin=target, idx=index, tokens=size // dtype.itemsize, dtype=dtype.name, crc32=crc)
 
 
+def _damaged(folder: Path, name: str) -> DataError:
+    (folder / f"{name}.json").unlink()
+    return DataError(
+        f"shard {name} in {folder} is damaged and was removed; run the same command again to make it anew"
+    )
+
+
 def _lengths(folder: Path, name: str, key: int) -> npt.NDArray[np.int32]:
     return np.fromfile(folder / f"{name}.{key}.lengths", dtype="<i4")
 
 
 def findings_of(folder: Path, report: Path, shown: list[str], *, limit: int) -> int:
     """Write the findings of all finished shards to ``report``, lines numbered from each file's
-    beginning; returns how many. The first ``limit`` of each kind are added to ``shown``."""
+    beginning; returns how many. The first ``limit`` of each kind are added to ``shown``. Raises
+    ``DataError`` as ``merge_key`` does, for a shard whose findings are missing."""
     total, counts = 0, dict[str, int]()
     lines_before, unit, crlf_in = 0, "", ""
     with report.open("w", encoding="utf-8") as output:
@@ -88,6 +97,8 @@ def findings_of(folder: Path, report: Path, shown: list[str], *, limit: int) -> 
             summary: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
             if name.split("-")[0] != unit:
                 unit, lines_before = name.split("-")[0], 0
+            if not (folder / f"{name}.findings").exists():
+                raise _damaged(folder, name)
             with (folder / f"{name}.findings").open(encoding="utf-8") as entries:
                 for entry in entries:
                     found = json.loads(entry)
