@@ -225,6 +225,7 @@ def test_the_prepared_folder_holds_the_same_tokenizer(texts: Path, tmp_path: Pat
     made = prepared(folder)
     given, copied = Tokenizer(folder), Tokenizer(made.tokenizer_path)
     assert (copied.identity, copied.eod, copied.eod_token) == (given.identity, 300, "<|stop|>")
+    assert json.loads((output / "corpus.json").read_text())["eod"] == Tokenizer(output).eod == 300
     assert [(output / name).read_bytes() for name in further] == [
         (folder / name).read_bytes() for name in further
     ]
@@ -236,6 +237,9 @@ def test_the_prepared_folder_holds_the_same_tokenizer(texts: Path, tmp_path: Pat
     trained = prepared(None, force=True)
     assert trained.tokenizer_path == output / "tokenizer.json"
     assert Tokenizer(output).eod == 0 and not any((output / name).exists() for name in further)
+    # A file that is none of the data's tokenizer changes nothing.
+    (output / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    assert Tokenizer(trained.tokenizer_path).eod == 0
 
 
 def test_an_output_within_the_corpus_is_no_text(texts: Path, tmp_path: Path) -> None:

@@ -202,13 +202,20 @@ def test_a_description_that_cannot_be_read_is_an_error(tmp_path: Path, content: 
     assert message in found
 
 
+def write_texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"{SENTENCE} {i} {i * 7 % 11}\n" * 9)
+    return folder
+
+
 def test_a_prepared_folder_is_checked_as_well(tmp_path: Path) -> None:
     from mt_megatron.data.prepare.prepare import prepare_corpus
 
-    for i in range(40):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{i}.txt").write_text(f"{SENTENCE} {i} {i * 7 % 11}\n" * 9)
-    made = prepare_corpus(tmp_path / "out", corpus=tmp_path / "texts", vocab_size=280, log=lambda line: None)
+    made = prepare_corpus(
+        tmp_path / "out", corpus=write_texts(tmp_path), vocab_size=280, log=lambda line: None
+    )
     own = config("--tokenizer-model", str(made.tokenizer_path))
     assert data_problems(made.train_prefix, own) == []
     train_tokenizer([SENTENCE] * 9, vocab_size=281, output=tmp_path / "other.json")
@@ -231,3 +238,22 @@ def test_a_prepared_folder_is_checked_as_well(tmp_path: Path) -> None:
     flags = ("--tokenizer-model", str(made.directory), "--eod-mask-loss")
     (found,) = data_problems(made.train_prefix, config(*flags))
     assert "token 0, with which its last document ends, and this run's tokenizer ends documents with" in found
+
+
+def test_a_prepared_folder_that_names_the_end_is_named_in_its_place(tmp_path: Path) -> None:
+    from mt_megatron.data.prepare.prepare import prepare_corpus
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    train_tokenizer([SENTENCE] * 9, vocab_size=270, output=folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    made = prepare_corpus(
+        tmp_path / "out", corpus=write_texts(tmp_path), tokenizer=folder, log=lambda line: None
+    )
+
+    def found(model: Path) -> list[str]:
+        return data_problems(made.train_prefix, config("--tokenizer-model", str(model), "--eod-mask-loss"))
+
+    assert found(made.tokenizer_path) == found(folder) == []
+    (line,) = found(made.directory / "tokenizer.json")
+    assert f"with --tokenizer-type and --tokenizer-model ({made.directory}), or make" in line

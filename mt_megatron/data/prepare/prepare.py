@@ -66,9 +66,10 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> Path:
-        """For ``--tokenizer-model``: the folder where ``tokenizer_config.json`` names the end of documents,
-        which is read in a folder alone."""
-        has_config = (self.directory / "tokenizer_config.json").is_file()
+        """For ``--tokenizer-model``: the folder where ``tokenizer_config.json`` was copied, which may name
+        the end of documents and is read in a folder alone."""
+        # The output may hold such a file of another tokenizer.
+        has_config = "tokenizer_config.json" in _beside_of(self.directory / _MANIFEST)
         return self.directory if has_config else self.directory / "tokenizer.json"
 
     @property

@@ -37,6 +37,9 @@ class _Made(NamedTuple):
     end_known: str
     """How the id is known, for errors."""
 
+    model: str | None
+    """The ``--tokenizer-model`` with that end; None where it is not known."""
+
     has_ends: bool
     """False where no document holds it."""
 
@@ -141,11 +144,12 @@ def _other_end(prefix: str, made: _Made, tokenizer: TokenizerLike, config: Train
         )
     if made.eod is None or made.eod == tokenizer.eod:
         return None
+    named = f" ({made.model})" if made.model is not None else ""
     return (
         f"{prefix}.bin was made with the end-of-document token {made.eod}, {made.end_known}, and "
         f"this run's tokenizer ends documents with {tokenizer.eod}; expected the same for "
-        f"{' and '.join(looking)}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model, or "
-        "make the data again"
+        f"{' and '.join(looking)}. Name the data's tokenizer with --tokenizer-type and --tokenizer-model"
+        f"{named}, or make the data again"
     )
 
 
@@ -173,6 +177,7 @@ def _made_with(prefix: str) -> _Made | None:
                 source=sidecar_path(prefix),
                 eod=_id(made.get("eod")),
                 end_known=f"as {sidecar_path(prefix)} says",
+                model=made.get("model"),
                 # NullTokenizer reads the end from the text, where documents may hold it themselves.
                 has_ends=sidecar.get("append_eod") is not False or made["type"] == "NullTokenizer",
             )
@@ -194,6 +199,8 @@ def _made_with(prefix: str) -> _Made | None:
             source=corpus,
             eod=_id(manifest["eod"]) if has_end else last_token(prefix),
             end_known=f"as {corpus} says" if has_end else "with which its last document ends",
+            # A tokenizer.json that is opened alone does not read tokenizer_config.json beside it.
+            model=str(corpus.parent) if "tokenizer_config.json" in manifest.get("files", ()) else None,
             has_ends=True,
         )
     except (OSError, ValueError, KeyError, TypeError):
