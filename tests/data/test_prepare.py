@@ -256,6 +256,66 @@ def test_storage_without_locks_is_said(texts: Path, tmp_path: Path, monkeypatch:
     corpus, lines = _prepare(tmp_path, texts)
     assert corpus.train_documents
     assert any("has no file locks (No locks available)" in line for line in lines)
+    # As a process that was killed leaves it.
+    (tmp_path / ".building.host-1-00000000").mkdir()
+    (tmp_path / "corpus.json").unlink()
+    again, lines = _prepare(tmp_path, texts)
+    assert again == corpus and any("is incomplete" in line for line in lines)
+    assert any(".building.host-1-00000000 in " in line and "Remove it when" in line for line in lines)
+
+
+@pytest.mark.parametrize("moment", ["encoding", "naming the files"])
+def test_without_locks_no_process_takes_the_files_of_another(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    _prepare(tmp_path / "reference", texts)
+    output, other, real = tmp_path / "out", list[Corpus](), os.replace
+    files: list[int] = []
+    lines: list[str] = []
+
+    def another_process() -> None:
+        if not other:
+            monkeypatch.setattr(os, "replace", real)
+            corpus, said = _prepare(output, texts)
+            other.append(corpus)
+            lines.extend(said)
+            files.extend((output / name).stat().st_ino for name in FILES)
+
+    def replace(source: Path, target: Path) -> None:
+        another_process()
+        real(source, target)
+
+    monkeypatch.setattr(fcntl, "flock", flock_that_fails(errno.ENOLCK))
+    if moment != "encoding":
+        monkeypatch.setattr(os, "replace", replace)
+    corpus = prepare_corpus(
+        output,
+        corpus=texts,
+        vocab_size=300,
+        log=lambda line: another_process() if line == f"data: {moment}" else None,
+    )
+    assert [corpus] == other and load_corpus(output) == corpus
+    assert any(".building." in line and "stays: another process may work" in line for line in lines)
+    assert _digest(output) == _digest(tmp_path / "reference")
+    if moment == "encoding":
+        assert files == [(output / name).stat().st_ino for name in FILES], "a run may read them already"
+    assert not list(output.glob(".building*"))
+
+
+def test_a_busy_lock_is_waited_for_whatever_the_storage_answers(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, answers = fcntl.flock, [errno.EACCES, errno.EAGAIN]
+
+    def flock(descriptor: int, operation: int) -> None:
+        if answers:
+            flock_that_fails(answers.pop())(descriptor, operation)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    _, lines = _prepare(tmp_path, texts)
+    assert lines[0] == f"data: waiting for another process that prepares {tmp_path}" and not answers
+    assert not any("no file locks" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.files import owner_name
 from mt_megatron.data.loader.tokenizer import TOKENIZER_FILES, Tokenizer, train_tokenizer
 from mt_megatron.data.prepare.corpus import (
     DEFAULT_MAX_TRAIN_TOKENS,
@@ -36,6 +38,7 @@ _BUILDING = ".building"
 _FILES = ("tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx")
 _TOKENIZER_CHARACTERS = 200_000_000
 _BATCH = 64
+_POLL_SECONDS = 0.2
 
 Log = Callable[[str], None]
 Advance = Callable[[int, int, int, int], None]
@@ -115,7 +118,8 @@ def prepare_corpus(
     document that reaches ``max_train_tokens``; None reads everything.
 
     A folder that already holds this very corpus is left as it is. Processes that start together
-    wait for one another; a folder whose preparation was interrupted is prepared anew, since
+    wait for one another, or, on storage without file locks, make the same files each for itself;
+    a folder whose preparation was interrupted is prepared anew, since
     ``corpus.json`` is written last. A folder prepared from other inputs or options is never
     overwritten unless ``force`` is set. ``log`` gets one line per step, ``advance`` how far it is.
 
@@ -147,13 +151,23 @@ def prepare_corpus(
         raise DataError(
             f"cannot make the folder {output_dir}: {error.strerror}; choose another --output"
         ) from error
-    with _locked(output_dir, log):
+    with _locked(output_dir, log) as has_lock:
         if not force:
             existing = _reusable(output_dir, source, options, _names_beside(given), log)
             if existing is not None:
                 log(f"data: {output_dir} is already prepared ({existing.train_tokens:,} training tokens)")
                 return existing
-        return _build(output_dir, source, options, given, log, advance)
+        building = output_dir / _BUILDING
+        if not has_lock:
+            # Processes that start together build at the same time.
+            building = output_dir / f"{_BUILDING}.{owner_name()}"
+            others = sorted(each.name for each in output_dir.glob(f"{_BUILDING}*"))
+            if others:
+                log(
+                    f"data: {', '.join(others)} in {output_dir} stays: another process may work there. "
+                    "Remove it when none does"
+                )
+        return _build(output_dir, building, source, options, given, log, advance)
 
 
 def load_corpus(directory: Path) -> Corpus:
@@ -168,21 +182,23 @@ def load_corpus(directory: Path) -> Corpus:
 
 
 @contextmanager
-def _locked(directory: Path, log: Log) -> Iterator[None]:
-    # flock ends with the process, however it ends: a killed starter leaves no stale lock behind.
-    with (directory / ".lock").open("w") as lock:
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log(f"data: waiting for another process that prepares {directory}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
+def _locked(directory: Path, log: Log) -> Iterator[bool]:
+    """Keep other processes from preparing in ``directory`` meanwhile; one that does so is waited for. False
+    where its storage has no file locks."""
+    lock = FileLock(directory / ".lock", create=True)
+    if lock.state == "busy":
+        log(f"data: waiting for another process that prepares {directory}")
+    while lock.state == "busy":
+        lock.close()
+        time.sleep(_POLL_SECONDS)
+        lock = FileLock(directory / ".lock", create=True)
+    with lock:
+        if lock.state == "unsupported":
             log(
-                f"data: the storage of {directory} has no file locks ({error.strerror}): start no second "
-                "process with this --output"
+                f"data: the storage of {directory} has no file locks ({lock.reason}): processes that start "
+                "together do not wait for one another, and each of them makes the whole corpus"
             )
-        yield
+        yield lock.state == "held"
 
 
 def _read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -238,7 +254,7 @@ def _reusable(
     manifest = _read_manifest(directory)
     if manifest is None:
         present = [name for name in (*_FILES, *beside, _MANIFEST) if (directory / name).exists()]
-        ours = (directory / _BUILDING).exists() or (directory / _MANIFEST).exists()
+        ours = any(directory.glob(f"{_BUILDING}*")) or (directory / _MANIFEST).exists()
         if present and not ours:
             raise DataError(
                 f"{directory} holds {', '.join(present)}, not made by this command; they would be "
@@ -273,6 +289,7 @@ def _reusable(
 
 def _build(
     directory: Path,
+    building: Path,
     source: Source,
     options: _Options,
     given: Tokenizer | None,
@@ -281,7 +298,6 @@ def _build(
 ) -> Corpus:
     # The output may be the folder of the given tokenizer.
     copies = {} if given is None else {path.name: path.read_bytes() for path in (given.path, *given.beside)}
-    building = directory / _BUILDING
     # A tokenizer's file of an earlier preparation would be read beside the new tokenizer.json.
     for manifest_path in (building / _MANIFEST, directory / _MANIFEST):
         for name in _beside_of(manifest_path):
@@ -334,10 +350,7 @@ def _build(
         "skipped": [asdict(entry) for entry in skipped],
         "files": {name: (building / name).stat().st_size for name in (*_FILES, *_names_beside(given))},
     }
-    (building / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    for name in (*_FILES, *_names_beside(given), _MANIFEST):
-        os.replace(building / name, directory / name)
-    building.rmdir()
+    _put_in_place(building, directory, manifest)
     made = _corpus(directory, manifest)
     log(
         f"data: {made.train_tokens:,} training tokens in {made.train_documents:,} documents, "
@@ -353,6 +366,21 @@ def _build(
             f"{made.tokenizer_path / 'tokenizer.json'}"
         )
     return made
+
+
+def _put_in_place(building: Path, directory: Path, manifest: dict[str, Any]) -> None:
+    """Give the files of ``building`` their names in ``directory``: each of them whole, the manifest last."""
+    found = _read_manifest(directory)
+    # Times of files differ between the nodes' copies of the same corpus.
+    aside = {"quick_fingerprint": ""}
+    if found is not None and found | aside == manifest | aside:
+        # Another process made the same on storage without locks, and a run may read its files already.
+        shutil.rmtree(building)
+        return
+    (building / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    for name in (*manifest["files"], _MANIFEST):
+        os.replace(building / name, directory / name)
+    building.rmdir()
 
 
 def _skipped_line(skipped: Sequence[Skipped]) -> str:
