@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import shutil
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,53 @@ def test_what_another_process_makes_is_not_overwritten(tmp_path: Path) -> None:
     assert folder.exists() and there.exists()
     overwrite(given)
     assert not folder.exists() and not there.exists()
+
+
+def test_a_busy_lock_is_known_whatever_the_storage_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["5 7"])
+    given = options(tmp_path, source, tokenizer_type="NullTokenizer", vocab_size=9, workers=1)
+    for number in (errno.EACCES, errno.EAGAIN):
+        monkeypatch.setattr(fcntl, "flock", flock_that_fails(number))
+        for work in (partial(preprocess, given, Lines()), partial(overwrite, given)):
+            with pytest.raises(DataError, match="another process is working"):
+                work()
+
+
+def test_a_lock_whose_file_was_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = tmp_path / "a.preprocess", fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        # Another process ends between the opening of the file and its lock.
+        monkeypatch.setattr(fcntl, "flock", real)
+        shutil.rmtree(folder)
+        real(descriptor, operation)
+
+    folder.mkdir()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        locked(folder, print),
+        pytest.raises(DataError, match="another process is working"),
+        locked(folder, print),
+    ):
+        pass
+
+
+def test_the_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, left = options(tmp_path, tmp_path / "a.jsonl"), list[str]()
+    folder = Path(given.output_prefix + ".preprocess")
+    folder.mkdir(parents=True)
+    (folder / "plan.json").touch()
+
+    def rmtree(path: Path, **more: bool) -> None:
+        left.extend(each.name for each in path.iterdir())
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    overwrite(given)
+    assert left == [".lock"]
 
 
 @pytest.mark.parametrize("given", ["in", "in/**"])

@@ -26,8 +26,8 @@ from mt_megatron.data.prepare.preprocess_plan import (
     already_made,
     is_output,
     locked,
-    make_folder,
     plan_of,
+    remove_folder,
     require_unchanged,
 )
 from mt_megatron.data.prepare.reading import Reading, ShardReader
@@ -116,7 +116,7 @@ def publish(
             f"cannot write the result: {error.strerror} ({error.filename}). Free space or rights there, and "
             "run the same command again: nothing is encoded twice"
         ) from error
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
     tokens = tuple(made.tokens for made in merged)
     progress.say(
         f"{tally.documents:,} documents, {' + '.join(f'{count:,}' for count in tokens)} tokens in "
@@ -189,10 +189,9 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> Result:
     done = already_made(options, plan, folder)
     if done is not None:
         # Killed between the last name and the end of the tidying up.
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         progress.say(f"{done.prefixes[0]} is already made from these files with these options")
         return done
-    make_folder(folder)
     with locked(folder, progress.say):
         size, resumed = adopt_plan(folder, plan, files)
         work = list(units(files, size, text_documents=options.text_documents))

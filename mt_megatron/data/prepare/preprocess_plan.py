@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.data.loader.tokenizer import open_tokenizer
 from mt_megatron.data.prepare.indexed_files import pair_problem
 from mt_megatron.data.prepare.inputs import InputFile, shard_bytes
@@ -21,6 +21,7 @@ from mt_megatron.data.prepare.sidecar import FORMAT, read_sidecar, sidecar_path
 from mt_megatron.errors import DataError
 
 _PLAN = "plan.json"
+_LOCK = ".lock"
 
 
 def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any]:
@@ -93,42 +94,63 @@ def overwrite(options: PreprocessOptions) -> None:
     Raises ``DataError`` while another process works there.
     """
     folder = Path(options.output_prefix + ".preprocess")
-    make_folder(folder)
     with locked(folder, lambda line: None):  # The run that follows says it.
         Path(options.output_prefix + "_problems.jsonl").unlink(missing_ok=True)
         for key in options.json_keys:
             prefix = output_prefix(options.output_prefix, key)
             for path in (sidecar_path(prefix), Path(prefix + ".bin"), Path(prefix + ".idx")):
                 path.unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
-def make_folder(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a run, its lock last: until then it keeps other processes out."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != _LOCK:
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Make ``folder`` and keep other processes out of it; ``say`` hears where its storage has no file locks.
+
+    Raises ``DataError`` while another process works there, or when the folder cannot be made.
+    """
+    with _lock(folder) as lock:
+        if lock.state == "busy":
+            raise DataError(
+                f"another process is working in {folder}; wait for it, or choose another --output-prefix"
+            )
+        if lock.state == "unsupported":
+            say(
+                f"the storage of {folder} has no file locks ({lock.reason}): start no second process with "
+                "this --output-prefix"
+            )
+        yield
+
+
+def _lock(folder: Path) -> FileLock:
+    while True:
+        _make_folder(folder)
+        try:
+            lock = FileLock(folder / _LOCK, create=True)
+        except FileNotFoundError:
+            continue  # Another process has removed the folder.
+        if lock.state != "held" or lock.names_the_file():
+            return lock
+        # The file was removed by the process that held it: a third one would lock the next file.
+        lock.close()
+
+
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
             f"cannot make the folder {folder}: {error.strerror}; choose another --output-prefix"
         ) from error
-
-
-@contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes out of ``folder``; ``say`` hears where its storage has no file locks."""
-    # flock ends with the process, however it ends.
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"another process is working in {folder}; wait for it, or choose another --output-prefix"
-            ) from None
-        except OSError as error:
-            say(
-                f"the storage of {folder} has no file locks ({error.strerror}): start no second process with "
-                "this --output-prefix"
-            )
-        yield
 
 
 def adopt_plan(folder: Path, plan: dict[str, Any], files: list[InputFile]) -> tuple[int, bool]:
