@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from mt_megatron.data.loader.tokenizer import train_tokenizer
+from mt_megatron.data.prepare.inputs import find_inputs
 from mt_megatron.data.prepare.merging import findings_of, merge_key
 from mt_megatron.data.prepare.preprocess import preprocess, shard_name
 from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
@@ -176,7 +178,35 @@ def test_another_end_of_documents_is_refused(tmp_path: Path) -> None:
     said = json.loads(sidecar.read_text())
     del said["plan"]["options"]["tokenizer_eod"]
     sidecar.write_text(json.dumps(said))
-    assert preprocess(given(folder), Lines()).already, "a plan of before says nothing about it"
+    assert preprocess(given(folder), Lines()).already, "a plan of before does not name it: the sidecar does"
+    with pytest.raises(DataError, match=r"made otherwise .tokenizer_eod \d+ -> 0"):
+        preprocess(given(folder / "tokenizer.json"), Lines())
     models = (folder, folder / "tokenizer.json")
     plans = [plan_of(replace(given(model), append_eod=False), []) for model in models]
     assert plans[0] == plans[1], "no document ends with it"
+
+
+def test_data_of_a_version_that_cut_documents_is_not_taken_for_this(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    model = tmp_path / "tokenizer.json"
+    train_tokenizer(texts(20), vocab_size=270, output=model)
+    impl = tokenizers.Tokenizer.from_file(str(model))
+    impl.enable_truncation(max_length=5)
+    impl.save(str(model))
+    kind: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model)}
+    given = options(tmp_path, source, workers=1, **kind)
+    plan = plan_of(given, find_inputs(given.inputs, None))
+    before = json.loads(json.dumps(plan))
+    assert before["options"].pop("truncation_and_padding") == "not applied"
+    # An unfinished run, and a result.
+    folder = Path(given.output_prefix + ".preprocess")
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps({**before, "shard_bytes": 1 << 19}))
+    with pytest.raises(DataError, match="started otherwise .truncation_and_padding None -> not applied"):
+        preprocess(given, Lines())
+    overwrite(given)
+    sidecar = Path(preprocess(given, Lines()).prefixes[0] + ".json")
+    assert preprocess(given, Lines()).already
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), "plan": before}))
+    with pytest.raises(DataError, match="made otherwise .truncation_and_padding None -> not applied"):
+        preprocess(given, Lines())

@@ -131,6 +131,10 @@ class Tokenizer:
             self._impl = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises a bare Exception for malformed files
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
+        asks = self._impl.truncation is not None or self._impl.padding is not None
+        self.truncation_and_padding = "not applied" if asks else None
+        """None where the file asks for neither. Earlier versions applied them: data records which did not."""
+
         # A file's truncation would cut documents, its padding would add tokens to them.
         self._impl.no_truncation()
         self._impl.no_padding()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_megatron.checkpoint.file_locks import FileLock
-from mt_megatron.data.loader.tokenizer import open_tokenizer
+from mt_megatron.data.loader.tokenizer import Tokenizer, open_tokenizer
 from mt_megatron.data.prepare.indexed_files import pair_problem
 from mt_megatron.data.prepare.inputs import InputFile, shard_bytes
 from mt_megatron.data.prepare.merging import output_prefix
@@ -31,6 +31,8 @@ def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any
     if options.tokenizer_type != "NullTokenizer" and options.train_bpe is None:
         opened = open_tokenizer(options.tokenizer_type, options.tokenizer_model)
         decisive["tokenizer_digest"] = opened.identity
+        if isinstance(opened, Tokenizer) and opened.truncation_and_padding is not None:
+            decisive["truncation_and_padding"] = opened.truncation_and_padding
         if options.append_eod:
             decisive["tokenizer_eod"] = opened.eod
         del decisive["tokenizer_model"]
@@ -61,7 +63,7 @@ def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path)
                 "Choose another --output-prefix, or move it away"
             )
         if sidecar is not None:
-            differences = _differences(sidecar["plan"], plan)
+            differences = _differences(_plan_of_result(sidecar), plan)
             if differences:
                 raise DataError(
                     f"{prefix}.bin was made otherwise ({'; '.join(differences)}). Runs may depend on it: "
@@ -86,6 +88,14 @@ def already_made(options: PreprocessOptions, plan: dict[str, Any], folder: Path)
         tokenizer_model=first["tokenizer"]["model"],
         already=True,
     )
+
+
+def _plan_of_result(sidecar: dict[str, Any]) -> dict[str, Any]:
+    """The plan that a result was made by. That of an earlier version does not name the end of documents,
+    which the sidecar does."""
+    plan: dict[str, Any] = sidecar["plan"]
+    end = sidecar["tokenizer"].get("eod")
+    return plan | {"options": {"tokenizer_eod": end} | plan["options"]} if end is not None else plan
 
 
 def overwrite(options: PreprocessOptions) -> None:
@@ -191,7 +201,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     found = [
         f"{name} {before['options'].get(name)} -> {value}"
         for name, value in now["options"].items()
-        # Plans of earlier versions say nothing about the end of documents.
+        # The plan of a run that an earlier version left unfinished does not name the end of documents.
         if before["options"].get(name, value if name == "tokenizer_eod" else None) != value
     ]
     old, new = ({file["path"]: file for file in plan["files"]} for plan in (before, now))
