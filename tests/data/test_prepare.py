@@ -212,6 +212,27 @@ def test_the_end_of_documents_is_that_of_the_given_folder(texts: Path, tmp_path:
         prepared(folder / "tokenizer.json")
 
 
+def test_a_corpus_of_a_version_that_cut_documents_is_not_taken_for_this(texts: Path, tmp_path: Path) -> None:
+    first, _ = _prepare(tmp_path / "a", texts)
+    impl = tokenizers.Tokenizer.from_file(str(first.tokenizer_path))
+    impl.enable_truncation(max_length=5)
+    impl.save(str(tmp_path / "tokenizer.json"))
+
+    def prepared() -> Corpus:
+        return prepare_corpus(
+            tmp_path / "b", corpus=texts, tokenizer=tmp_path / "tokenizer.json", log=lambda line: None
+        )
+
+    made = prepared()
+    assert made.train_tokens == first.train_tokens and prepared() == made
+    manifest = tmp_path / "b" / "corpus.json"
+    said = json.loads(manifest.read_text())
+    del said["options"]["truncation_and_padding"]
+    manifest.write_text(json.dumps(said))
+    with pytest.raises(DataError, match="made otherwise .truncation_and_padding None -> not applied"):
+        prepared()
+
+
 def test_the_prepared_folder_holds_the_same_tokenizer(texts: Path, tmp_path: Path) -> None:
     folder, output = _folder_with_stop(texts, tmp_path), tmp_path / "b"
     lines: list[str] = []

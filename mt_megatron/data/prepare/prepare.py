@@ -95,6 +95,8 @@ class _Options:
     """Identity of a tokenizer that was given; None when one is trained."""
     eod: int | None
     """The id with which that tokenizer ends documents: not part of its identity."""
+    truncation_and_padding: str | None
+    """That of the tokenizer (``Tokenizer.truncation_and_padding``)."""
 
 
 def prepare_corpus(
@@ -138,6 +140,7 @@ def prepare_corpus(
         validation_fraction=validation_fraction,
         tokenizer=given.identity if given is not None else None,
         eod=given.eod if given is not None else None,
+        truncation_and_padding=given.truncation_and_padding if given is not None else None,
     )
     output_dir = output_dir.absolute()
     # A folder of texts may hold the output, which is none of them.
