@@ -272,6 +272,17 @@ def test_an_output_within_the_corpus_is_no_text(texts: Path, tmp_path: Path) -> 
     assert third == first
 
 
+@pytest.mark.parametrize("corpus", ["link", "texts/../texts"])
+def test_an_output_within_the_corpus_by_another_path_is_no_text(
+    texts: Path, tmp_path: Path, corpus: str
+) -> None:
+    shutil.copytree(texts, tmp_path / "texts")
+    (tmp_path / "link").symlink_to("texts")
+    first, _ = _prepare(tmp_path / "texts" / "out", tmp_path / corpus)
+    second, lines = _prepare(tmp_path / "texts" / "out", tmp_path / corpus)
+    assert second == first and "already prepared" in lines[0]
+
+
 def test_storage_without_locks_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock_that_fails(errno.ENOLCK))
     corpus, lines = _prepare(tmp_path, texts)

@@ -143,11 +143,12 @@ def prepare_corpus(
         truncation_and_padding=given.truncation_and_padding if given is not None else None,
     )
     output_dir = output_dir.absolute()
-    # A folder of texts may hold the output, which is none of them.
+    # A folder of texts may hold the output, which is none of them; symbolic links may lead to either.
     beside = (*_beside_of(output_dir / _MANIFEST), *_names_beside(given))
-    made = {output_dir / name for name in (*_FILES, *beside, _MANIFEST)}
+    made, place = {*_FILES, *beside, _MANIFEST}, output_dir.resolve()
     if not source.named_file:
-        source = replace(source, files=tuple(file for file in source.files if file not in made))
+        texts = [each for each in source.files if each.name not in made or each.parent.resolve() != place]
+        source = replace(source, files=tuple(texts))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
