@@ -20,7 +20,7 @@ from mt_megatron.data.prepare.inputs import find_inputs
 from mt_megatron.data.prepare.merging import findings_of, merge_key
 from mt_megatron.data.prepare.preprocess import preprocess, shard_name
 from mt_megatron.data.prepare.preprocess_options import PreprocessOptions
-from mt_megatron.data.prepare.preprocess_plan import locked, overwrite, plan_of
+from mt_megatron.data.prepare.preprocess_plan import is_output, locked, overwrite, plan_of
 from mt_megatron.errors import DataError
 from tests.data.test_preprocess import Lines, made, options, texts, write_jsonl
 from tests.nfs_locks import flock_that_fails
@@ -158,6 +158,15 @@ def test_an_output_within_the_input_is_no_input(tmp_path: Path, given: str) -> N
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps({**plan, "shard_bytes": 1 << 19}))
     assert preprocess(work, Lines()) == first
+
+
+def test_symbolic_links_lead_to_the_output_as_well(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to("in")
+    names = ("out_text_document.bin", "out.preprocess/plan.json", "a.jsonl")
+    for output, input in (("in", "link"), ("link", "in")):
+        given = options(tmp_path, output_prefix=str(tmp_path / output / "out"))
+        assert [is_output(given, str(tmp_path / input / name)) for name in names] == [True, True, False]
 
 
 def test_another_end_of_documents_is_refused(tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ def plan_of(options: PreprocessOptions, files: list[InputFile]) -> dict[str, Any
 
 
 def is_output(options: PreprocessOptions, path: str) -> bool:
-    """True for an absolute ``path`` of the result or of its making: both may lie in a folder of inputs."""
-    prefix = os.path.abspath(options.output_prefix)
+    """True for a ``path`` of the result or of its making: both may lie in a folder of inputs, and symbolic
+    links may lead to either."""
+    folder, name = os.path.split(options.output_prefix)
+    prefix, path = os.path.join(os.path.realpath(folder), name), os.path.realpath(path)
     pairs = [output_prefix(prefix, key) for key in options.json_keys]
     made = {each + suffix for each in pairs for suffix in (".bin", ".idx", ".json")}
     made |= {f"{prefix}_problems.jsonl", f"{prefix}_tokenizer.json"}
