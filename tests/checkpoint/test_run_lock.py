@@ -154,9 +154,7 @@ def starts_of_a_launcher(monkeypatch: pytest.MonkeyPatch, store: Any, number: in
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counted)
 
 
-def test_a_restart_that_another_node_counts_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_that_another_node_counts_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, store = CheckpointConfig(resume=str(tmp_path / "source")), HashStore()
     starts_of_a_launcher(monkeypatch, store, 1, "0")
     _require_own(tmp_path / "own", options)
