@@ -58,10 +58,19 @@ class Trace:
     places: Mapping[int, Place]
     clocks: Clocks
     notes: tuple[str, ...] = field(default=())
+    unreadable: dict[str, int] = field(default_factory=dict)
+    """Sentence on each file that could not be read, or not to its end -> its rank. Grows as ranks are read:
+    a file that could be opened may fail later."""
 
     def rank(self, rank: int) -> RankTrace:
         """Everything ``rank`` wrote, times by its own clock. Raises ``ScanError`` as ``read_rank``."""
-        return read_rank(self.files.rank_folder(rank), session=self.session)
+        found = read_rank(self.files.rank_folder(rank), session=self.session)
+        self.add_unreadable(rank, found.unreadable)
+        return found
+
+    def add_unreadable(self, rank: int, sentences: Iterable[str]) -> None:
+        """Add ``sentences`` on files of ``rank`` to ``unreadable``."""
+        self.unreadable.update(dict.fromkeys(sentences, rank))
 
     def clock_error(self, ranks: Iterable[int]) -> float:
         """ns by which times of these ranks may be wrong against each other; 0 on one clock."""
@@ -88,15 +97,15 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         facts = {}
         notes.append(f"{error}; places are taken from the ranks' own files")
     segments: dict[int, list[_Segment]] = {}
-    unreadable: list[str] = []
+    unreadable: dict[str, int] = {}
     for rank in files.ranks():
         segments[rank], damaged = readable_segments(segment_paths(files.rank_folder(rank)))
-        unreadable += damaged
+        unreadable.update(dict.fromkeys(damaged, rank))
     numbers = {_session(meta) for each in segments.values() for _, meta in each}
     if not numbers:
         expected = "expected files such as rank-00000/000000.scan"
         nothing = f"found no readable segment below {files.root}; {expected}"
-        raise ScanError(unreadable[0] if unreadable else nothing)
+        raise ScanError(next(iter(unreadable), nothing))
     newest = max(numbers)
     if earlier := len(numbers) - 1:
         notes.append(
@@ -127,6 +136,7 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         places=places_of(facts, {rank: each.meta for rank, each in light.items()}),
         clocks=clocks,
         notes=(*notes, *clocks.notes),
+        unreadable=unreadable,
     )
 
 

@@ -184,6 +184,8 @@ def diagnose(
     diagnoser = Diagnoser(trace.places, trace.clocks)
     ends: dict[int, RankEnd] = {}
     notes = list(trace.notes)
+    # A rank without any readable file is not read below, where files are named otherwise.
+    notes += [sentence for sentence, rank in trace.unreadable.items() if rank not in trace.ranks]
     for rank in trace.ranks:
         recorded = trace.rank(rank)
         notes += recorded.damaged

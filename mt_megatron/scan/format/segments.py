@@ -81,8 +81,16 @@ class RankTrace:
     """All notes, without the repeated ones at the beginnings of later segments; from ``read_rank`` the last
     one is how the recording ended, where that is known."""
 
-    damaged: tuple[str, ...] = field(default=())
-    """Sentences on what could not be read: torn ends, what lies behind a broken block, whole segments."""
+    unreadable: tuple[str, ...] = field(default=())
+    """Sentences on segments that could not be read, or not to their ends."""
+
+    torn: tuple[str, ...] = field(default=())
+    """Sentences on segments whose last block is torn, or broken: what lies behind it is not read."""
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """All of these sentences."""
+        return (*self.unreadable, *self.torn)
 
 
 class SegmentWriter:
@@ -218,7 +226,7 @@ def read_rank(rank_folder: Path, *, session: int | None = None) -> RankTrace:
     ended = read_ended(rank_folder, wanted)
     if ended is not None:
         found.notes.append(ended.note())
-    return replace(found, damaged=(*unreadable, *found.damaged))
+    return replace(found, unreadable=(*unreadable, *found.unreadable))
 
 
 def sessions(rank_folder: Path) -> list[int]:
@@ -273,7 +281,8 @@ def read_segments(paths: Sequence[Path]) -> RankTrace:
     groups: dict[int, Group] = {}
     arrays: dict[int, list[NDArray[np.void]]] = {kind: [] for kind in _ARRAYS}
     notes: list[dict[str, Any]] = []
-    damaged: list[str] = []
+    unreadable: list[str] = []
+    torn: list[str] = []
     for path in paths:
         own: list[str] = []
         tables.append(own)
@@ -299,10 +308,10 @@ def read_segments(paths: Sequence[Path]) -> RankTrace:
         except PermissionError:
             raise
         except (OSError, ScanError) as error:
-            damaged.append(_unreadable(path, error))
+            unreadable.append(_unreadable(path, error))
             continue
         if size > end:
-            damaged.append(f"{path}: the last {size - end} of {size} bytes are no whole block")
+            torn.append(f"{path}: the last {size - end} of {size} bytes are no whole block")
     return RankTrace(
         meta=meta,
         # The table only grows, so that the longest says what all numbers mean.
@@ -312,7 +321,8 @@ def read_segments(paths: Sequence[Path]) -> RankTrace:
         counters=_joined(arrays[COUNTER_VALUES], COUNTER),
         pings=_joined(arrays[PINGS], PING),
         notes=notes,
-        damaged=tuple(damaged),
+        unreadable=tuple(unreadable),
+        torn=tuple(torn),
     )
 
 

@@ -103,7 +103,9 @@ def test_a_damaged_segment_of_one_rank_spoils_neither_report_nor_watcher(slow: P
     shutil.rmtree(files.rank_folder(1))
     files.rank_folder(1).mkdir()
     segment_path(files.rank_folder(1), 1).write_bytes(bytes(4096))
-    assert diagnose(run).missing == (1,)
+    found = diagnose(run)
+    assert found.missing == (1,)
+    assert any("rank-00001/000001.scan is no segment" in note for note in found.notes)
 
 
 def test_the_watcher_tries_a_file_again_that_it_could_not_read(

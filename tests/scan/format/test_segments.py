@@ -124,6 +124,7 @@ def test_damage_is_said(tmp_path: Path) -> None:
     trace = read_rank(path.parent)
     assert len(trace.spans) == 5
     assert trace.damaged == (f"{path}: the last 4 of {path.stat().st_size} bytes are no whole block",)
+    assert trace.unreadable == (), "the end of a rank that was killed"
 
 
 def test_a_segment_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_a_file_that_breaks_off_gives_what_was_read_of_it(
     trace = read_rank(path.parent)
     assert len(trace.spans) == 3 and trace.strings == ["", "send"]
     assert len(trace.damaged) == 1 and "cannot be read" in trace.damaged[0]
+    assert trace.unreadable == trace.damaged
 
 
 def test_each_segment_can_be_read_alone(tmp_path: Path) -> None:
