@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +49,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action: argparse.ArgumentParser = import_module(f"mt_megatron.cli.scan.{word}").add_parser(actions)
         action.set_defaults(func=_about_places(action.get_default("func")))
     return parser
+
+
+def code_without(unreadable: Collection[str]) -> int:
+    """Exit code of a result that lacks files; ``unreadable``: sentences on them, which stderr gets. 0 without
+    any."""
+    for sentence in unreadable:
+        print(f"mt-megatron scan: not in the result: {sentence}", file=sys.stderr)
+    return 1 if unreadable else 0
 
 
 def _about_places(run: _Run) -> _Run:

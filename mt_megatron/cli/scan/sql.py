@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.cli.scan.command import code_without
+
 _EXAMPLE = """examples:
   mt-megatron scan sql RUN "describe spans"
   mt-megatron scan sql RUN "select rank, median(seconds) from steps group by rank order by 2 desc limit 5"
   mt-megatron scan sql RUN "select process_group, name, count(*), sum(end_ns - begin_ns) / 1e9 as seconds
     from spans where kind = 'collective' group by all order by seconds desc"
 
-exit codes: 0 fine, 1 no such trace, 2 wrong use"""
+exit codes: 0 fine, 1 no such trace, or the answer lacks files that cannot be read (stderr names them),
+2 wrong use"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     answer = query(args.run, sys.stdin.read() if args.statement == "-" else args.statement)
     show(answer.columns, answer.rows, args.format)
-    return 0
+    return code_without(answer.unreadable)
 
 
 def show(columns: tuple[str, ...], rows: list[tuple[Any, ...]], form: str) -> None:

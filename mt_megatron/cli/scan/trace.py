@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mt_megatron.cli.scan.command import code_without
 from mt_megatron.cli.scan.report import add_steps, check_steps
 from mt_megatron.errors import ConfigError
 
@@ -15,7 +16,8 @@ _EXAMPLE = """examples:
   mt-megatron scan trace RUN --ranks 0-3,8 --format perfetto --output slow.pftrace
 
 Open the file at ui.perfetto.dev (it stays on your machine) or in chrome://tracing.
-exit codes: 0 fine, 1 no such trace, 2 wrong use"""
+exit codes: 0 fine, 1 no such trace, or the file lacks segments that cannot be read (stderr names them),
+2 wrong use"""
 
 _MUCH = 3_000_000
 _MOST_RANKS = 1_000_000
@@ -73,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"{done.path}: {done.events} events of {done.ranks} ranks, {done.bytes / 1e6:.1f} MB")
     if done.events > _MUCH:
         print("That is much for a viewer: choose --first-step and --last-step, or --ranks.", file=sys.stderr)
-    return 0
+    lacking = [
+        sentence
+        for sentence, rank in trace.unreadable.items()
+        if spans is None or any(rank in span for span in spans)
+    ]
+    return code_without(lacking)
 
 
 def parse_ranks(text: str) -> list[range]:

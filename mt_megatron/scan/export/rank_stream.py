@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mt_megatron.scan.analysis.trace import Trace
 from mt_megatron.scan.format.records import OPEN, SPAN
 from mt_megatron.scan.format.run_files import segment_paths
-from mt_megatron.scan.format.segments import Group, read_segments, segment_meta, without_ended
+from mt_megatron.scan.format.segments import Group, read_segments, readable_segments, without_ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,17 @@ class Piece:
 
 
 def pieces(trace: Trace, rank: int, selection: Selection = EVERYTHING) -> Iterator[Piece]:
-    """The records of ``rank`` in the order of its segments, without what cannot be read."""
+    """The records of ``rank`` in the order of its segments. Files that cannot be read are left out and added
+    to ``trace.unreadable``."""
     carried = np.empty(0, dtype=SPAN)
     strings: list[str] = []
     groups: dict[int, Group] = {}
-    folder = trace.files.rank_folder(rank)
-    metas = ((path, segment_meta(path)) for path in segment_paths(folder))
-    paths = [path for path, meta in metas if meta and int(meta.get("session", 0)) == trace.session]
+    readable, unreadable = readable_segments(segment_paths(trace.files.rank_folder(rank)))
+    trace.add_unreadable(rank, unreadable)
+    paths = [path for path, meta in readable if int(meta.get("session", 0)) == trace.session]
     for index, path in enumerate(paths):
         part = read_segments([path])
+        trace.add_unreadable(rank, part.unreadable)
         # Spans that were carried along have the names of earlier segments; numbers mean the same in all.
         strings, groups = max(strings, part.strings, key=len), {**groups, **part.groups}
         spans = without_ended(np.concatenate((carried, part.spans)) if len(carried) else part.spans)

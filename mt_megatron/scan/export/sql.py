@@ -48,7 +48,8 @@ _STEP_COLUMNS = (
 def ensure_store(trace: Trace) -> Path:
     """The folder with the tables of ``trace``, made anew unless it fits the trace's files.
 
-    Raises ``ConfigError`` when pyarrow is missing, ``OSError`` when it cannot be written.
+    Tables that lack a file which could not be read (``trace.unreadable``) get no stamp, so that the next call
+    makes them anew. Raises ``ConfigError`` when pyarrow is missing, ``OSError`` when it cannot be written.
     """
     folder = trace.files.root / "store"
     stamp = _stamp(trace.files, trace.session)
@@ -61,7 +62,9 @@ def ensure_store(trace: Trace) -> Path:
     fresh = Path(tempfile.mkdtemp(dir=trace.files.root, prefix=".store."))
     try:
         _write(trace, fresh, arrow, parquet)
-        write_private(fresh / _STAMP, json.dumps(stamp))
+        # A file that can be read again has the size that it had before: the stamp would fit it.
+        if not trace.unreadable:
+            write_private(fresh / _STAMP, json.dumps(stamp))
         grant_below(fresh)
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
@@ -257,6 +260,8 @@ class Answer:
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
+    unreadable: tuple[str, ...] = ()
+    """Sentences on files that could not be read: the tables lack what they hold."""
 
 
 def query(run: Path | str, statement: str) -> Answer:
@@ -265,7 +270,10 @@ def query(run: Path | str, statement: str) -> Answer:
     Raises ``ConfigError`` for a wrong statement or a missing library, ``ScanError`` without a trace.
     """
     duckdb = load("duckdb")
-    folder = ensure_store(open_trace(run)).resolve()
+    trace = open_trace(run)
+    folder = ensure_store(trace).resolve()
+    # Tables with a stamp lack nothing, even if a file was damaged after they were made.
+    unreadable = () if (folder / _STAMP).exists() else tuple(trace.unreadable)
     connection = duckdb.connect(":memory:")
     try:
         # Nothing is fetched or loaded, and no other file can be named in the statement.
@@ -278,7 +286,7 @@ def query(run: Path | str, statement: str) -> Answer:
             connection.execute(f'CREATE VIEW "{table}" AS SELECT * FROM read_parquet({source})')
         result = connection.execute(statement)
         columns = tuple(column[0] for column in result.description or ())
-        return Answer(columns=columns, rows=result.fetchall())
+        return Answer(columns=columns, rows=result.fetchall(), unreadable=unreadable)
     except duckdb.Error as error:
         raise ConfigError(
             f"the statement cannot be run: {str(error).strip()}\nTables: {', '.join(TABLES)}; "

@@ -12,6 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from mt_megatron.cli.main import main
 from mt_megatron.scan.analysis.trace import open_trace
 from mt_megatron.scan.export import chrome
 from mt_megatron.scan.export.chrome import write_chrome
@@ -341,3 +342,16 @@ def test_nothing_is_left_behind_when_the_export_fails(
     with pytest.raises(OSError, match="no space"):
         write_chrome(open_trace(tmp_path), tmp_path / "out" / "t.json.gz")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_command_names_files_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=2))
+    path = segment_path(run_files(tmp_path).rank_folder(1), 1)
+    path.write_bytes(bytes(4096))
+    words = ["scan", "trace", str(tmp_path), "--output", str(tmp_path / "t.json")]
+    assert main(words) == 1
+    assert f"not in the result: {path} is no segment of a trace" in capsys.readouterr().err
+    assert main([*words, "--ranks", "0,2-3"]) == 0
+    assert capsys.readouterr().err == "", "nothing is missing of the ranks asked for"

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mt_megatron.cli.main import main
 from mt_megatron.errors import ConfigError
 from mt_megatron.scan.analysis.trace import open_trace
 from mt_megatron.scan.export.sql import _words, ensure_store, load, query
+from mt_megatron.scan.format import segments
+from mt_megatron.scan.format.run_files import run_files, segment_path
+from mt_megatron.scan.format.segments import read_blocks
 from tests.scan import handmade
 from tests.scan.handmade import HandmadeRun, write_handmade
 
@@ -81,6 +89,50 @@ def test_the_store_is_made_again_only_when_the_trace_has_grown(run: Path, tmp_pa
     assert not [path for path in (tmp_path / "scan").iterdir() if path.name.startswith(".store")]
 
 
+def test_a_file_that_cannot_be_read_is_named_and_its_gap_is_not_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_handmade(tmp_path, HandmadeRun(steps=2))
+    path = segment_path(run_files(tmp_path).rank_folder(1), 0)
+    whole = path.read_bytes()
+    zeros = bytes(len(whole))
+    ask = ["scan", "sql", str(tmp_path), "select count(distinct rank) as ranks from spans", "--format", "csv"]
+    path.write_bytes(zeros)
+    assert main(ask) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "ranks\n3\n"
+    assert printed.err.startswith(f"mt-megatron scan: not in the result: {path} is no segment of a trace")
+    path.write_bytes(whole)
+    assert main(ask) == 0
+    assert capsys.readouterr() == ("ranks\n4\n", ""), "made anew, though the file has the size of before"
+    path.write_bytes(zeros)
+    assert main(ask) == 0
+    assert capsys.readouterr() == ("ranks\n4\n", ""), "the tables were made when all files could be read"
+
+
+def test_a_file_that_breaks_off_is_named_and_its_gap_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first note can be read, so that it is not known before its records are asked for."""
+    write_handmade(tmp_path, HandmadeRun(steps=2))
+    path = segment_path(run_files(tmp_path).rank_folder(1), 0)
+    count = "select count(*) from spans where rank = 1"
+
+    def breaking_off(read: Path, offset: int = 0) -> Iterator[tuple[int, Any, int]]:
+        for number, block in enumerate(read_blocks(read, offset)):
+            if read == path and number == 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(read))
+            yield block
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "read_blocks", breaking_off)
+        part = query(tmp_path, count)
+    (sentence,) = part.unreadable
+    assert f"{path} cannot be read" in sentence
+    whole = query(tmp_path, count)
+    assert whole.unreadable == () and whole.rows[0][0] > part.rows[0][0] > 0
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -116,8 +168,6 @@ def test_a_missing_library_says_how_to_get_it(run: Path) -> None:
 
 
 def test_the_command_prints_tables_csv_and_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mt_megatron.cli.main import main
-
     statement = "select rank, host from ranks order by rank limit 2"
     printed = []
     for format in ("table", "csv", "json"):
