@@ -30,7 +30,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     suspects = parser.add_mutually_exclusive_group(required=True)
     suspects.add_argument("--ranks", type=int, nargs="+", metavar="R", help="suspects of slow computing")
-    suspects.add_argument("--link", type=int, nargs=2, metavar="R", help="the two ends of a suspect link")
+    suspects.add_argument(
+        "--link",
+        type=int,
+        nargs=2,
+        metavar="R",
+        help="the two ends of a suspect link; between hosts the more suspect first",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="wait so long (120)")
     parser.set_defaults(func=run)
     return parser

@@ -7,6 +7,7 @@ third smallest and third largest ratio are the ends of a 96 % interval of the me
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -202,8 +203,9 @@ def _compute(request: Request, measures: Measures) -> tuple[list[float], str]:
 def control_pairs(suspects: tuple[int, ...], hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Pairs of the same kind as the pair ``suspects`` (within a host, or between two), to compare it with.
 
-    ``hosts``: of every rank. Pairs that share less with the suspects come first. Between hosts that is
-    foremost the host of the first suspect: its network card may be what is slow.
+    ``hosts``: of every rank. Pairs that share less with the suspects come first. Between hosts no pair has an
+    end at the first suspect's host, whose network card may be what is slow, while there are others; of these
+    each two hosts give one pair before any give a second.
     """
     first, second = (hosts[rank] for rank in suspects)
     members: dict[str, list[int]] = {}
@@ -230,7 +232,15 @@ def control_pairs(suspects: tuple[int, ...], hosts: Sequence[str]) -> list[tuple
         touched = {hosts[rank] for rank in pair} if first != second else set()
         return first in touched, second in touched, bool(set(pair) & set(suspects))
 
-    return sorted((pair for pair in near if set(pair) != set(suspects)), key=shared)[:_CONTROLS]
+    controls = sorted((pair for pair in near if set(pair) != set(suspects)), key=shared)
+    if first != second:
+        # The way between two hosts may be shorter than others, or slow: one way alone is no measure.
+        ways: dict[frozenset[str], list[tuple[int, int]]] = {}
+        for pair in controls:
+            ways.setdefault(frozenset(hosts[rank] for rank in pair), []).append(pair)
+        turns = itertools.zip_longest(*ways.values())
+        controls = sorted((pair for turn in turns for pair in turn if pair), key=lambda pair: shared(pair)[0])
+    return controls[:_CONTROLS]
 
 
 def _link(

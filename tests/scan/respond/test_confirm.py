@@ -89,9 +89,13 @@ def test_a_pair_is_compared_with_pairs_of_its_kind(order: str) -> None:
 
 
 def test_a_nodes_pair_is_compared_with_pairs_that_cross_other_borders() -> None:
-    assert control_pairs((2, 0), "aabbccdd") == [(4, 6), (5, 7), (4, 7)]
+    assert control_pairs((2, 0), "aabbccdd") == [(4, 6), (1, 5), (1, 7)], "three ways, none to the host b"
     assert control_pairs((2, 0), "aabbcc") == [(1, 5), (1, 4), (0, 4)], "none with the suspect's host"
     assert control_pairs((0, 1), "ab") == []
+    hosts = "aabbccddee"
+    pairs = control_pairs((2, 0), hosts)
+    ways = {frozenset(hosts[rank] for rank in pair) for pair in pairs}
+    assert len(ways) == 3 and not set("ab") & {host for way in ways for host in way}
 
 
 class Wires:
@@ -150,6 +154,21 @@ def test_a_sound_network_between_hosts_is_not_slow_beside_one_within() -> None:
     alone = link_verdict((0, 1), "aab", seconds)
     assert alone.verdict == "inconclusive"
     assert "ranks 0, 1: the run has no other pair within a host to compare it with" in alone.text
+
+
+def test_a_node_is_not_slow_beside_a_shorter_way_between_others() -> None:
+    """Hosts c and d share a switch; every other way is longer."""
+    hosts = "aabbccdd"
+
+    def sound(rank: int, peer: int) -> tuple[float, float]:
+        return (1e-4, 1e-3) if {hosts[rank], hosts[peer]} == {"c", "d"} else (4e-4, 4e-3)
+
+    def slow(rank: int, peer: int) -> tuple[float, float]:
+        quick, bulk = sound(rank, peer)
+        return (2 * quick, 2 * bulk) if "b" in (hosts[rank], hosts[peer]) else (quick, bulk)
+
+    assert link_verdict((2, 0), hosts, sound).verdict == "refuted"
+    assert link_verdict((2, 0), hosts, slow).verdict == "confirmed"
 
 
 @pytest.mark.parametrize(
