@@ -40,9 +40,14 @@ def test_ranks_of_a_stage_are_measured_alike(forward: int, other: int, measures:
     assert [np.mean(row) for row in found] == list(measures)
 
 
-def test_each_stage_has_a_measure_of_its_own() -> None:
+def test_each_stage_of_several_ranks_has_a_measure_of_its_own() -> None:
+    found = own_work(steps(0, 29), steps(1, 31), steps(2, 31), steps(3, 31), stages={2: 1, 3: 1})
+    assert [np.mean(row) for row in found] == [100, 100, 31, 31]
+
+
+def test_stages_of_one_rank_each_are_measured_alike() -> None:
     found = own_work(steps(0, 29), steps(1, 31), stages={1: 1})
-    assert [np.mean(row) for row in found] == [100, 31]
+    assert [np.mean(row) for row in found] == [100, 100]
 
 
 def test_a_part_of_few_phases_does_not_change_the_measure() -> None:

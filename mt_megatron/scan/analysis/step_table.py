@@ -87,7 +87,11 @@ def step_table(
                 columns[name][row, place[fits]] = part.columns[name][fits]
     table = StepTable(ranks=ranks, iteration=grid, columns=columns, places=places, looks=looks)
     own = columns["phases"] + columns["other"]
-    for rows in table.roles:
+    compared = [rows for rows in table.roles if len(rows) > 1]
+    if alone := [rows for rows in table.roles if len(rows) == 1]:
+        # Stages of one rank each have no peers inside: they are compared with each other.
+        compared.append(np.concatenate(alone))
+    for rows in compared:
         # Decided again for those that are compared: each part of each rank has decided for itself alone.
         columns["compute"][rows] = own_work(columns["phases"][rows], own[rows])
     return table
