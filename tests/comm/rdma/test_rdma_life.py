@@ -30,7 +30,9 @@ def test_a_late_rank_does_not_end_links_between_others(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "PROBE_SECONDS", 0.01)
     ranks, edges = Pair(count=3), (Edge(0, 1, 0), SECOND)
     ends = [ranks.begin_prepare(rank, *edges) for rank in (1, 2)]
+    deadline = time.monotonic() + 20.0
     while "ready/2/1" not in ranks.keys:
+        assert time.monotonic() < deadline, [end() for end in ends]
         time.sleep(0.001)
     time.sleep(0.1)
     assert "ready/1/2" not in ranks.keys
