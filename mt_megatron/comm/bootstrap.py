@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -111,6 +112,28 @@ def own_place(rank: int) -> Place:
         user=os.getuid(),
         processes=_link("/proc/self/ns/pid"),
     )
+
+
+def has_ended(place: Place) -> bool:
+    """True where the process of ``place`` is known to be gone. A process of another kernel or PID namespace
+    cannot be asked for."""
+    own = own_place(place.rank)
+    is_near = (place.boot, place.processes) == (own.boot, own.processes)
+    if not (place.boot and place.processes and is_near):
+        return False
+    try:
+        process = os.pidfd_open(place.pid)
+    except ProcessLookupError:
+        return True
+    except (OSError, AttributeError):
+        return False
+    try:
+        poll = select.poll()
+        # Readable from the process's end on, even while its parent has not waited for it.
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(process)
 
 
 def _first_line(path: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.comm.bootstrap import Bootstrap, Place, own_place
+from mt_megatron.comm.bootstrap import Bootstrap, Place, has_ended, own_place
 from mt_megatron.comm.errors import (
     PeerLost,
     TransferTimeout,
@@ -401,13 +401,16 @@ class RdmaTransport:
                     ) from None
 
     def _require_there(self, peer: int) -> None:
-        """Raise PeerLost if ``peer`` has given up, or its link has ended."""
-        ended = self._links[peer].end()
+        """Raise PeerLost if ``peer`` has given up, its link has ended, or its process here has."""
+        link = self._links[peer]
+        ended = link.end()
         if ended is not None:
             raise ended
         try:
             found = json.loads(self._bootstrap.fetch(f"gave_up/{peer}", 0.0))
         except TransferTimeout:
+            if has_ended(link.place):
+                raise PeerLost(peer, link.place.host, link.place.pid, "its process ended") from None
             return
         place = Place(**found["place"])
         raise PeerLost(place.rank, place.host, place.pid, f"it gave up its channels ({found['said']})")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from mt_megatron.comm import stage_exchange
-from mt_megatron.comm.errors import TransportUnavailable
+from mt_megatron.comm.bootstrap import own_place
+from mt_megatron.comm.errors import TransferTimeout, TransportError, TransportUnavailable
 from mt_megatron.comm.rdma import engine, verbs
 from mt_megatron.comm.rdma import transport as rdma_transport
 from mt_megatron.comm.rdma.ports import Port
@@ -42,6 +45,30 @@ def test_a_late_rank_does_not_end_links_between_others(monkeypatch: pytest.Monke
         ranks.ranks[edge.source].post_send(edge, torch.tensor([7.0]))
         assert ranks.ranks[edge.target].post_recv(edge, (1,), torch.float32).wait().item() == 7.0
     ranks.close()
+
+
+@pytest.mark.parametrize(("is_near", "said"), [(True, "its process ended"), (False, "'never' of rank 1")])
+def test_a_peer_that_is_killed_while_it_connects_is_named(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_near: bool, said: str
+) -> None:
+    """It says nothing, and is not probed before it is ready. On another machine the number of its process
+    says nothing either."""
+    monkeypatch.setattr(rdma_transport, "_LOOK_SECONDS", 0.01)
+    child = subprocess.Popen(["sleep", "60"])
+    place = replace(own_place(1), pid=child.pid)
+    pair.ranks[0]._links[1].place = place if is_near else replace(place, boot="another")
+
+    def wait() -> None:
+        pair.ranks[0]._fetch("never", 1, time.monotonic() + 0.05)
+
+    with pytest.raises(TransferTimeout):
+        wait()
+    child.kill()
+    # The process is kept as a zombie, as by a launcher that waits for another one.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(TransportError, match=said):
+        wait()
+    child.wait()
 
 
 def test_a_network_that_carries_nothing_is_noticed_by_prepare() -> None:
