@@ -73,7 +73,12 @@ def train(config: TrainingConfig) -> Outcome:
     with (
         joined(config, backend) as job,
         stop_requests() as stop_requested,
-        watched(config.launch.watchdog_seconds, rank=job.rank, world_size=job.layout.world_size) as watchdog,
+        watched(
+            config.launch.watchdog_seconds,
+            rank=job.rank,
+            world_size=job.layout.world_size,
+            closing_seconds=60 * config.launch.distributed_timeout_minutes,
+        ) as watchdog,
         checkpoint_lock.held(config, job) as unlocked,
     ):
         mt_megatron.compare_plan_across_ranks()

@@ -73,6 +73,11 @@ class Channel:
         """Why some rank raised the alarm; None when none did."""
         return self._read("alarm")
 
+    def ending(self, where: str) -> None:
+        """Say that this rank saves and closes after an error: a conference counts it as one that left. No
+        alarm."""
+        self._store.compare_set(f"left/{self.rank}", "", f"{where}; it still saves and closes")
+
     def leave(self, reason: str) -> None:
         """Say that this rank ends with an error."""
         self._store.set(f"left/{self.rank}", reason)
@@ -106,7 +111,8 @@ class Channel:
         found: dict[int, Evidence] = {}
         left: dict[int, str] = {}
         deadline = time.monotonic() + patience
-        while len(found) + len(left) < self.world_size and time.monotonic() < deadline:
+        # A rank that closes for too long gives evidence, and is in both then.
+        while len(found.keys() | left.keys()) < self.world_size and time.monotonic() < deadline:
             for rank in range(self.world_size):
                 if rank not in found and (text := self._read(f"evidence/{rank}")) is not None:
                     found[rank] = evidence_from(text)
@@ -152,6 +158,8 @@ EXIT_CODE = 75
 
 _SECONDS_TO_LEAVE = 15.0
 _SECONDS_FOR_STACKS = 0.5
+CLOSING_SECONDS = 600.0
+"""Default of ``Watchdog``'s ``closing_seconds``; that of ``--distributed-timeout-minutes``."""
 
 
 class Watchdog:
@@ -165,9 +173,12 @@ class Watchdog:
         limit: float,
         channel: Channel | None = None,
         end: Callable[[int, str], NoReturn] = end_process,
+        closing_seconds: float = CLOSING_SECONDS,
     ) -> None:
-        """``limit`` in seconds; ``channel`` is None for a run of one process."""
+        """``limit`` in seconds; ``channel`` is None for a run of one process. ``closing_seconds``: how long
+        this rank may save and close after an error of its own once another rank has raised the alarm."""
         self.limit = limit
+        self._closing_seconds = closing_seconds
         self.period = min(5.0, max(0.2, limit / 20))
         self._patience = 2 * self.period + 8.0
         self._rank = rank
@@ -214,10 +225,12 @@ class Watchdog:
         self._state = (time.monotonic(), where, False)
 
     def ending(self, where: str) -> None:
-        """The main thread met an error and saves, closes and leaves, which may take as long as it likes, also
-        when other ranks have left."""
-        self._is_ending = True
+        """The main thread met an error and saves, closes and leaves. Other ranks hear of it, and neither wait
+        for this one nor kill it; from an alarm on, as of a rank that left, it has ``closing_seconds``."""
         self.unlimited(where)
+        self._is_ending = True
+        # Wakes the channel's thread, which tells the others.
+        self._to_confer.put(None)
 
     def stop(self, error: BaseException | None = None) -> None:
         """The run is over. With ``error`` the other ranks are told that this one leaves."""
@@ -255,10 +268,16 @@ class Watchdog:
                 self._give_evidence(f"no progress for {now - since:.1f} s (limit {self.limit:g} s)")
 
     def _answer(self, alarm: str, now: float) -> None:
-        # After an error of one rank the others usually have the same, or lose their connection to it.
         waited = now - self._alarm_heard
-        patient = '"left": true' in alarm and (self._is_ending or waited < _SECONDS_TO_LEAVE)
-        if not patient:
+        if self._is_ending:
+            # A conference counts this rank as one that left, so that it holds up nobody.
+            if waited > self._closing_seconds:
+                self._give_evidence(
+                    f"still closing {waited:.1f} s after another rank raised the alarm (limit "
+                    f"{self._closing_seconds:g} s)"
+                )
+        # After an error of one rank the others usually have the same, or lose their connection to it.
+        elif '"left": true' not in alarm or waited >= _SECONDS_TO_LEAVE:
             self._give_evidence("another rank raised the alarm")
 
     def _give_evidence(self, reason: str) -> None:
@@ -287,9 +306,13 @@ class Watchdog:
         return text
 
     def _talk(self, channel: Channel) -> None:
+        said_ending = False
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: _verdict says so
             while not self._stopped.is_set():
                 channel.beat(sign_of_life(self._state[1]))
+                if self._is_ending and not said_ending:
+                    channel.ending(self._state[1])
+                    said_ending = True
                 if self._alarm is None and (alarm := channel.alarm()) is not None:
                     self._alarm_heard, self._alarm = time.monotonic(), alarm
                 with contextlib.suppress(queue.Empty):
@@ -340,13 +363,21 @@ class NoWatchdog:
 
 
 @contextmanager
-def watched(limit: float, *, rank: int, world_size: int) -> Iterator[Watchdog | NoWatchdog]:
+def watched(
+    limit: float, *, rank: int, world_size: int, closing_seconds: float = CLOSING_SECONDS
+) -> Iterator[Watchdog | NoWatchdog]:
     """A watchdog of this rank in the default process group, for as long as the block lasts; one that does
     nothing when ``limit`` is 0. An error that leaves the block is told to the other ranks."""
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
     if limit > 0:
         channel = Channel(rank, world_size) if world_size > 1 else None
-        watchdog = Watchdog(rank=rank, world_size=world_size, limit=limit, channel=channel)
+        watchdog = Watchdog(
+            rank=rank,
+            world_size=world_size,
+            limit=limit,
+            channel=channel,
+            closing_seconds=closing_seconds,
+        )
     watchdog.start()
     try:
         yield watchdog

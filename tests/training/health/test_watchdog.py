@@ -8,13 +8,17 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from mt_megatron.backends.distributed.rendezvous import loopback_store
 from mt_megatron.backends.torch_version import torch_is_before
-from mt_megatron.training.health.watchdog import EXIT_CODE, Watchdog
+from mt_megatron.errors import DataError
+from mt_megatron.training.health.watchdog import EXIT_CODE, Channel, Watchdog
 from mt_megatron.training.health.watchdog_evidence import Evidence, Sign, Waiting, evidence_from, verdict
 from tests.launch import ROOT, RankError, run_ranks, start_command
 
@@ -138,7 +142,7 @@ def test_no_rank_outlives_one_that_ended_with_an_error(more_ended: dict[str, Any
     assert codes[0] not in (0, None) and codes[1] == 1
 
 
-def _watched(limit: float) -> tuple[Watchdog, list[str], threading.Event]:
+def _watched(limit: float, **options: Any) -> tuple[Watchdog, list[str], threading.Event]:
     said: list[str] = []
     ended = threading.Event()
 
@@ -148,7 +152,7 @@ def _watched(limit: float) -> tuple[Watchdog, list[str], threading.Event]:
         while True:  # the thread is a daemon; a real end does not return either
             time.sleep(1)
 
-    watchdog = Watchdog(rank=0, world_size=1, limit=limit, end=end)
+    watchdog = Watchdog(**{"rank": 0, "world_size": 1, **options}, limit=limit, end=end)
     watchdog.start()
     return watchdog, said, ended
 
@@ -165,16 +169,81 @@ def test_what_may_take_long_does_not_trip_it_and_a_step_does(capfd: pytest.Captu
     assert "Python stacks of this rank" in capfd.readouterr().err
 
 
-def test_a_rank_that_is_ending_is_left_alone_by_those_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mt_megatron.training.health.watchdog._SECONDS_TO_LEAVE", 0.0)
-    watchdog, _, ended = _watched(1.5)
-    watchdog.progress("step 1")
-    watchdog.ending("after DataError")
-    watchdog._alarm = '{"rank": 1, "left": true}'
-    assert not ended.wait(3.0)
-    watchdog._alarm = '{"rank": 1, "left": false}'
-    assert ended.wait(30), "a rank that asks all others is answered"
-    watchdog.stop()
+@dataclass
+class _Ranks:
+    """Watchdogs of several ranks in threads of this process, with channels over one store of torch's."""
+
+    watchdogs: list[Watchdog] = field(default_factory=list)
+    said: list[list[str]] = field(default_factory=list)
+    ended: list[threading.Event] = field(default_factory=list)
+    killed: list[Sign] = field(default_factory=list)
+
+    def start(self, world_size: int, *, limit: float = 4.0, **options: Any) -> list[Watchdog]:
+        for rank in range(world_size):
+            channel = Channel(rank, world_size)
+            watchdog, said, ended = _watched(
+                limit, rank=rank, world_size=world_size, channel=channel, **options
+            )
+            self.watchdogs.append(watchdog)
+            self.said.append(said)
+            self.ended.append(ended)
+        return self.watchdogs
+
+    def close(self) -> None:
+        for watchdog, ended in zip(self.watchdogs, self.ended, strict=True):
+            if ended.is_set():
+                watchdog._threads.pop(0)  # It sleeps in `end`.
+            watchdog.stop()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Ranks]:
+    store, _ = loopback_store()
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    # One thread makes all channels, one after another: none may wait for the others.
+    monkeypatch.setattr("mt_megatron.training.health.watchdog.fresh_name", lambda *_: "ranks")
+    made = _Ranks()
+    monkeypatch.setattr(
+        "mt_megatron.training.health.watchdog._end_silent", lambda silent, own: made.killed.extend(silent)
+    )
+    yield made
+    made.close()
+
+
+def test_a_rank_that_is_ending_is_neither_waited_for_nor_killed(
+    ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mt_megatron.training.health.watchdog._SECONDS_TO_LEAVE", 0.2)
+    ending, leaving, waiting = ranks.start(3)
+    waiting.progress("step 1")
+    ending.ending("after DataError")
+    leaving.stop(DataError("no samples left"))
+    before = time.monotonic()
+    assert ranks.ended[2].wait(30)
+    assert time.monotonic() - before < waiting._patience
+    text = ranks.said[2][0]
+    assert "rank 0, 1 has left it (after DataError; it still saves and closes)" in text
+    assert "rank 1 has left: DataError: no samples left" in text and "does not answer" not in text
+    assert ranks.killed == [] and not ranks.ended[0].wait(0.5)
+
+
+def test_a_stuck_rank_is_not_held_up_by_one_that_is_ending(ranks: _Ranks) -> None:
+    ending, stuck = ranks.start(2, limit=0.5)
+    ending.ending("after DataError")
+    stuck.progress("step 2")
+    assert ranks.ended[1].wait(30)
+    assert "rank 0 has left it (after DataError; it still saves and closes)" in ranks.said[1][0]
+    assert ranks.killed == [] and not ranks.ended[0].wait(0.5)
+
+
+def test_a_rank_that_closes_for_too_long_ends(ranks: _Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    ending, leaving = ranks.start(2, closing_seconds=0.3)
+    ending.ending("after DataError")
+    assert not ranks.ended[0].wait(0.5), "it has as long as it likes while no rank waits"
+    leaving.stop(DataError("no samples left"))
+    assert ranks.ended[0].wait(30)
+    assert "rank 1 has left it (DataError: no samples left)" in ranks.said[0][0]
+    assert "still closing" in capfd.readouterr().err
 
 
 def test_touching_is_progress() -> None:
