@@ -127,6 +127,9 @@ class Layout:
         for name, on in switches.items():
             asked = getattr(config.parallel, name.replace("-", "_"), False)
             found += [f"--no-{name}"] if asked and not on else []
+        # A printed configuration holds the value of its own layout.
+        if config.model.overlap_p2p_comm != (self.chunks > 1):
+            found.append("--overlap-p2p-comm" if self.chunks > 1 else "--no-overlap-p2p-comm")
         unset = {
             "virtual-pipeline-model-parallel-size": self._chunks_beside(config) is None,
             "num-layers-per-virtual-pipeline-stage": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -200,6 +201,21 @@ def test_a_layout_that_is_asked_for_is_kept() -> None:
         assert choice.layout.recompute.granularity == "selective"
 
 
+def found_to_run(argv: list[str]) -> Suggestion:
+    """Suggestions behind ``argv``; every command loads, passes the checks and makes the layout shown."""
+    found = suggest(load_config(argv), 8, H100)
+    assert found.choices, found.rejected
+    for choice in found.choices:
+        command = [*argv, *(word for each in found.assumed for word in each.split())]
+        config = load_config(
+            [*command, *choice.layout.options(found.config), "--train-iters", "1", "--lr", "1"]
+        )
+        assert problems(config, world_size=8, check_files=False) == []
+        assert (config.virtual_pipeline_model_parallel_size or 1) == choice.layout.chunks
+        assert config.model.overlap_p2p_comm == (choice.layout.chunks > 1)
+    return found
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -210,18 +226,31 @@ def test_a_layout_that_is_asked_for_is_kept() -> None:
         "--tensor-model-parallel-size 2 --distribute-saved-activations",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 2,2,2,2",
+        "--overlap-p2p-comm",
+        "--no-overlap-p2p-communication",
     ],
 )
 def test_suggestions_run_behind_the_options_that_were_given(asked: str) -> None:
-    argv = [*SMALL, "--mock-data", "--num-layers", "8", *asked.split()]
-    found = suggest(load_config(argv), 8, H100)
-    assert found.choices, found.rejected
-    for choice in found.choices:
-        command = [*argv, *(word for each in found.assumed for word in each.split())]
-        config = load_config(
-            [*command, *choice.layout.options(found.config), "--train-iters", "1", "--lr", "1"]
-        )
-        assert problems(config, world_size=8, check_files=False) == []
+    found_to_run([*SMALL, "--mock-data", *asked.split()])
+
+
+@pytest.mark.parametrize(
+    ("printed", "asked"),
+    [
+        ("", ""),
+        (
+            "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+            "--pipeline-model-parallel-size 1 --virtual-pipeline-model-parallel-size none",
+        ),
+    ],
+)
+def test_suggestions_run_behind_a_printed_configuration(printed: str, asked: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(load_config([*SMALL, "--mock-data", *printed.split()]).to_yaml())
+    found = found_to_run(["--config", str(file), *asked.split()])
+    assert {(2, 1), (2, 2), (4, 2)} <= {
+        (choice.layout.pipeline, choice.layout.chunks) for choice in found.choices
+    }
 
 
 def test_sizes_that_do_not_divide_the_devices_are_named() -> None:

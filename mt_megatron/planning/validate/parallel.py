@@ -183,12 +183,14 @@ def _communication(config: TrainingConfig) -> list[str]:
     if model.overlap_p2p_comm and not is_interleaved(config) and stages > 1 and runs_upstream(config):
         found.append(
             "overlap_p2p_comm is on without interleaved stages; expected more than one chunk per stage with "
-            "it. Leave --overlap-p2p-comm out or set --virtual-pipeline-model-parallel-size."
+            "it. Leave --overlap-p2p-comm out, or set --no-overlap-p2p-comm or "
+            "--virtual-pipeline-model-parallel-size."
         )
     if is_interleaved(config) and stages == 2 and not model.overlap_p2p_comm and runs_upstream(config):
         found.append(
             "overlap_p2p_comm is off with 2 interleaved stages; expected on: without it, batches of sends "
-            "between the same two processes would mix. Leave --no-overlap-p2p-comm out."
+            "between the same two processes would mix. Leave --no-overlap-p2p-comm out or set "
+            "--overlap-p2p-comm."
         )
     return found
 
