@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mt_megatron.config.schema import CoreOptions, TrainingConfig
+from mt_megatron.config.schema import CoreOptions, TrainingConfig, layout_chunks
 from mt_megatron.parallel.stage_layers import end_counts
 from mt_megatron.planning.activation_options import Recompute
 from mt_megatron.planning.pipeline_layout import BALANCED
@@ -91,7 +91,7 @@ class Layout:
 
     def _chunks_beside(self, config: TrainingConfig | None) -> int | None:
         """Chunks per stage to ask for; None where an explicit layout of ``config`` says it, or for one."""
-        is_said = config is not None and config.model.pipeline_model_parallel_layout not in (None, BALANCED)
+        is_said = config is not None and _is_explicit(config)
         return self.chunks if self.chunks > 1 and not is_said else None
 
     def options(self, config: TrainingConfig | None = None) -> list[str]:
@@ -227,6 +227,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _chunks(config: TrainingConfig, pipeline: int, frugal: bool) -> list[int]:
+    if _is_explicit(config):
+        # Chunks of the stages that are tried; rules refuse a layout that they do not divide.
+        return [layout_chunks(config.model.pipeline_model_parallel_layout, pipeline) or 1]
     given = config.virtual_pipeline_model_parallel_size
     if pipeline == 1 or frugal:
         return [1]
@@ -240,6 +243,11 @@ def _chunks(config: TrainingConfig, pipeline: int, frugal: bool) -> list[int]:
         # They come out even for no number of chunks, so that any number will do.
         return [2**power for power in range(most.bit_length())] or [1]
     return [each for each in _divisors(layers // pipeline) if each <= most]
+
+
+def _is_explicit(config: TrainingConfig) -> bool:
+    """Whether the configuration itself gives every stage and chunk its layers."""
+    return config.model.pipeline_model_parallel_layout not in (None, BALANCED)
 
 
 def _settled(config: TrainingConfig) -> bool:

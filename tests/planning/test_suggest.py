@@ -226,6 +226,7 @@ def found_to_run(argv: list[str]) -> Suggestion:
         "--tensor-model-parallel-size 2 --distribute-saved-activations",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 2,2,2,2",
+        "--pipeline-model-parallel-layout 2,2,2,2",
         "--overlap-p2p-comm",
         "--no-overlap-p2p-communication",
     ],
@@ -251,6 +252,16 @@ def test_suggestions_run_behind_a_printed_configuration(printed: str, asked: str
     assert {(2, 1), (2, 2), (4, 2)} <= {
         (choice.layout.pipeline, choice.layout.chunks) for choice in found.choices
     }
+
+
+def test_a_layout_of_chunks_goes_with_each_number_of_stages_that_divides_it() -> None:
+    argv = [*SMALL, "--pipeline-model-parallel-layout", "2,2,2,2"]
+    found = suggest(load_config(argv), 8, H100)
+    assert {(choice.layout.pipeline, choice.layout.chunks) for choice in found.choices} == {(2, 2), (4, 1)}
+    too_small = dataclasses.replace(H100, memory_bytes=2**30)
+    found = suggest(load_config([*argv, "--pipeline-model-parallel-size", "2"]), 2, too_small)
+    assert not found.choices and found.near_miss is not None
+    assert "of these devices would do" in found.advice[-1]
 
 
 def test_sizes_that_do_not_divide_the_devices_are_named() -> None:
