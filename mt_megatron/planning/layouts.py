@@ -138,6 +138,8 @@ class Layout:
         for name, without in unset.items():
             asked = getattr(config.parallel, name.replace("-", "_")) is not None
             found += [f"--{name}", "none"] if asked and without else []
+        if config.model.recompute_num_layers is not None and recompute.granularity != "full":
+            found += ["--recompute-num-layers", "none"]
         return found
 
 

@@ -225,6 +225,7 @@ def found_to_run(argv: list[str]) -> Suggestion:
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
         "--tensor-model-parallel-size 2 --distribute-saved-activations",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        "--recompute-granularity selective --recompute-num-layers 1",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 2,2,2,2",
         "--pipeline-model-parallel-layout 2,2,2,2",
         "--overlap-p2p-comm",
