@@ -236,8 +236,7 @@ class DataConfig:
     """Validation prefixes, in the form of ``data_path``; excludes it."""
 
     test_data_path: tuple[str, ...] = ()
-    """Test prefixes, in the form of ``data_path``; excludes it. Their index is built; no run evaluates on
-    them."""
+    """Test prefixes, in the form of ``data_path``; excludes it. No run evaluates on them or indexes them."""
 
     split: str | None = None
     """Shares of training, validation and test within ``data_path``, such as ``98,2,0``; no run evaluates on

@@ -343,14 +343,13 @@ class _Run:
         # A weighted blend cannot be one pass over everything; any other evaluation is limited later.
         counted = config.data.mock_data or len(config.data.data_path) > 1
         validation = counted or len(config.data.valid_data_path) > 1 or train.eval_iters == 0
-        test = counted or len(config.data.test_data_path) > 1
         return build_datasets(
             config.data,
             tokenizer=self.tokenizer,
             sequence_length=self.shape.seq_length,
             train_samples=int(self.batch_sizes.samples_after(self.train_iters)),
             valid_samples=train.eval_iters * self.global_batch_size if validation else None,
-            test_samples=0 if test else None,
+            test_samples=0,  # No run evaluates on it.
             seed=train.seed,
             cache_dir=beside / "index_cache",
         )

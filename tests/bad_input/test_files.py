@@ -216,6 +216,7 @@ def test_too_little_to_validate_on(tmp_path: Path) -> None:
     write_index(tmp_path / "valid.idx", np.dtype(np.uint16), lambda: [np.array([32], np.int32)])
     (line,) = found(tmp_path / "train", "--valid-data-path", str(tmp_path / "valid"))
     assert "holds 32 tokens; expected at least seq_length + 1 = 33" in line and "--seq-length" in line
+    assert found(tmp_path / "train", "--test-data-path", str(tmp_path / "valid")) == []
 
 
 def tokenizer_file(path: Path, size: int) -> None:

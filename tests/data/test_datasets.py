@@ -128,32 +128,43 @@ def test_the_order_of_a_blend_is_that_of_its_parts_and_weights(prepared: DataCon
     assert has_order(few, digest.hexdigest()) and not has_order(more, digest.hexdigest())
 
 
-@pytest.mark.parametrize(
-    ("paths", "eval_iters", "samples"),
-    [
-        ({"train_data_path": ("a",), "valid_data_path": ("b",)}, 2, (None, None)),
-        ({"train_data_path": ("a",), "valid_data_path": ("b",)}, 0, (0, None)),
-        ({"train_data_path": ("a",), "test_data_path": ("1", "a", "1", "b")}, 2, (None, 0)),
-        ({"train_data_path": ("a",), "valid_data_path": ("1", "a", "1", "b")}, 2, (8, None)),
-        ({"data_path": ("1", "a", "1", "b"), "split": "8,1,1"}, 2, (8, 0)),
-        ({"data_path": ("a",), "split": "8,1,1"}, 2, (None, None)),
-    ],
-)
-def test_a_run_asks_for_as_many_held_out_samples_as_it_needs(
-    paths: dict[str, Any], eval_iters: int, samples: tuple[int | None, int | None], monkeypatch: Any
-) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(loop, "build_datasets", lambda data, **options: asked.update(options))
-    run: Any = SimpleNamespace(
-        config=replace(load_config(["--eval-iters", str(eval_iters)]), data=DataConfig(**paths)),
-        tokenizer=None,
-        shape=SimpleNamespace(seq_length=LENGTH),
+def _run(data: DataConfig, eval_iters: int, seq_length: int = LENGTH) -> Any:
+    """The part of a run that its datasets depend on."""
+    return SimpleNamespace(
+        config=replace(load_config(["--eval-iters", str(eval_iters)]), data=data),
+        tokenizer=NullTokenizer(VOCABULARY),
+        shape=SimpleNamespace(seq_length=seq_length),
         batch_sizes=SimpleNamespace(samples_after=lambda steps: 4 * steps),
         train_iters=5,
         global_batch_size=4,
     )
-    loop._Run._datasets(run)
+
+
+@pytest.mark.parametrize(
+    ("paths", "eval_iters", "samples"),
+    [
+        ({"train_data_path": ("a",), "valid_data_path": ("b",)}, 2, (None, 0)),
+        ({"train_data_path": ("a",), "valid_data_path": ("b",)}, 0, (0, 0)),
+        ({"train_data_path": ("a",), "test_data_path": ("1", "a", "1", "b")}, 2, (None, 0)),
+        ({"train_data_path": ("a",), "valid_data_path": ("1", "a", "1", "b")}, 2, (8, 0)),
+        ({"data_path": ("1", "a", "1", "b"), "split": "8,1,1"}, 2, (8, 0)),
+        ({"data_path": ("a",), "split": "8,1,1"}, 2, (None, 0)),
+    ],
+)
+def test_a_run_asks_for_as_many_held_out_samples_as_it_needs(
+    paths: dict[str, Any], eval_iters: int, samples: tuple[int | None, int], monkeypatch: Any
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(loop, "build_datasets", lambda data, **options: asked.update(options))
+    loop._Run._datasets(_run(DataConfig(**paths), eval_iters))
     assert (asked["valid_samples"], asked["test_samples"]) == samples
+
+
+def test_a_third_share_too_small_for_a_sample_ends_no_run(prepared: DataConfig) -> None:
+    data = DataConfig(data_path=prepared.train_data_path, split="80,18,2")
+    # No document has 65 tokens, and the third share is one of them.
+    train, valid, test = loop._Run._datasets(_run(data, eval_iters=2, seq_length=64))
+    assert len(train) >= 20 and valid is not None and test is None
 
 
 def test_data_prepared_anew_under_the_same_path_gets_a_new_index(

@@ -186,10 +186,9 @@ def _indexed(config: TrainingConfig) -> list[str]:
 def _amounts(config: TrainingConfig) -> list[str]:
     """Whether there is anything to train on, and a whole sample to validate on."""
     data, length, found = config.data, config.train.seq_length, []
-    single = (*data.valid_data_path[:1], *data.test_data_path[:1]) if length is not None else ()
-    for prefix in dict.fromkeys(
-        (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
-    ):
+    # Test data are left out: no sample of them is made.
+    single = data.valid_data_path[:1] if length is not None else ()
+    for prefix in dict.fromkeys((*data.data_path, *data.train_data_path, *data.valid_data_path)):
         tokens = _tokens(prefix)
         if tokens == 0:
             found.append(
