@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from mt_megatron.cli.main import main
 from mt_megatron.pipeline.csv_form import read_csv, to_csv
 from mt_megatron.pipeline.generate.catalogue import generate
+from mt_megatron.scan.analysis.pipeline_steps import MeasuredPipeline, slowest
 from tools.scan_simulator import Job, parse_layout, simulate
 
 Capture = pytest.CaptureFixture[str]
@@ -100,6 +103,24 @@ def test_a_schedule_without_a_name_keeps_its_sizes(
     assert data(capsys, *words[1:])["schedule"] == "recorded"
     assert main([*words, "--microbatches", "16"]) == 2
     assert "the run's schedule is none of the generated ones" in capsys.readouterr().err
+
+
+def test_other_chunks_of_a_traced_v_are_refused(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(tmp_path, Job(layout=parse_layout("pp=4,vpp=2"), steps=8, microbatches=8), [], seed=2)
+
+    def as_v(found: Sequence[MeasuredPipeline]) -> MeasuredPipeline:
+        schedule = generate("zbv", ranks=4, microbatches=8)
+        return replace(slowest(found), schedule=schedule, calls="asynchronous")
+
+    monkeypatch.setattr("mt_megatron.cli.pipeline.setting.slowest", as_v)
+    run = ("simulate", "--from", str(tmp_path))
+    same = data(capsys, *run, "--chunks", "2", "--microbatches", "16")
+    assert (same["schedule"], same["chunks"], same["microbatches"]) == ("zbv", 2, 16)
+    assert main(["pipeline", *run, "--chunks", "4"]) == 2
+    assert "--chunks is 4 and the run's schedule is zbv, which has 2 on each rank" in capsys.readouterr().err
+    assert data(capsys, *run, "--chunks", "4", "--schedule", "depth_first")["chunks"] == 4
 
 
 def test_clusters_and_configurations(capsys: Capture) -> None:

@@ -11,7 +11,7 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.pipeline.actions import Schedule
 from mt_megatron.pipeline.compare import has_sizes, typical
 from mt_megatron.pipeline.draw import figures, seconds
-from mt_megatron.pipeline.generate.catalogue import NAMES
+from mt_megatron.pipeline.generate.catalogue import NAMES, V_SHAPED
 from mt_megatron.pipeline.simulate.demands import TOLERANCE, demands
 from mt_megatron.pipeline.simulate.memory import activation_peaks
 from mt_megatron.pipeline.simulate.program import Program
@@ -71,6 +71,12 @@ def _own_schedule(setting: Setting, measured: MeasuredPipeline, args: argparse.N
         raise ConfigError(
             "the run's schedule is none of the generated ones, so that it cannot have other sizes; expected "
             f"--schedule beside --chunks or --microbatches, one of {', '.join(NAMES)}, or neither"
+        )
+    chunks = measured.schedule.placement.chunks
+    if name in V_SHAPED and args.chunks not in (None, chunks):
+        raise ConfigError(
+            f"--chunks is {args.chunks} and the run's schedule is {name}, which has {chunks} on each rank; "
+            "expected --schedule with the name of another beside it, such as depth_first, or no --chunks"
         )
     if name in ("1f1b", "interleaved"):  # Names of Megatron-Core's schedule by the number of chunks.
         name = "interleaved" if setting.placement.chunks > 1 else "1f1b"
