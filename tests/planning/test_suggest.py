@@ -228,28 +228,24 @@ def found_to_run(argv: list[str]) -> Suggestion:
         "--recompute-granularity selective --recompute-num-layers 1",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 2,2,2,2",
         "--pipeline-model-parallel-layout 2,2,2,2",
-        "--overlap-p2p-comm",
-        "--no-overlap-p2p-communication",
+        "--tensor-model-parallel-size 2 --overlap-p2p-comm",
+        "--tensor-model-parallel-size 2 --no-overlap-p2p-communication",
     ],
 )
 def test_suggestions_run_behind_the_options_that_were_given(asked: str) -> None:
     found_to_run([*SMALL, "--mock-data", *asked.split()])
 
 
-@pytest.mark.parametrize(
-    ("printed", "asked"),
-    [
-        ("", ""),
-        (
-            "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
-            "--pipeline-model-parallel-size 1 --virtual-pipeline-model-parallel-size none",
-        ),
-    ],
-)
-def test_suggestions_run_behind_a_printed_configuration(printed: str, asked: str, tmp_path: Path) -> None:
+def test_suggestions_run_behind_a_printed_configuration(tmp_path: Path) -> None:
+    interleaved = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
+    sizes_kept = "--tensor-model-parallel-size 2 --micro-batch-size 2"
+    config = load_config([*SMALL, "--mock-data", *interleaved.split(), *sizes_kept.split()])
     file = tmp_path / "config.yaml"
-    file.write_text(load_config([*SMALL, "--mock-data", *printed.split()]).to_yaml())
-    found = found_to_run(["--config", str(file), *asked.split()])
+    file.write_text(config.to_yaml())
+    found = found_to_run(
+        ["--config", str(file), "--pipeline-model-parallel-size", "1"]
+        + ["--virtual-pipeline-model-parallel-size", "none"]
+    )
     assert {(2, 1), (2, 2), (4, 2)} <= {
         (choice.layout.pipeline, choice.layout.chunks) for choice in found.choices
     }
