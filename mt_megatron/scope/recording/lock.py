@@ -9,12 +9,19 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import ScopeError
 from mt_megatron.scan.format.run_files import make_private_folder
 
 from .files import ScopeFiles
+
+_own: set[Path] = set()
+"""Lock files that this process holds. Host and pid in a file do not say so: of two containers with the
+machine's host name and pid namespaces of their own, both may have the same."""
+
+os.register_at_fork(after_in_child=_own.clear)
 
 
 def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
@@ -27,21 +34,28 @@ def hold(files: ScopeFiles, say: Callable[[str], None]) -> Callable[[], None]:
         make_private_folder(files.root)
         if not os.access(files.root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(files.root))
-        lock = FileLock(files.lock, create=True)
+        path = files.lock.resolve()
+        lock = FileLock(path, create=True)
     except OSError as error:
         raise ScopeError(
             f"{files.root} cannot be written ({error}); expected a folder that this user may write. Set "
             "--scope-dir to another one"
         ) from error
-    own = {"host": socket.gethostname(), "pid": os.getpid()}
     if lock.state == "held":
-        since = {"since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
         with contextlib.suppress(OSError):  # A full disk does not keep the lock from being held.
-            lock.write(json.dumps(own | since).encode())
-        return lock.close
-    holder = lock.holder()
-    lock.close()
-    if lock.state == "busy" and any(holder.get(key) != value for key, value in own.items()):
+            lock.write(json.dumps(about).encode())
+        _own.add(path)
+
+        def release() -> None:
+            _own.discard(path)
+            lock.close()
+
+        return release
+    with lock:
+        holder = lock.holder()
+    if lock.state == "busy" and path not in _own:
         raise ScopeError(
             f"another run records to {files.root}: process {holder.get('pid', 'unknown')} on host "
             f"{holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}; expected a folder of "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.lock import hold
@@ -117,6 +120,17 @@ def test_a_folder_is_recorded_by_one_run_at_a_time(tmp_path: Path) -> None:
     release = hold(files, print)
     hold(files, print)()  # This process's own: a session that was not closed does not keep the next one out.
     release()
+    hold(files, print)()
+
+
+def test_a_run_of_another_container_is_not_this_one(tmp_path: Path) -> None:
+    """Host name and pid are those of this process, which does not hold the lock."""
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    with FileLock(files.lock, create=True) as lock:
+        lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        with pytest.raises(ScopeError, match="another run records to"):
+            hold(files, print)
     hold(files, print)()
 
 
