@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_megatron.backends.base import Backend
-from mt_megatron.errors import MtMegatronError
+from mt_megatron.errors import MtMegatronError, ScopeError
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scan.clock.machine import boot_id
 from mt_megatron.scope.format.frames import VERSION
@@ -36,6 +36,8 @@ from mt_megatron.scope.interfaces import (
     StepFigures,
 )
 from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.lock import hold
+from mt_megatron.scope.sidecar.process import sidecar_process
 from mt_megatron.scope.watch.asked import Asked, Plan
 from mt_megatron.scope.watch.defaults import Defaults
 from mt_megatron.scope.watch.outbox import Outbox
@@ -89,7 +91,13 @@ class Session:
         self._options = options
         self._facts = facts
         self._say = say
-        self._make_sidecar = sidecar or _sidecar_process
+        self._make_sidecar = sidecar or sidecar_process
+        self._is_recorded = sidecar is None
+        """Whether its own sidecar writes to the folder, which no other run may hold then."""
+
+        self._release: Callable[[], None] | None = None
+        """Lets go of the folder; on rank 0."""
+
         self._sidecar: Sidecar | None = None
         self._outbox: Outbox | None = None
         self._device = backend.device()
@@ -116,12 +124,11 @@ class Session:
     def start(self) -> None:
         """Begin. Collective; at the same point of the program on every rank."""
         problem: str | None = None
-        everyone = _gather(self._about())
+        everyone = _gather({**self._about(), "refusal": self._take_folder()})
         try:
             self._begin(everyone)
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            known = isinstance(error, MtMegatronError)
-            problem = f"rank {self._rank}: {error if known else f'{type(error).__name__}: {error}'}"
+            problem = f"rank {self._rank}: {_reason(error)}"
         sockets = _gather((problem, None if self._sidecar is None else str(self._sidecar.socket)))
         problems = [each for each, _ in sockets if each is not None]
         if problems:
@@ -143,6 +150,15 @@ class Session:
         self._on = True
         self._take_requests(self._options.watch)
         self.control.start()
+
+    def _take_folder(self) -> str | None:
+        """Keep other runs out of the folder, on rank 0; a text says why that fails."""
+        if self._rank == 0 and self._is_recorded:
+            try:
+                self._release = hold(scope_files(self.run), self._say)
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                return _reason(error)
+        return None
 
     def _about(self) -> dict[str, Any]:
         at = self._layout.coordinates(self._rank)
@@ -172,6 +188,9 @@ class Session:
         )
 
     def _begin(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        # A sidecar writes to the folder as soon as it starts: on no node may it, where another run holds it.
+        if everyone[0]["refusal"] is not None:
+            raise ScopeError(everyone[0]["refusal"])
         nodes = list(dict.fromkeys((each["boot"], each["host"]) for each in everyone))
         own = (everyone[self._rank]["boot"], everyone[self._rank]["host"])
         self._paths = list(dict.fromkeys(path for each in everyone for path in each["paths"]))
@@ -264,8 +283,13 @@ class Session:
 
     def _end_sidecar(self) -> None:
         sidecar, self._sidecar = self._sidecar, None
-        if sidecar is not None:
-            sidecar.close()
+        release, self._release = self._release, None
+        try:
+            if sidecar is not None:
+                sidecar.close()
+        finally:
+            if release is not None:
+                release()
 
     # One step.
 
@@ -540,28 +564,6 @@ class _Step:
         self.opened = []
 
 
-def _sidecar_process(
-    run: Path,
-    node: int,
-    *,
-    ranks: int,
-    retain_mib: int,
-    port: int | None,
-    sinks: Sequence[str],
-    say: Callable[[str], None],
-) -> Sidecar:
-    from mt_megatron.scope.recording.lock import hold
-    from mt_megatron.scope.sidecar.process import Serving, SidecarProcess
-
-    # Before the process finds it out: commands and audit lie there as well.
-    ended = hold(scope_files(run), say) if node == 0 else None
-    serve = None if port is None else Serving(port=port)
-    made: Sidecar = SidecarProcess(
-        run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks, ended=ended
-    )
-    return made
-
-
 def _core(chunks: Sequence[Any]) -> Any:
     from megatron.core.utils import get_model_config
 
@@ -574,6 +576,10 @@ def _modules(chunks: Sequence[Any]) -> list[list[Any]]:
         count = sum(each.numel() for each in module.parameters())
         found.setdefault(path, [path, type(module).__name__, count])
     return list(found.values())
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, MtMegatronError) else f"{type(error).__name__}: {error}"
 
 
 def _gather(own: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import signal
@@ -9,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
 
+from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.config.parse import load_config
 from mt_megatron.errors import MtMegatronError
 from mt_megatron.seams import events
@@ -54,19 +57,69 @@ def watched_runs(folder: str) -> dict[str, Any]:
         sys.modules["mt_megatron.scope.session"] = None  # type: ignore[assignment]
     found["no_package"] = _run(f"--save {folder}/no_package --scope record --scope-interval 2")
     sys.modules.pop("mt_megatron.scope.session")
+    found["not_made"] = _beside(f"{folder}/not_made", _not_made)
+    found["not_ended"] = _beside(f"{folder}/not_ended", _NotEnded)
     with _broken():
         found["broken"] = _run(f"--save {folder}/broken --scope record --scope-interval 1")
     return found
 
 
 def ended_runs(folder: str, names: list[str]) -> dict[str, Any]:
-    """Runs of two nodes, one rank each, that end in different ways; the error that each ended with."""
+    """Runs of two nodes, one rank each, that end in different ways; the error that each ended with. And one
+    whose folder another run holds."""
     start()
     from mt_megatron.scope import session
 
     # Ranks of one boot are those of one node.
     session.boot_id = lambda: f"boot of rank {dist.get_rank()}"
-    return {name: _ended(f"{folder}/{name}", name) for name in names}
+    found: dict[str, Any] = {"refused": _refused(f"{folder}/refused")}
+    return found | {name: _ended(f"{folder}/{name}", name) for name in names}
+
+
+def _refused(run: str) -> dict[str, Any]:
+    """A run whose folder another one holds, with the files that lie there afterwards."""
+    root = Path(run) / "scope"
+    with ExitStack() as held:
+        if dist.get_rank() == 0:
+            root.mkdir(parents=True)
+            held.enter_context(FileLock(root / "run.lock", create=True))
+        dist.barrier()
+        found = _run(f"--scope-dir {run} --scope record --train-iters 1")
+        dist.barrier()
+    found["files"] = sorted(path.name for path in root.iterdir())
+    return found
+
+
+def _beside(run: str, sidecar: Callable[..., Any]) -> dict[str, Any]:
+    """A run whose sidecar ``sidecar`` makes; ``free`` of rank 0 says if its folder is so afterwards."""
+    from mt_megatron.scope.sidecar import process
+
+    with patch.object(process, "SidecarProcess", sidecar):
+        found = _run(f"--scope-dir {run} --scope record --train-iters 1")
+    if dist.get_rank() == 0:
+        with FileLock(Path(run) / "scope" / "run.lock") as lock:
+            found["free"] = lock.state == "held"
+    return found
+
+
+def _not_made(*given: Any, **options: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _NotEnded:
+    """A sidecar that listens nowhere and whose ``close`` raises an error."""
+
+    def __init__(self, run: Path, *given: Any, **options: Any) -> None:
+        self.socket = run / "nowhere" / "s"
+
+    def start(self) -> None:
+        pass
+
+    def has_told(self, seconds: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def _ended(save: str, how: str) -> str | None:

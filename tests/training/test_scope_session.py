@@ -119,6 +119,12 @@ def test_a_folder_that_cannot_be_made_ends_the_recording_and_not_the_run(found: 
     assert found[1]["blocked"]["lines"] == []
 
 
+def test_a_sidecar_that_raises_an_error_leaves_the_folder_free(found: list[dict[str, Any]]) -> None:
+    assert found[0]["not_made"]["free"] and found[0]["not_ended"]["free"]
+    (line,) = found[0]["not_made"]["lines"]
+    assert "rank 0: OSError: [Errno 28] No space left on device" in line and "training goes on" in line
+
+
 def test_missing_packages_are_one_line(found: list[dict[str, Any]], folder: Path) -> None:
     lines = [line for line in found[0]["no_page"]["lines"] if "uvicorn" in line]
     assert len(lines) == 1 and "mt_megatron[scope]" in lines[0]
@@ -162,6 +168,17 @@ def test_every_node_keeps_everything_however_the_run_ends(
         taken = {key.step for key in recording.tensors() if key.index["sample"] == sample}
         assert sorted(taken) == steps, f"tensors of sample {sample}"
     recording.close()
+
+
+def test_no_node_touches_the_folder_that_another_run_holds(
+    ended: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    refused = [each["refused"] for each in ended[1]]
+    for each in refused:
+        assert each["finished"] and each["during"] == [] and each["files"] == ["run.lock"]
+    (line,) = refused[0]["lines"]
+    assert "another run records to" in line and "training goes on" in line
+    assert refused[1]["lines"] == []
 
 
 @pytest.mark.parametrize(

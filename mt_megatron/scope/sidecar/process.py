@@ -59,13 +59,10 @@ class SidecarProcess:
         serve: Serving | None = None,
         sinks: Sequence[str] = (),
         socket: Path | None = None,
-        ended: Callable[[], None] | None = None,
     ) -> None:
         """``say`` gets its lines, from a thread. ``socket``: where ranks connect, in a folder that does not
-        exist or is private; by default in a new private folder under TMPDIR. ``ended`` is called at the end
-        of ``close``."""
+        exist or is private; by default in a new private folder under TMPDIR."""
         self._say = say
-        self._ended = ended
         self._ranks = ranks
         self._folder: Path | None = None
         if socket is None:
@@ -127,8 +124,6 @@ class SidecarProcess:
         if self._relay is not None:
             self._relay.join(1.0)
         self._leave_folder()
-        if self._ended is not None:
-            self._ended()
 
     def _leave_folder(self) -> None:
         # Ranks that still try to connect see by this that nobody will listen.
@@ -159,3 +154,19 @@ class SidecarProcess:
             )
         self._told = bool(code)
         self._leave_folder()
+
+
+def sidecar_process(
+    run: Path,
+    node: int,
+    *,
+    ranks: int,
+    retain_mib: int,
+    port: int | None,
+    sinks: Sequence[str],
+    say: Callable[[str], None],
+) -> SidecarProcess:
+    """A ``scope.interfaces.MakeSidecar``: the process of ``node``, not yet started; ``port`` None serves no
+    page."""
+    serve = None if port is None else Serving(port=port)
+    return SidecarProcess(run, node, say=say, ranks=ranks, retain_mib=retain_mib, serve=serve, sinks=sinks)

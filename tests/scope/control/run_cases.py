@@ -64,7 +64,7 @@ def run(flags: str, folder: Path, commander: Commander | None = None, *, scan: s
     if commander is not None:
         loop.Steps.take = slow  # type: ignore[method-assign]
     # Nothing here is about what a sidecar records, and it takes a second to start.
-    session._sidecar_process = lambda run, *others, **options: _NoSidecar(Path(run) / "nowhere")
+    session.sidecar_process = lambda run, *others, **options: _NoSidecar(Path(run) / "nowhere")
     thread = threading.Thread(target=command, daemon=True)
     if commander is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         thread.start()
