@@ -9,9 +9,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mt_megatron.scope.web.access import TokenFile
 
 _EXAMPLE = """examples:
   mt-megatron scope open RUN
@@ -56,10 +59,16 @@ def run(args: argparse.Namespace) -> int:
     from mt_megatron.scope.recording.reader import open_recording
     from mt_megatron.scope.sidecar.hub import ServeOptions, recording_hub
     from mt_megatron.scope.sidecar.sidecar import served
+    from mt_megatron.scope.web.access import read_token_file
 
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port is {args.port}; expected 0 (a free one) to 65535")
-    if _printed_link(scope_files(args.run).root / "page.json", args):
+    page = scope_files(args.run).root / "page.json"
+    tokens = read_token_file(page) if page.exists() else None
+    is_elsewhere = tokens is not None and tokens.host != socket.gethostname()
+    # A page of this machine whose process was killed does not listen.
+    if tokens is not None and (not args.here if is_elsewhere else _listens(tokens.port)):
+        _print_link(tokens, args, is_elsewhere=is_elsewhere)
         return 0
     files = existing_recording(args.run)
     open_recording(args.run).close()  # a damaged file is told before anything listens
@@ -67,7 +76,15 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    options = ServeOptions(run=files.root.parent, port=args.port, token_file=args.token_file, say=say)
+    options = ServeOptions(
+        run=files.root.parent,
+        port=args.port,
+        token_file=args.token_file,
+        # The other machine's page may be a training's, which writes its tokens once.
+        keeps_tokens=not is_elsewhere,
+        says_control=args.control,
+        say=say,
+    )
 
     async def until_ended() -> None:
         task = asyncio.ensure_future(served(recording_hub(files), options))
@@ -83,18 +100,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _printed_link(path: Path, args: argparse.Namespace) -> bool:
-    """Whether a page is served already; its link is printed then."""
-    from mt_megatron.scope.web.access import link_to, read_token_file, write_secret
+def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_elsewhere: bool) -> None:
+    from mt_megatron.scope.web.access import link_to, write_secret
 
-    if not path.exists():
-        return False
-    tokens = read_token_file(path)
-    here = tokens.host == socket.gethostname()
-    if not _listens(tokens.port) if here else args.here:
-        return False  # Its process was killed, or is not asked for.
     link = link_to(tokens)
-    if not here:
+    if is_elsewhere:
         print(f"the page is served on {tokens.host}; first: ssh -L {tokens.port}:127.0.0.1:{tokens.port} ...")
         print("if that run has ended: mt-megatron scope open RUN --here serves its recording on this machine")
     print(link, flush=True)
@@ -102,7 +112,6 @@ def _printed_link(path: Path, args: argparse.Namespace) -> bool:
         write_secret(args.token_file, link + "\n")
     if args.control:
         print(f"control token: {tokens.control}", flush=True)
-    return True
 
 
 def _listens(port: int) -> bool:

@@ -94,6 +94,12 @@ class ServeOptions:
     token_file: Path | None = None
     """Where the address with the one-time token is written besides, mode 0600."""
 
+    keeps_tokens: bool = True
+    """Whether port and tokens lie in ``page.json`` of the run, where ``scope open`` finds them."""
+
+    says_control: bool = False
+    """Whether the control token is said as well."""
+
     say: Callable[[str], None] = print
     """Takes the line that says what listens where and how to open it, and troubles."""
 

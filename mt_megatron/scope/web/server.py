@@ -110,9 +110,11 @@ class Page:
         of a recording by the link itself."""
         note = f" ({self.note})" if self.note else ""
         if not live:
+            # A command finds a page by its token file alone.
+            again = f" (for another link: mt-megatron scope open {run})" if self._token_file else ""
             return (
                 f"scope: the page listens on 127.0.0.1:{self.port}, loopback only{note}; open within two "
-                f"minutes, once: {self.url()} (for another link: mt-megatron scope open {run})"
+                f"minutes, once: {self.url()}{again}"
             )
         return (
             f"scope: the live page listens on 127.0.0.1:{self.port}, loopback only{note}; open it with "

@@ -53,7 +53,8 @@ async def serve(hub: Hub, open_recording: Callable[[], Recording], options: Serv
             bookmark=_kept_by(hub, asyncio.get_running_loop()),
         )
         try:
-            page = Page(site, port=options.port, token_file=root / TOKEN_FILE)
+            token_file = root / TOKEN_FILE if options.keeps_tokens else None
+            page = Page(site, port=options.port, token_file=token_file)
         except OSError as error:
             raise ConfigError(
                 f"{root / TOKEN_FILE} cannot be written ({error}); expected a folder that this user writes to"
@@ -61,6 +62,8 @@ async def serve(hub: Hub, open_recording: Callable[[], Recording], options: Serv
         if options.token_file is not None:
             page.write_address(options.token_file)
         options.say(page.line(str(options.run), live=hub.live))
+        if options.says_control:
+            options.say(f"control token: {site.access.control}")
         listening = asyncio.create_task(site.sockets.listen())
         try:
             await page.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
@@ -118,6 +119,27 @@ def test_a_page_of_another_machine_can_be_left_for_this_one(tmp_path: Path, caps
     # There is no recording to serve.
     assert run("open", tmp_path, "--here") == 2
     assert "found no recording in" in capsys.readouterr().err
+
+
+def test_a_page_of_another_machine_stays_while_the_recording_is_served_here(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, replace(SHAPE, steps=4, tensor_every=0, token_every=0), extras=False)
+    page = tmp_path / "scope" / "page.json"
+    write_token_file(page, TokenFile(host="elsewhere", port=8700, pid=1, view="v" * 43, control="c" * 43))
+    before = page.read_bytes()
+    during: list[bytes] = []
+
+    async def ended(self: object) -> None:
+        during.append(page.read_bytes())
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr("mt_megatron.scope.web.server.Page.run", ended)
+    assert run("open", tmp_path, "--here", "--control") == 0
+    assert during == [before] and page.read_bytes() == before
+    line, control = capsys.readouterr().out.splitlines()
+    assert "http://127.0.0.1:" in line and ":8700/" not in line and "another link" not in line
+    assert control.startswith("control token: ") and "c" * 43 not in control
 
 
 def test_status_of_a_run(runs: Path, capsys: Captured) -> None:
