@@ -13,7 +13,8 @@ _EXAMPLE = """examples:
   mt-megatron scope compare RUN_A RUN_B
   mt-megatron scope compare RUN_TP1 RUN_TP2 --tolerance 1e-3
 
-exit codes: 0 equal, 1 the runs part or no statistic could be compared, 2 wrong use or no such recording"""
+exit codes: 0 equal, 1 the runs part, or statistics were recorded and none could be compared, 2 wrong use or
+no such recording"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -56,6 +56,9 @@ class Comparison:
     samples: int
     """Of them steps with statistics in both."""
 
+    has_statistics: bool
+    """True where one of the runs has statistics, of whatever steps."""
+
     values: int
     """Statistics that were compared."""
 
@@ -82,21 +85,22 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True where nothing that was compared differs by more than the tolerance; False where both runs have
+        """True where nothing that was compared differs by more than the tolerance; False where a run has
         statistics and none could be compared."""
         return self.first_loss is None and not self.first and self.has_compared
 
     @property
     def has_compared(self) -> bool:
-        """True where a statistic was compared, or the runs have no samples in common."""
-        return self.values > 0 or not self.samples
+        """True where a statistic was compared, or neither run has any."""
+        return self.values > 0 or not self.has_statistics
 
 
 def compare(a: Recording, b: Recording, *, tolerance: float = 0.0) -> Comparison:
     """Compare what two runs recorded, up to the first step whose statistics differ by more than ``tolerance``
     (relative). Raises ``ScopeError`` where they have no step in common."""
     losses, first_loss, largest = _losses(a, b, tolerance)
-    samples = sorted(set(a.sampled()) & set(b.sampled()))
+    sampled = (set(a.sampled()), set(b.sampled()))
+    samples = sorted(sampled[0] & sampled[1])
     if not losses and not samples:
         raise ScopeError(
             f"the runs have no step in common ({_span(a)} and {_span(b)}); expected recordings of the same "
@@ -118,6 +122,7 @@ def compare(a: Recording, b: Recording, *, tolerance: float = 0.0) -> Comparison
     return Comparison(
         steps=losses,
         samples=len(samples),
+        has_statistics=any(sampled),
         values=values,
         left_out=left_out,
         only_a=len(only[0]),

@@ -115,6 +115,17 @@ def test_values_that_lack_parts_are_left_out_and_counted(base: Path, tmp_path: P
     assert "lack parts and were left out" in text(found)
 
 
+@pytest.mark.parametrize("interval", [9, 0], ids=["other steps", "none"])
+def test_runs_without_common_samples_are_not_equal(interval: int, base: Path, tmp_path: Path) -> None:
+    """Nor is a run without statistics equal to one that has some; two of them are, by their losses."""
+    found = compared(base, tmp_path, replace(SHAPE, interval=interval))
+    assert found.first_loss is None and found.values == found.samples == 0 and not found.equal
+    expected = "losses are equal, but no statistic could be compared: 40 common steps, 0 of them"
+    assert text(found).startswith(expected)
+    with open_recording(tmp_path) as alone:
+        assert compare(alone, alone).equal
+
+
 def test_relative_differences() -> None:
     assert difference(2.0, 2.0) == difference(math.nan, math.nan) == 0.0
     assert difference(math.inf, math.inf) == 0.0
