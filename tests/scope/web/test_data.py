@@ -355,6 +355,32 @@ def test_projection_keeps_its_basis(ask: Asked, truth: Truth) -> None:
         assert facts["explained"] == pytest.approx(share.tolist(), rel=1e-4)
 
 
+@pytest.mark.parametrize("wrong", [10, 20], ids=["first step", "another step"])
+def test_projection_of_infinite_tiles(wrong: int, tmp_path: Path) -> None:
+    """Rows of a tile with an infinite element, which reads as infinite, lie at the centre."""
+    shape = RunShape(steps=20, tp=1, pp=1, tokens=128, tensor_every=10, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 28)
+    writer.tick([(0, hello(shape, 0)), (0, schema(shape, 0))])
+    for step in (10, 20):
+        frames = list(frames_of(shape, 0, step))
+        for frame in frames:
+            if frame.get("encoding") == "q8" and step == wrong:
+                frame["low"][1] = np.inf
+        writer.tick([(0, frame) for frame in frames])
+    writer.close()
+    with open_recording(tmp_path) as recording:
+        context = Context(source=RecordedSource(recording, "run"), folder=tmp_path)
+        for step in (10, 20):
+            query = {"tensor": tensor_id(LAYER, "activation"), "step": step}
+            facts, arrays = answered(context, "projection", **query)
+            points = arrays["points"]
+            assert np.isfinite(points).all() and facts["basis_step"] == 10
+            assert all(0 < each < 1 for each in facts["explained"])
+            assert (points[32:64] == 0).all() == (step == wrong) and points[:32].std() > 1
+
+
 # Tokens, alerts, topology, timeline.
 
 

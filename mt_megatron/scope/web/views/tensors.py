@@ -185,7 +185,7 @@ def projection(context: Context, query: dict[str, Any]) -> Answer:
             context.bases.clear()
         context.bases[name] = basis
     at, directions, centre, _ = basis
-    centred = np.nan_to_num(values - centre)
+    centred = _finite(values - centre)
     points = centred @ directions.T
     total = float((centred**2).sum())
     return Answer(
@@ -198,10 +198,16 @@ def projection(context: Context, query: dict[str, Any]) -> Answer:
     )
 
 
+def _finite(values: NDArray[Any]) -> NDArray[np.float64]:
+    """``values`` with 0 for what is not finite: products of the largest finite number would overflow."""
+    found: NDArray[np.float64] = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    return found
+
+
 def _basis(values: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Two directions [2, channels] and the centre; the sign is the one that makes the largest component
     positive."""
-    known = np.nan_to_num(values.astype(np.float64))
+    known = _finite(values.astype(np.float64))
     centre = known.mean(axis=0)
     rows = known[np.unique(np.linspace(0, len(known) - 1, _BASIS_ROWS).astype(int))] - centre
     # By the rows' products with each other: there are fewer rows than channels.
