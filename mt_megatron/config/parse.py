@@ -5,10 +5,11 @@ Errors name the line of the YAML file that a key stands in.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 
@@ -16,11 +17,24 @@ from mt_megatron.config import presets
 from mt_megatron.config.megatron_lm_arguments import ALIASES, REFUSED, RENAMED, SET, Alias
 from mt_megatron.config.resolve import assemble
 from mt_megatron.config.schema import TrainingConfig
-from mt_megatron.config.types import NOT_SETTABLE, SECTIONS, Option, convert, options, shown, type_text
+from mt_megatron.config.types import (
+    NOT_SETTABLE,
+    SECTIONS,
+    Option,
+    convert,
+    members,
+    options,
+    shown,
+    type_text,
+)
 from mt_megatron.errors import ConfigError
 from mt_megatron.near_names import hint, near
 
 _SHOWN = 60
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+Written = str | tuple[str | None, ...] | None
+"""A scalar as it stands in a file, or those of a list; None for anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +53,17 @@ class YamlEntry:
     where: str
     """``file:line``, for errors."""
 
+    written: Written = None
+    """What ``value`` was read from."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Builds plain values only; its nodes, unlike its dictionaries, keep lines and duplicates. No option is a
+    date: what looks like one stays text."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_scalar)
+
 
 def read_yaml(path: Path) -> list[YamlEntry]:
     """Every entry of the file, in order. Raises ``ConfigError`` for anything but sections of keys."""
@@ -54,15 +79,14 @@ def read_yaml(path: Path) -> list[YamlEntry]:
             f"the configuration file {path} cannot be read: {error}. Check its path."
         ) from error
     try:
-        # It builds plain values only; its nodes, unlike its dictionaries, keep lines and duplicates.
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         try:
             root = loader.get_single_node()
             return [] if root is None else _entries(loader, root, path)
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # Not YAMLError alone: 2024-13-45 is taken for a date, and a million brackets for a nest.
+        # Not YAMLError alone: a number may have too many digits, and a million brackets are a nest.
         raise ConfigError(_invalid(path, text, error)) from error
 
 
@@ -95,9 +119,16 @@ def _entries(loader: yaml.SafeLoader, root: yaml.Node, path: Path) -> list[YamlE
                     name=str(key.value),
                     value=loader.construct_object(value, deep=True),
                     where=_where(path, key),
+                    written=_written(value),
                 )
             )
     return entries
+
+
+def _written(node: yaml.Node) -> Written:
+    if isinstance(node, yaml.SequenceNode):
+        return tuple(each.value if isinstance(each, yaml.ScalarNode) else None for each in node.value)
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else None
 
 
 def _pairs(
@@ -316,7 +347,7 @@ class _Reader:
                     f"{entry.section!r}. Move it there."
                 )
             else:
-                self._convert(option, entry.value, entry.where)
+                self._convert(option, entry.value, entry.where, entry.written)
         elif dashed in ALIASES:
             self._take_alias_entry(ALIASES[dashed], entry)
         else:
@@ -366,15 +397,15 @@ class _Reader:
                 + "."
             )
             return
-        self._use(alias, entry.value, entry.where)
+        self._use(alias, entry.value, entry.where, entry.written)
 
-    def _use(self, alias: Alias, value: Any, where: str) -> None:
+    def _use(self, alias: Alias, value: Any, where: str, written: Written = None) -> None:
         known = options()
         self.aliases.append(alias)
         if alias.to is not None:
             # Megatron-LM's spelling of "no experts".
             none = alias.to == "num_moe_experts" and value in ("0", 0)
-            self._convert(known[alias.to], "none" if none else value, where)
+            self._convert(known[alias.to], "none" if none else value, where, written)
             if alias.in_samples and isinstance(self.values.get(alias.to), int):
                 self.values[alias.to] = Samples(count=self.values[alias.to], where=where)
         elif alias.takes_value and (isinstance(value, list | dict) or str(value) not in alias.values):
@@ -385,11 +416,43 @@ class _Reader:
         else:
             self.values |= alias.sets
 
-    def _convert(self, option: Option, value: object, where: str) -> None:
+    def _convert(self, option: Option, value: object, where: str, written: Written = None) -> None:
         try:
+            if isinstance(value, list) and isinstance(written, tuple):
+                pairs = zip(value, written, strict=False)
+                value = [_as_written(option, each, text, where) for each, text in pairs]
+            elif isinstance(written, str):
+                value = _as_written(option, value, written, where)
             self.values[option.name] = convert(option, value, where)
         except ConfigError as error:
             self.problems.append(str(error))
+
+
+def _as_written(option: Option, value: object, written: str | None, where: str) -> object:
+    """A scalar of a YAML file without the surprises of YAML 1.1: a text has the file's characters, as 1.10
+    is another name than 1.1, and a number is decimal. Raises ``ConfigError``."""
+    if written is None or not isinstance(value, int | float):
+        return value
+    if _is_text(option):
+        if isinstance(value, bool):
+            raise ConfigError(
+                f"{where}: {option.name} is {value}; expected text. YAML reads {written} so: put it in "
+                "quotes if it is the text."
+            )
+        return written
+    is_octal = _OCTAL.fullmatch(written) is not None and not -8 < value < 8
+    if len(written) < _SHOWN and (is_octal or ":" in written):
+        base = 8 if is_octal else 60
+        raise ConfigError(
+            f"{where}: {option.name} is {written}, which YAML reads as {value}, in base {base}; "
+            f"expected {type_text(option.type)} in base 10. Write {value} if that is meant."
+        )
+    return value
+
+
+def _is_text(option: Option) -> bool:
+    kinds = members(option.type)
+    return all((get_args(kind)[0] if get_origin(kind) is tuple else kind) is str for kind in kinds)
 
 
 def _unmet(aliases: Sequence[Alias], values: dict[str, Any]) -> list[str]:

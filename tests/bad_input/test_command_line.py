@@ -95,7 +95,7 @@ def test_any_bytes_in_the_file_are_answered(content: bytes, tmp_path: Path) -> N
 FILES = {
     "not UTF-8": (b"model:\n  family: caf\xe9\n", "cannot be read"),
     "UTF-16": ("model:\n  num_layers: 2\n".encode("utf-16"), "cannot be read"),
-    "a date that is none": (b"optimizer:\n  lr: 2024-13-45\n", "is no valid YAML"),
+    "a date that is none": (b"optimizer:\n  lr: 2024-13-45\n", "lr is '2024-13-45'; expected number"),
     "a bracket too few": (b"data:\n  data_path: [a, b\n", "is no valid YAML"),
     "a tab": (b"model:\n\tnum_layers: 2\n", "is no valid YAML"),
     "a Python object": (b"model:\n  family: !!python/object/apply:os.getcwd []\n", "is no valid YAML"),
