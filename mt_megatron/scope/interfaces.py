@@ -33,6 +33,9 @@ class Facts:
 
     micro_batch_size: int
     seq_length: int
+    global_batch_size: int | None = None
+    """Sequences of a step, at most where their number rises; None: not known."""
+
     vocab_size: int | None = None
     """Of the tokenizer; None: every row of the embedding counts."""
 

@@ -208,7 +208,12 @@ class Session:
         heads = int(getattr(core, "num_attention_heads", 1))
         self._defaults = Defaults(self._chunks, place, heads=heads, told=self._tap_failed)
         self._asked = Asked(
-            self._chunks, place, heads=heads, loss_scale=self._loss_scale, told=self._tap_failed
+            self._chunks,
+            place,
+            heads=heads,
+            samples=facts.global_batch_size,
+            loss_scale=self._loss_scale,
+            told=self._tap_failed,
         )
         shares = shares_of(self._chunks, self._optimizer, place)
         self._norms = Norms(shares, place, vocab_size=facts.vocab_size, say=self._tell)

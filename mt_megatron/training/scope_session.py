@@ -216,6 +216,7 @@ def scope_of(
             ),
             facts=Facts(
                 micro_batch_size=config.train.micro_batch_size,
+                global_batch_size=config.global_batch_size(job.layout.world_size),
                 seq_length=seq_length,
                 vocab_size=model.vocab_size,
                 model={

@@ -37,6 +37,9 @@ FEW_MAPS = 32
 
 SMALL_MAP = 64
 
+OF_ALL_SAMPLES = ("moments", "histogram")
+"""Kinds of requests that count every sequence of a step."""
+
 WITH_HEADS = ("qkv", "attention", "context")
 """Kinds of requests of which single heads can be asked for."""
 
@@ -75,14 +78,16 @@ class Asked:
         place: Place,
         *,
         heads: int,
+        samples: int | None,
         loss_scale: Callable[[], Tensor | None],
         told: Callable[[str], None],
     ) -> None:
-        """``heads`` of one layer's attention on all ranks; gradients are divided by ``loss_scale()``, None
-        for none."""
+        """``heads`` of one layer's attention on all ranks; ``samples`` of a step, None where not known;
+        gradients are divided by ``loss_scale()``, None for none."""
         self._named = list(taps.named_modules(chunks))
         self._place = place
         self._heads = heads
+        self._samples = samples
         self._loss_scale = loss_scale
         self._told = told
         self._head = Head(chunks, place, told=told)
@@ -106,12 +111,15 @@ class Asked:
         return plan, None if found else problem
 
     def beyond(self, request: Request) -> str | None:
-        """A line about heads and tokens of ``request`` that the model does not have, or that are too many;
-        the same on every rank."""
+        """A line about heads, tokens and samples of ``request`` that the model or a step does not have, or
+        that are too many; the same on every rank."""
         length, heads = self._place.seq_length, request.heads or ()
         first, last = request.tokens or (0, 0 if request.kind != "logits" else length - 1)
+        largest = request.samples[-1] if request.kind not in OF_ALL_SAMPLES else 0
         if heads and heads[-1] >= self._heads and request.kind in WITH_HEADS:
             return f"found head {heads[-1]} in {request.text!r}; expected at most {self._heads - 1}"
+        if self._samples is not None and largest >= self._samples:
+            return f"found sample {largest} in {request.text!r}; expected at most {self._samples - 1}"
         if first >= length:
             return f"found tokens from {first} in {request.text!r}; expected at most {length - 1}"
         if request.kind == "logits" and min(last, length - 1) - first >= MOST_TOKENS:

@@ -13,7 +13,7 @@ from mt_megatron.scope.interfaces import NoControl
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
-from tests.parity.case import MICRO_BATCH, MODEL, OPTIMIZER, SEQUENCE
+from tests.parity.case import GLOBAL_BATCH, MICRO_BATCH, MODEL, OPTIMIZER, SEQUENCE
 from tests.scope.watch.ranks import batches_of, begin, watched
 
 STEPS = 8
@@ -58,6 +58,8 @@ def told_while_training() -> dict[str, Any]:
                     requests = ["residual@decoder.layers.1", "mlp@nowhere", "no request", "context@embedding"]
                     requests += [f"{what}@decoder.layers.1:heads=99" for what in ("attention", "mlp")]
                     requests += [f"moments@decoder.layers.0:tokens={SEQUENCE}-{SEQUENCE + 9}"]
+                    beyond = f"@decoder.layers.0:samples={GLOBAL_BATCH}"
+                    requests += [f"mlp{beyond}", f"moments{beyond}"]
                     reader.tell(0, {"k": "watch", "requests": requests})
                     _until(lambda: session._texts is not None)
                 elif iteration == 5:

@@ -121,6 +121,7 @@ def watched(
         options=Options(live=False, interval=interval, watch=watch),
         facts=Facts(
             micro_batch_size=MICRO_BATCH,
+            global_batch_size=config.global_batch_size(job.layout.world_size),
             seq_length=SEQUENCE,
             vocab_size=config.model.vocab_size,
             model={"name": "test"},

@@ -26,8 +26,9 @@ def test_requests_are_watched_from_the_next_step_on_beside_those_of_the_start(fo
 
 def test_what_cannot_be_watched_is_a_line_each(found: dict[str, Any]) -> None:
     lines = found["lines"]
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert any("found head 99 in 'attention@" in line for line in lines)
+    assert any("found sample 8 in 'mlp@" in line and "expected at most 7" in line for line in lines)
     assert any("found tokens from" in line and "'moments@" in line for line in lines)
     assert any("nowhere" in line for line in lines) and any("'no request'" in line for line in lines)
     assert any("context@embedding" in line and "core attention" in line for line in lines)
