@@ -37,6 +37,27 @@ def test_bodies_for_an_export_are_bounded_by_their_bytes() -> None:
     assert found["urls"] == ["projection?step=1", *(f"timeline?last={last}" for last in range(20, 31))]
 
 
+def test_an_answer_that_the_cache_dropped_under_way_is_not_counted() -> None:
+    found = in_node("""
+        import { get } from './api.js';
+        const MIB = 2 ** 20;
+        let asked = 0, answer = null;
+        globalThis.fetch = (url) => {
+          asked += 1;
+          const sized = (size) => new Response('1'.padEnd(size), { headers: { 'content-type': 'application/json' } });
+          return url.includes('slow') ? new Promise((done) => { answer = () => done(sized(50 * MIB)); }) : Promise.resolve(sized(36 * MIB));
+        };
+        const slow = get('slow');
+        for (let step = 1; step <= 5; step++) await get('large', { step });
+        answer();
+        await slow;
+        const before = asked;
+        for (let step = 2; step <= 5; step++) await get('large', { step });
+        console.log(JSON.stringify({ before, after: asked }));
+    """)
+    assert found == {"before": 6, "after": 6}
+
+
 def test_values_that_are_no_numbers_are_written_as_text() -> None:
     """A step's figures have a truth value and a text beside numbers."""
     found = in_node("""

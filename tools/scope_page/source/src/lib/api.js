@@ -39,6 +39,8 @@ export function get(name, query = {}, fresh = 0) {
   entry.promise = load(url).then(
     ({ value, bytes, body }) => {
       if (body) remember(url, body);
+      // The cache may have dropped it under way, and counts it no more.
+      if (cache.get(key) !== entry) return value;
       entry.bytes += bytes;
       cached += bytes;
       trim();
