@@ -58,6 +58,22 @@ def test_an_answer_that_the_cache_dropped_under_way_is_not_counted() -> None:
     assert found == {"before": 6, "after": 6}
 
 
+def test_a_step_is_asked_for_again_when_others_have_followed() -> None:
+    """Of a step that was the newest when the page was opened other ranks' parts came later."""
+    found = in_node("""
+        import { freshness, get } from './api.js';
+        let parts = 1;
+        globalThis.fetch = async () => new Response(String(parts), { headers: { 'content-type': 'application/json' } });
+        const shown = [];
+        for (const [newer, revision] of [[0, 0], [1, 3], [3, 7], [9, 12]]) {
+          shown.push(await get('tokens', { step: 5 }, freshness(newer, revision)));
+          parts += 1;
+        }
+        console.log(JSON.stringify(shown));
+    """)
+    assert found == [1, 2, 3, 3]
+
+
 def test_values_that_are_no_numbers_are_written_as_text() -> None:
     """A step's figures have a truth value and a text beside numbers."""
     found = in_node("""

@@ -25,6 +25,12 @@ export function keyOf(name, query = {}) {
   return text ? `${name}?${text}` : name;
 }
 
+// Freshness of an answer about a step that `newer` others follow: of the newest steps other ranks' parts may
+// still come. Later the step is asked for once more: 0 is the revision of a page that was just opened.
+export function freshness(newer, revision) {
+  return newer > 2 ? -1 : revision;
+}
+
 // `fresh`: a number that grows with the recording; another one asks again.
 export function get(name, query = {}, fresh = 0) {
   const url = keyOf(name, query);
