@@ -42,10 +42,12 @@ def test_an_answer_that_the_cache_dropped_under_way_is_not_counted() -> None:
         import { get } from './api.js';
         const MIB = 2 ** 20;
         let asked = 0, answer = null;
+        const headers = { 'content-type': 'application/json' };
+        const sized = (size) => new Response('1'.padEnd(size), { headers });
         globalThis.fetch = (url) => {
           asked += 1;
-          const sized = (size) => new Response('1'.padEnd(size), { headers: { 'content-type': 'application/json' } });
-          return url.includes('slow') ? new Promise((done) => { answer = () => done(sized(50 * MIB)); }) : Promise.resolve(sized(36 * MIB));
+          if (!url.includes('slow')) return Promise.resolve(sized(36 * MIB));
+          return new Promise((done) => { answer = () => done(sized(50 * MIB)); });
         };
         const slow = get('slow');
         for (let step = 1; step <= 5; step++) await get('large', { step });
@@ -63,7 +65,8 @@ def test_a_step_is_asked_for_again_when_others_have_followed() -> None:
     found = in_node("""
         import { freshness, get } from './api.js';
         let parts = 1;
-        globalThis.fetch = async () => new Response(String(parts), { headers: { 'content-type': 'application/json' } });
+        const headers = { 'content-type': 'application/json' };
+        globalThis.fetch = async () => new Response(String(parts), { headers });
         const shown = [];
         for (const [newer, revision] of [[0, 0], [1, 3], [3, 7], [9, 12]]) {
           shown.push(await get('tokens', { step: 5 }, freshness(newer, revision)));
@@ -72,6 +75,25 @@ def test_a_step_is_asked_for_again_when_others_have_followed() -> None:
         console.log(JSON.stringify(shown));
     """)
     assert found == [1, 2, 3, 3]
+
+
+def test_curves_of_two_runs_that_are_thinned_apart_have_no_gaps() -> None:
+    """But where a value is not finite."""
+    found = in_node("""
+        import { carried, drawn, pair } from './curves.js';
+        const steps = Int32Array.of(2, 4, 8), others = Int32Array.of(1, 2, 5, 7, 9);
+        const { x, one, other } = pair(steps, [1, 2, 3], others, [5, 6, NaN, 8, 9]);
+        const told = (values) => drawn(values).map((each) => (each === undefined ? 'other' : each));
+        const marks = carried(x, steps, [0, 1, 0]), log = drawn([1, 0, -1, Infinity], true);
+        console.log(JSON.stringify({ x, one: told(one), other: told(other), marks, log }));
+    """)
+    assert found == {
+        "x": [2, 4, 5, 7, 8],
+        "one": [1, 2, "other", "other", 3],
+        "other": [6, "other", None, 8, "other"],
+        "marks": [0, 1, 1, 1, 0],
+        "log": [1, None, None, None],
+    }
 
 
 def test_values_that_are_no_numbers_are_written_as_text() -> None:
