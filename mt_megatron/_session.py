@@ -82,8 +82,8 @@ def patch(
             accelerator that is there, else ``cpu``.
         features: which kinds of change, by the ``feature`` of ``mt-megatron patches list``;
             None means all.
-        strict: whether a holder of a patched object that cannot be rebound is an error. Without
-            it such holders are listed in the report.
+        strict: whether a holder of a patched object that cannot be rebound is an error, and a
+            target that other code changed before. Without it the report lists both.
         scope: whose code sees the backend as its ``torch.cuda`` beside Megatron's: module names
             (``"mytrainer"`` with all below it, ``"__main__"``) and folders (docs/09).
 

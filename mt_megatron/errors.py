@@ -12,7 +12,7 @@ class PatchError(MtMegatronError):
 
 
 class PatchConflictError(PatchError):
-    """Two patches claim the same target in a way that cannot be composed."""
+    """Two patches claim the same target in a way that cannot be composed, or other code changed it before."""
 
 
 class PatchTargetError(PatchError):

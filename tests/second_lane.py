@@ -341,6 +341,7 @@ MOVED: dict[str, dict[str, str]] = {
         "test_another_plan_on_top_is_refused[nothing": "everything imported",
         "test_every_attribute_is_what_it_was[nothing": "everything imported",
         "test_nothing_of_ours_is_left_behind[nothing": "everything imported",
+        "test_no_target_is_taken_for_changed_by_others[nothing": "everything imported",
         "test_all_is_applied_once_everything_is_imported[half": "everything imported",
         "test_no_holder_keeps_an_original[half": "everything imported",
         "test_patch_changes_something[half": "everything imported",
@@ -348,6 +349,7 @@ MOVED: dict[str, dict[str, str]] = {
         "test_another_plan_on_top_is_refused[half": "everything imported",
         "test_every_attribute_is_what_it_was[half": "everything imported",
         "test_nothing_of_ours_is_left_behind[half": "everything imported",
+        "test_no_target_is_taken_for_changed_by_others[half": "everything imported",
     },
     "tests/session/test_patches_command.py": {
         "test_record_rewrites": "recorded lines are those of the digests",

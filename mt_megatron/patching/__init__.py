@@ -4,6 +4,7 @@ spec                 a patch: target, kind, reason, body
 source               the installed source of a target, found without importing it
 digest               digest of that source, its cache, the lines that drifted
 plan                 selection, order and checks, before anything is changed
+prior_changes        targets that other code changed before
 engine               carries a plan out, at once and at later imports; takes it back
 dataclass_fields     the kind ``fields``: more keyword-only fields of a dataclass
 scoped               the kind ``rebind``: what some modules mean by a name

@@ -14,13 +14,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 from mt_megatron.errors import PatchConflictError, PatchError, PatchImportError, PatchTargetError
 from mt_megatron.patching.dataclass_fields import field_writes
 from mt_megatron.patching.hooks import ImportHook
 from mt_megatron.patching.journal import Journal
-from mt_megatron.patching.places import MISSING, Arguments, Attribute, Code, Element, Key, exchange
+from mt_megatron.patching.places import (
+    MISSING,
+    Arguments,
+    Attribute,
+    Code,
+    Element,
+    Key,
+    exchange,
+    underlying,
+)
 from mt_megatron.patching.plan import Plan, Step
+from mt_megatron.patching.prior_changes import prior_change
 from mt_megatron.patching.rebind import Original, Reach, holders, reach
 from mt_megatron.patching.referrers import Held, Search
 from mt_megatron.patching.report import PatchReport, State, make_report
@@ -48,13 +59,6 @@ def new_value(patch: Patch, raw: Any, module: str, qualname: str) -> Any:
     if patch.kind == "add" or type(patch.body) is not FunctionType:
         return _named(patch.body, module, qualname)
     return _like(raw, lambda function: _named(patch.body, module, qualname))
-
-
-def underlying(raw: Any) -> Any:
-    """The function inside a staticmethod, classmethod or property; anything else as it is."""
-    if isinstance(raw, (staticmethod, classmethod)):
-        return raw.__func__
-    return raw.fget if isinstance(raw, property) else raw
 
 
 def _like(raw: Any, make: Callable[[Any], Any]) -> Any:
@@ -269,6 +273,10 @@ def give_back(given: Iterable[Given]) -> Search:
 # The plan in force.
 
 
+_plans: WeakSet[AppliedPlan] = WeakSet()
+"""Every plan of this process: a value that one of them put at a target is nobody else's change."""
+
+
 def commit(plan: Plan, scope: Scope | None = None) -> AppliedPlan:
     """Apply ``plan``. Imports nothing: what is imported already is patched and rebound now, the
     rest when it is imported. Rebinds reach ``scope`` too, beside their own.
@@ -303,6 +311,7 @@ class AppliedPlan:
             if step.patch.kind != "rebind":
                 self._owned[step.module].append(step)
         self._hook = ImportHook(self._watches, self._imported)
+        _plans.add(self)
 
     @property
     def active(self) -> bool:
@@ -399,6 +408,7 @@ class AppliedPlan:
     def _apply(self, steps: Sequence[Step]) -> None:
         setting = [step for step in steps if step.patch.kind != "rebind"]
         places = {step.patch.target: _target(step) for step in setting}
+        self._meet_prior_changes(setting, places)
         originals = originals_of(setting, places)
         found = holders(originals, {one for step in setting for one in private_ids(step.patch.body)})
         self._note(found, setting, originals)
@@ -414,6 +424,29 @@ class AppliedPlan:
             blame[key] = f"{blame[key]}, {step.patch.id}" if key in blame else step.patch.id
         write_holders(self._journal, originals, found, blame)
         self._done.update(step.patch.id for step in setting)
+
+    def _meet_prior_changes(self, steps: Sequence[Step], places: Mapping[str, Attribute]) -> None:
+        found: dict[str, str] = {}
+        by_target: dict[str, list[str]] = defaultdict(list)
+        for step in steps:
+            by_target[step.patch.target].append(f"{step.patch.id} ({step.patch.kind})")
+            place = places[step.patch.target]
+            if step.patch.target in found or any(plan._gave(place) for plan in list(_plans)):
+                continue
+            change = prior_change(step, place)
+            if change is not None:
+                found[step.patch.target] = change
+        texts = [f"{target} {found[target]} (patch {', '.join(by_target[target])})" for target in found]
+        if texts and self.plan.strict:
+            raise PatchConflictError(
+                "other code changed targets before they were patched: "
+                + "; ".join(texts)
+                + ". Call patch() before that change or undo it; strict=False patches what is there now"
+            )
+        self._notes += texts
+
+    def _gave(self, place: Attribute) -> bool:
+        return (place.key, id(place.read())) in self._given
 
     def _note(self, found: Search, steps: Sequence[Step], originals: Sequence[Original]) -> None:
         keys = {id(one.held.value): one.target.key for one in originals}

@@ -312,6 +312,13 @@ def parts(value: Any) -> Iterator[Any]:
         yield value.__self__
 
 
+def underlying(raw: Any) -> Any:
+    """The function inside a staticmethod, classmethod or property; anything else as it is."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    return raw.fget if isinstance(raw, property) else raw
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

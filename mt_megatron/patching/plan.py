@@ -259,6 +259,9 @@ class Step:
     digest: str | None
     """Of the installed source; None where the kind needs no source or there is none."""
 
+    source: Source | None = None
+    """Of the same, with the lines that define the target."""
+
     @property
     def package(self) -> str:
         """The top-level package of the target."""
@@ -317,7 +320,11 @@ def make_plan(
         if found.drifted:
             warnings.append(found.drift_warning(settings.fingerprints))
         module, qualname = parse_target(found.patch.target)
-        steps.append(Step(patch=found.patch, module=module, qualname=qualname, digest=found.digest))
+        steps.append(
+            Step(
+                patch=found.patch, module=module, qualname=qualname, digest=found.digest, source=found.source
+            )
+        )
     return Plan(
         backend=backend,
         why=why,

@@ -12,7 +12,7 @@ import gc
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from mt_megatron.errors import PatchConflictError
-from mt_megatron.patching.places import Attribute, Defaults, Item, Place, parts
+from mt_megatron.patching.places import Attribute, Defaults, Item, Place, parts, underlying
 from mt_megatron.patching.referrers import Held, Holder, Search, describe, safely, search
 
 # Names that came from ``from owner import name``, read from source: the identity of such a value says
@@ -295,6 +295,9 @@ def _names(owner: ModuleType | type, ids: Set[int]) -> Iterator[tuple[Attribute,
             yield Attribute(owner, name), value
 
 
+_DESCRIPTORS = (staticmethod, classmethod, property)
+
+
 def _classes(module: ModuleType) -> Collection[type]:
     values = list(vars(module).values())
     # Not isinstance, which also reads __class__: objects that warn of their deprecation then do so.
@@ -308,6 +311,20 @@ def _named(original: Original, modules: Iterable[ModuleType]) -> Iterator[Holder
         for place, _ in _names(module, {id(value)}):
             if place.key != original.target.key:
                 yield Holder(place, value)
+
+
+def function_names(wanted: Callable[[FunctionType], bool], package: str) -> Iterator[Attribute]:
+    """Names of imported modules, and of classes in modules of ``package``, that are bound to a function, or
+    to a descriptor of one, which is ``wanted``."""
+    for module in _once(loaded_modules()):
+        inside = in_package(str(vars(module).get("__name__")), package)
+        owners: list[ModuleType | type] = [module, *(_classes(module) if inside else ())]
+        for owner in owners:
+            for name, value in list(vars(owner).items()):
+                # By the type itself: other objects may do anything when they are asked.
+                function = underlying(value) if type(value) in _DESCRIPTORS else value
+                if type(function) is FunctionType and wanted(function):
+                    yield Attribute(owner, name)
 
 
 def scoped_places(module: ModuleType, ids: Set[int]) -> Iterator[tuple[Place, Any]]:

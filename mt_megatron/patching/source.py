@@ -118,16 +118,7 @@ def _find(part: str, name: str, search: Sequence[str] | None) -> ModuleSpec | No
 
 def define(tree: ast.Module, qualname: str) -> Definition | None:
     """How ``qualname`` (dotted, through classes) is bound in ``tree``; None if it is not."""
-    bodies: list[list[Statement]] = [tree.body]
-    *outer, name = qualname.split(".")
-    for part in outer:
-        bodies = [
-            binding.node.body
-            for body in bodies
-            for binding in _bindings(body, part)
-            if isinstance(binding.node, ast.ClassDef)
-        ]
-    found = [binding for body in bodies for binding in _bindings(body, name)]
+    found, name = _bindings_of(tree, qualname), qualname.rpartition(".")[2]
     if not found:
         return None
     segments: list[tuple[int, int]] = []
@@ -140,6 +131,41 @@ def define(tree: ast.Module, qualname: str) -> Definition | None:
     if any(ast.unparse(one) in accessors for one in getattr(node, "decorator_list", ())):
         node = found[0].node  # what reads a property stands for it
     return _describe(node, name, tuple(sorted(segments)))
+
+
+def decorators_of(tree: ast.Module, qualname: str) -> list[tuple[str, ...]] | None:
+    """Decorators, as written, of every ``def`` that binds ``qualname``; None where an import, an assignment
+    or a class binds it too, so that it may be another object than such a function."""
+    found: list[tuple[str, ...]] = []
+    name = qualname.rpartition(".")[2]
+    for binding in _bindings_of(tree, qualname):
+        node = binding.node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.append(tuple(ast.unparse(decorator) for decorator in node.decorator_list))
+        elif isinstance(node, (ast.ClassDef, ast.Import, ast.ImportFrom)) or _stores(node, name):
+            return None
+    return found
+
+
+def _stores(node: Statement, name: str) -> bool:
+    # ``name.attribute = value`` mentions the name and leaves it bound to what it was.
+    return any(
+        isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store)
+        for each in ast.walk(node)
+    )
+
+
+def _bindings_of(tree: ast.Module, qualname: str) -> list[_Binding]:
+    bodies: list[list[Statement]] = [tree.body]
+    *outer, name = qualname.split(".")
+    for part in outer:
+        bodies = [
+            binding.node.body
+            for body in bodies
+            for binding in _bindings(body, part)
+            if isinstance(binding.node, ast.ClassDef)
+        ]
+    return [binding for body in bodies for binding in _bindings(body, name)]
 
 
 @dataclass(frozen=True)

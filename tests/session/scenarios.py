@@ -166,7 +166,33 @@ def order(what: str) -> dict[str, Any]:
         result["rebound"] = sum(len(record.rebound) for record in report.patches)
     result["not restored by the second round"] = difference(before, attributes("torch", "megatron", "numpy"))
     result["left behind"] = left_behind()
+    result["judged"], result["taken for changed"] = changed_targets()
     return result
+
+
+def changed_targets() -> tuple[int, list[str]]:
+    """How many targets of all backends were looked at, and what is taken for somebody's change of one, though
+    nobody has made any."""
+    from mt_megatron._session import make_plan_for
+    from mt_megatron.backends import registry
+    from mt_megatron.patching.engine import _target
+    from mt_megatron.patching.prior_changes import prior_change
+
+    steps: dict[str, Any] = {}
+    for name in ("cpu", "cuda", "musa"):
+        steps.update((step.patch.target, step) for step in make_plan_for(registry.get(name), "").steps)
+    judged, found = 0, []
+    for target, step in steps.items():
+        if step.patch.kind not in ("wrap", "replace", "constant") or step.patch.digest is None:
+            continue
+        try:
+            importlib.import_module(step.module)
+        except (ImportError, NameError):  # for want of mamba_ssm, zarr or Transformer Engine
+            continue
+        change = prior_change(step, _target(step))
+        judged += 1
+        found += [] if change is None else [f"{target} {change}"]
+    return judged, found
 
 
 def scoped(folder: str, early: str) -> dict[str, Any]:

@@ -66,6 +66,12 @@ def test_nothing_of_ours_is_left_behind(outcome: dict[str, Any]) -> None:
     assert outcome["finders are back"] is True
 
 
+def test_no_target_is_taken_for_changed_by_others(outcome: dict[str, Any]) -> None:
+    """All kinds of functions and decorators of upstream are among the targets of the three backends."""
+    assert outcome["taken for changed"] == []
+    assert outcome["judged"] >= 120
+
+
 def test_importing_the_package_changes_nothing() -> None:
     found = run_scenario("importing")
     assert found["finders"] is True

@@ -80,3 +80,9 @@ def test_a_loss_of_the_users_gets_logits(found: Found) -> None:
     for name in ("fused", "own", "replaced after", "replaced before", "head", "all heads"):
         assert seen[name][0] == pytest.approx(seen["apart"][0], rel=1e-6), name
     assert seen["plain"][0] != pytest.approx(seen["apart"][0], rel=1e-3), "the loss is another one"
+
+
+def test_a_function_that_was_replaced_before_is_refused_by_name(found: Found) -> None:
+    (said,) = found["losses"]["refused"]
+    assert "LanguageModule.compute_language_model_loss holds tempered of tests.patches.model" in said
+    assert "cross_entropy.language_model_loss (wrap)" in said and "strict=False" in said
