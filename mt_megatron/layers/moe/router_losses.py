@@ -11,6 +11,8 @@ as in the gradients that Megatron adds up later.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,6 +148,82 @@ def _track(router: Any, name: str, loss: Tensor, group: Any) -> None:
     layers = router.config.num_layers
     if router.layer_number is not None and router.layer_number <= layers:
         save_to_aux_losses_tracker(name, loss, router.layer_number, layers, reduce_group=group)
+
+
+# The loss function's part. Gradients of a loss per token are divided by the tokens that the loss functions
+# of all ranks return, added up. The trainer's returns sum and tokens of its rank. Megatron-LM's (0.9)
+# returns the sum over context parallel ranks, times their number, and the tokens of all of them: each token
+# is counted by every rank, which the factor makes up for. The routers' losses of all stages would need the
+# factor too, so the last stage brings such a result to the first form; the loss of tokens is as before.
+
+_summed_over_context = False
+"""Whether the loss function of the step that runs now returns what all context parallel ranks have."""
+
+
+def returns_may_be_summed(config: Any) -> bool:
+    """Whether routers have losses whose weight depends on the form of the loss function's result."""
+    has_losses = getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", None)
+    summed = config.calculate_per_token_loss and config.context_parallel_size > 1
+    return bool(has_losses and summed and torch.is_grad_enabled())
+
+
+def with_own_tokens(forward_step: Callable[..., Any], reports: list[Any]) -> Callable[..., Any]:
+    """``forward_step`` whose loss function returns this rank's part of sum and tokens.
+
+    ``reports`` is the schedule's list of what the loss functions of a step have reported: empty before the
+    first, whose result is measured for the whole step.
+    """
+
+    @functools.wraps(forward_step)
+    def step(*args: Any) -> Any:
+        output, loss_function = forward_step(*args)
+
+        def loss(output: Any, **options: Any) -> Any:
+            # Losses of tokens are [b, s]. Another gradient of logits would be as large as they are.
+            if options or not isinstance(output, Tensor) or output.dim() > 2 or not output.requires_grad:
+                return loss_function(output, **options)
+            losses = output.view_as(output)  # without the hooks of ``output``
+            found = loss_function(losses)
+            if len(found) != 3:
+                return found
+            return (*_own_part(losses, found[0], found[1], first=not reports), found[2])
+
+        return output, loss
+
+    return step
+
+
+def _own_part(losses: Tensor, total: Tensor, tokens: Tensor, *, first: bool) -> tuple[Tensor, Tensor]:
+    from megatron.core import parallel_state
+
+    global _summed_over_context
+    size = parallel_state.get_context_parallel_world_size()
+    if first:
+        _summed_over_context = _is_summed(losses, total, tokens, size)
+    if not _summed_over_context:
+        return total, tokens
+    rank = parallel_state.get_context_parallel_rank()
+    # Whole numbers that add up to the tokens of all ranks.
+    return total / size, tokens // size + (rank < tokens % size)
+
+
+def _is_summed(losses: Tensor, total: Tensor, tokens: Tensor, size: int) -> bool:
+    """Whether every counted token's loss is taken ``size`` times, and ``tokens`` are those of all context
+    parallel ranks. Measured by the gradient of ``total`` by ``losses``, on all last stages at once: the ranks
+    agree, and all micro-batches of a step are taken alike, so that the loss of tokens is the same either way.
+    """
+    from megatron.core import parallel_state
+
+    found = torch.autograd.grad(total, losses, retain_graph=True, allow_unused=True)[0]
+    weights = torch.zeros_like(losses) if found is None else found
+    counted = weights != 0
+    whole = counted.sum()
+    _sum(whole, parallel_state.get_context_parallel_group())
+    other = (counted & (weights != size)).sum() + (whole != tokens).sum()
+    facts = torch.stack([counted.sum(), other])
+    _sum(facts, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    somewhere, otherwise = facts.tolist()
+    return bool(somewhere > 0 and otherwise == 0)
 
 
 def reduce_across_ranks(device: torch.device) -> None:

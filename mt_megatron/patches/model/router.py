@@ -141,17 +141,27 @@ def _forward_step(
     data_iterator: Any,
     model: Any,
     num_microbatches: int,
+    input_tensor: Any,
+    forward_data_store: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    found = original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.utils import get_model_config
 
-    config = get_model_config(model)
-    if getattr(config, "num_moe_experts", None) is not None:
-        from mt_megatron.layers.moe.router_losses import loss_scale_factor
+    from mt_megatron.layers.moe.router_losses import (
+        loss_scale_factor,
+        returns_may_be_summed,
+        with_own_tokens,
+    )
 
+    config = get_model_config(model)
+    has_experts = getattr(config, "num_moe_experts", None) is not None
+    if has_experts and returns_may_be_summed(config):
+        forward_step_func = with_own_tokens(forward_step_func, forward_data_store)
+    call = (forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store)
+    found = original(*call, *args, **kwargs)
+    if has_experts:
         factor = loss_scale_factor(config, num_microbatches)
         if factor != 1:
             MoEAuxLossAutoScaler.set_loss_scale(MoEAuxLossAutoScaler.main_loss_backward_scale * factor)

@@ -25,17 +25,40 @@ EXPERTS = (
 )
 
 
-def batch(length: int) -> dict[str, torch.Tensor]:
+def batch(length: int, *, masked: bool = False) -> dict[str, torch.Tensor]:
     tokens = torch.randint(4096, (2, length + 1), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones(2, length)
+    if masked:
+        # Ranks of a context count different numbers of tokens.
+        mask[:, : length // 4], mask[:, ::3] = 0, 0
     return {
         "tokens": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": torch.ones(2, length),
+        "loss_mask": mask,
         "position_ids": torch.arange(length).expand(2, -1).contiguous(),
     }
 
 
-def gradients(flags: str) -> list[list[float]]:
+def summed_over_context(step: Any) -> Any:
+    """``step`` with the result of Megatron-LM 0.9's loss function: of all context parallel ranks."""
+    from megatron.core import parallel_state
+
+    def summed(batches: Any, model: Any) -> Any:
+        output, loss_function = step(batches, model)
+
+        def loss(output: torch.Tensor) -> Any:
+            total, tokens, report = loss_function(output)
+            both = torch.stack([total, tokens.float()])
+            dist.all_reduce(both, group=parallel_state.get_context_parallel_group())
+            size = parallel_state.get_context_parallel_world_size()
+            return both[0] * size, both[1].detach().to(torch.int), report
+
+        return output, loss
+
+    return summed
+
+
+def gradients(flags: str, *, masked: bool = False, summed: bool = False) -> list[list[float]]:
     """Of every router, after two micro-batches of the same tokens, reduced as for an update."""
     config = load_config(f"{MODEL} {TRAINING} {EXPERTS} {flags}".split())
     validate(config, world_size=dist.get_world_size())
@@ -50,7 +73,9 @@ def gradients(flags: str) -> list[list[float]]:
             parameter.data.copy_(0.1 * drawn + ("norm" in name))
         shape = Shape(num_microbatches=2, micro_batch_size=2, seq_length=32)
         step = make_forward_step(family, torch.device("cpu"))
-        forward_backward(trainable, step, [iter([batch(32)] * 2)], shape)
+        if summed:
+            step = summed_over_context(step)
+        forward_backward(trainable, step, [iter([batch(32, masked=masked)] * 2)], shape)
         return [
             parameter.main_grad.flatten().tolist()
             for name, parameter in trainable.chunks[0].named_parameters()
@@ -64,7 +89,11 @@ def everything(world: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "mean": gradients(spread),
         "per token": gradients(f"{spread} --calculate-per-token-loss"),
+        "per token, masked": gradients(f"{spread} --calculate-per-token-loss", masked=True),
     }
+    if world == 2:
+        for name, masked in (("summed", False), ("summed, masked", True)):
+            found[name] = gradients(f"{spread} --calculate-per-token-loss", masked=masked, summed=True)
     ours = router_losses.loss_scale_factor
     router_losses.loss_scale_factor = lambda config, num_microbatches: 1
     try:

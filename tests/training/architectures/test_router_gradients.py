@@ -29,7 +29,7 @@ def deviation(found: list[list[float]], expected: list[list[float]]) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-@pytest.mark.parametrize("kind", ["mean", "per token"])
+@pytest.mark.parametrize("kind", ["mean", "per token", "per token, masked"])
 def test_context_parallel_ranks_get_the_gradient_of_one_process(
     one: Found, two: list[Found], kind: str
 ) -> None:
@@ -40,6 +40,15 @@ def test_context_parallel_ranks_get_the_gradient_of_one_process(
 def test_a_loss_per_token_gives_the_same_gradient(one: Found) -> None:
     """Every token counts here, so the mean over tokens is the mean over micro-batches."""
     assert deviation(one["per token"], one["mean"]) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "alone"), [("summed", "mean"), ("summed, masked", "per token, masked")])
+def test_a_loss_function_may_return_what_all_context_parallel_ranks_have(
+    one: Found, two: list[Found], kind: str, alone: str
+) -> None:
+    """As Megatron-LM 0.9's does, and the trainer's does not."""
+    for found in two:
+        assert deviation(found[kind], one[alone]) < 1e-5
 
 
 def test_upstreams_scale_gives_another(one: Found, two: list[Found]) -> None:
