@@ -44,9 +44,12 @@ class CudaBackend:
     def available(self) -> tuple[bool, str]:
         if not torch.backends.cuda.is_built():
             return False, "this torch was built without CUDA"
-        if not torch.cuda.is_available():
+        # The number alone, which torch takes from NVML: is_available() and a device's name begin to use CUDA,
+        # and then no rank that this process forks can use it.
+        count = torch.cuda.device_count()
+        if not count:
             return False, "torch has CUDA, but no device or driver was found"
-        return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, NCCL"
+        return True, f"{count} CUDA device(s), NCCL"
 
     def device_count(self) -> int:
         return torch.cuda.device_count()

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if devices < 1:
         return _nothing(f"looked for {chosen.backend}: found {devices} devices")
     now = datetime.datetime.now(datetime.timezone.utc).astimezone()
-    facts = _facts(chosen.backend, why, devices)
+    facts = _facts(chosen.backend, f"{why}: {backend.device_name(0)}", devices)
     for name, value in facts.items():
         print(f"{name}: {value}", flush=True)
     results: list[Result] = []

@@ -126,7 +126,7 @@ class RecordingCuda:
         return {
             "is_available": lambda: self.available and self.devices > 0,
             "is_initialized": lambda: True,
-            "device_count": lambda: self.devices,
+            "device_count": lambda: self.devices if self.available else 0,
             "current_device": lambda: self.current,
             "set_device": set_device,
             "get_device_name": lambda device=None: self.name,

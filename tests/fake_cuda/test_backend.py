@@ -39,8 +39,8 @@ def _fused_adamw(backend: CudaBackend) -> bool:
 METHODS: dict[str, tuple[Callable[[CudaBackend], Any], Any, list[str]]] = {
     "available": (
         lambda b: b.available(),
-        (True, "4 x NVIDIA H100 80GB HBM3, NCCL"),
-        ["is_available", "device_count", "get_device_name"],
+        (True, "4 CUDA device(s), NCCL"),
+        ["device_count"],  # of these torch says that it leaves processes to be forked as they are
     ),
     "device_count": (lambda b: b.device_count(), 4, ["device_count"]),
     "current_device": (lambda b: b.current_device(), 2, ["current_device"]),

@@ -77,7 +77,8 @@ class MusaBackend:
             visible = os.environ.get("MUSA_VISIBLE_DEVICES")
             chosen = "" if visible is None else f" (MUSA_VISIBLE_DEVICES={visible!r})"
             return False, f"torch_musa is installed, but no device or driver was found{chosen}"
-        what = f"{_musa().device_count()} x {self.device_name(0)}"
+        # A device's name begins to use MUSA, and then no rank that this process forks can use it.
+        what = f"{_musa().device_count()} MUSA device(s)"
         if not torch.distributed.is_mccl_available():  # type: ignore[attr-defined]
             return False, f"{what}, but without MCCL, and Megatron needs a process group even on one device"
         ignored = "; CUDA_VISIBLE_DEVICES has no effect on it" if self._misled() else ""
