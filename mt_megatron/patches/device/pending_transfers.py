@@ -7,6 +7,7 @@ and forgets a transfer whose handle is collected: the peer then waits for ever.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from mt_megatron.backends.base import Backend
@@ -15,6 +16,9 @@ from mt_megatron.patching.spec import Patch
 _abandoned: list[Any] = []
 """Transfers whose handles were dropped without a wait, such as the last sends of a forward-only
 interleaved schedule."""
+
+_LAST_WAIT = timedelta(seconds=5)
+"""For transfers whose groups end: after an error, no peer may be there to take part in them."""
 
 
 class _Pending:
@@ -34,6 +38,17 @@ class _Pending:
     def __del__(self) -> None:
         if self._work is not None:
             _abandoned.append(self._work)
+
+
+def end_transfers() -> None:
+    """Wait for the transfers whose handles were dropped and let go of them: each keeps the threads and
+    sockets of its group, which is about to end. After an error, or what does not end soon, the rest is let
+    go of as it is."""
+    try:
+        while _abandoned:
+            _abandoned.pop().wait(_LAST_WAIT)
+    except RuntimeError:
+        _abandoned.clear()
 
 
 def _p2p_ops(original: Callable[..., list[Any]], **kwargs: Any) -> list[_Pending]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_megatron.backends.base import Backend
 from mt_megatron.backends.distributed.namespace import let_group_threads_rest, shared_groups
+from mt_megatron.patches.device.pending_transfers import end_transfers
 from mt_megatron.patching.spec import Patch
 from mt_megatron.seams import transport
 
@@ -24,6 +25,7 @@ def _destroy_model_parallel(original: Callable[[], None]) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    end_transfers()
     held = _groups_of(parallel_state)
     original()
     # Left standing, a rank of the next layout takes itself for a member of this one's groups and stages.
@@ -68,6 +70,7 @@ def end_groups() -> None:
     dist, parallel_state = map(sys.modules.get, ("torch.distributed", "megatron.core.parallel_state"))
     if dist is None or not dist.is_available():
         return
+    end_transfers()
     let_group_threads_rest()
     if dist.is_initialized():
         dist.destroy_process_group()

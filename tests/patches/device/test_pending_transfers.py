@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from mt_megatron.patches.device import pending_transfers
 from tests.launch import run_ranks
 
 COUNT = 200_000
@@ -45,8 +49,9 @@ def exchange() -> Any:
         )
         return received, handles
 
-    found = []
-    if dist.get_rank() == 0:
+    found: list[Any] = []
+    sends = dist.get_rank() == 0
+    if sends:
         for value in (1.0, 2.0):
             tensor = torch.full((COUNT,), value)
             communicate(tensor, False)  # the handles are dropped here
@@ -56,6 +61,7 @@ def exchange() -> Any:
             overwritten = [torch.full((COUNT,), -1.0) for _ in range(4)]
             del overwritten
         dist.barrier()
+        found.append(len(pending_transfers._abandoned))
     else:
         time.sleep(1.0)
         for _ in range(2):
@@ -67,11 +73,33 @@ def exchange() -> Any:
             found.append([received.min().item(), received.max().item()])
         dist.barrier()
     destroy()
+    if sends:
+        found.append(len(pending_transfers._abandoned))
     return found
 
 
-def test_a_send_survives_its_tensor_and_its_handle() -> None:
-    assert run_ranks(2, "tests.patches.device.test_pending_transfers:exchange", timeout=60)[1] == [
-        [1.0, 1.0],
-        [2.0, 2.0],
-    ]
+@pytest.fixture(scope="module")
+def exchanged() -> list[Any]:
+    return run_ranks(2, "tests.patches.device.test_pending_transfers:exchange", timeout=60)
+
+
+def test_a_send_survives_its_tensor_and_its_handle(exchanged: list[Any]) -> None:
+    assert exchanged[1] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_a_send_without_a_handle_is_let_go_when_its_group_ends(exchanged: list[Any]) -> None:
+    assert exchanged[0] == [1, 0]
+
+
+def test_transfers_of_a_lost_peer_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[timedelta] = []
+
+    class Lost:
+        def wait(self, limit: timedelta) -> None:
+            limits.append(limit)
+            raise RuntimeError("Connection closed by peer")
+
+    waiting = [Lost(), Lost()]
+    monkeypatch.setattr(pending_transfers, "_abandoned", waiting)
+    pending_transfers.end_transfers()
+    assert not waiting and len(limits) == 1 and limits[0] < timedelta(minutes=1)
