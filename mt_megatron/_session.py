@@ -83,7 +83,8 @@ def patch(
         features: which kinds of change, by the ``feature`` of ``mt-megatron patches list``;
             None means all.
         strict: whether a holder of a patched object that cannot be rebound is an error, and a
-            target that other code changed before. Without it the report lists both.
+            target that other code changed before in a way that loses the patch or the change.
+            Without it the report lists both.
         scope: whose code sees the backend as its ``torch.cuda`` beside Megatron's: module names
             (``"mytrainer"`` with all below it, ``"__main__"``) and folders (docs/09).
 

@@ -31,7 +31,7 @@ from mt_megatron.patching.places import (
     underlying,
 )
 from mt_megatron.patching.plan import Plan, Step
-from mt_megatron.patching.prior_changes import prior_change
+from mt_megatron.patching.prior_changes import PriorChange, prior_change
 from mt_megatron.patching.rebind import Original, Reach, holders, reach
 from mt_megatron.patching.referrers import Held, Search
 from mt_megatron.patching.report import PatchReport, State, make_report
@@ -426,21 +426,28 @@ class AppliedPlan:
         self._done.update(step.patch.id for step in setting)
 
     def _meet_prior_changes(self, steps: Sequence[Step], places: Mapping[str, Attribute]) -> None:
-        found: dict[str, str] = {}
-        by_target: dict[str, list[str]] = defaultdict(list)
+        found: dict[str, PriorChange] = {}
+        by_target: dict[str, list[Patch]] = defaultdict(list)
         for step in steps:
-            by_target[step.patch.target].append(f"{step.patch.id} ({step.patch.kind})")
+            by_target[step.patch.target].append(step.patch)
             place = places[step.patch.target]
             if step.patch.target in found or any(plan._gave(place) for plan in list(_plans)):
                 continue
             change = prior_change(step, place)
             if change is not None:
                 found[step.patch.target] = change
-        texts = [f"{target} {found[target]} (patch {', '.join(by_target[target])})" for target in found]
-        if texts and self.plan.strict:
+        texts, refused = [], []
+        for target, change in found.items():
+            patches = by_target[target]
+            names = ", ".join(f"{each.id} ({each.kind})" for each in patches)
+            texts.append(f"{target} {change.text} (patch {names})")
+            # Wraps of a function that nobody else holds go around the change.
+            if change.is_split or any(each.kind != "wrap" for each in patches):
+                refused.append(texts[-1])
+        if refused and self.plan.strict:
             raise PatchConflictError(
                 "other code changed targets before they were patched: "
-                + "; ".join(texts)
+                + "; ".join(refused)
                 + ". Call patch() before that change or undo it; strict=False patches what is there now"
             )
         self._notes += texts

@@ -27,9 +27,20 @@ _INSIDE = ("__wrapped__", "_torchdynamo_orig_callable", "_torchdynamo_inline", "
 _SHOWN = 6
 
 
-def prior_change(step: Step, place: Attribute) -> str | None:
-    """What other code put at the target of ``step``, and which names still mean upstream's function; None
-    where the target holds that function, or where it cannot be told."""
+@dataclass(frozen=True, kw_only=True)
+class PriorChange:
+    """Another function at a target than its source defines."""
+
+    text: str
+    """What is there, where it was made, and which names still mean upstream's function."""
+
+    is_split: bool
+    """True where other names mean upstream's function: whoever uses them would not have the patched one."""
+
+
+def prior_change(step: Step, place: Attribute) -> PriorChange | None:
+    """What other code put at the target of ``step``; None where the target holds upstream's function, or
+    where it cannot be told."""
     source = step.source
     if source is None or step.patch.digest is None or step.patch.kind not in _KINDS:
         return None
@@ -56,7 +67,8 @@ def prior_change(step: Step, place: Attribute) -> str | None:
     ]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     kept = f"goes on at {shown}" if names else "has no other name"
-    return f"holds {_describe(found)}; upstream's own function {kept}"
+    text = f"holds {_describe(found)}; upstream's own function {kept}"
+    return PriorChange(text=text, is_split=bool(names))
 
 
 @dataclass(frozen=True, kw_only=True)

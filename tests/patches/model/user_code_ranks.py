@@ -11,7 +11,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mt_megatron
-from mt_megatron.errors import PatchConflictError
 from tests.patches.model.router_ranks import start
 
 HIDDEN, EXPERTS, TOKENS = 16, 4, 12
@@ -361,7 +360,7 @@ def losses() -> dict[str, Any]:
         finally:
             ColumnParallelLinear.forward = kept
 
-    refused: list[str] = []
+    warned: list[str] = []
 
     def replaced(*, before: bool) -> Any:
         """The class's own loss is another function, since before the patches were made or after."""
@@ -377,11 +376,7 @@ def losses() -> dict[str, Any]:
 
         LanguageModule.compute_language_model_loss = tempered
         if before:
-            try:
-                mt_megatron.patch(backend="cpu")
-            except PatchConflictError as error:
-                refused.append(str(error))
-            mt_megatron.patch(backend="cpu", strict=False)
+            warned.extend(mt_megatron.patch(backend="cpu").warnings)
         try:
             return run(GPTModel, True)
         finally:
@@ -400,7 +395,7 @@ def losses() -> dict[str, Any]:
         "head": attempt(lambda: run(GPTModel, True, head=True)),
         "all heads": attempt(with_head),
         "plain": attempt(lambda: run(GPTModel, True)),
-        "refused": refused,
+        "warned": warned,
     }
 
 
