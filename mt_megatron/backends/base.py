@@ -42,7 +42,7 @@ class Backend(Protocol):
     """Whether Megatron's ``torch.cuda`` must be translated. False for CUDA itself."""
 
     def available(self) -> tuple[bool, str]:
-        """Whether it can be used here, and the one-line reason, either way. Uses no device: a process that
+        """True where it can be used here, and the one-line reason, either way. Uses no device: a process that
         has begun to cannot fork ranks that do."""
 
     def device_count(self) -> int:

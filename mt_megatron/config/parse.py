@@ -54,7 +54,7 @@ class YamlEntry:
     """``file:line``, for errors."""
 
     written: Written = None
-    """What ``value`` was read from."""
+    """Text that ``value`` was read from."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

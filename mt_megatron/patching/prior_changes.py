@@ -32,15 +32,15 @@ class PriorChange:
     """Another function at a target than its source defines."""
 
     text: str
-    """What is there, where it was made, and which names still mean upstream's function."""
+    """Description of what is there, where it was made, and which names still mean upstream's function."""
 
     is_split: bool
     """True where other names mean upstream's function: whoever uses them would not have the patched one."""
 
 
 def prior_change(step: Step, place: Attribute) -> PriorChange | None:
-    """What other code put at the target of ``step``; None where the target holds upstream's function, or
-    where it cannot be told."""
+    """The function that other code put at the target of ``step``; None where the target holds upstream's
+    function, or where it cannot be told."""
     source = step.source
     if source is None or step.patch.digest is None or step.patch.kind not in _KINDS:
         return None
@@ -80,7 +80,7 @@ class _Upstreams:
 
     qualname: str
     wrappers: int
-    """How many the decorators may have put around it."""
+    """Most wrappers that the decorators may have put around it."""
 
     homes: frozenset[str]
     """Top-level packages of the decorators and of the target."""
@@ -98,7 +98,7 @@ class _Upstreams:
         )
 
     def made(self, function: Any) -> bool | None:
-        """Whether ``function`` is it, as decorated; None where a decorator's object hides what is inside."""
+        """True where ``function`` is it, as decorated; None where a decorator's object hides the inside."""
         for depth in range(self.wrappers + 1):
             if self._is(function):
                 return True

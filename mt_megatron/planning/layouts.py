@@ -248,7 +248,7 @@ def _chunks(config: TrainingConfig, pipeline: int, frugal: bool) -> list[int]:
 
 
 def _is_explicit(config: TrainingConfig) -> bool:
-    """Whether the configuration itself gives every stage and chunk its layers."""
+    """True where the configuration itself gives every stage and chunk its layers."""
     return config.model.pipeline_model_parallel_layout not in (None, BALANCED)
 
 

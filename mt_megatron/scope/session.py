@@ -93,7 +93,7 @@ class Session:
         self._say = say
         self._make_sidecar = sidecar or sidecar_process
         self._is_recorded = sidecar is None
-        """Whether its own sidecar writes to the folder, which no other run may hold then."""
+        """True where its own sidecar writes to the folder, which no other run may hold then."""
 
         self._release: Callable[[], None] | None = None
         """Lets go of the folder; on rank 0."""

@@ -157,11 +157,11 @@ def _track(router: Any, name: str, loss: Tensor, group: Any) -> None:
 # factor too, so the last stage brings such a result to the first form; the loss of tokens is as before.
 
 _summed_over_context = False
-"""Whether the loss function of the step that runs now returns what all context parallel ranks have."""
+"""True where the loss function of the step that runs now returns sums over all context parallel ranks."""
 
 
 def returns_may_be_summed(config: Any) -> bool:
-    """Whether routers have losses whose weight depends on the form of the loss function's result."""
+    """True where routers have losses whose weight depends on the form of the loss function's result."""
     has_losses = getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", None)
     summed = config.calculate_per_token_loss and config.context_parallel_size > 1
     return bool(has_losses and summed and torch.is_grad_enabled())
@@ -208,7 +208,7 @@ def _own_part(losses: Tensor, total: Tensor, tokens: Tensor, *, first: bool) -> 
 
 
 def _is_summed(losses: Tensor, total: Tensor, tokens: Tensor, size: int) -> bool:
-    """Whether every counted token's loss is taken ``size`` times, and ``tokens`` are those of all context
+    """True where every counted token's loss is taken ``size`` times, and ``tokens`` are those of all context
     parallel ranks. Measured by the gradient of ``total`` by ``losses``, on all last stages at once: the ranks
     agree, and all micro-batches of a step are taken alike, so that the loss of tokens is the same either way.
     """

@@ -95,7 +95,7 @@ class ServeOptions:
     """Where the address with the one-time token is written besides, mode 0600."""
 
     keeps_tokens: bool = True
-    """Whether port and tokens lie in ``page.json`` of the run, where ``scope open`` finds them."""
+    """True where port and tokens lie in ``page.json`` of the run, where ``scope open`` finds them."""
 
     says_control: bool = False
     """Whether the control token is said as well."""
