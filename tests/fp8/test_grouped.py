@@ -123,7 +123,10 @@ def simulated(
     use_fast_accum: bool,
 ) -> Tensor:
     """What ``torch._scaled_grouped_mm`` is documented to compute, expert by expert. Rows beyond the last
-    expert's, and weight gradients of experts without rows, are left as they were: NaN."""
+    expert's, and weight gradients of experts without rows, are left as they were: NaN.
+
+    Scales that are one number for all rows and columns are applied as that number: a CPU with AMX rounds a
+    product by rows otherwise."""
     bare = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (a, b)]
     scales = [torch.empty_like(x, device="meta") for x in (scale_a, scale_b)]
     shape = torch.ops.aten._scaled_grouped_mm(
@@ -142,14 +145,11 @@ def simulated(
             by_row = scale_a.view(len(offs), -1)[expert] if over_rows else scale_a[rows]
             by_column = scale_b.view(len(offs), -1)[expert] if over_rows else scale_b[expert]
             into = out[expert] if over_rows else out[rows, columns]
+            scales = [by_row.reshape(height, 1).contiguous(), by_column.reshape(1, width).contiguous()]
+            if all((each == each.flatten()[0]).all() for each in scales):
+                scales = [each.flatten()[0].clone() for each in scales]
             into.copy_(
-                torch._scaled_mm(
-                    left.contiguous(),
-                    right.t().contiguous().t(),
-                    by_row.reshape(height, 1).contiguous(),
-                    by_column.reshape(1, width).contiguous(),
-                    out_dtype=out_dtype,
-                )
+                torch._scaled_mm(left.contiguous(), right.t().contiguous().t(), *scales, out_dtype=out_dtype)
             )
         start = end
     return out
