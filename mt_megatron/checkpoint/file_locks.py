@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""What a file system says of a lock that another process holds; some NFS says EACCES."""
 
 _held: weakref.WeakSet[FileLock]
 
@@ -42,7 +43,7 @@ class FileLock:
         try:
             fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
-            self.state = "busy" if error.errno in _BUSY else "unsupported"
+            self.state = "busy" if error.errno in BUSY else "unsupported"
             self.reason = error.strerror or str(error)
 
     def __enter__(self) -> FileLock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -127,6 +128,24 @@ def test_two_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
             seen = [each.name for each in tmp_path.glob("*.npy")]
         thread.join()
     assert seen == ["index.npy"] and "another job writes the index cache" in caplog.text
+
+
+def test_storage_that_says_eacces_of_a_busy_lock_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some NFS says it of a lock that another host holds, which is not storage without locks."""
+    asked: list[int] = []
+
+    def busy(descriptor: object, operation: int) -> None:
+        asked.append(operation)
+        if len(asked) < 3:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("mt_megatron.data.loader.datasets.fcntl.flock", busy)
+    with caplog.at_level(logging.WARNING, logger="mt_megatron"), filling(tmp_path):
+        assert json.loads((tmp_path / ".building").read_text()) == []
+    assert len(asked) == 3 and all(each & fcntl.LOCK_NB for each in asked)
+    assert caplog.text.count("another job writes") == 1 and "no file locks" not in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

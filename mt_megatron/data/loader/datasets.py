@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from mt_megatron.checkpoint.file_locks import BUSY
 from mt_megatron.config.schema import DataConfig
 from mt_megatron.data.loader.tokenizer import TokenizerLike
 from mt_megatron.errors import DataError
@@ -25,6 +27,7 @@ from mt_megatron.errors import DataError
 logger = logging.getLogger("mt_megatron")
 
 _LOCK = ".building"
+_POLL_SECONDS = 0.2
 
 
 @contextlib.contextmanager
@@ -58,21 +61,25 @@ def _opened(folder: Path) -> IO[str] | None:
 
 
 def _locked(lock: IO[str], folder: Path) -> bool:
-    try:
+    is_told = False
+    while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in BUSY:
+                logger.warning(
+                    "the storage of the index cache %s has no file locks (%s): let no two jobs with the same "
+                    "data start at once",
+                    folder,
+                    error,
+                )
+                return False
+        if not is_told:
             logger.warning("another job writes the index cache %s; waiting until it has ended", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        logger.warning(
-            "the storage of the index cache %s has no file locks (%s): let no two jobs with the same data "
-            "start at once",
-            folder,
-            error,
-        )
-        return False
-    return True
+            is_told = True
+        # A lock that blocks fails at once where the storage says EACCES of a busy one.
+        time.sleep(_POLL_SECONDS)
 
 
 def _remove_what_was_begun(lock: IO[str], folder: Path) -> None:
