@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,7 +93,8 @@ def prune(
     proven: int | None = None,
     say: Say = _nothing,
 ) -> list[Path]:
-    """Remove superseded checkpoints; returns those that are gone.
+    """Remove superseded checkpoints; returns those that are gone under their names. ``say`` names each folder
+    that cannot be removed; the others go all the same.
 
     Kept are the newest one (the step ``proven``, or that of ``LATEST``), the ``keep_last`` latest steps up to
     it, steps that ``retain_interval`` divides, later steps (another branch of the run, which this one did
@@ -114,11 +114,18 @@ def prune(
             if not free:
                 continue
             files.reached("pruning")
-            if hidden.exists():
-                shutil.rmtree(hidden)
-            folder.rename(hidden)
-        shutil.rmtree(hidden)
-        removed.append(folder)
+            # One that stays does not keep the others from going.
+            stays = files.remove(hidden) if hidden.exists() else None
+            if stays is None:
+                try:
+                    folder.rename(hidden)
+                except OSError as error:
+                    stays = f"{folder} stays: it cannot be renamed to be removed ({error.strerror})"
+        if stays is None:
+            stays = files.remove(hidden)
+            removed.append(folder)
+        if stays is not None:
+            say(stays)
     return removed
 
 

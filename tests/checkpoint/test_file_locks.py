@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from mt_megatron.checkpoint import file_locks, retention
+from mt_megatron.checkpoint import file_locks, files, retention
 from mt_megatron.checkpoint.file_locks import FileLock
 from mt_megatron.checkpoint.files import MANIFEST, complete_checkpoints
 from tests.checkpoint.test_kills import write_and_publish
@@ -101,6 +102,34 @@ def test_without_locks_both_sides_say_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(said) == 2
     assert "iter_0000020 is read without a lock" in said[0] and "No locks available" in said[0]
     assert "iter_0000010 is removed without a look" in said[1]
+
+
+def test_a_checkpoint_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither now, nor at the next time, when the half-removed folder still lies there."""
+    for iteration in (10, 20, 30):
+        write_and_publish(tmp_path, iteration, b"a")
+    real = shutil.rmtree
+
+    def refused(path: Path, ignore_errors: bool = False) -> None:
+        if "iter_0000010" not in str(path):
+            real(path)
+        elif not ignore_errors:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(files.shutil, "rmtree", refused)
+    said: list[str] = []
+    assert retention.prune(tmp_path, keep_last=1, retain_interval=None, say=said.append) == [
+        tmp_path / "iter_0000010",
+        tmp_path / "iter_0000020",
+    ]
+    assert len(said) == 1 and ".iter_0000010.pruned stays" in said[0] and "busy" in said[0]
+    write_and_publish(tmp_path, 10, b"b")
+    write_and_publish(tmp_path, 40, b"b")
+    removed = retention.prune(tmp_path, keep_last=1, retain_interval=None, say=said.append)
+    assert removed == [tmp_path / "iter_0000030"] and len(said) == 2
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["iter_0000010", "iter_0000040"]
 
 
 def test_a_manifest_that_cannot_be_opened_for_writing_keeps_its_checkpoint(
