@@ -233,8 +233,13 @@ def _chunks(config: TrainingConfig, pipeline: int, frugal: bool) -> list[int]:
         # Chunks of the stages that are tried; rules refuse a layout that they do not divide.
         return [layout_chunks(config.model.pipeline_model_parallel_layout, pipeline) or 1]
     given = config.virtual_pipeline_model_parallel_size
+    per_chunk = config.parallel.num_layers_per_virtual_pipeline_stage
     if pipeline == 1 or frugal:
         return [1]
+    if per_chunk is not None:
+        # It gives another number of chunks for each number of stages that is tried.
+        chunks, rest = divmod(config.model.num_layers, pipeline * per_chunk)
+        return [chunks if rest == 0 and chunks else 1]
     if given is not None:
         return [given]
     layers = config.model.num_layers

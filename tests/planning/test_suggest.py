@@ -251,6 +251,14 @@ def test_suggestions_run_behind_a_printed_configuration(tmp_path: Path) -> None:
     }
 
 
+def test_layers_per_chunk_give_each_number_of_stages_its_chunks() -> None:
+    """Not those of the one stage that the options themselves ask for; 1 where they do not come out even."""
+    config = load_config([*SMALL, "--mock-data", "--num-layers-per-virtual-pipeline-stage", "2"])
+    assert config.model.num_layers == 8
+    tried = {(layout.pipeline, layout.chunks) for layout in layouts(config, 8)}
+    assert tried == {(1, 1), (2, 2), (4, 1), (8, 1)}
+
+
 def test_a_layout_of_chunks_goes_with_each_number_of_stages_that_divides_it() -> None:
     argv = [*SMALL, "--pipeline-model-parallel-layout", "2,2,2,2"]
     found = suggest(load_config(argv), 8, H100)
