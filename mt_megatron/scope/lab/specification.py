@@ -195,15 +195,34 @@ class LabFile:
     the machine."""
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Builds plain values; a key that is written twice is an error, of which YAML would keep the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # Before keys are merged, which may override one another.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            before = seen.setdefault(str(key.value), key)
+            if before is not key and key.value != "<<":
+                raise ConfigError(
+                    f"found {key.value} twice in one map, at line {before.start_mark.line + 1} and line "
+                    f"{key.start_mark.line + 1}; keep one of them"
+                )
+        return node
+
+
 def read_lab_file(path: Path | str) -> LabFile:
     """What the YAML file says. Raises ``ConfigError`` that names the entry."""
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        given = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--scope-lab: {path} cannot be read: {error}. Check its path") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"--scope-lab: {path} is no valid YAML: {said}. Correct the file") from error
+    except ConfigError as error:
+        raise ConfigError(f"--scope-lab: {path}: {error}") from error
     try:
         return lab_file_from(given)
     except ConfigError as error:

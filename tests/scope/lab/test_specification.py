@@ -152,6 +152,10 @@ def test_links_that_make_no_sense_are_refused(changes: dict[str, Any], why: str)
         ),
         ("{perturbations: [{kind: mask, on: weight, module: a}], seed: -1}", "found seed: -1"),
         ("!!python/object/apply:os.system ['true']", "is no valid YAML"),
+        (
+            "perturbations:\n- kind: scale\n  factor: 2\n  factor: 3\n",
+            "found factor twice in one map, at line 3 and line 4",
+        ),
     ],
 )
 def test_files_that_make_no_sense_are_refused(tmp_path: Path, text: str, why: str) -> None:
