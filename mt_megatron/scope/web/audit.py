@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from mt_megatron.checkpoint.file_locks import BUSY
 
 MOST_BYTES = 8 * 2**20
 """Of the file; the one before it is kept as ``audit.jsonl.1``."""
@@ -20,6 +22,7 @@ UNWRITTEN = frozenset({"hold", "status"})
 """Commands without a line: an open page repeats them, and they change nothing but how long a pause lasts."""
 
 _LONGEST = 200
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Audit:
@@ -58,17 +61,30 @@ class Audit:
             return
         line = (json.dumps(row, ensure_ascii=True, default=str) + "\n").encode()
         try:
-            with contextlib.suppress(FileNotFoundError):
-                if self._path.stat().st_size + len(line) > MOST_BYTES:
-                    os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            handle = os.open(self._path, flags, 0o600)
+            handle = os.open(self._path, _APPENDING, 0o600)
             try:
+                if os.fstat(handle).st_size + len(line) > MOST_BYTES and _put_aside(self._path, handle):
+                    os.close(handle)
+                    handle = os.open(self._path, _APPENDING, 0o600)
                 os.write(handle, line)
             finally:
                 os.close(handle)
         except OSError:
             self.lost += 1
+
+
+def _put_aside(path: Path, handle: int) -> bool:
+    """Rename the file of ``handle`` to ``audit.jsonl.1``. False where another process is at it: two serve one
+    run with ``scope open --here``, and the second rename would replace the old lines by the newest."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in BUSY:
+            return False
+        # Storage without locks: the look below is all there is.
+    if os.path.samestat(os.fstat(handle), os.stat(path)):
+        os.replace(path, path.with_name(path.name + ".1"))
+    return True
 
 
 def _cut(value: Any) -> Any:
