@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,32 @@ _PEAKS: tuple[tuple[str, dict[torch.dtype, float]], ...] = tuple(
 )
 
 
+_DRIVER = "libcuda.so.1"
+
+
+def _driver_problem() -> str | None:
+    """Reason for which the driver does not serve this torch, which NVML does not tell; None without one. The
+    driver's version is asked for without beginning to use CUDA. A driver of the same major version serves
+    (NVIDIA: CUDA Compatibility, minor version compatibility)."""
+    built = torch.version.cuda
+    if built is None:  # ROCm has no such library
+        return None
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError) as error:
+        return f"the library of NVIDIA's driver cannot be used ({error})"
+    if status:
+        return f"{_DRIVER} gives no version (CUDA driver error {status}): it is not the driver's own library"
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    if major < int(built.split(".")[0]):
+        return (
+            f"the driver serves CUDA {major}.{minor}, this torch was built for CUDA {built}; update the "
+            f"driver, or install a torch for CUDA {major}"
+        )
+    return None
+
+
 class CudaBackend:
     """One NVIDIA GPU per local rank."""
 
@@ -49,6 +76,9 @@ class CudaBackend:
         count = torch.cuda.device_count()
         if not count:
             return False, "torch has CUDA, but no device or driver was found"
+        problem = _driver_problem()
+        if problem is not None:
+            return False, problem
         return True, f"{count} CUDA device(s), NCCL"
 
     def device_count(self) -> int:

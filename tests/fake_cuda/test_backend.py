@@ -144,6 +144,38 @@ def test_it_is_honest_about_a_machine_without_gpus() -> None:
         assert not usable and "no device or driver" in why
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "why"),
+    [
+        (12_040, 0, None),
+        (13_000, 0, None),
+        (11_080, 0, "the driver serves CUDA 11.8, this torch was built for CUDA 12.8; update the driver"),
+        (0, 34, "gives no version (CUDA driver error 34)"),
+        (None, 0, "the library of NVIDIA's driver cannot be used (no such file)"),
+    ],
+)
+def test_a_device_without_a_driver_for_this_torch_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, status: int, why: str | None
+) -> None:
+    """NVML counts the device all the same; nothing begins to use CUDA, of which a fork could not go on."""
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+            if version is None:
+                raise OSError("no such file")
+
+        def cuDriverGetVersion(self, into: Any) -> int:  # noqa: N802 - NVIDIA's name
+            into._obj.value = version
+            return status
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr("mt_megatron.backends.cuda.ctypes.CDLL", Driver)
+    with RecordingCuda().installed():
+        usable, text = CudaBackend().available()
+    assert usable == (why is None) and (why or "CUDA device(s), NCCL") in text
+
+
 def test_the_stand_in_refuses_what_torch_cuda_has_not(cuda: RecordingCuda) -> None:
     """Negative control of this file's own instrument."""
     with pytest.raises(TypeError):
