@@ -20,6 +20,9 @@ BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 _held: weakref.WeakSet[FileLock]
 
+GONE = (errno.ENOENT, errno.ESTALE)
+"""What a file system says of a file that another process has removed or replaced; NFS also says ESTALE."""
+
 
 class FileLock:
     """A lock on ``path`` for as long as the object is open. A context: its end lets go of the lock.
@@ -78,7 +81,9 @@ class FileLock:
         """Whether ``path`` still is the file that is locked, not removed or replaced by another process."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             return False
 
     def close(self) -> None:

@@ -257,7 +257,7 @@ def publish(partial: Path, final: Path, owner: str) -> list[str]:
     """
     sync_folder(partial)
     replaced = final.with_name(f".{final.name}.{owner}.replaced")
-    lines = _discard(replaced, final)
+    lines = [discard(replaced, final)]
     with _unread(final):
         if final.exists():
             final.rename(replaced)
@@ -272,20 +272,19 @@ def publish(partial: Path, final: Path, owner: str) -> list[str]:
     reached("renamed")
     write_durably(final.parent / LATEST, f"{iteration_of(final)}\n")
     reached("pointer")
-    return lines + _discard(replaced, final)
+    return [line for line in (*lines, discard(replaced, final)) if line is not None]
 
 
-def _discard(replaced: Path, final: Path) -> list[str]:
+def discard(replaced: Path, final: Path) -> str | None:
     """Remove ``replaced``, a checkpoint that had the name ``final``, if it exists. Returns a line where a
     part of it stays."""
     if not replaced.exists():
-        return []
+        return None
     # ``recover`` would take a part that stays under the old name for a checkpoint. The new name is that of
     # no other folder: an earlier checkpoint of this step may have stayed as well.
     with suppress(OSError):
         replaced = replaced.rename(final.with_name(f".{final.name}.{owner_name()}.pruned"))
-    stays = remove(replaced)
-    return [] if stays is None else [stays]
+    return remove(replaced)
 
 
 def remove(folder: Path) -> str | None:

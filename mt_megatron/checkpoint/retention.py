@@ -2,8 +2,7 @@
 
 SAVE/.iter_0000100.HOST-PID-RANDOM.partial/    being written, or what a kill left of it
 SAVE/.iter_0000100.HOST-PID-RANDOM.replaced/   about to be replaced by a new one of the same step
-SAVE/.iter_0000100.pruned/                     being removed
-SAVE/.iter_0000100.HOST-PID-RANDOM.pruned/     was replaced, and is being removed
+SAVE/.iter_0000100.HOST-PID-RANDOM.pruned/     being removed, superseded or replaced
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mt_megatron.checkpoint import files
-from mt_megatron.checkpoint.file_locks import FileLock
+from mt_megatron.checkpoint.file_locks import GONE, FileLock
 from mt_megatron.checkpoint.write import Task
 from mt_megatron.config.schema import CheckpointConfig
 
@@ -57,8 +56,9 @@ def recover(directory: Path, *, alone: bool = True, say: Say = _nothing) -> None
         elif whose == "unknown" and kind == "replaced":
             say(f"{hidden} stays: it may be another run's, since {directory} has no file locks")
         else:
-            # A start does not fail by a folder that no run needs.
-            stays = files.remove(hidden)
+            # A start does not fail by a folder that no run needs. What stays of a replaced one must not get
+            # the name back once the checkpoint that replaced it is gone.
+            stays = files.discard(hidden, final) if kind == "replaced" else files.remove(hidden)
             if stays is not None:
                 say(stays)
 
@@ -109,21 +109,20 @@ def prune(
         iteration = files.iteration_of(folder) or 0
         if iteration == newest or (retain_interval is not None and iteration % retain_interval == 0):
             continue
-        hidden = folder.with_name(f".{folder.name}.pruned")
+        # No other folder's name: an earlier checkpoint of this step may have stayed.
+        hidden = folder.with_name(f".{folder.name}.{files.owner_name()}.pruned")
         with _unused(folder, say) as free:
             if not free:
                 continue
             files.reached("pruning")
-            # One that stays does not keep the others from going.
-            stays = files.remove(hidden) if hidden.exists() else None
-            if stays is None:
-                try:
-                    folder.rename(hidden)
-                except OSError as error:
-                    stays = f"{folder} stays: it cannot be renamed to be removed ({error.strerror})"
-        if stays is None:
-            stays = files.remove(hidden)
-            removed.append(folder)
+            try:
+                folder.rename(hidden)
+            except OSError as error:
+                say(f"{folder} stays: it cannot be renamed to be removed ({error.strerror})")
+                continue
+        removed.append(folder)
+        # One that stays does not keep the others from going.
+        stays = files.remove(hidden)
         if stays is not None:
             say(stays)
     return removed
@@ -193,19 +192,35 @@ def in_use(folder: Path, say: Say = _nothing) -> Iterator[None]:
                 f"{folder} is read without a lock, which its storage does not give ({lock.reason}): a run "
                 "that saves there may remove or replace it meanwhile"
             )
+        elif lock.state == "busy":
+            say(
+                f"{folder} is read without a lock: another process has held it for {_SECONDS_TO_MOVE:g} s, "
+                "and may remove or replace the folder meanwhile"
+            )
         yield
 
 
 def _shared(path: Path) -> FileLock:
-    """A reader's lock on ``path``. A writer holds it for the moment in which the folder is moved, and another
-    one may lie there afterwards."""
+    """A reader's lock on ``path``. A writer holds it for the moment in which the folder is moved; for a part
+    of that nothing lies there, and afterwards another one may. Raises ``OSError`` where nothing comes."""
     deadline = time.monotonic() + _SECONDS_TO_MOVE
     while True:
-        lock = FileLock(path, shared=True)
-        if (lock.state != "busy" and lock.names_the_file()) or time.monotonic() > deadline:
-            return lock
-        lock.close()
+        is_late = time.monotonic() > deadline
+        try:
+            lock = FileLock(path, shared=True)
+        except OSError as error:
+            if is_late or error.errno not in GONE or not _is_moved(path.parent):
+                raise
+        else:
+            if is_late or (lock.state != "busy" and lock.names_the_file()):
+                return lock
+            lock.close()
         time.sleep(_POLL_SECONDS)
+
+
+def _is_moved(folder: Path) -> bool:
+    """Whether a checkpoint of the same step lies beside ``folder`` under a hidden name."""
+    return any(folder.parent.glob(f".{folder.name}.*"))
 
 
 @contextmanager

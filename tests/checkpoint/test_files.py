@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -205,6 +207,23 @@ def test_a_replaced_one_that_cannot_be_removed_costs_nothing(
     assert names(tmp_path) == [20] and not list(tmp_path.glob(".iter_*")), "it does not come back"
 
 
+def test_what_recovery_cannot_remove_of_a_replaced_one_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between naming step 10 anew and removing the old one; then step 10 is pruned."""
+    write_and_publish(tmp_path, 10, b"a")
+    (tmp_path / "iter_0000010").rename(tmp_path / f".iter_0000010.{files.owner_name()}.replaced")
+    for iteration in (10, 20):
+        write_and_publish(tmp_path, iteration, b"b")
+    with monkeypatch.context() as patched:
+        patched.setattr(files.shutil, "rmtree", busy)
+        retention.recover(tmp_path)
+    retention.prune(tmp_path, keep_last=1, retain_interval=None)
+    assert names(tmp_path) == [20] and len(list(tmp_path.glob(".iter_0000010.*"))) == 1
+    retention.recover(tmp_path)
+    assert names(tmp_path) == [20] and not list(tmp_path.glob(".iter_*"))
+
+
 def test_the_log_names_a_replaced_checkpoint_that_stays(tmp_path: Path) -> None:
     said: list[str] = []
     job: Any = SimpleNamespace(is_main=True)
@@ -272,3 +291,46 @@ def test_who_begins_to_read_while_one_is_replaced_reads_the_new_one(
     with retention.in_use(folder):
         (held,) = [lock for lock in file_locks._held if lock.path == folder / MANIFEST]
         assert held.names_the_file() and read_manifest(folder)["mark"] == "b"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+def test_between_the_two_renames_of_a_replacement_a_reader_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Its rank alone would raise, and the others wait for it. A checkpoint that does not come is an error."""
+    folder, hidden = tmp_path / "iter_0000010", tmp_path / f".iter_0000010.{files.owner_name()}.replaced"
+    write_and_publish(tmp_path, 10, b"a")
+    real, tried = retention.FileLock, []
+
+    def moved_for_a_while(path: Path, *, shared: bool = False) -> retention.FileLock:
+        tried.append(path)
+        if len(tried) == 1:
+            folder.rename(hidden)
+            raise OSError(number, os.strerror(number), str(path))
+        if len(tried) == 3:
+            hidden.rename(folder)
+        return real(path, shared=shared)
+
+    monkeypatch.setattr(retention, "FileLock", moved_for_a_while)
+    with retention.in_use(folder):
+        assert len(tried) == 3 and read_manifest(folder)["mark"] == "a"
+    monkeypatch.setattr(retention, "FileLock", real)
+    with pytest.raises(FileNotFoundError), retention.in_use(tmp_path / "iter_0000030"):
+        pass
+    (tmp_path / ".iter_0000030.x.replaced").mkdir()
+    monkeypatch.setattr(retention, "_SECONDS_TO_MOVE", 0.2)
+    with pytest.raises(FileNotFoundError), retention.in_use(tmp_path / "iter_0000030"):
+        pass
+
+
+def test_a_reader_is_told_of_a_lock_that_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_and_publish(tmp_path, 10, b"a")
+    monkeypatch.setattr(retention, "_SECONDS_TO_MOVE", 0.2)
+    said: list[str] = []
+    with (
+        file_locks.FileLock(tmp_path / "iter_0000010" / MANIFEST),
+        retention.in_use(tmp_path / "iter_0000010", said.append),
+    ):
+        assert len(said) == 1 and "is read without a lock: another process has held it" in said[0]
