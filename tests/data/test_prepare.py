@@ -263,6 +263,26 @@ def test_the_prepared_folder_holds_the_same_tokenizer(texts: Path, tmp_path: Pat
     assert Tokenizer(trained.tokenizer_path).eod == 0
 
 
+def test_a_build_that_fails_takes_none_of_its_tokenizers_files_away(texts: Path, tmp_path: Path) -> None:
+    """The output is the folder of the given tokenizer, which an earlier preparation has filled."""
+    made, output = _folder_with_stop(texts, tmp_path), tmp_path / "b"
+    prepare_corpus(output, corpus=texts, vocab_size=300, tokenizer=made)
+    further = {
+        name: (output / name).read_bytes() for name in ("chat_template.jinja", "tokenizer_config.json")
+    }
+    with pytest.raises(DataError, match="none fell to 'valid'"):
+        prepare_corpus(
+            output,
+            corpus=texts,
+            vocab_size=300,
+            tokenizer=output,
+            validation_fraction=1e-9,
+            force=True,
+        )
+    assert {name: (output / name).read_bytes() for name in further} == further
+    assert Tokenizer(output).eod_token == "<|stop|>"
+
+
 def test_an_output_within_the_corpus_is_no_text(texts: Path, tmp_path: Path) -> None:
     shutil.copytree(texts, tmp_path / "texts")
     first, _ = _prepare(tmp_path / "texts" / "out", tmp_path / "texts")
@@ -346,7 +366,10 @@ def test_a_busy_lock_is_waited_for_whatever_the_storage_answers(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     _, lines = _prepare(tmp_path, texts)
-    assert lines[0] == f"data: waiting for another process that prepares {tmp_path}" and not answers
+    assert (
+        lines[0].startswith(f"data: waiting for another process that prepares {tmp_path} (") and not answers
+    )
+    assert not any("waiting" in line for line in lines[1:])
     assert not any("no file locks" in line for line in lines)
 
 

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ logger = logging.getLogger("mt_megatron")
 
 _LOCK = ".building"
 _POLL_SECONDS = 0.2
+_TELL_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def _opened(folder: Path) -> IO[str] | None:
 
 
 def _locked(lock: IO[str], folder: Path) -> bool:
-    is_told = False
+    told = -math.inf
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,9 +77,16 @@ def _locked(lock: IO[str], folder: Path) -> bool:
                     error,
                 )
                 return False
-        if not is_told:
-            logger.warning("another job writes the index cache %s; waiting until it has ended", folder)
-            is_told = True
+            reason = error.strerror
+        if time.monotonic() - told > _TELL_SECONDS:
+            # Storage that denies every lock says the same.
+            logger.warning(
+                "another job writes the index cache %s (%s); waiting until it has ended. If there is none, "
+                "give another folder with --data-cache-path",
+                folder,
+                reason,
+            )
+            told = time.monotonic()
         # A lock that blocks fails at once where the storage says EACCES of a busy one.
         time.sleep(_POLL_SECONDS)
 

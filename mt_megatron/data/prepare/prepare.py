@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -39,6 +40,7 @@ _FILES = ("tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx")
 _TOKENIZER_CHARACTERS = 200_000_000
 _BATCH = 64
 _POLL_SECONDS = 0.2
+_TELL_SECONDS = 60.0
 
 Log = Callable[[str], None]
 Advance = Callable[[int, int, int, int], None]
@@ -190,9 +192,15 @@ def _locked(directory: Path, log: Log) -> Iterator[bool]:
     """Keep other processes from preparing in ``directory`` meanwhile; one that does so is waited for. False
     where its storage has no file locks."""
     lock = FileLock(directory / ".lock", create=True)
-    if lock.state == "busy":
-        log(f"data: waiting for another process that prepares {directory}")
+    told = -math.inf
     while lock.state == "busy":
+        if time.monotonic() - told > _TELL_SECONDS:
+            # Storage that denies every lock says the same.
+            log(
+                f"data: waiting for another process that prepares {directory} ({lock.reason}); if there is "
+                "none, choose another folder"
+            )
+            told = time.monotonic()
         lock.close()
         time.sleep(_POLL_SECONDS)
         lock = FileLock(directory / ".lock", create=True)
@@ -305,7 +313,9 @@ def _build(
     # A tokenizer's file of an earlier preparation would be read beside the new tokenizer.json.
     for manifest_path in (building / _MANIFEST, directory / _MANIFEST):
         for name in _beside_of(manifest_path):
-            (directory / name).unlink(missing_ok=True)
+            # Those of the given tokenizer are replaced at the end: a build that fails takes none away.
+            if name not in copies:
+                (directory / name).unlink(missing_ok=True)
     if building.exists():
         shutil.rmtree(building)
     building.mkdir()
