@@ -16,7 +16,14 @@ from mt_megatron.errors import ScanError
 from mt_megatron.scan.clock.fit import Clocks, fit_clocks
 from mt_megatron.scan.format.records import PING
 from mt_megatron.scan.format.run_files import RunFiles, existing_run, read_run, segment_paths
-from mt_megatron.scan.format.segments import PINGS, RankTrace, read_blocks, read_rank, readable_segments
+from mt_megatron.scan.format.segments import (
+    PINGS,
+    RankTrace,
+    damaged_in,
+    read_blocks,
+    read_rank,
+    readable_segments,
+)
 
 COORDINATES = ("dp", "pp", "tp", "cp", "ep")
 
@@ -97,16 +104,18 @@ def open_trace(run: Path | str, *, causality: bool = False) -> Trace:
         facts = {}
         notes.append(f"{error}; places are taken from the ranks' own files")
     segments: dict[int, list[_Segment]] = {}
-    unreadable: dict[str, int] = {}
+    damaged: dict[int, dict[Path, str]] = {}
     for rank in files.ranks():
-        segments[rank], damaged = readable_segments(segment_paths(files.rank_folder(rank)))
-        unreadable.update(dict.fromkeys(damaged, rank))
+        segments[rank], damaged[rank] = readable_segments(segment_paths(files.rank_folder(rank)))
     numbers = {_session(meta) for each in segments.values() for _, meta in each}
     if not numbers:
         expected = "expected files such as rank-00000/000000.scan"
         nothing = f"found no readable segment below {files.root}; {expected}"
-        raise ScanError(next(iter(unreadable), nothing))
+        raise ScanError(next((text for each in damaged.values() for text in each.values()), nothing))
     newest = max(numbers)
+    unreadable = {
+        text: rank for rank, each in segments.items() for text in damaged_in(newest, each, damaged[rank])
+    }
     if earlier := len(numbers) - 1:
         notes.append(
             f"the run was started {earlier + 1} times; this is what its last start recorded, earlier "

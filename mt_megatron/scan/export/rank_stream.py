@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from mt_megatron.scan.analysis.trace import Trace
 from mt_megatron.scan.format.records import OPEN, SPAN
 from mt_megatron.scan.format.run_files import segment_paths
-from mt_megatron.scan.format.segments import Group, read_segments, readable_segments, without_ended
+from mt_megatron.scan.format.segments import (
+    Group,
+    damaged_in,
+    read_segments,
+    readable_segments,
+    without_ended,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +82,8 @@ def pieces(trace: Trace, rank: int, selection: Selection = EVERYTHING) -> Iterat
     carried = np.empty(0, dtype=SPAN)
     strings: list[str] = []
     groups: dict[int, Group] = {}
-    readable, unreadable = readable_segments(segment_paths(trace.files.rank_folder(rank)))
-    trace.add_unreadable(rank, unreadable)
+    readable, damaged = readable_segments(segment_paths(trace.files.rank_folder(rank)))
+    trace.add_unreadable(rank, damaged_in(trace.session, readable, damaged))
     paths = [path for path, meta in readable if int(meta.get("session", 0)) == trace.session]
     for index, path in enumerate(paths):
         part = read_segments([path])

@@ -41,7 +41,8 @@ class SegmentRing:
         earlier = segment_paths(folder)
         self._sizes = {path: path.stat().st_size for path in earlier}
         self._next = segment_number(earlier[-1]) + 1 if earlier else 0
-        self.meta = {"session": _session_after(earlier), **process_facts(), **meta, "rank": rank}
+        session = {"session": _session_after(earlier), "first_segment": self._next}
+        self.meta = {**session, **process_facts(), **meta, "rank": rank}
         self._writer: SegmentWriter | None = None
         self._strings = self._groups = 0
 

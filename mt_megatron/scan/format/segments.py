@@ -28,7 +28,7 @@ from mt_megatron.errors import ScanError
 from .permissions import open_private
 from .recording_end import read_ended
 from .records import COUNTER, FORMAT_VERSION, OPEN, PING, SPAN
-from .run_files import segment_paths
+from .run_files import segment_number, segment_paths
 
 STRINGS, GROUPS, SPANS, COUNTER_VALUES, PINGS, NOTE = 1, 2, 3, 4, 5, 6
 """Kinds of blocks: JSON list appended to the table of strings, JSON list of groups, arrays of
@@ -209,14 +209,14 @@ def read_rank(rank_folder: Path, *, session: int | None = None) -> RankTrace:
     Segments that cannot be read are left out and named in ``damaged``. Raises ``ScanError`` when no other is
     there.
     """
-    readable, unreadable = readable_segments(segment_paths(rank_folder))
+    readable, damaged = readable_segments(segment_paths(rank_folder))
     by_session: dict[int, list[Path]] = {}
     for path, meta in readable:
         by_session.setdefault(int(meta.get("session", 0)), []).append(path)
     if not by_session:
         raise ScanError(
-            unreadable[0]
-            if unreadable
+            next(iter(damaged.values()))
+            if damaged
             else f"found no readable segment in {rank_folder}; expected files such as 000000.scan"
         )
     wanted = max(by_session) if session is None else session
@@ -226,7 +226,7 @@ def read_rank(rank_folder: Path, *, session: int | None = None) -> RankTrace:
     ended = read_ended(rank_folder, wanted)
     if ended is not None:
         found.notes.append(ended.note())
-    return replace(found, unreadable=(*unreadable, *found.unreadable))
+    return replace(found, unreadable=(*damaged_in(wanted, readable, damaged), *found.unreadable))
 
 
 def sessions(rank_folder: Path) -> list[int]:
@@ -235,12 +235,15 @@ def sessions(rank_folder: Path) -> list[int]:
     return sorted({int(meta.get("session", 0)) for _, meta in readable})
 
 
-def readable_segments(paths: Iterable[Path]) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """Readable files of ``paths``, each with its first note, and a sentence on each damaged one.
+def readable_segments(
+    paths: Iterable[Path],
+) -> tuple[list[tuple[Path, dict[str, Any]]], dict[Path, str]]:
+    """Readable files of ``paths``, each with its first note, and damaged ones, each with a sentence on it.
 
     Files that are gone, or whose first note is not written yet, are in neither. Raises ``PermissionError``.
     """
-    readable, unreadable = [], []
+    readable: list[tuple[Path, dict[str, Any]]] = []
+    damaged: dict[Path, str] = {}
     for path in paths:
         try:
             meta = _first_note(path)
@@ -249,11 +252,27 @@ def readable_segments(paths: Iterable[Path]) -> tuple[list[tuple[Path, dict[str,
         except PermissionError:
             raise  # the command says who may read it
         except (OSError, ScanError) as error:
-            unreadable.append(_unreadable(path, error))
+            damaged[path] = _unreadable(path, error)
             continue
         if meta is not None:
             readable.append((path, meta))
-    return readable, unreadable
+    return readable, damaged
+
+
+def damaged_in(
+    session: int, readable: Iterable[tuple[Path, Mapping[str, Any]]], damaged: Mapping[Path, str]
+) -> list[str]:
+    """Sentences on the files of one rank that may be of ``session``, of what ``readable_segments`` returned.
+    Those of earlier sessions have smaller numbers than its first file."""
+    first = 0
+    for path, meta in readable:
+        of = int(meta.get("session", 0))
+        if of < session:
+            first = max(first, segment_number(path) + 1)
+        elif of == session:
+            # Files of earlier versions do not say it.
+            first = max(first, int(meta.get("first_segment", 0)))
+    return [sentence for path, sentence in damaged.items() if segment_number(path) >= first]
 
 
 def segment_meta(path: Path) -> dict[str, Any] | None:

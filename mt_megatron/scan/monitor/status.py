@@ -146,9 +146,9 @@ def _rank(files: RunFiles, rank: int) -> RankStatus | None:
     except OSError:
         return None
     # A segment that was begun just now may hold no whole step yet; the one before may be of an earlier start.
-    readable, unreadable = readable_segments(paths[-2:])
-    if unreadable and not readable:
-        raise ScanError(unreadable[0])
+    readable, damaged = readable_segments(paths[-2:])
+    if damaged and not readable:
+        raise ScanError(next(iter(damaged.values())))
     known = [(path, int(meta.get("session", 0))) for path, meta in readable]
     read = read_segments([path for path, session in known if session == known[-1][1]])
     spans = read.spans

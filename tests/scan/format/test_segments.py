@@ -17,6 +17,7 @@ import pytest
 
 from mt_megatron.errors import ScanError
 from mt_megatron.scan.format import segments
+from mt_megatron.scan.format.names import Names
 from mt_megatron.scan.format.records import COUNTER, OPEN, PING, SPAN
 from mt_megatron.scan.format.run_files import (
     existing_run,
@@ -26,6 +27,7 @@ from mt_megatron.scan.format.run_files import (
     segment_paths,
     write_run,
 )
+from mt_megatron.scan.format.segment_retention import SegmentRing
 from mt_megatron.scan.format.segments import Group, SegmentWriter, read_blocks, read_rank
 
 
@@ -36,9 +38,9 @@ def spans(count: int, first: int = 0) -> np.ndarray:
     return made
 
 
-def write(path: Path, *, session: int = 0, first: int = 0) -> None:
+def write(path: Path, *, session: int = 0, first: int = 0, **more: Any) -> None:
     path.parent.mkdir(exist_ok=True)
-    writer = SegmentWriter(path, 3, {"rank": 3, "session": session})
+    writer = SegmentWriter(path, 3, {"rank": 3, "session": session, **more})
     writer.strings(["", "send"])
     writer.groups({1: Group(name="tp", ranks=(0, 1))})
     writer.spans(spans(3, first))
@@ -139,6 +141,27 @@ def test_a_segment_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> 
     assert "000001.scan is no segment of a trace" in zeros
     assert "000002.scan cannot be read" in no_file and "copy it again" in no_file
     assert segments.sessions(folder) == [0] and segments.segment_meta(segment_path(folder, 1)) is None
+
+
+@pytest.mark.parametrize("says_first", [True, False], ids=["today", "files of earlier versions"])
+def test_what_is_damaged_of_an_earlier_session_concerns_no_later_one(
+    tmp_path: Path, says_first: bool
+) -> None:
+    """Damage before an earlier session's readable file is that session's; behind the last of them only the
+    first number of the later session tells."""
+    folder = tmp_path / "rank-00003"
+    for number in (0, 2, 4):
+        segment_path(folder, number).parent.mkdir(exist_ok=True)
+        segment_path(folder, number).write_bytes(bytes(4096))
+    write(segment_path(folder, 1), session=0)
+    more = {"first_segment": 3} if says_first else {}
+    write(segment_path(folder, 3), session=1, first=10, **more)
+    trace = read_rank(folder)
+    named = [sentence.split(" is no")[0].rsplit("/", 1)[1] for sentence in trace.unreadable]
+    assert named == (["000004.scan"] if says_first else ["000002.scan", "000004.scan"])
+    assert len(read_rank(folder, session=0).unreadable) == 3
+    ring = SegmentRing(folder, 3, Names(), {})
+    assert (ring.meta["session"], ring.meta["first_segment"]) == (2, 5)
 
 
 def test_a_file_that_breaks_off_gives_what_was_read_of_it(
