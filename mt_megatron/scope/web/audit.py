@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -64,8 +65,9 @@ class Audit:
             handle = os.open(self._path, _APPENDING, 0o600)
             try:
                 if os.fstat(handle).st_size + len(line) > MOST_BYTES and _put_aside(self._path, handle):
-                    os.close(handle)
-                    handle = os.open(self._path, _APPENDING, 0o600)
+                    # Opened before the other is closed: one that fails here is closed once, below.
+                    old, handle = handle, os.open(self._path, _APPENDING, 0o600)
+                    os.close(old)
                 os.write(handle, line)
             finally:
                 os.close(handle)
@@ -82,8 +84,10 @@ def _put_aside(path: Path, handle: int) -> bool:
         if error.errno in BUSY:
             return False
         # Storage without locks: the look below is all there is.
-    if os.path.samestat(os.fstat(handle), os.stat(path)):
-        os.replace(path, path.with_name(path.name + ".1"))
+    # Another process that has put it aside may not have begun the next one yet.
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(handle), os.stat(path)):
+            os.replace(path, path.with_name(path.name + ".1"))
     return True
 
 
