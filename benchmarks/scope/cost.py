@@ -20,7 +20,8 @@ dropped.
 ``--browsers`` watches all blocks by a real sidecar, which serves the page, on one rank: the sidecar has a
 core of its own then. Between two that nobody looks at comes one with clients that read, are stopped, take a
 message in half a second or are killed in its first step; stopped and slow ones also left a download unread.
-They are websocket clients, not Chromium. Every block begins and ends when sidecar and clients rest: what
+They are websocket clients, not Chromium. Killed ones have a control of their own: the same process is killed
+without a connection. Every block begins and ends when sidecar and clients rest: what
 connections that open and close leave to do, and the sidecar's backlog, is counted to no block. The sidecar's
 own processor time is reported, up to its rest.
 
@@ -52,7 +53,9 @@ TARGETS = {"default, every 20 steps": 1.0, "attention live": 5.0}
 
 MOST_GROWTH_MIB = 64
 ENDED = ("frozen", "slow", "dead")
-LOOKING = ("frozen", "slow", "killed")
+NOBODY = "no browser again"
+LOOKING = {"frozen": NOBODY, "slow": NOBODY, "killed": "no browser, process killed"}
+"""Kind of browsers -> its control."""
 
 
 def judged(ran: dict[str, Any]) -> dict[str, Any]:
@@ -119,10 +122,11 @@ def _of_sidecars(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]
 
 
 def _of_browsers(found: dict[str, Any], about: dict[str, Any]) -> dict[str, str]:
-    control, growth = found["no browser again"], about["growth_mib"]["all at once"]
-    restless = _restless(control)
+    growth = about["growth_mib"]["all at once"]
+    restless = _restless(found[NOBODY])
     verdicts = {}
-    for name in LOOKING:
+    for name, of in LOOKING.items():
+        control = found[of]
         inside = found[name]["percent"] <= control["high"]
         band = f"A/A band {control['low']:+.2f} to {control['high']:+.2f}"
         verdicts[f"{name}: time"] = restless or f"{'met' if inside else 'missed'} ({band})"
@@ -152,7 +156,7 @@ def shown(figures: dict[str, Any]) -> str:
     found, used = figures["differences"], figures["processor_time"]
     rows = [
         (
-            f"{arm}{' (control)' if arm.endswith('again') else ''}",
+            f"{arm}{' (control)' if arm.endswith('again') or arm in LOOKING.values() else ''}",
             f"{found[arm]['percent']:+.2f}",
             f"{found[arm]['low']:+.2f} to {found[arm]['high']:+.2f}",
             f"{used[arm]['percent']:+.2f} ({used[arm]['low']:+.2f} to {used[arm]['high']:+.2f})",

@@ -2,13 +2,15 @@
 
 As a script (``cost_browsers.py RUN``) it is that process: it opens the page of ``RUN`` as a browser does and
 obeys the lines ``join N PACE`` (N clients that take what comes; PACE > 0: a message in so many seconds, in a
-small window, beside a download that is never read) and ``leave``; each is answered by a line.
+small window, beside a download that is never read), ``leave`` and ``die SECONDS`` (by a SIGKILL); each is
+answered by a line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import signal
 import socket
 import subprocess
@@ -22,6 +24,11 @@ HERE = Path(__file__).resolve().parent
 
 CLIENTS = 4
 KINDS = ("reading", "frozen", "slow", "killed")
+UNCONNECTED = "no browser, process killed"
+"""The process of the clients ends as those that are killed, without a connection: what a process's end costs
+on a machine of few cores, whoever it was."""
+
+DYING = (UNCONNECTED, "killed")
 _START_SECONDS = 120.0
 _SLOW_SECONDS = 0.5
 _CLOSE_SECONDS = 0.2
@@ -66,9 +73,18 @@ class Browsers:
             self._process.send_signal(signal.SIGSTOP)
             self._is_stopped = True
 
+    def die(self, seconds: float) -> None:
+        """They end by a SIGKILL in so many ``seconds``, in the middle of what they do. They send it to
+        themselves: a thread of this process would take time from its steps."""
+        self._tell(f"die {seconds}")
+
     def kill(self) -> None:
-        """SIGKILL, in the middle of what they do."""
+        """SIGKILL, now."""
         self._process.kill()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until they have ended."""
         self._process.wait()
 
     def _tell(self, line: str) -> None:
@@ -156,6 +172,8 @@ def main() -> None:
         word, *given = line.split()
         if word == "join":
             clients.join(int(given[0]), float(given[1]))
+        elif word == "die":
+            threading.Timer(float(given[0]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
             clients.leave()
         print("done", flush=True)

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -59,6 +58,9 @@ _ZERO = "--use-distributed-optimizer"
 _REST_LOOK_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
 """Processes rest that use no tick of a processor between two looks; who does not in time is counted."""
 
+_DIES_AFTER_SECONDS = 0.05
+"""From the beginning of a block, in its first step."""
+
 _MOST_BLOCKS = 40
 """Until the queue to a sidecar that takes too little is full, and something is dropped."""
 
@@ -104,7 +106,7 @@ SIDECARS = {
 
 BROWSERS = {
     name: Arm(session="served", steps=(_BOTH, _BOTH + 1))
-    for name in ("no browser again", *cost_browsers.KINDS)
+    for name in ("no browser again", cost_browsers.UNCONNECTED, *cost_browsers.KINDS)
 }
 """The same, by a sidecar as in a real job; who looks at its page differs."""
 
@@ -355,14 +357,11 @@ class LookedAt:
         self._browsers.be(name)
         self.restless += not _rested()
         before = _used_by_the_sidecar()
-        if name == "killed":
-            # Its death falls into the block's first step.
-            timer = threading.Timer(0.05, self._browsers.kill)
-            timer.start()
-            took = self._training.block(BROWSERS[name])
-            timer.join()
-        else:
-            took = self._training.block(BROWSERS[name])
+        if name in cost_browsers.DYING:
+            self._browsers.die(_DIES_AFTER_SECONDS)
+        took = self._training.block(BROWSERS[name])
+        if name in cost_browsers.DYING:
+            self._browsers.wait()
         within = _used_by_the_sidecar() - before
         _rested()
         return *took, within, _used_by_the_sidecar() - before

@@ -90,7 +90,8 @@ def test_sidecars_are_judged_by_the_band_of_one_that_takes_everything(cost: Any)
 
 
 def test_browsers_are_judged_by_the_band_of_none_and_the_sidecars_time_is_shown(cost: Any) -> None:
-    arms = {"no browser again": 0.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": -1.0}
+    killed = "no browser, process killed"
+    arms = {"no browser again": 0.0, killed: 2.0, "reading": 0.0, "frozen": -1.0, "slow": 3.0, "killed": 1.9}
     about = {"growth_mib": {"all at once": 70.0}, "dropped_frames": {"served": 0}, "restless_blocks": 3}
     where = {"shape": "s", "layout": "dp1", "ranks": 1, "threads": 1, "pinned": False, "cut_off": False}
     given = ran(arms, **about, **where, tokens_per_step=512, step_seconds=0.5)
@@ -102,5 +103,9 @@ def test_browsers_are_judged_by_the_band_of_none_and_the_sidecars_time_is_shown(
     said = {name: verdict.partition(" ")[0] for name, verdict in found["verdicts"].items()}
     assert said["frozen: time"] == "met" and said["slow: time"] == said["memory"] == "missed"
     assert found["sidecar_ms"]["slow"] == pytest.approx({"until_rest": 150, "within": 100, "more": 25})
+    assert said["killed: time"] == "met", "beside the end of the same process without a connection"
+    for arm, blocks in ran({"killed": 4.0})["blocks"][0].items():
+        given["blocks"][0][arm] = [[[*block, 0.1, 0.125] for block in own] for own in blocks]
+    assert cost.judged(given)["verdicts"]["killed: time"].startswith("missed")
     text = cost.shown(found)
     assert "150 (100; +25)" in text and "125 (100; +0)" in text and "3 blocks began before" in text
