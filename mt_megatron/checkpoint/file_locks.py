@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Literal
 
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-"""What a file system says of a lock that another process holds; some NFS says EACCES."""
+"""Errors of a lock that another process holds; some NFS says EACCES."""
 
 _held: weakref.WeakSet[FileLock]
 
 GONE = (errno.ENOENT, errno.ESTALE)
-"""What a file system says of a file that another process has removed or replaced; NFS also says ESTALE."""
+"""Errors of a file that another process has removed or replaced; NFS also says ESTALE."""
 
 
 class FileLock:

@@ -121,7 +121,7 @@ def prune(
                 say(f"{folder} stays: it cannot be renamed to be removed ({error.strerror})")
                 continue
         removed.append(folder)
-        # One that stays does not keep the others from going.
+        # A folder that stays does not keep the others from going.
         stays = files.remove(hidden)
         if stays is not None:
             say(stays)
@@ -219,7 +219,7 @@ def _shared(path: Path) -> FileLock:
 
 
 def _is_moved(folder: Path) -> bool:
-    """Whether a checkpoint of the same step lies beside ``folder`` under a hidden name."""
+    """True where a checkpoint of the same step lies beside ``folder`` under a hidden name."""
     return any(folder.parent.glob(f".{folder.name}.*"))
 
 

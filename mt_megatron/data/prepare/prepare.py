@@ -313,7 +313,7 @@ def _build(
     # A tokenizer's file of an earlier preparation would be read beside the new tokenizer.json.
     for manifest_path in (building / _MANIFEST, directory / _MANIFEST):
         for name in _beside_of(manifest_path):
-            # Those of the given tokenizer are replaced at the end: a build that fails takes none away.
+            # Files of the given tokenizer are replaced at the end: a build that fails takes none away.
             if name not in copies:
                 (directory / name).unlink(missing_ok=True)
     if building.exists():
