@@ -181,8 +181,23 @@ class Cores:
 
     def pin(self, number: int | None) -> None:
         """Keep all threads of this process, and what they start, on one core; None: on all of them."""
-        cores = set(self._given) if number is None else {self._given[number % len(self._given)]}
-        for task in os.listdir("/proc/self/task"):
+        self._keep(os.getpid(), set(self._given) if number is None else {self._core(number)})
+
+    def others(self, number: int, process: int) -> None:
+        """Keep all threads of ``process``, and what they start, off the core ``number``. What a pinned
+        process starts is pinned to the same core, and would take its time. Raises ``SystemExit`` where there
+        is no other core."""
+        cores = {*self._given} - {self._core(number)}
+        if not cores:
+            raise SystemExit(f"found core {self._core(number)} alone; give it a second one (taskset)")
+        self._keep(process, cores)
+
+    def _core(self, number: int) -> int:
+        return self._given[number % len(self._given)]
+
+    @staticmethod
+    def _keep(process: int, cores: set[int]) -> None:
+        for task in os.listdir(f"/proc/{process}/task"):
             # A thread that has ended meanwhile needs none.
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task), cores)

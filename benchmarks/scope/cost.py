@@ -17,13 +17,14 @@ unsampled one does; the upper bound adds up those of both. Collectives are count
 one whose process is stopped, takes 40 KiB a second or was killed, after so many steps that something is
 dropped.
 
-``--browsers`` watches all blocks by a real sidecar, which serves the page, on one rank: the sidecar has a
-core of its own then. Between two that nobody looks at comes one with clients that read, are stopped, take a
-message in half a second or are killed in its first step; stopped and slow ones also left a download unread.
-They are websocket clients, not Chromium. Killed ones have a control of their own: the same process is killed
-without a connection. Every block begins and ends when sidecar and clients rest: what
-connections that open and close leave to do, and the sidecar's backlog, is counted to no block. The sidecar's
-own processor time is reported, up to its rest.
+``--browsers`` watches all blocks by a real sidecar, which serves the page, on one rank. The rank has a core
+of its own, and the sidecar and the browsers share the others (``--pin no``: all of them any core). Between
+two that nobody looks at comes one with clients that read, are stopped, take a message in half a second or
+are killed in its first step; stopped and slow ones also left a download unread. They are websocket clients,
+not Chromium. Killed ones have a control of their own: the same process is killed without a connection.
+Every block begins and ends when sidecar and clients rest: what connections that open and close leave to do,
+and the sidecar's backlog, is counted to no block. The sidecar's own processor time is reported, up to its
+rest.
 
 ``--minutes`` bounds the rounds; a measurement that is cut off is judged by what it had.
 """
@@ -171,6 +172,8 @@ def shown(figures: dict[str, Any]) -> str:
     ]
     header = ("blocks of 2 steps", "slower, %", "95 %", "processor time, %", "pairs")
     where = ", each on a core of its own" if figures["pinned"] else ""
+    if figures["pinned"] and "reading" in used:
+        where = ", on a core that sidecar and browsers have no share of"
     about = (
         f"{figures['shape']}, {figures['layout']}: {figures['ranks']} process(es) of {figures['threads']} "
         f"thread(s){where}; a step of {figures['tokens_per_step']} tokens takes "

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ _DOWNLOADS = 50
 class Browsers:
     """Clients of one page, of one kind at a time."""
 
-    def __init__(self, run: Path) -> None:
-        """``run``: its sidecar serves a page, soon."""
+    def __init__(self, run: Path, place: Callable[[int], None] = lambda process: None) -> None:
+        """``run``: its sidecar serves a page, soon. ``place``: puts their process on its cores."""
         self._run = run
+        self._place = place
         self._is_stopped = False
         self._joined = False
         self._process = self._started()
@@ -53,6 +55,7 @@ class Browsers:
             text=True,
         )
         self._answer(process)
+        self._place(process.pid)
         return process
 
     def be(self, kind: str) -> None:

@@ -297,12 +297,18 @@ def main() -> None:
         training.block(arm)
     collectives = {name: training.collectives_of(arm) for name, arm in arms.items()}
     collectives["unwatched"] = training.collectives_of(WATCHING["off again"])
-    unrest = pilot(training, rank) if args.pin == "auto" else {}
-    pinned = unrest["pinned"] < unrest["free"] if unrest else args.pin == "yes"
-    Cores().pin(rank if pinned else None)
+    pin = "yes" if args.browsers and args.pin == "auto" else args.pin
+    unrest = pilot(training, rank) if pin == "auto" else {}
+    pinned = unrest["pinned"] < unrest["free"] if unrest else pin == "yes"
+    cores = Cores()
+    place: Callable[[int], None] = (lambda process: cores.others(rank, process)) if pinned else _anywhere
+    cores.pin(rank if pinned else None)
     step = agreed(statistics.median(training.timed(2)[0] / 2 for _ in range(4)))
     ended = [kind for kind in kinds if kind not in ("drained", "served")]
-    browsers = cost_browsers.Browsers(args.scratch / "run" / "served") if args.browsers else None
+    browsers = None
+    if args.browsers:
+        place(_sidecar().pid)
+        browsers = cost_browsers.Browsers(args.scratch / "run" / "served", place)
     resident = resident_mib()
     growth = {kind: training.end_sidecar(kind) for kind in ended}
     about: dict[str, Any] = {
@@ -390,9 +396,16 @@ def _rested() -> bool:
 
 
 def _used_by_the_sidecar() -> float:
+    return float(sum(_sidecar().cpu_times()[:2]))
+
+
+def _sidecar() -> psutil.Process:
     name = "mt_megatron.scope.sidecar"
-    sidecar = next(each for each in psutil.Process().children() if name in each.cmdline())
-    return float(sum(sidecar.cpu_times()[:2]))
+    return next(each for each in psutil.Process().children() if name in each.cmdline())
+
+
+def _anywhere(process: int) -> None:
+    """Leave ``process`` on the cores it was given."""
 
 
 if __name__ == "__main__":
