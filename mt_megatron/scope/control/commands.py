@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ MOST_BYTES = 1 << 20
 MOST_WAITING = 64
 MOST_STEPS = 1_000_000
 _KEPT_RESULTS = 100
+_KEPT_BYTES = 64 * 2**20
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 
@@ -121,6 +122,11 @@ class Queue:
             self._waiting.clear()
             return taken
 
+    def holds(self, names: Sequence[str]) -> bool:
+        """Whether one of these commands waits."""
+        with self._changed:
+            return any(each.do in names for each in self._waiting)
+
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
@@ -171,9 +177,12 @@ class Spool:
             return
         with contextlib.suppress(OSError):
             _write(self._results / f"{identity}.json", json.dumps(result, default=_plain))
-            old = sorted(self._results.glob("*.json"), key=_mtime)[:-_KEPT_RESULTS]
-            for path in old:
-                path.unlink(missing_ok=True)
+            size = 0
+            newest_first = sorted(self._results.glob("*.json"), key=_mtime, reverse=True)
+            for number, path in enumerate(newest_first):
+                size += path.stat().st_size
+                if number and (number >= _KEPT_RESULTS or size > _KEPT_BYTES):
+                    path.unlink(missing_ok=True)
 
 
 def leave(folder: Path, do: str, arguments: Mapping[str, Any], *, name: str = "") -> str:

@@ -80,6 +80,9 @@ class Control:
         self._steps_left: int | None = None
         self._heard = time.monotonic()
         self._spool: Spool | None = None
+        self._left: set[str] = set()
+        """Commands that were left in the folder, where their answers go."""
+
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -255,7 +258,10 @@ class Control:
     def _generate(self, arguments: Mapping[str, Any]) -> Any:
         from mt_megatron.scope.control.generate import generate
 
-        return generate(self._trainer, arguments, told=self._tell_token)
+        def is_over() -> bool:
+            return self._is_main and self._queue.holds(("resume", "step"))
+
+        return generate(self._trainer, arguments, told=self._tell_token, is_over=is_over)
 
     def _tell_token(self, value: Mapping[str, Any]) -> None:
         if self._is_main:
@@ -272,7 +278,9 @@ class Control:
         result: dict[str, Any] = {"k": "result", "id": identity, "ok": error is None}
         result |= {"value": value} if error is None else {"error": error}
         self._send(result)
-        if self._spool is not None and identity != _BY_ITSELF:
+        if self._spool is not None and identity in self._left:
+            # The page has its answers from the sidecar, and an answer may have millions of numbers.
+            self._left.discard(identity)
             self._spool.answer(identity, result)
 
     def _listen(self) -> None:
@@ -281,6 +289,7 @@ class Control:
         while not self._stopped.wait(LOOK_SECONDS):
             try:
                 for each in spool.look():
+                    self._left.add(identity_of(each))
                     self.put(each if isinstance(each, Mapping) else {"do": each})
             except Exception as error:  # noqa: BLE001 - listening never ends training
                 logger.warning("scope: a command cannot be read: %s: %s", type(error).__name__, error)

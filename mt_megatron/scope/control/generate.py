@@ -35,6 +35,9 @@ MOST_REPORTED = 50
 MOST_ATTENTION = 1 << 21
 """Weights of attention in one answer."""
 
+_UNFINISHED = "\ufffd"
+"""Ends a text whose last character lacks bytes."""
+
 _ROUND = 32
 """Sequences are padded to a multiple of so many tokens for each rank that shares them: kernels want that."""
 
@@ -121,35 +124,72 @@ def generate(
     arguments: Mapping[str, Any],
     *,
     told: Callable[[Mapping[str, Any]], None] = lambda token: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Generate as ``arguments`` ask (``request_from``); collective, between two steps.
 
     Returns ``ids`` of the prompt, ``text``, and ``tokens``: for each ``id``, ``text``, ``probability``,
     ``entropy`` in nats, ``top_ids``, ``top_texts``, ``top_probabilities`` (of the model, without
     temperature), and where asked ``attention``, {layer: {head: weights of the tokens so far}}. Texts are None
-    without a tokenizer that has some. ``told`` gets each as it is made. Raises ``ConfigError`` on all ranks.
+    without a tokenizer that has some; those of the tokens follow one another, a character of several tokens
+    with its last. ``told`` gets each as it is made. ``ended``: why it ended before its end, or None; it does
+    when the run is to end, or ``is_over`` on any rank. Raises ``ConfigError`` on all ranks.
     """
     request = request_from(arguments, trainer)
     tokens: list[dict[str, Any]] = []
+    texts = _Texts(trainer, request.ids[-1])
     with _untouched(trainer):
-        model = _Forward(trainer, request)
+        model = _Forward(trainer, request, is_over)
         sequence = list(request.ids)
         for number in range(request.n):
             token = model.next(sequence)
             token["position"] = len(sequence)
-            token["text"] = _text(trainer, [token["id"]])
-            token["top_texts"] = [_text(trainer, [each]) for each in token["top_ids"]]
+            token["top_texts"] = [texts.instead(each) for each in token["top_ids"]]
+            token["text"] = texts.next(token["id"])
             sequence.append(token["id"])
             tokens.append(token)
             told({"number": number, **token})
             if request.stop_at_end and token["id"] == getattr(trainer.tokenizer, "eod", -1):
+                break
+            if model.ended is not None:
                 break
     return {
         "ids": list(request.ids),
         "text": _text(trainer, sequence[len(request.ids) :]),
         "tokens": tokens,
         "step": trainer.iteration,
+        "ended": model.ended,
     }
+
+
+class _Texts:
+    """Texts of tokens that follow one another: single ones lack the space before them, and parts of a
+    character are none."""
+
+    def __init__(self, trainer: Trainer, before: int) -> None:
+        self._decode: Callable[[list[int]], str] | None = getattr(trainer.tokenizer, "decode", None)
+        self._ids = [before]
+        self._shown = "" if self._decode is None else str(self._decode([before]))
+
+    def next(self, token: int) -> str | None:
+        """What ``token`` adds; empty where it leaves a character unfinished."""
+        if self._decode is None:
+            return None
+        self._ids.append(token)
+        whole = str(self._decode(list(self._ids)))
+        if whole.endswith(_UNFINISHED):
+            return ""
+        added = whole[len(self._shown) :] if whole.startswith(self._shown) else str(self._decode([token]))
+        self._shown = whole
+        return added
+
+    def instead(self, token: int) -> str | None:
+        """What ``token`` would add in the next one's place."""
+        if self._decode is None:
+            return None
+        head = str(self._decode(self._ids[-1:]))
+        both = str(self._decode([self._ids[-1], token]))
+        return both[len(head) :] if both.startswith(head) else str(self._decode([token]))
 
 
 @contextmanager
@@ -175,8 +215,12 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
 class _Forward:
     """Forward passes over the layout, with what is known after them on all ranks."""
 
-    def __init__(self, trainer: Trainer, request: Request) -> None:
+    def __init__(self, trainer: Trainer, request: Request, is_over: Callable[[], bool]) -> None:
         layout, at = trainer.layout, trainer.at
+        self.ended: str | None = None
+        """Why no further token should follow, as of the last one; the same on every rank."""
+
+        self._is_over = is_over
         self._trainer = trainer
         self._request = request
         share = 2 * layout.cp * layout.tp * _ROUND if layout.cp > 1 else layout.tp * _ROUND
@@ -201,7 +245,11 @@ class _Forward:
         if mine:
             assert row is not None
             found = self._chosen(row, place)
-        total = self._trainer.sum_over_ranks(found)
+        # A job that is told to end has seconds, and a token of a large model takes one.
+        ending = [float(any(self._trainer.wishes()[:1])), float(self._is_over())]
+        *total, stops, overs = self._trainer.sum_over_ranks([*found, *ending])
+        if stops or overs:
+            self.ended = "the run is to end" if stops else "by command"
         token: dict[str, Any] = {
             "id": round(total[0]),
             "probability": total[1],

@@ -61,6 +61,59 @@ def layouts(folder: str, model: str, flags: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+class Characters:
+    """A tokenizer of bytes that sets a space between tokens from 100 on, and none at a text's beginning."""
+
+    vocab_size = 4352
+    eod = 0
+
+    def decode(self, ids: Any) -> str:
+        words = b"".join(b" w%d" % each if each >= 256 else bytes([each]) for each in ids)
+        return words.removeprefix(b" ").decode(errors="replace")
+
+
+def ends_early() -> dict[str, Any]:
+    """What came of generations while the run was to end, and while a command waited; on each rank."""
+    start()
+    found: dict[str, Any] = {}
+    with bench("--tensor-model-parallel-size 2 --vocab-size 4352") as run:
+        asked = {"ids": PROMPT, "n": 6, "temperature": 0, "stop_at_end": False}
+        found["whole"] = sent(generate(run.trainer, asked))
+        told: list[Any] = []
+        ends = {"stop": False}
+        # One rank alone has heard the signal.
+        run.trainer.wishes = lambda: (ends["stop"] and run.job.rank == 1, False)  # type: ignore[method-assign]
+
+        def hear(token: Any) -> None:
+            told.append(token["id"])
+            ends["stop"] = len(told) == 2
+
+        found["stopped"] = sent(generate(run.trainer, asked, told=hear))
+        ends["stop"] = False
+        if run.job.rank == 0:
+            # Both are taken together: the second does not end the first.
+            run.control.put({"id": "a", "do": "generate", "arguments": asked})
+            run.control.put({"id": "b", "do": "resume", "arguments": {}})
+        run.control.attend()
+        answers = [frame for frame in run.frames if frame["id"] == "a"]
+        found["together"] = sent(answers[0]["value"]) if answers else None
+        run.frames.clear()
+        tell = run.control._tell_token
+
+        def resume(value: Any) -> None:
+            tell(value)
+            if value["number"] == 1 and run.job.rank == 0:
+                run.control.put({"id": "c", "do": "resume", "arguments": {}})
+
+        run.control._tell_token = resume  # type: ignore[method-assign]
+        if run.job.rank == 0:
+            run.control.put({"id": "d", "do": "generate", "arguments": asked})
+        run.control.attend()
+        answers = [frame for frame in run.frames if frame["id"] == "d"]
+        found["resumed"] = sent(answers[0]["value"]) if answers else None
+    return found
+
+
 def sent(value: Any) -> Any:
     """``value`` as the page gets it: through a frame."""
     frame = {"k": "result", "id": "1", "ok": True, "value": value, "error": None}

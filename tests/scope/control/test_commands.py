@@ -98,6 +98,16 @@ def test_answers_do_not_pile_up(spool: Spool, tmp_path: Path) -> None:
     assert not (tmp_path.parent / "outside.json").exists()
 
 
+def test_large_answers_do_not_pile_up(spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scope.control.commands._KEPT_BYTES", 10_000)
+    for number in range(8):
+        spool.answer(f"a{number}", {"ok": True, "value": "x" * 3000})
+        os.utime(tmp_path / "results" / f"a{number}.json", (number, number))
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"a5.json", "a6.json", "a7.json"}
+    spool.answer("whole", {"ok": True, "value": "x" * 30_000})
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["whole.json"]
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

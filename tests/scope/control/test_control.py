@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.scope.control.commands import leave
 from mt_megatron.scope.control.control import Control
 from mt_megatron.scope.lab.audit import read_audit
 from mt_megatron.scope.lab.lab import Lab
@@ -216,6 +217,23 @@ def test_commands_and_answers_are_audited(tmp_path: Path) -> None:
     finally:
         run.control.close()
     assert not any(thread.name == "scope-commands" for thread in threading.enumerate())
+
+
+def test_answers_go_where_the_command_came_from(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.control.start()
+    try:
+        left = leave(tmp_path, "pause", {})
+        eventually = time.monotonic() + 20
+        while not run.control.wants_attention:
+            assert time.monotonic() < eventually
+            time.sleep(0.01)
+        by_the_page = run.put("resume")
+        assert run.step()
+        assert run.answer(left)["ok"] and run.answer(by_the_page)["ok"]
+        assert [path.stem for path in (tmp_path / "results").iterdir()] == [left]
+    finally:
+        run.control.close()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

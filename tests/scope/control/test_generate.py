@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mt_megatron.scope.control.generate import _Texts
 from tests.launch import run_ranks
+from tests.scope.control.generate_cases import Characters
 
 CASES = "tests.scope.control.generate_cases"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -89,6 +92,30 @@ def test_other_models_leave_no_trace(tmp_path: Path, model: str, flags: dict[str
     for rank in found:
         for name, each in rank.items():
             assert each["untouched"] and all(each["same"]), name
+
+
+def test_a_signal_or_a_command_ends_it_and_all_ranks_agree() -> None:
+    found = run_ranks(2, f"{CASES}:ends_early", timeout=240)
+    whole = [token["id"] for token in found[0]["whole"]["tokens"]]
+    assert len(whole) == 6 and found[0]["whole"]["ended"] is None
+    for each in found:
+        ids = [token["id"] for token in each["stopped"]["tokens"]]
+        assert ids == whole[:3], "the token after the signal is the last"
+        assert each["stopped"]["ended"] == "the run is to end"
+    assert len(found[0]["together"]["tokens"]) == 6
+    resumed = found[0]["resumed"]
+    assert [token["id"] for token in resumed["tokens"]] == whole[:3] and resumed["ended"] == "by command"
+
+
+def test_texts_of_tokens_follow_one_another() -> None:
+    trainer: Any = SimpleNamespace(tokenizer=Characters())
+    texts = _Texts(trainer, 300)
+    ids = [301, 302, *"词".encode(), 33, 303]
+    assert texts.instead(301) == " w301" and texts.instead(65) == "A"
+    assert [texts.next(each) for each in ids] == [" w301", " w302", "", "", "词", "!", " w303"]
+    assert texts.instead(301) == " w301"
+    nothing: Any = SimpleNamespace(tokenizer=None)
+    assert _Texts(nothing, 1).next(2) is None and _Texts(nothing, 1).instead(2) is None
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
