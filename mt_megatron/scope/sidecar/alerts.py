@@ -64,8 +64,8 @@ BANDED = (
 )
 """Positive statistics that have a band."""
 
-_OF_GRADIENTS = ("gradient_norm", "grad_norm", "update_ratio")
-"""Not finite in steps that loss scaling skips."""
+_OF_UPDATES = ("gradient_norm", "update_ratio")
+"""No measure for later steps where the step was skipped."""
 
 _NEAR_ZERO = 1e-4
 """Of a series' level: smaller values count as this, so that a zero is far outside but has a logarithm."""
@@ -176,7 +176,7 @@ class AlertModel:
         """Alerts of a training step. ``known``: the loss should be there, so that NaN means NaN."""
         found = []
         broken = [("loss", loss)] if known and not math.isfinite(loss) else []
-        if not skipped and math.isinf(grad_norm):
+        if math.isinf(grad_norm):  # a NaN is also what a step without a norm has
             broken.append(("grad_norm", grad_norm))
         found += self._first_not_finite(step, [("", name, value) for name, value in broken])
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
@@ -195,11 +195,11 @@ class AlertModel:
             if not each.whole:
                 continue
             name = each.statistic
-            gradient = name in _OF_GRADIENTS
             wrong = each.value > 0 if name == "not_finite" else not math.isfinite(each.value)
-            if wrong and not (skipped and gradient) and (name in BANDED or name == "not_finite"):
+            # Where fp16 gradients overflow there is no norm of them: a wrong one is of a step that diverged.
+            if wrong and (name in BANDED or name == "not_finite"):
                 broken.append((each.path, name, each.value))
-            if name in BANDED and not (skipped and gradient):
+            if name in BANDED and not (skipped and name in _OF_UPDATES):
                 of = self._parts.setdefault((each.path, name), each.of)
                 if each.of < of:
                     continue  # ranks have not announced themselves again after a rewind

@@ -132,12 +132,23 @@ def test_a_loss_that_is_not_finite_is_told_and_then_the_module() -> None:
     assert module.path == "decoder.layers.1"
 
 
-def test_gradients_of_skipped_steps_are_expected_to_overflow() -> None:
-    values = [a_value("decoder.layers.1", "gradient_norm", math.inf)]
-    assert AlertModel().statistics(1, values, skipped=True) == []
-    assert AlertModel().step(1, loss=2.0, grad_norm=math.inf, skipped=True, known=True) == []
-    assert len(AlertModel().statistics(1, values)) == 1
-    assert len(AlertModel().step(1, loss=2.0, grad_norm=math.inf, skipped=False, known=True)) == 1
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_gradient_that_is_not_finite_is_told_of_a_step_that_diverged(skipped: bool) -> None:
+    """A diverged step is skipped. Where fp16 gradients overflow there is no norm at all."""
+    values = [a_value("decoder.layers.1", "gradient_norm", math.nan)]
+    (alert,) = AlertModel().statistics(1, values, skipped=skipped)
+    assert (alert.path, alert.statistic) == ("decoder.layers.1", "gradient_norm")
+    assert len(AlertModel().step(1, loss=2.0, grad_norm=math.inf, skipped=skipped, known=True)) == 1
+    assert AlertModel().step(1, loss=2.0, grad_norm=math.nan, skipped=skipped, known=True) == []
+
+
+def test_updates_of_skipped_steps_move_no_band() -> None:
+    model = AlertModel()
+    for step in range(40):
+        values = [a_value("decoder.layers.1", "update_ratio", 1e-3 * (1 + step % 3 / 100))]
+        assert model.statistics(step, values) == []
+    zero = [a_value("decoder.layers.1", "update_ratio", 0.0)]
+    assert model.statistics(40, zero, skipped=True) == [] and len(model.statistics(41, zero)) == 1
 
 
 def test_experts_without_tokens_are_told_after_several_samples() -> None:
