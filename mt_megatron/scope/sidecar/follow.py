@@ -64,7 +64,7 @@ class Follower:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``before``: sessions that another follower has taken, as ``Writer.before`` has them. ``open_sinks``
-        is called at the first look: a package may take its time to reach a server."""
+        is called at the first look."""
         self._files = files
         self._keeper = keeper
         self._before = before

@@ -15,9 +15,9 @@ import numpy as np
 
 from mt_megatron.scope.recording.writer import TICK_SECONDS, Writer
 
-SOFT_BYTES = 16 * 2**20
+SOFT_BYTES = 24 * 2**20
 HARD_BYTES = 32 * 2**20
-"""Of frames of one rank that wait to be written."""
+"""Of frames of one rank that wait to be written. A step's tensors and tokens have room below the first."""
 
 WAKE_BYTES = 4 * 2**20
 """The thread does not wait for the end of a tick when so much waits."""

@@ -25,7 +25,7 @@ from .follow import Follower
 from .hub import Hub, ServeOptions
 from .keeper import Keeper
 from .ranks import Ranks
-from .sinks.base import made
+from .sinks.queued import queued
 
 POLL_SECONDS = 1.0
 """Between two looks at the requests."""
@@ -86,7 +86,7 @@ async def run_sidecar(options: Options, say: Callable[[str], None], stop: asynci
             keeper=keeper,
             before=taken_before(files, writer, say),
             publish=hub.publish_soon,
-            open_sinks=partial(made, options.sinks, options.run, say),
+            open_sinks=partial(queued, options.sinks, options.run, say),
             say=say,
         )
         follower.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from mt_megatron.config.parse import load_config
 from mt_megatron.scope.sidecar.sinks import base
-from mt_megatron.scope.sidecar.sinks.base import DEFAULTS, SinkError, made, make, parsed
+from mt_megatron.scope.sidecar.sinks.base import DEFAULTS, SinkError, make, parsed
+from mt_megatron.scope.sidecar.sinks.queued import QueuedSink, queued
 from mt_megatron.training.validate import scope_problems
 
 NUMBERS = {"run/loss": 2.5, "gradient_norm/decoder.layers.0": 0.125}
@@ -151,12 +153,14 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     absent(name, monkeypatch)
     said: list[str] = []
-    assert made([name], tmp_path, said.append) == []
+    (sink,) = queued([name], tmp_path, said.append)
+    sink.record(1, NUMBERS)
+    sink.close()
     (line,) = said
     assert f"nothing goes to {name}" in line and f"pip install 'mt_megatron[{name}]'" in line
 
 
-def test_a_package_that_refuses_is_one_line_and_the_others_are_made(
+def test_a_package_that_refuses_is_one_line_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = stand_in("trackio", monkeypatch)
@@ -167,9 +171,53 @@ def test_a_package_that_refuses_is_one_line_and_the_others_are_made(
 
     monkeypatch.setattr(sys.modules["wandb"], "init", refuses)
     said: list[str] = []
-    (sink,) = made(["wandb:p", "trackio:p"], tmp_path, said.append)
-    assert sink.title == "trackio" and len(runs) == 1
+    sinks = queued(["wandb:p", "trackio:p"], tmp_path, said.append)
+    for sink in sinks:
+        sink.record(20, NUMBERS)
+        sink.close()
+    (run,) = runs
+    assert len(run.logged) == 1 and run.finished
     assert said == ["scope: nothing goes to wandb:p: PermissionError: api key not configured"]
+
+
+class Stubborn:
+    """A sink whose server answers when it is told to."""
+
+    title = "stubborn"
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.steps: list[int] = []
+
+    def record(self, step: int, numbers: Any) -> None:
+        self.answers.wait(30)
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+def test_nobody_waits_for_a_server_and_what_it_cannot_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_megatron.scope.sidecar.sinks.queued.MOST_WAITING", 4)
+    monkeypatch.setattr("mt_megatron.scope.sidecar.sinks.queued.CLOSE_SECONDS", 0.2)
+    said: list[str] = []
+    inner, opens = Stubborn(), threading.Event()
+
+    def open_sink() -> Stubborn:
+        opens.wait(30)
+        return inner
+
+    sink = QueuedSink("stubborn", open_sink, said.append)
+    for step in range(1, 8):
+        sink.record(step, NUMBERS)
+    assert sink.left_out == 3
+    assert said == ["scope: stubborn does not keep up: numbers from step 5 on are left out of it"]
+    sink.close()
+    assert "stubborn does not answer" in said[1]
+    opens.set()
+    inner.answers.set()
+    sink._thread.join(30)
+    assert inner.steps == [1, 2, 3, 4, -1]
 
 
 @pytest.mark.parametrize("text", ["", "influx:x", "tensorboard:", ":x", "TensorBoard", "wandb:a\nb"])

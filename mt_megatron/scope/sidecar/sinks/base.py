@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,17 +31,6 @@ class Sink(Protocol):
 
 class SinkError(ScopeError):
     """A sink cannot be made: its package is missing, or it refuses."""
-
-
-def made(texts: Sequence[str], run: Path, say: Callable[[str], None]) -> list[Sink]:
-    """Sinks of ``texts`` (``FORM``); one that cannot be made is told in a line and left out."""
-    found: list[Sink] = []
-    for text in texts:
-        try:
-            found.append(make(text, run))
-        except SinkError as error:
-            say(f"scope: nothing goes to {text}: {error}")
-    return found
 
 
 def parsed(text: str) -> tuple[str, str]:
