@@ -10,10 +10,10 @@ import importlib.util
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,16 @@ from mt_megatron.scope.recording.lock import hold
 from mt_megatron.scope.sidecar.process import sidecar_process
 from mt_megatron.scope.watch.asked import Asked, Plan
 from mt_megatron.scope.watch.defaults import Defaults
+from mt_megatron.scope.watch.head import MOST_SEEN
 from mt_megatron.scope.watch.outbox import Outbox
 from mt_megatron.scope.watch.parameters import Norms, shares_of
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import parse, parse_all, unknown
+from mt_megatron.scope.watch.sampled_step import SampledStep
 from mt_megatron.scope.watch.sender import Sender
 from mt_megatron.scope.watch.shares import Place
 from mt_megatron.scope.watch.tensors import MOST_STEP, Tensors
 from mt_megatron.seams import taps
-from mt_megatron.seams.taps import Watch
 
 logger = logging.getLogger("mt_megatron")
 
@@ -106,6 +107,7 @@ class Session:
         """Modules of the whole model."""
 
         self._hello: dict[str, Any] = {}
+        self._requesting = threading.Lock()
         self._texts: tuple[str, ...] | None = None
         """Requests that were heard and are not yet taken."""
 
@@ -114,7 +116,7 @@ class Session:
         self._asked: Asked | None = None
         self._norms: Norms | None = None
         self._plans: list[Plan] = []
-        self._step: _Step | None = None
+        self._step: SampledStep | None = None
         self._mark: str | None = None
         self._is_loss_summed = False
         self._began = 0.0
@@ -123,33 +125,42 @@ class Session:
 
     def start(self) -> None:
         """Begin. Collective; at the same point of the program on every rank."""
-        problem: str | None = None
-        everyone = _gather({**self._about(), "refusal": self._take_folder()})
         try:
-            self._begin(everyone)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            problem = f"rank {self._rank}: {_reason(error)}"
+            about = {**self._about(), "refusal": self._take_folder(), "problem": None}
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, on all ranks alike
+            about = {"problem": f"rank {self._rank}: {_reason(error)}"}
+        everyone = _gather(about)
+        problem = next((each["problem"] for each in everyone if each["problem"]), None)
+        if problem is None:
+            try:
+                self._begin(everyone)
+            except Exception as error:  # noqa: BLE001 - the same
+                problem = f"rank {self._rank}: {_reason(error)}"
         sockets = _gather((problem, None if self._sidecar is None else str(self._sidecar.socket)))
         problems = [each for each, _ in sockets if each is not None]
         if problems:
             self.close()
             self._tell(f"nothing is recorded, training goes on: {problems[0]}")
             return
-        leader = self._leader(everyone)
-        path = sockets[leader][1]
-        if path is not None:
-            sender = Sender(
-                path,
-                lambda: self._hello,
-                heard=self._heard,
-                say=self._failed,
-                ended=self._recording_ended,
-            )
-            sender.start()
-            self._outbox = Outbox(sender, self._backend, tensor_parallel_size=self._layout.tp)
         self._on = True
-        self._take_requests(self._options.watch)
-        self.control.start()
+        try:
+            self._connect(sockets[self._leader(everyone)][1])
+            self._take_requests(self._options.watch)
+        except Exception as error:  # noqa: BLE001 - the others train, and would wait for this rank
+            self._off(error)
+        try:
+            self.control.start()
+        except Exception as error:  # noqa: BLE001 - the same
+            self._failed(f"no commands are heard: {_reason(error)}")
+
+    def _connect(self, path: str | None) -> None:
+        if path is None:
+            return
+        sender = Sender(
+            path, lambda: self._hello, heard=self._heard, say=self._failed, ended=self._recording_ended
+        )
+        sender.start()
+        self._outbox = Outbox(sender, self._backend, tensor_parallel_size=self._layout.tp)
 
     def _take_folder(self) -> str | None:
         """Keep other runs out of the folder, on rank 0; a text says why that fails."""
@@ -224,11 +235,7 @@ class Session:
             "world_size": layout.world_size,
             "at": {name: getattr(at, name) for name in ("tp", "pp", "dp", "cp", "ep")},
             "layout": {
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "dp": layout.dp,
-                "cp": layout.cp,
-                "ep": layout.ep,
+                **{name: getattr(layout, name) for name in ("tp", "pp", "dp", "cp", "ep")},
                 "vpp": layout.vpp or 1,
             },
             "host": own[1],
@@ -304,9 +311,13 @@ class Session:
         if not self._on:
             return
         self.control.begin_step(iteration)
-        texts, self._texts = self._texts, None
+        with self._requesting:
+            texts, self._texts = self._texts, None
         if texts is not None:
-            self._take_requests((*self._options.watch, *texts))
+            try:
+                self._take_requests((*self._options.watch, *texts))
+            except Exception as error:  # noqa: BLE001 - training goes on
+                self._off(error)
         self._open(iteration)
 
     def _open(self, iteration: int) -> None:
@@ -317,7 +328,7 @@ class Session:
         plans = [plan for plan in self._plans if plan.request.due(iteration, self._options.interval)]
         if not sampled and not plans:
             return
-        step = _Step(iteration=iteration, sampled=sampled, parts=Parts(self._device), tensors=Tensors())
+        step = SampledStep(iteration=iteration, sampled=sampled, parts=Parts(self._device), tensors=Tensors())
         try:
             if sampled and self._defaults is not None:
                 step.opened += self._defaults.open(step.parts)
@@ -362,7 +373,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - training goes on
             self._off(error)
 
-    def _send(self, outbox: Outbox, step: _Step, tokens: int | None) -> None:
+    def _send(self, outbox: Outbox, step: SampledStep, tokens: int | None) -> None:
         """Hand over what ``step`` saw; ``tokens`` of the global batch, None where nobody knows."""
         assert self._asked is not None
         if self._is_loss_summed:
@@ -370,15 +381,20 @@ class Session:
             step.tensors.divide("gradient", tokens or None)
         outbox.stats(step.iteration, step.parts, self._perturbed)
         outbox.tensors(step.iteration, step.tensors, self._perturbed)
-        outbox.tokens(step.iteration, self._asked.head.taken(), self._perturbed)
-        if step.tensors.dropped:
-            self._once(
-                f"tensors of {step.tensors.dropped:,} bytes of step {step.iteration} are left out, and so in "
-                f"later steps: a rank sends at most {MOST_STEP // 2**20} MiB a step; ask for fewer modules, "
-                "heads or tokens",
-                kind="tensors left out",
-                anywhere=True,
-            )
+        seen, left_out = self._asked.head.taken()
+        outbox.tokens(step.iteration, seen, self._perturbed, left_out=left_out)
+        for what, size, most in (
+            ("tensors", step.tensors.dropped, MOST_STEP),
+            ("logits", left_out, MOST_SEEN),
+        ):
+            if size:
+                self._once(
+                    f"{what} of {size:,} bytes of step {step.iteration} are left out, and so in later steps: "
+                    f"a rank sends at most {most // 2**20} MiB of them a step; ask for fewer modules, heads "
+                    "or tokens",
+                    kind=f"{what} left out",
+                    anywhere=True,
+                )
 
     # Requests and commands.
 
@@ -443,7 +459,8 @@ class Session:
 
     def request(self, texts: Sequence[str]) -> None:
         """Watch ``texts`` from the next step on, besides those of the start; any thread."""
-        self._texts = tuple(texts)
+        with self._requesting:
+            self._texts = tuple(texts)
 
     def handle_request(self, arguments: Mapping[str, Any]) -> list[str]:
         """The command ``request {texts}``: watch them. Raises ``ConfigError`` for one that cannot be read."""
@@ -496,7 +513,7 @@ class Session:
                 return scale
         return None
 
-    def _guarded(self, action: Callable[[Norms, Parts], None], step: _Step) -> None:
+    def _guarded(self, action: Callable[[Norms, Parts], None], step: SampledStep) -> None:
         if self._norms is None:
             return
         try:
@@ -550,23 +567,6 @@ class Session:
     def _say_here(self, text: str) -> None:
         say = self._say if self._rank == 0 else logger.warning
         say(f"scope: {text}")
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """State of a sampled step: its open taps, and what they have seen."""
-
-    iteration: int
-    sampled: bool
-    parts: Parts
-    tensors: Tensors
-    opened: list[Watch] = field(default_factory=list)
-
-    def close(self) -> None:
-        """Leave every module as it was."""
-        for watch in reversed(self.opened):
-            watch.close()
-        self.opened = []
 
 
 def _core(chunks: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ parameters      norms of gradients, weights and updates by layer
 defaults        the statistics of every sampled step
 asked           what requests ask for
 head            logits of asked tokens; the logit lens
+sampled_step    a sampled step: its open taps, and what they have seen
 tiles           matrices in 8-bit tiles with a stated error
 tensors         the tensors of a step, encoded and framed
 outbox          what was seen of a step, as parcels for the sender

@@ -22,6 +22,7 @@ from mt_megatron.scope.watch.shares import (
     is_batch_first,
     is_gated,
     is_layer,
+    own_modules,
     spread_of,
 )
 from mt_megatron.scope.watch.sums import histogram, moments
@@ -85,6 +86,7 @@ class Asked:
         """``heads`` of one layer's attention on all ranks; ``samples`` of a step, None where not known;
         gradients are divided by ``loss_scale()``, None for none."""
         self._named = list(taps.named_modules(chunks))
+        self._own = list(own_modules(chunks))
         self._place = place
         self._heads = heads
         self._samples = samples
@@ -97,7 +99,7 @@ class Asked:
         the whole model."""
         found: dict[str, Target] = {}
         problem: str | None = None
-        for path, module in self._named:
+        for path, module in self._own:
             if not path or not request.matches(path):
                 continue
             try:
@@ -116,12 +118,21 @@ class Asked:
         length, heads = self._place.seq_length, request.heads or ()
         first, last = request.tokens or (0, 0 if request.kind != "logits" else length - 1)
         largest = request.samples[-1] if request.kind not in OF_ALL_SAMPLES else 0
-        if heads and heads[-1] >= self._heads and request.kind in WITH_HEADS:
+        if heads and request.kind not in WITH_HEADS:
+            return f"found heads in {request.text!r}, which are left out: {request.kind} has none of its own"
+        if request.kind in OF_ALL_SAMPLES and (request.tokens is not None or request.samples != (0,)):
+            return (
+                f"found tokens or samples in {request.text!r}, which are left out: {request.kind} counts "
+                "every token of the step"
+            )
+        if heads and heads[-1] >= self._heads:
             return f"found head {heads[-1]} in {request.text!r}; expected at most {self._heads - 1}"
         if self._samples is not None and largest >= self._samples:
             return f"found sample {largest} in {request.text!r}; expected at most {self._samples - 1}"
         if first >= length:
             return f"found tokens from {first} in {request.text!r}; expected at most {length - 1}"
+        if request.tokens is not None and last >= length:
+            return f"found tokens to {last} in {request.text!r}, cut at {length - 1}, the sequence's last"
         if request.kind == "logits" and min(last, length - 1) - first >= MOST_TOKENS:
             return (
                 f"found {min(last, length - 1) - first + 1} tokens in {request.text!r}, of which the first "
@@ -151,6 +162,13 @@ class Asked:
         if kind == "logits":
             self._head.check(path, module)
             return Target(path=path, module=module, spread="columns")
+        if path == "output_layer" and getattr(
+            getattr(module, "config", None), "cross_entropy_loss_fusion", False
+        ):
+            raise ConfigError(
+                f"found {path}, which has no output: the blocked loss makes no logits of a whole micro-batch. "
+                "Ask for logits@output_layer, or train with --no-cross-entropy-loss-fusion"
+            )
         outer = path.rpartition(".")[0]
         owner = next((each for name, each in self._named if name == outer), None)
         spread = spread_of(module, path, self._place, owner=owner)
@@ -207,6 +225,8 @@ class Asked:
 
 
 def _statistic(kind: str, parts: Parts, place: Place, target: Target, call: Call, output: Any) -> None:
+    if call.ordinal > 0:
+        return  # of prediction depths' tokens
     whole = first_tensor(output)
     values = None if whole is None else place.own_rows(whole, target.spread)
     if values is None or values.numel() == 0:
@@ -236,6 +256,8 @@ class _Take:
             self.rows = max(0, min(request.tokens[1], length - 1) - request.tokens[0] + 1)
 
     def output(self, what: str, call: Call, output: Any) -> None:
+        if call.ordinal > 0:
+            return  # of prediction depths' tokens
         self._features(what, call.microbatch, self._tokens_first(first_tensor(output)), self.target.spread)
 
     def _tokens_first(self, values: Tensor | None) -> Tensor | None:
@@ -246,7 +268,7 @@ class _Take:
     def gradient(
         self, loss_scale: Callable[[], Tensor | None], call: Call, gradient: Tensor, index: int
     ) -> None:
-        if index:
+        if index or call.ordinal > 0:
             return
         scale = loss_scale()
         values = gradient if scale is None else gradient / scale
@@ -385,7 +407,8 @@ class _Maps:
         exact = take.request.tokens is not None
         queries, device = inputs.query.size(0), inputs.query.device
         length = take.place.seq_length
-        each = len(heads) * length
+        # Rows are of a stretch of heads, whatever is left out of it.
+        each = (max(heads) - min(heads) + 1) * length
         if inputs.context_size > 1 and self._asked(queries, exact) * each * len(samples) > MOST_LOGITS_KEPT:
             raise ConfigError(
                 f"{take.request.text!r} asks for too many rows at a time under context parallelism; "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.watch.attention_rows import Rows, row_statistics, watch_rows
 from mt_megatron.scope.watch.parts import Parts
-from mt_megatron.scope.watch.shares import Place, is_layer
+from mt_megatron.scope.watch.shares import Place, is_layer, own_modules
 from mt_megatron.scope.watch.sums import (
     channel_maxima,
     entropy_sum,
@@ -47,7 +47,7 @@ class Defaults:
         self._attention: list[tuple[str, nn.Module]] = []
         self._routers: list[tuple[str, nn.Module]] = []
         self._last_stage = False
-        for path, module in taps.named_modules(chunks):
+        for path, module in own_modules(chunks):
             if is_layer(path, module):
                 self._layers.append((path, module))
                 self._inside(path, module)
@@ -140,6 +140,8 @@ class _Layer:
 
 
 def _activation(parts: Parts, place: Place, path: str, call: Call, output: Any) -> None:
+    if call.ordinal > 0:
+        return  # the embedding of prediction depths' tokens
     whole = first_tensor(output)
     values = None if whole is None else place.own_rows(whole, place.tokens_spread)
     if values is None or values.numel() == 0:

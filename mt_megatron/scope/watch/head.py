@@ -29,7 +29,10 @@ MOST_TOKENS = 1024
 """Of one request and sequence."""
 
 MOST_WORDS = 2**24
-"""Logits that the lens computes at a time."""
+"""Logits that are looked at at a time: some copies of them are made."""
+
+MOST_SEEN = 6 * 2**20
+"""Bytes of one rank and step; what is beyond is dropped and counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +58,28 @@ class Head:
         self.seen: list[SeenTokens] = []
         """Of this step."""
 
+        self.dropped = 0
+        """Bytes left out of this step."""
+
+        self._size = 0
+        self._chunks: list[Any] = [unwrapped(chunk) for chunk in chunks]
         self._model: Any = None
-        for chunk in chunks:
-            bare: Any = unwrapped(chunk)
+        for bare in self._chunks:
             if getattr(bare, "post_process", False) and hasattr(bare, "output_layer"):
                 self._model = bare
 
-    def taken(self) -> list[SeenTokens]:
-        """What was seen since the last call."""
-        seen, self.seen = self.seen, []
-        return seen
+    def taken(self) -> tuple[list[SeenTokens], int]:
+        """What was seen since the last call, and the bytes that were left out of it."""
+        found = self.seen, self.dropped
+        self.seen, self.dropped, self._size = [], 0, 0
+        return found
 
     def check(self, path: str, module: nn.Module) -> None:
         """Raises ``ConfigError`` where logits of ``module`` cannot be computed on this rank alone."""
         if path == "output_layer":
             return
-        if not is_layer(path, module):
+        if not is_layer(path, module) or not path.startswith("decoder."):
+            # A prediction depth has a norm, and labels further on, of its own.
             raise ConfigError(
                 f"found {path}; expected output_layer, or a layer for its logit lens such as decoder.layers.0"
             )
@@ -104,8 +113,10 @@ class Head:
             ]
         lens = _Lens(self, request, path, first, last)
         opened = [taps.watch(module, after=lens.after, told=self._told)]
-        # Labels are known to the model's own forward.
-        opened.append(taps.watch(self._model, before=lens.before, told=self._told))
+        # Labels are known to the forward of the chunk that the layer is of: another chunk of this rank has
+        # those of another micro-batch by then.
+        chunk = next(each for each in self._chunks if any(module is inner for inner in each.modules()))
+        opened.append(taps.watch(chunk, before=lens.before, told=self._told))
         return opened
 
     def _block(self, request: Request, block: LossBlock) -> None:
@@ -140,11 +151,33 @@ class Head:
         first: int,
     ) -> None:
         """Keep what ``logits`` [n, words], of the words from id ``first`` on, say of ``labels`` [n]."""
+        step = max(1, MOST_WORDS // max(logits.size(-1), 1))
+        for begin in range(0, logits.size(0), step):
+            piece = slice(begin, begin + step)
+            self._add(path, microbatch, sample, position + begin, logits[piece], labels[piece], first)
+
+    def _add(
+        self,
+        path: str,
+        microbatch: int,
+        sample: int,
+        position: int,
+        logits: Tensor,
+        labels: Tensor,
+        first: int,
+    ) -> None:
+        top = min(TOP, logits.size(-1))
+        # The same on ranks with fewer words than others, or some would leave out what others send.
+        size = logits.size(0) * (labels.element_size() + 3 * 4 + TOP * (8 + 4))
+        if self._size + size > MOST_SEEN:
+            self.dropped += size
+            return
+        self._size += size
         wide = logits.float()
         lse = torch.logsumexp(wide, dim=-1)
         logprobs = wide - lse[:, None]
         entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
-        values, columns = logprobs.topk(min(TOP, logprobs.size(-1)), dim=-1)
+        values, columns = logprobs.topk(top, dim=-1)
         column = labels - first
         inside = (column >= 0) & (column < wide.size(-1))
         loss = torch.full_like(lse, float("inf"))
@@ -189,7 +222,10 @@ class _Lens:
     def after(self, call: Call, output: Any) -> None:
         place, labels = self._head._place, self._labels
         if labels is None:
-            return
+            raise ConfigError(
+                f"found no labels beside {self._path}, which its logit lens compares with; expected the "
+                "forward step to pass labels to every model chunk"
+            )
         hidden = first_tensor(output)
         if hidden is None:
             return

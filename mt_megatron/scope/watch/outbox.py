@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +15,13 @@ from mt_megatron.scope.watch.head import SeenTokens
 from mt_megatron.scope.watch.host_copies import Arrays, Copier
 from mt_megatron.scope.watch.parts import Layout, Parts
 from mt_megatron.scope.watch.sender import Frame, Parcel, Sender
-from mt_megatron.scope.watch.tensors import Tensors, frames_of
+from mt_megatron.scope.watch.tensors import Held, Tensors, frames_of
 
 _TOGETHER = 64
-"""Tensors of one parcel."""
+"""Tensors of one parcel, at most."""
+
+_PARCEL_BYTES = 4 * 2**20
+"""Bytes of a parcel after which the next one begins: some copies are made of one that is encoded."""
 
 _ABOUT = 512
 """Bytes of a frame beside its arrays."""
@@ -108,15 +111,19 @@ class Outbox:
             self._sender.count(tensors.dropped)
             self._left_out = (self._left_out[0] + 1, self._left_out[1] + tensors.dropped)
         common = {"i": iteration, "perturbed": perturbed, "attempt": self._attempt}
-        for first in range(0, len(tensors.held), _TOGETHER):
-            held = tensors.held[first : first + _TOGETHER]
+        for held in _parcelled(tensors.held):
             copied = [tensor for each in held for tensor in each.tensors()]
             size = _size(copied) + _ABOUT * len(held)
             about = [each.about() for each in held]
             self._sender.put(Parcel(frames=_Tensors(about, self._copier.copy(copied), common), size=size))
 
-    def tokens(self, iteration: int, seen: Sequence[SeenTokens], perturbed: str | None) -> None:
-        """What the step's logits said of tokens."""
+    def tokens(
+        self, iteration: int, seen: Sequence[SeenTokens], perturbed: str | None, *, left_out: int = 0
+    ) -> None:
+        """What the step's logits said of tokens; bytes ``left_out`` of it count as dropped."""
+        if left_out:
+            self._sender.count(left_out)
+            self._left_out = (self._left_out[0] + 1, self._left_out[1] + left_out)
         for each in seen:
             frame = {
                 "k": "tokens",
@@ -165,6 +172,20 @@ class Outbox:
             known = self._schemas[layout] = len(self._schemas)
             self.frame({"k": "schema", "id": known, "entries": [list(each) for each in layout]}, must=True)
         return known
+
+
+def _parcelled(held: Sequence[Held]) -> Iterator[list[Held]]:
+    together: list[Held] = []
+    size = 0
+    for each in held:
+        own = _size(each.tensors())
+        if together and (len(together) == _TOGETHER or size + own > _PARCEL_BYTES):
+            yield together
+            together, size = [], 0
+        together.append(each)
+        size += own
+    if together:
+        yield together
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

@@ -237,7 +237,14 @@ class Sender:
                 self._say(f"a message of the sidecar was not understood: {type(error).__name__}: {error}")
 
     def _next(self) -> _Pending:
-        """The bytes of the next parcel; empty without one."""
+        """The bytes of the next parcel that can be encoded; empty without one."""
+        while True:
+            pending = self._encoded()
+            if pending or not self._queue:
+                return pending
+
+    def _encoded(self) -> _Pending:
+        """The bytes of the next parcel; empty without one, and where they cannot be made."""
         with self._lock:
             parcel = self._queue.popleft() if self._queue else None
             drops = (self._dropped_frames, self._dropped_bytes)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mt_megatron.parallel.context_parallel import chunks, positions
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.seams import taps
+from mt_megatron.seams.taps.names import unwrapped
 
 Spread = Literal["same", "tokens", "columns", "partial"]
 """How tensor-parallel ranks hold a module's output: all of it each, some tokens, some columns (heads), or
@@ -134,6 +135,21 @@ def is_gated(module: nn.Module, path: str) -> bool:
 def is_layer(path: str, module: nn.Module) -> bool:
     """Whether ``module`` is a transformer layer."""
     return hasattr(module, "layer_number") and hasattr(module, "self_attention") and bool(path)
+
+
+def own_modules(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """``taps.named_modules``, but each path of the whole model on one pipeline stage and chunk alone.
+
+    Every chunk has a ``decoder``, whose output is the model's on the last one. The last stage has a copy of
+    the embedding where weights are tied or prediction depths take tokens from it.
+    """
+    for chunk in chunks:
+        bare = unwrapped(chunk)
+        is_first, is_last = (bool(getattr(bare, name, True)) for name in ("pre_process", "post_process"))
+        for path, module in taps.named_modules([chunk]):
+            part = path.partition(".")[0] if taps.layer_of(path) is None else ""
+            if (part not in ("embedding", "rotary_pos_emb") or is_first) and (part != "decoder" or is_last):
+                yield path, module
 
 
 def layers_of(chunks: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:

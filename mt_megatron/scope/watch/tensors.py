@@ -14,8 +14,9 @@ from mt_megatron.scope.watch.tiles import EXACT, tiles_of
 MOST_FRAME = 4 * 2**20
 """Bytes of one frame's tensor; larger ones are cut by rows. An encoder holds a few copies of a frame."""
 
-MOST_STEP = 32 * 2**20
-"""Bytes of the tensors of one rank and step; what is beyond is dropped and counted."""
+MOST_STEP = 16 * 2**20
+"""Bytes of the tensors of one rank and step; what is beyond is dropped and counted. With the step's tokens
+they have room in the sender's queue, which would drop what a sidecar cannot take at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

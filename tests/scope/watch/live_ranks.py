@@ -9,12 +9,15 @@ from typing import Any
 import mt_megatron
 from mt_megatron.config.parse import load_config
 from mt_megatron.models.families import family_of
-from mt_megatron.scope.interfaces import NoControl
+from mt_megatron.scope import session as sessions
+from mt_megatron.scope.interfaces import Facts, NoControl, Options
+from mt_megatron.scope.session import Session
 from mt_megatron.training.distributed import joined
 from mt_megatron.training.model import build
 from mt_megatron.training.step import Shape, make_forward_step, train_step
 from tests.parity.case import GLOBAL_BATCH, MICRO_BATCH, MODEL, OPTIMIZER, SEQUENCE
 from tests.scope.watch.ranks import batches_of, begin, watched
+from tests.scope.watch.reader import Reader
 
 STEPS = 8
 FLAGS = f"{MODEL} {OPTIMIZER} --untie-embeddings-and-output-weights"
@@ -74,6 +77,52 @@ def told_while_training() -> dict[str, Any]:
             "commands": [each["do"] for each in control.commands],
             "results": [f for _, f in reader.of("result")],
         }
+
+
+def one_rank_fails(what: str) -> dict[str, Any]:
+    """Start a session of which rank 1 fails in ``what``; what came of it, and of a step, on this rank."""
+    begin()
+    config = load_config([*FLAGS.split(), "--seed", "5", "--mock-data"])
+    with joined(config, mt_megatron.backend()) as job:
+        trainable = build(config, job, family_of(config))
+        reader, said = Reader() if job.rank == 0 else None, list[str]()
+        session = Session(
+            "/nowhere",
+            rank=job.rank,
+            layout=job.layout,
+            backend=job.backend,
+            chunks=trainable.chunks,
+            optimizer=trainable.optimizer,
+            options=Options(live=False, interval=1, watch=()),
+            facts=Facts(
+                micro_batch_size=MICRO_BATCH,
+                global_batch_size=GLOBAL_BATCH,
+                seq_length=SEQUENCE,
+                vocab_size=128,
+                model={"name": "test"},
+            ),
+            say=said.append,
+            sidecar=None if reader is None else reader.make,
+        )
+
+        def fails(*given: Any, **options: Any) -> Any:
+            raise OSError("too many open files")
+
+        taken = vars(sessions)["Sender"]
+        if job.rank == 1 and what == "about":
+            session._about = fails  # type: ignore[method-assign]
+        elif job.rank == 1:
+            sessions.Sender = fails  # type: ignore[misc, assignment]
+        try:
+            session.start()
+            session.begin_step(1)
+            session.end_step(1, None)
+            (together,) = job.sum_over_ranks([1.0])
+            found = {"on": session.is_on, "said": said, "together": together}
+        finally:
+            sessions.Sender = taken  # type: ignore[misc]
+            session.close()
+        return found
 
 
 def _until(condition: Callable[[], bool]) -> None:

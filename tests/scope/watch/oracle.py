@@ -52,11 +52,14 @@ class Oracle:
         self.losses: list[tuple[Tensor, Tensor, Tensor]] = []
         """Logits, losses and mask of each micro-batch."""
 
+        self.lenses: dict[str, list[Tensor]] = {}
+        """Logits that the head makes of each layer's output, of each micro-batch."""
+
         self.loss = self.norm = 0.0
 
     def step(self) -> Values:
         """Train one step; its statistics."""
-        self.outputs, self.attention, self.routing, self.losses = {}, {}, {}, []
+        self.outputs, self.attention, self.routing, self.losses, self.lenses = {}, {}, {}, [], {}
         for weight in self.weights.values():
             weight.grad = None
         rounds = GLOBAL_BATCH // MICRO_BATCH
@@ -110,13 +113,13 @@ class Oracle:
     def _forward(self, tokens: Tensor) -> Tensor:
         """Logits [b, s, words] of ``tokens`` [b, s]."""
         hidden = self._keep("embedding", self.weights["embedding.word_embeddings.weight"][tokens])
+        norm = self.weights["decoder.final_layernorm.weight"]
+        head = self.weights["embedding.word_embeddings.weight" if self.tied else "output_layer.weight"]
         for layer in range(self.layers):
             hidden = self._layer(layer, hidden)
-        hidden = self._keep(
-            "decoder.final_layernorm", _rms_norm(hidden, self.weights["decoder.final_layernorm.weight"])
-        )
-        head = "embedding.word_embeddings.weight" if self.tied else "output_layer.weight"
-        return hidden @ self.weights[head].T
+            lens = _rms_norm(hidden.detach(), norm.detach()) @ head.detach().T
+            self.lenses.setdefault(f"decoder.layers.{layer}", []).append(lens)
+        return self._keep("decoder.final_layernorm", _rms_norm(hidden, norm)) @ head.T
 
     def _keep(self, path: str, output: Tensor) -> Tensor:
         if output.requires_grad:

@@ -165,6 +165,7 @@ WATCH = (
     "router@decoder.layers.*:samples=0,7",
     "logits@output_layer:tokens=4-30:samples=0,7",
     "logits@decoder.layers.3:tokens=0-9:samples=4",
+    "logits@decoder.layers.1:tokens=0-9:samples=0,5",
 )
 """Requests of the runs that are compared with the oracle."""
 

@@ -26,12 +26,27 @@ def test_requests_are_watched_from_the_next_step_on_beside_those_of_the_start(fo
 
 def test_what_cannot_be_watched_is_a_line_each(found: dict[str, Any]) -> None:
     lines = found["lines"]
-    assert len(lines) == 6
+    assert len(lines) == 8
     assert any("found head 99 in 'attention@" in line for line in lines)
     assert any("found sample 8 in 'mlp@" in line and "expected at most 7" in line for line in lines)
-    assert any("found tokens from" in line and "'moments@" in line for line in lines)
+    assert sum("found tokens or samples in 'moments@" in line for line in lines) == 2
+    assert any("found heads in 'mlp@" in line for line in lines)
     assert any("nowhere" in line for line in lines) and any("'no request'" in line for line in lines)
     assert any("context@embedding" in line and "core attention" in line for line in lines)
+
+
+@pytest.mark.parametrize("what", ["about", "sender"])
+def test_a_rank_that_fails_at_the_start_costs_watching_alone(what: str) -> None:
+    """Else it would raise while the others go on to the step's first collective, and wait there."""
+    first, second = run_ranks(2, "tests.scope.watch.live_ranks:one_rank_fails", what, timeout=120)
+    assert first["together"] == second["together"] == 2
+    if what == "about":
+        assert not first["on"] and not second["on"]
+        assert first["said"] == [
+            "scope: nothing is recorded, training goes on: rank 1: OSError: too many open files"
+        ]
+    else:
+        assert first["on"] and second["on"] and first["said"] == []
 
 
 def test_commands_reach_the_control_and_are_answered(found: dict[str, Any]) -> None:

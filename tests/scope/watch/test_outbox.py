@@ -14,12 +14,14 @@ import torch
 from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scope.interfaces import NoControl, StepFigures
-from mt_megatron.scope.session import Session, _Step
+from mt_megatron.scope.session import Session
+from mt_megatron.scope.watch.head import MOST_SEEN
 from mt_megatron.scope.watch.outbox import Outbox
 from mt_megatron.scope.watch.parts import Parts
-from mt_megatron.scope.watch.sender import Parcel
+from mt_megatron.scope.watch.sampled_step import SampledStep
+from mt_megatron.scope.watch.sender import MOST_QUEUED, Parcel
 from mt_megatron.scope.watch.sums import channel_maxima, moments, square_sum
-from mt_megatron.scope.watch.tensors import Tensors
+from mt_megatron.scope.watch.tensors import MOST_STEP, Tensors
 
 
 class Queue:
@@ -124,16 +126,31 @@ def test_tensors_beyond_the_bound_are_told_once_and_not_of_the_sidecar() -> None
     session: Any = object.__new__(Session)
     session._said, session._rank, session._say, session._mark = set(), 0, said.append, None
     session._layout, session._is_loss_summed = RankLayout(world_size=1), False
-    session._asked = SimpleNamespace(head=SimpleNamespace(taken=list))
+    session._asked = SimpleNamespace(head=SimpleNamespace(taken=lambda: ([], 0)))
     session.control = NoControl()
     outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
     for number in (20, 40, 60):
         tensors = Tensors(most_bytes=1)
         tensors.add("a", "activation", torch.ones(2, 2), index={}, microbatch=0, shape=(2, 2))
         parts = Parts(torch.device("cpu"))
-        session._send(outbox, _Step(iteration=number, sampled=True, parts=parts, tensors=tensors), 8)
+        session._send(outbox, SampledStep(iteration=number, sampled=True, parts=parts, tensors=tensors), 8)
     assert len(said) == 1 and "16 bytes of step 20 are left out" in said[0]
     assert queue.dropped == (3, 48) and outbox.dropped == (0, 0)
+
+
+def test_all_that_a_step_may_send_has_room_in_the_queue() -> None:
+    queue = Queue()
+    outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
+    tensors, values = Tensors(), torch.ones(2048, 2048)
+    for number in range(8):
+        tensors.add("a", "activation", values, index={"n": number}, microbatch=0, shape=(2048, 2048))
+    assert tensors.dropped and tensors.size > 0.7 * MOST_STEP
+    outbox.tensors(1, tensors, None)
+    sizes = [parcel.size for parcel in queue.parcels]
+    assert max(sizes) < 5 * 2**20, "some copies are made of a parcel that is encoded"
+    assert sum(sizes) + MOST_SEEN + 2**20 < MOST_QUEUED
+    sent = [frame["index"]["n"] for parcel in queue.parcels for frame in parcel.frames()]
+    assert sorted(set(sent)) == list(range(len(set(sent)))) and len(set(sent)) >= 3
 
 
 def test_experts_of_other_ranks_are_modules_of_the_model() -> None:

@@ -231,6 +231,27 @@ def test_a_frame_that_cannot_be_encoded_is_left_out(server: Server) -> None:
     sender.close()
 
 
+def test_what_follows_a_frame_that_cannot_be_encoded_is_sent_at_the_end(server: Server) -> None:
+    said: list[str] = []
+    sender = sender_to(server.path, said)
+    link = server.accept()
+    held = threading.Event()
+
+    def slow() -> list[Any]:
+        held.wait(10)
+        return [{"k": "tensor", "data": object()}]
+
+    for _ in range(2):
+        sender.put(Parcel(frames=slow, size=10))
+    sender.put(Parcel(frames=lambda: [{"k": "bye"}], size=10, must=True))
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    held.set()
+    assert [frame["k"] for frame in frames_from(link, "bye")] == ["hello", "bye"]
+    closing.join()
+    assert sender.dropped == (0, 0)
+
+
 def test_what_is_left_out_before_counts_as_dropped(server: Server) -> None:
     sender = sender_to(server.path, [])
     link = server.accept()

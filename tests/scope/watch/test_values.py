@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +18,13 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.format.statistics import HISTOGRAM_BINS, OUTLIERS, STATISTICS
 from mt_megatron.scope.format.tokens import combined
-from mt_megatron.scope.watch.asked import Target, _Take
+from mt_megatron.scope.watch.asked import Target, _Maps, _statistic, _Take
 from mt_megatron.scope.watch.attention_rows import row_statistics
+from mt_megatron.scope.watch.defaults import _activation
 from mt_megatron.scope.watch.head import Head
 from mt_megatron.scope.watch.parts import Parts
 from mt_megatron.scope.watch.requests import KINDS, MOST_REQUESTS, parse, parse_all, unknown
-from mt_megatron.scope.watch.shares import Place, spread_of
+from mt_megatron.scope.watch.shares import Place, own_modules, spread_of
 from mt_megatron.scope.watch.sums import (
     channel_maxima,
     histogram,
@@ -81,10 +85,40 @@ def test_tables_of_embeddings_have_sequences_first(asked: str) -> None:
         assert torch.equal(held.data, sequences_first[1])
 
 
+def _head() -> Head:
+    layout = RankLayout(world_size=1)
+    place = Place(
+        layout=layout, at=layout.coordinates(0), sequence_parallel=False, micro_batch_size=2, seq_length=8
+    )
+    return Head([], place, told=lambda text: None)
+
+
+def test_logits_are_looked_at_in_pieces_and_no_more_than_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = random(10, 30), torch.arange(10)
+    whole = _head()
+    whole.add("output_layer", 0, 0, 5, logits, labels, 0)
+    monkeypatch.setattr("mt_megatron.scope.watch.head.MOST_WORDS", 100)
+    pieces = _head()
+    pieces.add("output_layer", 0, 0, 5, logits, labels, 0)
+    assert [(each.position, len(each.tensors[0])) for each in pieces.seen] == [
+        (5, 3),
+        (8, 3),
+        (11, 3),
+        (14, 1),
+    ]
+    for index, expected in enumerate(whole.seen[0].tensors):
+        assert torch.equal(torch.cat([each.tensors[index] for each in pieces.seen]), expected)
+    monkeypatch.setattr("mt_megatron.scope.watch.head.MOST_SEEN", 1000)
+    pieces.taken()
+    pieces.add("output_layer", 0, 0, 5, logits, labels, 0)
+    seen, left_out = pieces.taken()
+    assert len(seen) == 3 and left_out == 3 * 140
+    assert pieces.taken() == ([], 0)
+
+
 def test_a_rank_without_words_of_the_vocabulary_changes_nothing() -> None:
     """Nothing but padding: of a vocabulary of 257 padded to 512, the last of four ranks has none."""
-    head: Any = object.__new__(Head)
-    head.seen = []
+    head = _head()
     logits, labels = random(3, 8), torch.tensor([1, 2, 3])
     head.add("output_layer", 0, 0, 0, logits, labels, 0)
     head.add("output_layer", 0, 0, 0, logits[:, :0], labels, 384)
@@ -276,6 +310,85 @@ def test_any_text_is_a_request_or_refused(text: str) -> None:
         assert parse(text).kind in KINDS
     except ConfigError as error:
         assert str(error).startswith("found")
+
+
+@given(
+    st.lists(st.sampled_from(["*", "**", ".", "a", "ab", "b.a"]), min_size=1, max_size=7).map("".join),
+    st.text(alphabet="ab.", max_size=10),
+)
+def test_patterns_match_as_regular_expressions_do(pattern: str, path: str) -> None:
+    parts = re.split(r"(\*\*|\*)", pattern)
+    expression = "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)
+    assert parse(f"mlp@{pattern}").matches(path) == (re.fullmatch(expression, path) is not None)
+
+
+def test_many_wildcards_take_no_time() -> None:
+    """A regular expression of twelve ``.*`` would not end on a path of sixty characters."""
+    request = parse("activation@" + "*" * 280)
+    began = time.process_time()
+    assert request.matches("decoder.layers.17.self_attention.linear_qkv.layer_norm_weight")
+    assert not parse("activation@" + "**a" * 90 + "x").matches("a" * 60)
+    assert not parse("activation@" + "*" * 24 + "x").matches("decoder.layers.17.mlp." + "a" * 60)
+    assert time.process_time() - began < 1.0
+
+
+def test_each_path_is_one_stages() -> None:
+    def chunk(first: bool, last: bool) -> torch.nn.Module:
+        model = torch.nn.Module()
+        model.pre_process, model.post_process = first, last
+        for name in ("embedding", "rotary_pos_emb", "decoder"):
+            model.add_module(name, torch.nn.Module())
+        return model
+
+    first, middle, last = chunk(True, False), chunk(False, False), chunk(False, True)
+    found = {path: module for path, module in own_modules([first, middle, last]) if path}
+    assert found["embedding"] is first.embedding and found["decoder"] is last.decoder
+    assert found["rotary_pos_emb"] is first.rotary_pos_emb
+    assert [path for path, _ in own_modules([middle]) if path] == []
+    assert {path for path, _ in own_modules([chunk(True, True)]) if path} == set(found)
+
+
+def test_calls_for_prediction_depths_tokens_are_no_output_of_the_embedding() -> None:
+    layout = RankLayout(world_size=1)
+    place = Place(
+        layout=layout, at=layout.coordinates(0), sequence_parallel=False, micro_batch_size=2, seq_length=8
+    )
+    module, kept, parts = torch.nn.Identity(), Tensors(), Parts(torch.device("cpu"))
+    target = Target(path="embedding", module=module, spread="same")
+    take = _Take(parse("activation@embedding:tokens=0-7"), target, kept, place)
+    for ordinal in range(3):
+        call = Call(module, 0, 0, ordinal, False)
+        output = torch.full((8, 2, 4), 1.0 + ordinal)
+        take.output("activation", call, output)
+        _activation(parts, place, "embedding", call, output)
+        _statistic("moments", parts, place, target, call, output)
+    (held,) = kept.held
+    assert held.data.eq(1).all()
+    layout_of, vector, values_of = parts.taken()
+    values = values_of(vector.numpy())
+    assert [each[:2] for each in layout_of][0] == ("embedding", "activation_rms")
+    assert values[:2].tolist() == [64.0, 64.0] and values[layout_of[0][2]] == 1.0
+
+
+def test_rows_of_heads_far_apart_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = RankLayout(world_size=1)
+    place = Place(
+        layout=layout, at=layout.coordinates(0), sequence_parallel=False, micro_batch_size=1, seq_length=64
+    )
+    most = 32 * 64 * 4
+    monkeypatch.setattr("mt_megatron.scope.watch.asked.MOST_LOGITS", most)
+    target = Target(path="decoder.layers.0.self_attention", module=torch.nn.Identity(), spread="same")
+    request = parse("attention@decoder.layers.0:heads=0,31:tokens=0-63")
+    maps = _Maps(_Take(request, target, Tensors(), place), cells=256, told=lambda text: None)
+    inputs: Any = SimpleNamespace(
+        call=Call(target.module, 0, 0, 0, False),
+        heads=range(32),
+        query=torch.zeros(64, 1, 32, 2),
+        context_size=1,
+    )
+    rows = maps.wanted(inputs)
+    assert sum(len(each.places) for each in rows) == 64
+    assert all(len(each.places) * (each.heads.stop - each.heads.start) * 64 <= most for each in rows)
 
 
 def test_too_many_requests_are_refused() -> None:
