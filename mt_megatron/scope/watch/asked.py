@@ -166,7 +166,7 @@ class Asked:
             getattr(module, "config", None), "cross_entropy_loss_fusion", False
         ):
             raise ConfigError(
-                f"found {path}, which has no output: the blocked loss makes no logits of a whole micro-batch. "
+                f"found {path}, which has no output: the blocked loss makes no whole micro-batch of logits. "
                 "Ask for logits@output_layer, or train with --no-cross-entropy-loss-fusion"
             )
         outer = path.rpartition(".")[0]
