@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mt_megatron.errors import ConfigError
+from mt_megatron.errors import ConfigError, ScopeError
 
 _EXAMPLE = """examples:
   mt-megatron scope watch RUN "attention@decoder.layers.3.self_attention:heads=0,1:every=1"
@@ -47,13 +48,26 @@ def run(args: argparse.Namespace) -> int:
         found = read_requests(files)
         print("\n".join(found) if found else "nothing is asked for besides the defaults")
         return 0
-    parse = import_module("mt_megatron.scope.watch.requests").parse
+    requests = import_module("mt_megatron.scope.watch.requests")
     for text in args.requests:
-        parse(text)
+        requests.parse(text)
     texts = [*(read_requests(files) if args.add else []), *args.requests]
     write_requests(files, texts)
     print(
         f"{len(texts)} request{'s' * (len(texts) != 1)} in {files.requests}: a run that trains takes them "
-        "within seconds; what no module matches is told in its log"
+        "within seconds"
     )
+    for line in requests.all_unknown(args.requests, _paths(files)):
+        print(f"so far {line}")
     return 0
+
+
+def _paths(files: Any) -> list[str]:
+    """Modules of the model; none where the recording has not got as far."""
+    from mt_megatron.scope.recording.reader import open_recording
+
+    try:
+        with contextlib.closing(open_recording(files.root)) as recording:
+            return [each.path for each in recording.modules() if each.path]
+    except ScopeError:
+        return []

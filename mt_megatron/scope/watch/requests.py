@@ -158,6 +158,12 @@ def unknown(request: Request, paths: Sequence[str]) -> str | None:
     )
 
 
+def all_unknown(texts: Iterable[str], paths: Sequence[str]) -> list[str]:
+    """``unknown`` of each of ``texts``; nothing while no path is known."""
+    lines = [unknown(request, paths) for request in parse_all(texts)[0]] if paths else []
+    return [line for line in lines if line is not None]
+
+
 def _general(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 

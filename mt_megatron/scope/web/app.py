@@ -223,10 +223,10 @@ class _Routes:
         result = await live.command(do, arguments, timeout_s=PATIENCE_S.get(do, 30.0))
         if written:
             self._site.audit.write("result", session=session.name, do=do, ok=bool(result.ok))
-        return Response(
-            Answer(facts={"ok": bool(result.ok), "value": result.value, "error": result.error}).body(),
-            media_type="application/json",
-        )
+        answer = Answer(facts={"ok": bool(result.ok), "value": result.value, "error": result.error})
+        # Attention of a generation is millions of numbers, and every browser waits for this thread.
+        body = await to_thread.run_sync(answer.body)
+        return Response(body, media_type="application/json")
 
     async def _request(self, live: Live, session: Session, texts: list[str]) -> Response:
         """Ask the ranks of all nodes for ``texts``, by the file that their sidecars read."""
@@ -239,7 +239,9 @@ class _Routes:
         except OSError as error:
             return JSONResponse({"ok": False, "error": f"requests cannot be written: {error}"}, 507)
         self._site.audit.write("result", session=session.name, do="request", ok=True)
-        return JSONResponse({"ok": True, "value": {"texts": texts}, "error": None})
+        modules = await to_thread.run_sync(self._site.context.source.modules)
+        lines = requests.all_unknown(texts, [each.path for each in modules])
+        return JSONResponse({"ok": True, "value": {"texts": texts, "unknown": lines}, "error": None})
 
     async def bookmark(self, request: Request) -> Response:
         """Keep a bookmark in the recording."""

@@ -240,6 +240,11 @@ def test_watch_changes_what_ranks_are_asked_for(runs: Path, capsys: Captured) ->
     first, second = "mlp@decoder.layers.1", "router@decoder.layers.*:every=3"
     assert run("watch", folder, first) == 0 and read_requests(files) == [first]
     assert run("watch", folder, second, "--add") == 0 and read_requests(files) == [first, second]
+    said = capsys.readouterr().out
+    assert "so far found no module 'decoder.layers.1'" not in said
+    assert run("watch", folder, first, "mlp@decoder.layer.1") == 0
+    assert "so far found no module 'decoder.layer.1'" in capsys.readouterr().out
+    assert run("watch", folder, first, second) == 0
     capsys.readouterr()
     assert run("watch", folder) == 0
     assert capsys.readouterr().out.split() == [first, second]

@@ -73,6 +73,11 @@ def test_requests_reach_the_file_that_all_sidecars_read(page: Served) -> None:
     reply = page.post("/api/command", body, page.enter(), control=page.tokens.control)
     assert reply.status == 200 and reply.json()["ok"], reply.body
     assert json.loads((page.run / "scope" / "requests.json").read_text())["requests"] == texts
+    assert reply.json()["value"]["unknown"] == []
+    body["arguments"] = {"texts": [*texts, "mlp@decoder.layer.0"]}
+    reply = page.post("/api/command", body, page.enter(), control=page.tokens.control)
+    (line,) = reply.json()["value"]["unknown"]
+    assert reply.json()["ok"] and "found no module 'decoder.layer.0'" in line
 
 
 def test_bookmarks_are_kept(page: Served) -> None:
