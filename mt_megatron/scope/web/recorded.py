@@ -234,8 +234,8 @@ class RecordedSource:
         facts = [
             TensorFacts(
                 name=name,
-                shape=keys[name, max(at)].shape,
                 steps=tuple(sorted(at)),
+                shapes=tuple(keys[name, step].shape for step in sorted(at)),
                 stamps=tuple(_stamp(keys[name, step]) for step in sorted(at)),
             )
             for name, at in steps.items()

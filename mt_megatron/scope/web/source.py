@@ -57,17 +57,37 @@ class TensorFacts:
     """A tensor and the steps at which it was recorded."""
 
     name: TensorName
-    shape: tuple[int, ...]
-    """Of the whole tensor at the newest step."""
-
     steps: tuple[int, ...]
+    """Ascending; at least one."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the whole tensor at each step: another request records another part of it."""
+
     stamps: tuple[int, ...]
     """A number of each step that changes when shards come later, or the step is made again."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """At the newest step."""
+        return self.shapes[-1]
+
+    def shape_at(self, step: int) -> tuple[int, ...]:
+        """At ``step``; the newest step's where the tensor was not recorded."""
+        at = self._place(step)
+        return self.shape if at is None else self.shapes[at]
+
+    def first_like(self, step: int) -> int:
+        """The first step at which the tensor had the shape of ``step``."""
+        return self.steps[self.shapes.index(self.shape_at(step))]
+
     def stamp(self, step: int) -> int:
         """Of ``step``; 0 where the tensor was not recorded."""
+        at = self._place(step)
+        return 0 if at is None else self.stamps[at]
+
+    def _place(self, step: int) -> int | None:
         at = bisect_left(self.steps, step)
-        return self.stamps[at] if at < len(self.steps) and self.steps[at] == step else 0
+        return at if at < len(self.steps) and self.steps[at] == step else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ class Tiles:
         by: By,
     ) -> Tile:
         """Tile (``row``, ``column``) of ``level``. Raises ``KeyError`` for one that there is not."""
-        all_rows, all_columns = matrix_shape(facts.shape)
+        all_rows, all_columns = matrix_shape(facts.shape_at(step))
         block = 1 << level
         rows, columns = -(-all_rows // block), -(-all_columns // block)
         first, left = row * TILE, column * TILE

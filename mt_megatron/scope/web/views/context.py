@@ -41,7 +41,7 @@ class Context:
 
     tiles: Tiles = field(init=False)
     bases: dict[Any, Any] = field(default_factory=dict)
-    """Bases of projections by tensor; a few."""
+    """Bases of projections by tensor and shape; a few."""
 
     timeline: TimelineReader = field(default_factory=TimelineReader)
 

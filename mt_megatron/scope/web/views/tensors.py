@@ -34,11 +34,21 @@ def tensors(context: Context, query: dict[str, Any]) -> Answer:
                 "microbatch": each.name.microbatch,
                 "index": dict(each.name.index),
                 "shape": list(each.shape),
+                "shapes": _changes(each),
                 "steps": list(each.steps[-2_000:]),
                 "stamps": list(each.stamps[-2_000:]),
             }
         )
     return Answer(facts={"tensors": rows})
+
+
+def _changes(facts: TensorFacts) -> list[tuple[int, list[int]]]:
+    """Shapes as (step, shape): each holds from its step up to the next one's."""
+    found: list[tuple[int, list[int]]] = []
+    for step, shape in zip(facts.steps, facts.shapes, strict=True):
+        if not found or found[-1][1] != list(shape):
+            found.append((step, list(shape)))
+    return found
 
 
 def named(context: Context, text: str) -> TensorFacts:
@@ -88,7 +98,8 @@ def thumbs(context: Context, query: dict[str, Any]) -> Answer:
         if len(rows) >= MOST_THUMBS:
             left_out += 1
             continue
-        cells = context.tiles.overview(each, step, level_for(each.shape, side), "max").values
+        shape = each.shape_at(step)
+        cells = context.tiles.overview(each, step, level_for(shape, side), "max").values
         codes, low, scale = quantised(cells)
         pictures.append(padded(codes, side))
         rows.append(
@@ -100,7 +111,7 @@ def thumbs(context: Context, query: dict[str, Any]) -> Answer:
                 "columns": codes.shape[1],
                 "low": low,
                 "scale": scale,
-                "shape": list(each.shape),
+                "shape": list(shape),
             }
         )
     table = np.stack(pictures) if pictures else np.zeros((0, side, side), np.uint8)
@@ -112,7 +123,9 @@ def summary(context: Context, query: dict[str, Any]) -> Answer:
     (channels) with their largest absolute value over the root mean square. Of more than ``MOST_ELEMENTS``
     elements evenly spaced stretches of rows are looked at, and ``looked_at`` says how many elements."""
     facts = named(context, query["tensor"])
-    step, (rows, columns) = query["step"], matrix_shape(facts.shape)
+    step = query["step"]
+    shape = facts.shape_at(step)
+    rows, columns = matrix_shape(shape)
     parts = [
         context.source.window(facts.name, step, stretch, (0, columns))
         for stretch in _stretches(rows, columns)
@@ -133,7 +146,7 @@ def summary(context: Context, query: dict[str, Any]) -> Answer:
     best = np.argsort(-largest, kind="stable")[:OUTLIERS]
     return Answer(
         facts={
-            "shape": list(facts.shape),
+            "shape": list(shape),
             "looked_at": int(values.size),
             "nan": int(np.isnan(values).sum()),
             "infinite": int(np.isinf(values).sum()),
@@ -166,24 +179,25 @@ def _stretches(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def projection(context: Context, query: dict[str, Any]) -> Answer:
-    """Rows (tokens) of a tensor on the two principal directions of its *first* recorded step. The basis and
-    the centre stay, so that a step can be compared with another."""
+    """Rows (tokens) of a tensor on the two principal directions of the *first* step that recorded it in the
+    same shape. The basis and the centre stay, so that a step can be compared with another."""
     facts = named(context, query["tensor"])
     name, step = facts.name, query["step"]
-    rows, columns = matrix_shape(facts.shape)
+    shape = facts.shape_at(step)
+    rows, columns = matrix_shape(shape)
     shown = min(rows, _MOST_POINTS)
     values = context.source.window(name, step, (0, shown), (0, columns)).values
-    begin = facts.steps[0] if facts.steps else step
+    begin = facts.first_like(step)
     stamp = facts.stamp(begin)
-    basis = context.bases.get(name)
-    if basis is None or basis[1].shape[1] != columns or (basis[0], basis[3]) != (begin, stamp):
+    basis = context.bases.get((name, shape))
+    if basis is None or (basis[0], basis[3]) != (begin, stamp):
         first = (
             values if begin == step else context.source.window(name, begin, (0, shown), (0, columns)).values
         )
         basis = (begin, *_basis(first), stamp)
         if len(context.bases) >= _MOST_BASES:
             context.bases.clear()
-        context.bases[name] = basis
+        context.bases[name, shape] = basis
     at, directions, centre, _ = basis
     centred = _finite(values - centre)
     points = centred @ directions.T

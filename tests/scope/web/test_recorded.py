@@ -1,0 +1,108 @@
+"""Tensors whose shape changes, small values, curves that end in NaN, and how much a page's source keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mt_megatron.scope.format.frames import decode, encode
+from mt_megatron.scope.recording.files import scope_files
+from mt_megatron.scope.recording.reader import Recording, open_recording
+from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.web import recorded as recorded_source
+from mt_megatron.scope.web.recorded import RecordedSource
+from mt_megatron.scope.web.views.context import Context
+from tests.scope.synthetic import RunShape, Truth, hello, schema, step_frame, write_run
+from tests.scope.web.test_data import answered
+
+PATH = "decoder.layers.0"
+ONE = RunShape(steps=1, tp=1, pp=1, tensor_every=0, token_every=0)
+
+
+def tensor_frame(step: int, values: NDArray[np.float32]) -> dict[str, Any]:
+    """A whole tensor of one rank, exact."""
+    frame = {
+        "k": "tensor",
+        "i": step,
+        "attempt": 0,
+        "path": PATH,
+        "what": "activation",
+        "index": {"sample": 0},
+        "shape": list(values.shape),
+        "encoding": "f32",
+        "offset": [0] * values.ndim,
+        "data": values,
+    }
+    return decode(encode(frame)[4:])
+
+
+def write(run: Path, frames: Sequence[dict[str, Any]]) -> None:
+    files = scope_files(run)
+    files.root.mkdir(parents=True)
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 28)
+    writer.tick([(0, hello(ONE, 0)), (0, schema(ONE, 0)), (0, step_frame(ONE, 0, 1))])
+    writer.tick([(0, frame) for frame in frames])
+    writer.close()
+    assert writer.stopped is None and not writer.lost
+
+
+@pytest.fixture
+def narrowed(tmp_path: Path) -> Iterator[tuple[Context, dict[int, NDArray[np.float32]]]]:
+    """A tensor of 300 tokens, then of 100, then of 600, as requests with other ``tokens`` record it."""
+    draw = np.random.default_rng(5)
+    rows = {10: 300, 20: 300, 30: 100, 40: 600}
+    sizes = np.array([30.0, 10.0, 1, 1, 1, 1, 1, 1])
+    values = {
+        step: (sizes * draw.standard_normal((count, 8))).astype(np.float32) for step, count in rows.items()
+    }
+    write(tmp_path, [tensor_frame(step, each) for step, each in values.items()])
+    with open_recording(tmp_path) as recording:
+        yield Context(source=RecordedSource(recording, "run"), folder=tmp_path), values
+
+
+def test_shapes_are_told_by_step(narrowed: tuple[Context, dict[int, NDArray[np.float32]]]) -> None:
+    (row,) = answered(narrowed[0], "tensors")[0]["tensors"]
+    assert row["shapes"] == [[10, [300, 8]], [30, [100, 8]], [40, [600, 8]]] and row["shape"] == [600, 8]
+
+
+@pytest.mark.parametrize("step", [10, 20, 30, 40])
+def test_views_of_a_tensor_whose_shape_changes(
+    narrowed: tuple[Context, dict[int, NDArray[np.float32]]], step: int
+) -> None:
+    context, values = narrowed
+    whole = values[step]
+    (row,) = answered(context, "tensors")[0]["tensors"]
+    query = {"tensor": row["id"], "step": step}
+    last = (len(whole) - 1) // 256
+    for number in range(last + 1):
+        facts, arrays = answered(context, "tile", **query, row=number)
+        shown = facts["low"] + facts["scale"] * arrays["codes"].astype(np.float64)
+        expected = whole[256 * number : 256 * (number + 1)]
+        assert facts["rows"] == len(whole) and shown.shape == expected.shape
+        assert np.abs(shown - expected).max() <= facts["error"] * (1 + 1e-5)
+    with pytest.raises(KeyError, match="no tile"):
+        answered(context, "tile", **query, row=last + 1)
+    facts, _ = answered(context, "summary", **query)
+    assert facts["shape"] == [len(whole), 8] and facts["looked_at"] == whole.size
+    assert facts["high"] == pytest.approx(float(whole.max()))
+    facts, _ = answered(context, "thumbs", step=step, what="activation")
+    assert [each["shape"] for each in facts["rows"]] == [[len(whole), 8]]
+
+
+def test_projection_has_its_basis_of_the_same_shape(
+    narrowed: tuple[Context, dict[int, NDArray[np.float32]]],
+) -> None:
+    context, values = narrowed
+    (row,) = answered(context, "tensors")[0]["tensors"]
+    for step, basis in ((40, 40), (20, 10), (30, 30), (10, 10), (40, 40)):
+        facts, arrays = answered(context, "projection", tensor=row["id"], step=step)
+        first = values[basis].astype(np.float64)
+        directions = np.linalg.svd(first - first.mean(axis=0), full_matrices=False)[2][:2]
+        points = (values[step] - first.mean(axis=0)) @ directions.T
+        assert facts["basis_step"] == basis and arrays["points"].shape == points.shape
+        np.testing.assert_allclose(np.abs(arrays["points"]), np.abs(points), atol=0.2 * np.abs(points).max())
