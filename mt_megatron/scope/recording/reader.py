@@ -347,11 +347,32 @@ class Recording:
         return overview(self._files_of(key), key, rows, columns, window, reduce)
 
     def tokens(
-        self, step: int, *, path: str | None = None, session: int | None = None
+        self,
+        step: int,
+        *,
+        path: str | None = None,
+        sample: int | None = None,
+        session: int | None = None,
     ) -> tuple[Sequence, ...]:
-        """Sequences of ``step``, assembled from all ranks' pieces, by path and sample; of ``path`` alone if
-        given (``output_layer``, or a layer for its logit lens)."""
-        return sequences(self._ranges(step, step, session), step, path)
+        """Sequences of ``step``, assembled from all ranks' pieces, by path and sample; of ``path``
+        (``output_layer``, or a layer for its logit lens) and of ``sample`` alone if given."""
+        return sequences(self._ranges(step, step, session), step, path, sample)
+
+    def token_keys(
+        self, first: int = 0, last: int = 2**62, session: int | None = None
+    ) -> tuple[tuple[int, int, int, str], ...]:
+        """Step, sample, micro-batch and path of all sequences from step ``first`` to ``last``, both included,
+        ascending; their arrays are not read."""
+        found = {
+            row
+            for node, own, _, low, high in self._ranges(first, last, session)
+            for row in node.rows(
+                "SELECT DISTINCT step, sample, microbatch, text FROM tokens "
+                "JOIN path ON path.id = tokens.path WHERE session=? AND step BETWEEN ? AND ?",
+                (own, low, high),
+            )
+        }
+        return tuple(sorted(found))
 
     def token_steps(self, session: int | None = None) -> tuple[int, ...]:
         """Steps with tokens, ascending."""

@@ -258,18 +258,21 @@ def _from_level(
     return window
 
 
-def sequences(ranges: Iterable[Range], step: int, path: str | None) -> tuple[Sequence, ...]:
-    """Token sequences of ``step``: pieces of one sample, by position, ranks' words put together."""
+def sequences(
+    ranges: Iterable[Range], step: int, path: str | None, sample: int | None
+) -> tuple[Sequence, ...]:
+    """Token sequences of ``step``, of ``path`` and ``sample`` alone if given: pieces of one sample, by
+    position, ranks' words put together."""
     found: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
     for node, own, session, *_ in ranges:
         columns = "position, parts, count, best, ids, loss, entropy, lse, top_ids, top_logprobs"
-        for text, microbatch, sample, *row in node.rows(
+        for text, microbatch, number, *row in node.rows(
             f"SELECT text, microbatch, sample, {columns} FROM tokens JOIN path ON path.id = tokens.path "
-            "WHERE session=? AND step=? AND (? IS NULL OR text=?) ORDER BY rank",
-            (own, step, path, path),
+            "WHERE session=? AND step=? AND (? IS NULL OR text=?) AND (? IS NULL OR sample=?) ORDER BY rank",
+            (own, step, path, path, sample, sample),
         ):
             piece = _piece(*row)
-            pieces = found.setdefault((session.number, text, sample, microbatch), {})
+            pieces = found.setdefault((session.number, text, number, microbatch), {})
             pieces.setdefault(piece["position"], []).append(piece)
     return tuple(
         _sequence(step, key, [_whole_piece(each) for each in found[key].values()]) for key in sorted(found)

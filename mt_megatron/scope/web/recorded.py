@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,7 +44,9 @@ LOOK_S = 0.25
 REST = 8.0
 """A table is read again after so many times the time that its reading took, at the earliest."""
 
-MOST_KEPT = 4_096
+KEPT_BYTES = 64 * 2**20
+"""Series, vectors and tokens that are kept, of which there are as many as somebody asks for; a larger one is
+kept alone. The whole run's tables are kept besides: of each there is one."""
 
 Value = TypeVar("Value")
 
@@ -60,7 +63,8 @@ class RecordedSource:
         self._mark: tuple[Any, ...] = ()
         self._revision = 0
         self._looked = -1e9
-        self._kept: Recent[Hashable, tuple[int, float, Any]] = Recent(MOST_KEPT)
+        self._tables: dict[str, tuple[int, float, Any]] = {}
+        self._kept: Recent[Hashable, tuple[int, float, Any]] = Recent(KEPT_BYTES)
 
     def revision(self) -> int:
         """As ``Source``."""
@@ -79,10 +83,11 @@ class RecordedSource:
         return [*found, str(self._recording.files.bookmarks), str(self._recording.files.requests)]
 
     def _known(self, key: Hashable, read: Callable[[], Value]) -> Value:
-        """What ``read`` gave last, if it is still true or too young to be read again."""
+        """What ``read`` gave last, if it is still true or too young to be read again. A key that is a text
+        names a table of the whole run."""
         revision = self.revision()
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._tables.get(key) if isinstance(key, str) else self._kept.get(key)
             if kept is not None and (kept[0] == revision or time.monotonic() < kept[1]):
                 value: Value = kept[2]
                 return value
@@ -90,7 +95,11 @@ class RecordedSource:
         value = read()
         end = time.monotonic()
         with self._lock:
-            self._kept.put(key, (revision, end + REST * (end - begin), value))
+            entry = (revision, end + REST * (end - begin), value)
+            if isinstance(key, str):
+                self._tables[key] = entry
+            else:
+                self._kept.put(key, entry, min(size_of(value), KEPT_BYTES))
         return value
 
     # The run.
@@ -280,21 +289,21 @@ class RecordedSource:
         return self._known("token rows", self._token_rows)
 
     def _token_rows(self) -> list[TokenKey]:
-        found = []
-        for step in self._recording.token_steps()[-MOST_TOKEN_STEPS:]:
-            found += [
-                TokenKey(step=step, sample=each.sample, microbatch=each.microbatch, path=each.path)
-                for each in self._sequences(step)
-            ]
-        return sorted(found)
+        steps = self._recording.token_steps()[-MOST_TOKEN_STEPS:]
+        if not steps:
+            return []
+        return [TokenKey(*each) for each in self._recording.token_keys(steps[0], steps[-1])]
 
-    def _sequences(self, step: int) -> Sequence[recorded.Sequence]:
-        return self._known(("tokens", step), lambda: self._recording.tokens(step))
+    def _sequences(self, key: TokenKey) -> Sequence[recorded.Sequence]:
+        def read() -> Sequence[recorded.Sequence]:
+            return self._recording.tokens(key.step, path=key.path, sample=key.sample)
+
+        return self._known(("tokens", key.step, key.path, key.sample), read)
 
     def tokens(self, key: TokenKey) -> TokenRow:
         """As ``Source``."""
-        for each in self._sequences(key.step):
-            if (each.sample, each.microbatch, each.path) == (key.sample, key.microbatch, key.path):
+        for each in self._sequences(key):
+            if each.microbatch == key.microbatch:
                 return TokenRow(
                     position=each.position,
                     ids=each.ids,
@@ -374,6 +383,17 @@ class RecordedSource:
 
 MOST_TOKEN_STEPS = 400
 """Newest steps whose token sequences are listed."""
+
+
+def size_of(value: Any) -> int:
+    """Bytes of arrays and of what holds them, about."""
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes) + 128
+    if isinstance(value, list | tuple):
+        return 64 + sum(size_of(each) for each in value)
+    if is_dataclass(value):
+        return 64 + sum(size_of(each) for each in vars(value).values())
+    return 64
 
 
 def _matrix(found: recorded.Tensor, rows: int, columns: int) -> Matrix:

@@ -106,3 +106,50 @@ def test_projection_has_its_basis_of_the_same_shape(
         points = (values[step] - first.mean(axis=0)) @ directions.T
         assert facts["basis_step"] == basis and arrays["points"].shape == points.shape
         np.testing.assert_allclose(np.abs(arrays["points"]), np.abs(points), atol=0.2 * np.abs(points).max())
+
+
+def test_token_rows_are_listed_without_their_arrays(
+    recorded: tuple[Path, Truth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_recording(recorded[0]) as recording:
+        expected = [
+            (each.step, each.sample, each.microbatch, each.path)
+            for step in recording.token_steps()
+            for each in recording.tokens(step)
+        ]
+
+        def read(*_: object, **__: object) -> None:
+            raise AssertionError("arrays were read")
+
+        monkeypatch.setattr(Recording, "tokens", read)
+        assert RecordedSource(recording, "run").token_rows() == sorted(expected) and expected
+        assert recording.token_keys(21, 40) == tuple(each for each in expected if each[0] == 40)
+
+
+def test_what_is_kept_is_bounded_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, RunShape(steps=40, tensor_every=0, token_every=2))
+    monkeypatch.setattr(recorded_source, "KEPT_BYTES", 200_000)
+    read = Recording.tokens
+    reads: list[int] = []
+
+    def counted(self: Recording, step: int, **more: Any) -> Any:
+        reads.append(step)
+        return read(self, step, **more)
+
+    monkeypatch.setattr(Recording, "tokens", counted)
+    with open_recording(tmp_path) as recording:
+        source = RecordedSource(recording, "run")
+        keys = source.token_rows()
+        total = 0
+        for key in keys:
+            row = source.tokens(key)
+            total += sum(array.nbytes for array in vars(row).values())
+        sizes = [recorded_source.size_of(entry[2]) for entry, _ in source._kept._kept.values()]
+        assert total > 600_000 and 100_000 < sum(sizes) <= 200_000 and reads == [key.step for key in keys]
+        source.tokens(keys[-1])
+        assert len(reads) == len(keys), "the newest is kept"
+        monkeypatch.setattr(recorded_source, "KEPT_BYTES", 10_000)
+        source = RecordedSource(recording, "run")
+        for _ in range(2):
+            source.tokens(keys[0])
+        assert len(reads) == len(keys) + 1, "one that is larger than the bound is kept alone"
