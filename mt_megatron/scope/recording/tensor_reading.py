@@ -17,7 +17,7 @@ from mt_megatron.scope.format.tokens import combined
 from .data import Sequence, Tensor, TensorKey
 from .node import NodeFile, loaded
 from .statistic_reading import Range
-from .tensors import FACTOR, LEVELS, Chunk, Floats, chunk_values, matrix_shape, reduced
+from .tensors import FACTOR, LEVELS, Chunk, Floats, chunk_values, matrix_shape, reduced, unhalved
 
 Window = tuple[int, int, int, int]
 """First row, rows, first column, columns."""
@@ -105,14 +105,15 @@ def overview(
     block = max(-(-view[1] // rows), -(-view[3] // columns), 1)
     for level in range(LEVELS, 0, -1):
         if FACTOR**level <= block * _FEWEST_PIXELS:
-            found = _from_level(shards, key, level, view, reduce)
-            if found is not None:
+            stored = _from_level(shards, key, level, view, reduce)
+            if stored is not None:
+                found, error = stored
                 left = max(-(-found.shape[0] // rows), -(-found.shape[1] // columns), 1)
                 if reduce == "mean" and left > 1:
                     found = _means_of_blocks(found, left, FACTOR**level, view)
                 else:
                     found = _again(found, left, reduce)
-                return _as_tensor(key, shards, found, FACTOR**level * left)
+                return _as_tensor(key, shards, found, FACTOR**level * left, error)
     values = np.full((view[1], view[3]), np.nan, np.float32)
     covered = np.zeros(values.shape, np.bool_)
     for shard in shards:
@@ -120,12 +121,15 @@ def overview(
     return _as_tensor(key, shards, _again(values, block, reduce), block)
 
 
-def _as_tensor(key: TensorKey, shards: list[_Shard], values: Floats, block: int) -> Tensor:
+def _as_tensor(
+    key: TensorKey, shards: list[_Shard], values: Floats, block: int, error: float = 0.0
+) -> Tensor:
+    """``error``: of the values besides that of the shards' encodings."""
     return Tensor(
         key=key,
         values=values,
         missing=float(np.isnan(values).mean()) if values.size else 0.0,
-        error=max(shard.error for shard in shards),
+        error=max(shard.error for shard in shards) + error,
         encodings=tuple(sorted({shard.encoding for shard in shards})),
         block=block,
     )
@@ -134,7 +138,7 @@ def _as_tensor(key: TensorKey, shards: list[_Shard], values: Floats, block: int)
 def _again(values: Floats, block: int, reduce: Reduce) -> Floats:
     if block == 1:
         return values
-    found: Floats = reduced(values, block)[0 if reduce == "peak" else 1].astype(np.float32)
+    found: Floats = reduced(values, block)[0 if reduce == "peak" else 1]
     return found
 
 
@@ -232,8 +236,9 @@ def _chunks(shard: _Shard, first: int, last: int) -> Iterable[Chunk]:
 
 def _from_level(
     shards: list[_Shard], key: TensorKey, level: int, view: Window, reduce: Reduce
-) -> Floats | None:
-    """The stored overview of ``level`` where all shards have it and the window lies on its blocks."""
+) -> tuple[Floats, float] | None:
+    """The stored overview of ``level`` and its rounding where all shards have it, it has room for their
+    values, and the window lies on its blocks."""
     block = FACTOR**level
     rows, columns = matrix_shape(key.shape)
     ends = (view[0] + view[1], view[2] + view[3])
@@ -243,19 +248,24 @@ def _from_level(
     if not on_blocks:
         return None
     found = np.full((-(-rows // block), -(-columns // block)), np.nan, np.float32)
+    which, error = 0 if reduce == "peak" else 1, 0.0
     for shard in shards:
         row = shard.node.rows(
-            "SELECT rows, columns, data FROM chunk WHERE shard=? AND level=? AND first=0",
+            "SELECT rows, columns, data, scale FROM chunk WHERE shard=? AND level=? AND first=0",
             (shard.number, level),
         )
         if not row:
             return None
-        high, wide, data = row[0]
-        pair = np.frombuffer(data, "<f2").reshape(2, high, wide)
+        high, wide, data, scale = row[0]
+        half = np.frombuffer(data, "<f2").reshape(2, high, wide)[which]
+        part = unhalved(half, None if scale is None else float(np.frombuffer(scale, "<f4")[which]))
+        if part is None:
+            return None
+        error = max(error, part[1])
         top, left = (each // block for each in shard.offset[-2:])
-        found[top : top + high, left : left + wide] = pair[0 if reduce == "peak" else 1]
+        found[top : top + high, left : left + wide] = part[0]
     window: Floats = found[view[0] // block : -(-ends[0] // block), view[2] // block : -(-ends[1] // block)]
-    return window
+    return window, error
 
 
 def sequences(

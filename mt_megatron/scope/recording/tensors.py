@@ -36,6 +36,15 @@ _LEAST_OVERVIEW = 8
 """Rows and columns of an overview at least."""
 
 _LARGEST_HALF = 65_504.0
+_LEAST_NORMAL_HALF = 2.0**-14
+_HALF_ROUNDING = 2.0**-11
+"""Of a normal number, over its absolute value."""
+
+_SUBNORMAL_ROUNDING = 2.0**-25
+_LARGEST_EXPONENT = 15
+_LEAST_POWER = -126
+"""Of a normal float32."""
+
 _DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype("<f4"),
     "f16": np.dtype("<f2"),
@@ -52,9 +61,12 @@ class Chunk:
     rows: int
     columns: int
     data: bytes
-    """Level 0: C order, in the encoding's dtype. Above: float16, first all peaks, then all means."""
+    """Level 0: C order, in the encoding's dtype. Above: float16, first all peaks, then all means, in the
+    units that ``scale`` has."""
 
     scale: bytes | None = None
+    """Level 0: as ``low``. Above: float32, of the peaks and of the means; None in recordings from before."""
+
     low: bytes | None = None
     """float32 [rows of tiles that this chunk touches, tiles along a row]."""
 
@@ -152,7 +164,7 @@ def chunks(
         # Chunks of whole blocks: an overview is made of one chunk at a time.
         block = FACTOR**LEVELS
         per_chunk = max(block, per_chunk // block * block)
-    made: list[list[NDArray[np.float16]]] = [[] for _ in range(levels)]
+    made: list[list[Floats]] = [[] for _ in range(levels)]
     for first in range(0, rows, per_chunk):
         part = matrix[first : first + per_chunk]
         tiles = slice(first // high, (first + len(part) - 1) // high + 1)
@@ -171,9 +183,14 @@ def chunks(
             for level in range(1, levels + 1):
                 made[level - 1].append(reduced(values, FACTOR**level))
     for level in range(1, levels + 1):
-        pair = np.concatenate(made[level - 1], axis=1)
+        (peaks, peak_unit), (means, mean_unit) = map(halved, np.concatenate(made[level - 1], axis=1))
         yield Chunk(
-            level=level, first=0, rows=pair.shape[1], columns=pair.shape[2], data=pair.astype("<f2").tobytes()
+            level=level,
+            first=0,
+            rows=peaks.shape[0],
+            columns=peaks.shape[1],
+            data=np.stack([peaks, means]).astype("<f2").tobytes(),
+            scale=np.array([peak_unit, mean_unit], "<f4").tobytes(),
         )
 
 
@@ -206,9 +223,9 @@ def overviews(whole: Sequence[int], shape: Sequence[int], offset: Sequence[int])
     return 0
 
 
-def reduced(values: Floats, block: int) -> NDArray[np.float16]:
-    """Peak and mean of blocks, float16 [2, ceil(rows / block), ceil(columns / block)]; blocks at the ends
-    may be smaller. NaN spreads to its block; values beyond float16 saturate."""
+def reduced(values: Floats, block: int) -> Floats:
+    """Peak and mean of blocks, [2, ceil(rows / block), ceil(columns / block)]; blocks at the ends may be
+    smaller. NaN spreads to its block."""
     rows, columns = values.shape
     more = (-rows % block, -columns % block)
     padded = np.pad(values, ((0, more[0]), (0, more[1]))) if any(more) else values
@@ -221,9 +238,34 @@ def reduced(values: Floats, block: int) -> NDArray[np.float16]:
     with np.errstate(invalid="ignore", over="ignore"):
         total = _over_columns(np.add, tall.sum(axis=1, dtype=np.float32), block)
         count = np.outer(_counts(rows, block), _counts(columns, block))
-        both = np.stack([peak, total / count])
-        half: NDArray[np.float16] = np.clip(both, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
-        return half
+        return np.stack([peak, total / count]).astype(np.float32, copy=False)
+
+
+def halved(values: Floats) -> tuple[NDArray[np.float16], float]:
+    """``values`` over a power of two, and this power: the largest finite one comes to lie between 2^14 and
+    2^15, so that gradients of 1e-9 keep float16's precision as well as activations of 1e6 do."""
+    largest = largest_finite(values)
+    power = math.frexp(largest)[1] - _LARGEST_EXPONENT if largest else 0
+    unit = math.ldexp(1.0, max(power, _LEAST_POWER))
+    return (values / np.float32(unit)).astype(np.float16), unit
+
+
+def unhalved(values: NDArray[np.float16], unit: float | None) -> tuple[Floats, float] | None:
+    """What ``halved`` was given, within the absolute error that comes with it. Without a ``unit``, in
+    recordings from before there was one, None where float16 had no room for the values."""
+    largest = largest_finite(values)
+    if unit is None:
+        if not _LEAST_NORMAL_HALF <= largest < _LARGEST_HALF:
+            return None
+        unit = 1.0
+    error = max(largest * _HALF_ROUNDING, _SUBNORMAL_ROUNDING) * unit if largest else 0.0
+    return values.astype(np.float32) * np.float32(unit), error
+
+
+def largest_finite(values: NDArray[Any]) -> float:
+    """Largest absolute value among those that are finite; 0 where none is."""
+    known = np.abs(values[np.isfinite(values)])
+    return float(known.max()) if known.size else 0.0
 
 
 def _over_columns(operation: np.ufunc, values: Floats, block: int) -> Floats:

@@ -108,6 +108,22 @@ def test_projection_has_its_basis_of_the_same_shape(
         np.testing.assert_allclose(np.abs(arrays["points"]), np.abs(points), atol=0.2 * np.abs(points).max())
 
 
+def test_coarse_tile_of_small_values(tmp_path: Path) -> None:
+    """Gradients of 1e-9 are below float16's range."""
+    values = (1e-9 * np.random.default_rng(6).standard_normal((1024, 1024))).astype(np.float32)
+    write(tmp_path, [tensor_frame(10, values)])
+    blocks = values.reshape(128, 8, 128, 8).transpose(0, 2, 1, 3).reshape(128, 128, 64)
+    peaks = np.take_along_axis(blocks, np.abs(blocks).argmax(2)[..., None], 2)[..., 0]
+    with open_recording(tmp_path) as recording:
+        context = Context(source=RecordedSource(recording, "run"), folder=tmp_path)
+        (row,) = answered(context, "tensors")[0]["tensors"]
+        for by, expected in (("max", peaks), ("mean", blocks.mean(2, dtype=np.float64))):
+            facts, arrays = answered(context, "tile", tensor=row["id"], step=10, level=3, by=by)
+            shown = facts["low"] + facts["scale"] * arrays["codes"].astype(np.float64)
+            assert np.abs(shown - expected).max() <= facts["error"] * (1 + 1e-4)
+            assert facts["error"] < 0.01 * np.ptp(expected)
+
+
 def test_token_rows_are_listed_without_their_arrays(
     recorded: tuple[Path, Truth], monkeypatch: pytest.MonkeyPatch
 ) -> None:
