@@ -33,7 +33,12 @@ LONGEST_REQUEST = 512
 LONGEST_BOOKMARK = 200
 """Characters of a bookmark's text."""
 
-_MOST_JSON_BYTES = 2**18
+MOST_CHARACTERS = 2**18
+"""Of ``requests.json`` and of ``bookmarks.json`` as they are written."""
+
+_MOST_READ = 4 * MOST_CHARACTERS
+"""Escaped as ASCII, a file of the same texts is longer."""
+
 _NODE = re.compile(r"node-(.+)-(\d{5,})\.sqlite")
 _LOCAL = {
     "ext2",
@@ -173,7 +178,7 @@ def read_bookmarks(files: ScopeFiles) -> list[Bookmark]:
 
 def add_bookmark(files: ScopeFiles, step: int, text: str) -> Bookmark:
     """Mark ``step``; the same text at the same step stays one mark. Raises ``ScopeError`` for a text that is
-    too long, ``OSError`` where the file cannot be written."""
+    too long and for a mark too many, ``OSError`` where the file cannot be written."""
     if step < 0 or not 0 < len(text) <= LONGEST_BOOKMARK or not text.isprintable():
         raise ScopeError(
             f"found the bookmark {text[:40]!r} at step {step}; expected printable text of 1 to "
@@ -182,7 +187,13 @@ def add_bookmark(files: ScopeFiles, step: int, text: str) -> Bookmark:
     mark = Bookmark(step=step, text=text, time_unix=time.time())
     others = [each for each in read_bookmarks(files) if (each.step, each.text) != (step, text)]
     whole = sorted([*others, mark], key=lambda each: (each.step, each.time_unix))
-    write_private(files.bookmarks, json.dumps([vars(each) for each in whole], indent=1) + "\n")
+    written = json.dumps([vars(each) for each in whole], indent=1, ensure_ascii=False) + "\n"
+    if len(written) > MOST_CHARACTERS:
+        raise ScopeError(
+            f"found {len(whole)} bookmarks of {len(written):,} characters; expected at most "
+            f"{MOST_CHARACTERS:,} characters. Delete some of them in {files.bookmarks}"
+        )
+    write_private(files.bookmarks, written)
     return mark
 
 
@@ -195,14 +206,17 @@ def _list(found: object) -> list[Any]:
 def _read_json(path: Path) -> object:
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_JSON_BYTES + 1)
+            text = file.read(_MOST_READ + 1)
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
         raise ScopeError(f"{path} is no UTF-8 text; write it again or delete it") from error
+    if len(text) > _MOST_READ:
+        raise ScopeError(
+            f"{path}: found more than {_MOST_READ:,} characters; expected at most {MOST_CHARACTERS:,}. "
+            "Delete some of its entries"
+        )
     try:
-        if len(text) > _MOST_JSON_BYTES:
-            raise ValueError(f"more than {_MOST_JSON_BYTES:,} characters")
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ScopeError(f"{path} is no JSON ({error}); write it again or delete it") from error

@@ -343,7 +343,7 @@ class RecordedSource:
         """As ``Source``."""
         try:
             return [Bookmark(step=mark.step, text=mark.text) for mark in self._recording.bookmarks()]
-        except ScopeError:
+        except ScopeError:  # what is missing says so
             return []
 
     def bookmark(self, mark: Bookmark) -> None:
@@ -367,18 +367,23 @@ class RecordedSource:
             "removed to stay within --scope-retain-mib"
             for each in self._recording.thinned()[-4:]
         ]
-        missing = self._missing()
+        notes += self._missing()
         return Dropped(
             frames=sum(each.frames for each in rows),
             bytes=sum(each.bytes for each in rows),
-            notes=(*notes, *missing),
+            notes=tuple(notes),
         )
 
     def _missing(self) -> list[str]:
+        notes = []
         sessions = self._recording.sessions()
         if sessions and sessions[-1].missing_ranks > 0:
-            return [f"{sessions[-1].missing_ranks} ranks are in no file: their parts are missing"]
-        return []
+            notes.append(f"{sessions[-1].missing_ranks} ranks are in no file: their parts are missing")
+        try:
+            self._recording.bookmarks()
+        except ScopeError as error:
+            notes.append(f"no bookmarks: {error}")
+        return notes
 
 
 MOST_TOKEN_STEPS = 400

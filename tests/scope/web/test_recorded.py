@@ -169,3 +169,13 @@ def test_what_is_kept_is_bounded_by_its_bytes(tmp_path: Path, monkeypatch: pytes
         for _ in range(2):
             source.tokens(keys[0])
         assert len(reads) == len(keys) + 1, "one that is larger than the bound is kept alone"
+
+
+def test_bookmarks_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    write_run(tmp_path, RunShape(steps=4, tensor_every=0, token_every=0))
+    scope_files(tmp_path).bookmarks.write_text("[" + " " * 2**21)
+    with open_recording(tmp_path) as recording:
+        source = RecordedSource(recording, "run")
+        assert source.bookmarks() == []
+        (note,) = [each for each in source.dropped().notes if "bookmarks" in each]
+        assert "expected at most 262,144" in note
