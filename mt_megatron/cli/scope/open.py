@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--here",
         action="store_true",
-        help="serve the recording on this machine, also where another one is said to serve the run's page",
+        help="serve the recording on this machine, also where the run's page is said to be served",
     )
     parser.set_defaults(func=run)
     return parser
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     page = scope_files(args.run).root / "page.json"
     tokens = read_token_file(page) if page.exists() else None
     is_elsewhere = tokens is not None and tokens.host != socket.gethostname()
-    # A page of this machine whose process was killed does not listen.
-    if tokens is not None and (not args.here if is_elsewhere else _listens(tokens.port)):
+    is_served = tokens is not None and (is_elsewhere or _serves(tokens))
+    if tokens is not None and is_served and not args.here:
         _print_link(tokens, args, is_elsewhere=is_elsewhere)
         return 0
     files = existing_recording(args.run)
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         run=files.root.parent,
         port=args.port,
         token_file=args.token_file,
-        # The other machine's page may be a training's, which writes its tokens once.
-        keeps_tokens=not is_elsewhere,
+        # The other page may be a training's, which writes its tokens once.
+        keeps_tokens=not is_served,
         says_control=args.control,
         say=say,
     )
@@ -112,6 +112,22 @@ def _print_link(tokens: TokenFile, args: argparse.Namespace, *, is_elsewhere: bo
         write_secret(args.token_file, link + "\n")
     if args.control:
         print(f"control token: {tokens.control}", flush=True)
+
+
+def _serves(tokens: TokenFile) -> bool:
+    """Whether the process of ``tokens`` runs here and listens on their port: a killed one leaves the file,
+    and its port may be another run's by now."""
+    import psutil
+
+    try:
+        process = psutil.Process(tokens.pid)
+        ask = process.net_connections if hasattr(process, "net_connections") else process.connections
+        found = ask(kind="tcp")
+    except psutil.AccessDenied:
+        return _listens(tokens.port)
+    except (psutil.Error, ValueError, TypeError):
+        return False
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == tokens.port for each in found)
 
 
 def _listens(port: int) -> bool:

@@ -6,6 +6,10 @@ import asyncio
 import csv
 import io
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +22,7 @@ from mt_megatron.scope.recording.files import read_requests, scope_files
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.writer import Alert, Writer
 from mt_megatron.scope.report.status import status_of
-from mt_megatron.scope.web.access import TokenFile, write_token_file
+from mt_megatron.scope.web.access import TokenFile, read_token_file, write_token_file
 from tests.scope.synthetic import RunShape, hello, step_frame, write_run
 
 SHAPE = RunShape(steps=40, interval=5, tensor_every=20, token_every=20, tokens=32)
@@ -140,6 +144,47 @@ def test_a_page_of_another_machine_stays_while_the_recording_is_served_here(
     line, control = capsys.readouterr().out.splitlines()
     assert "http://127.0.0.1:" in line and ":8700/" not in line and "another link" not in line
     assert control.startswith("control token: ") and "c" * 43 not in control
+
+
+def served_once(monkeypatch: pytest.MonkeyPatch, page: Path) -> list[TokenFile]:
+    """What ``page.json`` says while a page is served, each time; the page ends at once."""
+    during: list[TokenFile] = []
+
+    async def ended(self: object) -> None:
+        during.append(read_token_file(page))
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr("mt_megatron.scope.web.server.Page.run", ended)
+    return during
+
+
+def test_a_dead_page_whose_port_another_process_has_is_replaced(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, replace(SHAPE, steps=4, tensor_every=0, token_every=0), extras=False)
+    page = tmp_path / "scope" / "page.json"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    during = served_once(monkeypatch, page)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        here = TokenFile(host=socket.gethostname(), port=port, pid=ended.pid, view="v" * 43, control="c" * 43)
+        write_token_file(page, here)
+        assert run("open", tmp_path) == 0
+        assert len(during) == 1 and during[0].port != port and during[0].pid == os.getpid()
+        # A process that runs, but listens elsewhere.
+        write_token_file(page, replace(here, pid=os.getppid()))
+        assert run("open", tmp_path) == 0 and len(during) == 2
+        assert f":{port}/" not in capsys.readouterr().out
+        # One that listens there serves the page; --here serves another, and leaves that one's file.
+        write_token_file(page, replace(here, pid=os.getpid()))
+        assert run("open", tmp_path) == 0 and len(during) == 2
+        assert f"http://127.0.0.1:{port}/open" in capsys.readouterr().out
+        assert run("open", tmp_path, "--here") == 0
+        assert during[2] == read_token_file(page) == replace(here, pid=os.getpid())
+        assert f":{port}/" not in capsys.readouterr().out
 
 
 def test_status_of_a_run(runs: Path, capsys: Captured) -> None:
