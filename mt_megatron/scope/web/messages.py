@@ -19,6 +19,9 @@ MOST_BYTES = 32 * 1024
 MOST_QUERY = 2_048
 """Characters of a query."""
 
+MOST_GENERATED = 1_024
+"""Tokens of one generation, as ``scope.control.generate`` takes them; that module needs torch."""
+
 _DEEPEST = 6
 _MOST_VALUES = 1_024
 
@@ -116,7 +119,7 @@ COMMANDS: Mapping[str, Mapping[str, Field]] = {
     "generate": {
         "prompt": text(20_000),
         "ids": Field(kind="ints", most=_MOST_VALUES),
-        "n": whole(1, 4_096, 32),
+        "n": whole(1, MOST_GENERATED, 32),
         "temperature": number(0.0, 100.0, 1.0),
         "top_k": whole(0, 1_000_000, 0),
         "seed": whole(0, 2**63 - 1, 0),

@@ -1,5 +1,5 @@
 // Drives Chromium for tests and measurements: node browser.mjs REQUEST.json -> one JSON object on stdout.
-// REQUEST: {modules, chromium, url, width, height, theme, language, storage, actions: [[name, ...arguments], ...], shots}
+// REQUEST: {modules, chromium, url, width, height, theme, language, control, script, actions: [[name, ...arguments], ...], shots}
 import { createRequire } from 'node:module';
 import { readFileSync } from 'node:fs';
 
@@ -16,6 +16,7 @@ page.on('pageerror', (error) => errors.push(`${error.message}\n${error.stack || 
 const own = new URL(request.url).origin;
 page.on('request', (asked) => { const url = asked.url(); if (!url.startsWith(own) && !/^(blob|data|file):/.test(url)) foreign.push(url); });
 if (request.language) await context.addInitScript((language) => { try { localStorage.setItem('mt-scope-language', language); } catch { /* no storage before the first page */ } }, request.language);
+if (request.script) await context.addInitScript(request.script);
 if (request.control) await context.addInitScript((token) => { try { sessionStorage.setItem('mt-scope-control', token); } catch { /* as above */ } }, request.control);
 
 const ACTIONS = {

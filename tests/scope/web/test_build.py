@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mt_megatron.scope.control.generate import MOST_TOKENS
 from mt_megatron.scope.web.assets import PAGE, assets, built_from
+from mt_megatron.scope.web.messages import COMMANDS, MOST_GENERATED
 from tests.launch import ROOT
 from tools.scope_page import build
 
@@ -94,3 +96,10 @@ def test_texts_exist_in_both_languages() -> None:
         asked |= set(re.findall(r"\bt\('((?:[^'\\]|\\.)+)'\)", path.read_text()))
     assert len(asked) > 50
     assert asked - known - {"Top k", "RMS", "NaN"} == set()
+
+
+def test_page_asks_for_as_many_tokens_as_are_generated_at_most() -> None:
+    view = (build.SOURCE / "src" / "views" / "Generate.svelte").read_text()
+    assert f'min="1" max="{MOST_TOKENS}" bind:value={{n}}' in view and MOST_GENERATED == MOST_TOKENS
+    assert COMMANDS["generate"]["n"].most == MOST_TOKENS
+    assert "mt-megatron generate" not in view

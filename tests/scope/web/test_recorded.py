@@ -124,6 +124,17 @@ def test_coarse_tile_of_small_values(tmp_path: Path) -> None:
             assert facts["error"] < 0.01 * np.ptp(expected)
 
 
+def test_curve_that_ends_in_nan_has_all_its_points(recorded: tuple[Path, Truth]) -> None:
+    run, truth = recorded
+    with open_recording(run) as recording:
+        context = Context(source=RecordedSource(recording, "run"), folder=run)
+        facts, arrays = answered(context, "model", statistic="activation_rms")
+    rows = {row["path"]: row for row in facts["rows"]}
+    for path, ends in (("decoder.layers.2", True), ("decoder.layers.1", False)):
+        own = arrays["values"][rows[path]["curve"]][: rows[path]["points"]]
+        assert len(own) == len(truth.values[path, "activation_rms"]) and bool(np.isnan(own[-1])) == ends
+
+
 def test_token_rows_are_listed_without_their_arrays(
     recorded: tuple[Path, Truth], monkeypatch: pytest.MonkeyPatch
 ) -> None:

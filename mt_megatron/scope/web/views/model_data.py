@@ -18,7 +18,8 @@ TOLERANCE = 1e-3
 
 def model(context: Context, query: dict[str, Any]) -> Answer:
     """Every module with the curve of one statistic where it has one: values [modules with it, points] beside
-    their steps, and the first step at which it had values that are not finite."""
+    their steps, of which the first ``points`` of a row are its own and the last of these its newest; and the
+    first step at which it had values that are not finite."""
     source, statistic = context.source, query["statistic"]
     names = source.statistics()
     listed = {module.path: module for module in source.modules()}
@@ -39,7 +40,7 @@ def model(context: Context, query: dict[str, Any]) -> Answer:
             steps, values = source.series(path, statistic)
             keep = extremes(values, query["points"])
             row["curve"] = len(curves)
-            row["last"] = float(values[-1]) if len(values) else None
+            row["points"] = len(keep)
             curves.append(values[keep])
             at.append(steps[keep])
         rows.append(row)

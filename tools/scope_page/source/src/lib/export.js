@@ -1,11 +1,18 @@
 // One self-contained HTML file of what the page shows: its own code, and the answers that the views ask for.
 import { MOST_RAW_BYTES, keyOf, load, raw } from './api.js';
-import { at, ui, upTo } from './state.svelte.js';
+import { VECTORS, canProject, curve, lossByPosition, loads, plane, slices, vectorAt, wholeTile } from './asked.js';
+import { place, shapeAt, ui, upTo } from './state.svelte.js';
 
 const MOST_BYTES = 48 * 2 ** 20;
 
 async function each(list, act) {
   for (const one of list) await act(...one).catch(() => null);
+}
+
+// The last step of a timeline at each of `steps`, as its view finds it: the newest where the trace has no such step.
+function lasts(traced, steps) {
+  const newest = traced[traced.length - 1];
+  return new Set([newest, ...[...steps].filter((step) => step >= traced[0] && step <= newest)]);
 }
 
 export async function exportPage() {
@@ -29,27 +36,39 @@ export async function exportPage() {
     ui.exporting = '…';
     for (const [url, body] of [...raw].reverse()) if (url !== 'run') keep(url, body, MOST_RAW_BYTES);
     const facts = await take('run');
-    await each([['steps', { points: 4000 }], ['alerts'], ['topology'], ['timeline_steps'], ['timeline', { most: 40_000 }], ['tensors'], ['rows'], ['experts', {}], ['runs'],
-      ['vectors', { path: lossPath(facts), statistic: 'loss_per_position', points: 300 }]], take);
+    // An exported page opens at the newest step of its facts; a step that was chosen can be gone to.
+    const steps = new Set([facts.last, place.query.step === undefined ? facts.last : Number(place.query.step)]);
+    const paths = Object.entries(facts.names);
+    const having = (statistic) => paths.filter(([, list]) => list.includes(statistic)).map(([path]) => path);
+    await each([['steps', { points: 4000 }], ['alerts'], ['topology'], ['experts', {}], ['runs']], take);
+    const loss = having('loss_per_position');
+    if (loss.length) await take(...lossByPosition(loss[0]));
+    const traced = facts.trace ? (await take('timeline_steps'))?.i : null;
+    if (traced?.length) for (const last of lasts(traced, steps)) await take(...slices(last));
     const names = new Set(Object.values(facts.names).flat());
     for (const statistic of names) await take('model', { statistic, points: 60 });
-    for (const [path, list] of Object.entries(facts.names)) for (const statistic of list) await take('series', { path, statistic, points: 600 });
+    for (const [path, list] of paths) for (const statistic of list) await take(...curve(path, statistic));
     ui.exporting = '…';
     const tensors = (await take('tensors'))?.tensors || [];
-    for (const tensor of tensors) {
-      const step = upTo(tensor.steps);
-      const top = Math.max(0, Math.ceil(Math.log2(Math.max(...matrix(tensor.shape)) / 256)));
-      await take('tile', { tensor: tensor.id, step, level: top, row: 0, column: 0, by: 'max' });
-      if (tensor.what !== 'attention') await take('summary', { tensor: tensor.id, step });
-    }
-    const shown = new Set(tensors.filter((tensor) => tensor.what === 'attention').map((tensor) => upTo(tensor.steps)));
-    for (const step of shown) await take('thumbs', { step, what: 'attention', side: 48 });
     const rows = await take('rows');
-    if (rows?.table?.length) {
-      const last = upTo(Array.from({ length: rows.table.length / 4 }, (_, i) => rows.table[4 * i]));
-      for (let i = 0; i < rows.table.length; i += 4) if (rows.table[i] === last) await take('tokens', { step: last, sample: rows.table[i + 1], microbatch: rows.table[i + 2], path: rows.paths[rows.table[i + 3]] });
+    const keys = [];
+    for (let i = 0; i < (rows?.table?.length || 0); i += 4) keys.push({ step: rows.table[i], sample: rows.table[i + 1], microbatch: rows.table[i + 2], path: rows.paths[rows.table[i + 3]] });
+    for (const step of steps) {
+      for (const tensor of tensors) {
+        const when = upTo(tensor.steps, step);
+        await take(...wholeTile(tensor.id, shapeAt(tensor, when), when, 'max'));
+        if (tensor.what !== 'attention') await take('summary', { tensor: tensor.id, step: when });
+      }
+      const maps = new Set(tensors.filter((tensor) => tensor.what === 'attention').map((tensor) => upTo(tensor.steps, step)));
+      for (const when of maps) await take('thumbs', { step: when, what: 'attention', side: 48 });
+      const spoken = upTo(keys.map((key) => key.step), step);
+      for (const key of keys) if (key.step === spoken) await take('tokens', key);
+      if (spoken !== null) for (const tensor of tensors.filter(canProject)) await take(...plane(tensor.id, upTo(tensor.steps, spoken)));
+      if (step !== facts.last) await take('experts', { step });
+      for (const statistic of VECTORS) for (const path of having(statistic)) await take(...vectorAt(path, statistic, step));
     }
-    await save(await compose(kept, facts), `${facts.facts.name}-scope-step-${at.step ?? 0}.html`);
+    for (const path of having('expert_load')) await take(...loads(path));
+    await save(await compose(kept, facts), `${facts.facts.name}-scope-step-${[...steps].pop() ?? 0}.html`);
     ui.message = { text: `${(size / 2 ** 20).toFixed(1)} MiB` };
   } catch (error) {
     ui.message = { bad: true, text: error.message };
@@ -57,12 +76,6 @@ export async function exportPage() {
     ui.exporting = '';
   }
 }
-
-function lossPath(facts) {
-  return Object.keys(facts.names).find((path) => facts.names[path].includes('loss_per_position')) || '';
-}
-
-const matrix = (shape) => [shape.slice(0, -1).reduce((a, b) => a * b, 1), shape[shape.length - 1] || 1];
 
 function base64(buffer) {
   const bytes = new Uint8Array(buffer);

@@ -1,6 +1,6 @@
 // What all views share: where we are (the address behind #), what is new, who may command.
 import { untrack } from 'svelte';
-import { archived, get, post } from './api.js';
+import { archived, get, load, post } from './api.js';
 
 export const VIEWS = ['run', 'topology', 'timeline', 'model', 'tensor', 'attention', 'tokens', 'experts', 'generate', 'replay', 'lab'];
 
@@ -9,7 +9,7 @@ export const ui = $state({
   theme: stored('theme') || 'auto', language: stored('language') || (navigator.language.startsWith('zh') ? 'zh' : 'en'),
   help: false, asking: false, exporting: '', message: null, dark: false,
 });
-export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, alerts: 0, result: null, paused: false, state: null });
+export const live = $state({ connected: false, revision: 0, dropped: 0, last: null, ended: false, alerts: 0, result: null, paused: false, state: null });
 export const control = $state({ token: kept('control') });
 const holder = $state({ facts: null, error: null });
 export { holder as about };
@@ -77,6 +77,19 @@ export function upTo(steps, step = at.step) {
 export function stampOf(tensor, step) {
   const found = tensor?.stamps?.[tensor.steps.lastIndexOf(step)];
   return found ?? 0;
+}
+
+// Shape of a tensor at a step: another request records another part of it. `shapes`: [from step, shape], ascending.
+export function shapeAt(tensor, step) {
+  let found = tensor.shapes[0][1];
+  for (const [from, shape] of tensor.shapes) if (from <= step) found = shape;
+  return found;
+}
+
+// The first step at which a tensor had the shape of `step`: a projection takes its basis there.
+export function firstLike(tensor, step) {
+  const shape = String(shapeAt(tensor, step));
+  return tensor.shapes.find((each) => String(each[1]) === shape)[0];
 }
 
 // Data that follows what `request` (a function of reactive values) asks for: name, query, and a number that
@@ -152,6 +165,8 @@ export function connect() {
   socket = new WebSocket(`${location.protocol === 'https:' ? 'wss' : 'ws'}://${location.host}/live`);
   socket.onopen = () => {
     live.connected = true;
+    // Notices before it are lost: what was recorded meanwhile is asked for.
+    grown = true;
     get('server', {}, Math.random()).then((server) => takeState(server.state), () => {});
   };
   socket.onmessage = (message) => {
@@ -164,10 +179,15 @@ export function connect() {
     if (event.k === 'result' && event.id === 'token') return;
     grown = true;
   };
-  socket.onclose = () => {
+  socket.onclose = async () => {
     live.connected = false;
     socket = null;
-    setTimeout(connect, 3_000);
+    // A session that has ended never comes back: another link must be opened.
+    live.ended = await Promise.race([
+      load('server').then(() => false, (error) => error.status === 401),
+      new Promise((done) => setTimeout(done, 5_000, false)),
+    ]);
+    if (!live.ended) setTimeout(connect, 3_000);
   };
 }
 
