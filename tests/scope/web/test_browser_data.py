@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.web.access import link_to
 from tests.scope.synthetic import RunShape, write_run
 from tests.scope.web.support import Served, served
 from tests.scope.web.test_browser import PICTURES, VIEWS, drive, pytestmark, recording
+from tests.scope.web.test_recorded import tensor_frame, write
 
 __all__ = ["pytestmark", "recording"]
 
@@ -111,3 +114,15 @@ def test_lost_connection_is_made_good_and_an_ended_session_is_told(tmp_path: Pat
         found = drive(link, tmp_path, actions, script=LINKS, language="en", errors="status of 401")["results"]
     assert (found[4], found[6], found[-1]) == (200, 200, 2), "it does not connect again"
     assert "the session has ended" in found[-2] and "mt-megatron scope open RUN" in found[-2]
+
+
+def test_tensor_of_other_tokens_is_shown_at_each_step(tmp_path: Path) -> None:
+    draw = np.random.default_rng(5)
+    values = {step: draw.standard_normal((rows, 8)).astype(np.float32) for step, rows in ((1, 300), (2, 40))}
+    write(tmp_path / "run", [tensor_frame(step, each) for step, each in values.items()])
+    actions = [["view", f"#/tensor?step={step}", 100, True] for step in values]
+    with served(tmp_path / "run") as page:
+        found = drive(link_to(page.tokens), tmp_path, actions, language="en")["results"]
+    for seen, each in zip(found, values.values(), strict=True):
+        assert f"{len(each)} × 8" in seen["text"] and max(seen["canvases"]) > 3 and not seen["empty"]
+        assert "found no" not in seen["text"]
