@@ -113,7 +113,12 @@ class ParameterPlace:
         return [_Piece(local, sharded)]
 
     def _layer_axes(self, piece: Any) -> int:
-        return int(piece.prepend_axis_num > 0 and ".layers." in f".{self._name}")
+        # Axes before a piece's own count stacked layers, and experts. Layers that hold different parameters
+        # and depths of multi-token prediction are not stacked: their one axis, if any, is the experts'.
+        # Upstream's GroupedMLP has the experts' axis in the data.
+        within = piece.data.dim() > self._parameter.dim()
+        experts = ".experts." in f".{self._name}" and not within
+        return int(piece.prepend_axis_num) - int(experts)
 
     def _shape(self, piece: Any) -> tuple[int, ...]:
         return tuple(int(size) for size in piece.global_shape[self._layer_axes(piece) :])

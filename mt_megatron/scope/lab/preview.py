@@ -39,7 +39,11 @@ def _item(one: Perturbation, target: ParameterTarget | ModuleTarget) -> dict[str
             "dtype": None,
             "elements": None if one.index is None else len(one.index),
         }
-    whole = math.prod(target.shape)
+    shape = target.shape
+    if ".local_experts." in target.path and len(shape) > target.parameter.dim():
+        # The first axis counts all experts, and the path is one expert's.
+        shape = shape[1:]
+    whole = math.prod(shape)
     elements: float = whole
     if target.along is not None:
         elements = whole // target.along.size * int(target.along.chosen.sum())

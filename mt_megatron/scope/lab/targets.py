@@ -225,12 +225,14 @@ def _heads_along(path: str, module: nn.Module, shape: tuple[int, ...], heads: Se
 
 def _flat(index: Sequence[int], places: Places, path: str) -> int:
     shape = places.shape
-    if len(index) > len(shape):
-        raise ConfigError(
-            f"found index {list(index)} of {path}; expected {len(shape)} numbers, shape {list(shape)}"
-        )
-    # Of an expert that is a module by itself the path says which it is.
     missing = len(shape) - len(index)
+    # Of an expert that is a module by itself the path says which it is.
+    optional = int(places.whole and ".local_experts." in path)
+    if not 0 <= missing <= optional:
+        fewer = f", or {len(shape) - 1} without the expert's" if optional else ""
+        raise ConfigError(
+            f"found index {list(index)} of {path}; expected {len(shape)} numbers, shape {list(shape)}{fewer}"
+        )
     first = int(sum(int(part[0]) for part in places.parts))
     whole = [*_coordinates(first, shape)[:missing], *index]
     for at, size in zip(whole, shape, strict=True):

@@ -26,7 +26,8 @@ ALL = {key: value for key, value in NORMS.items() if key != "fraction"}
 ENTRIES: dict[str, dict[str, Any]] = {
     "": NORMS,
     "heads": {**ALL, "heads": [3]},
-    "index": {**ALL, "index": [[70, 5]]},
+    "index": {**ALL, "index": [[50, 5]]},
+    "expert": {**ALL, "index": [[3, 20, 5]]},
     "token": {**ALL, "index": [[20, 3, 70]]},
 }
 """Which elements are perturbed, by the word after ``on``."""
@@ -58,6 +59,10 @@ def put_together(parts: list[tuple[str, torch.Tensor, torch.Tensor]]) -> Wholes:
     """Of (path, places, values) of all ranks: path -> flat values, NaN where nobody has any."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, parts)
+    for rank in every:
+        for wanted in {path for path, _, _ in rank}:
+            own = torch.cat([places for path, places, _ in rank if path == wanted])
+            assert own.unique().numel() == own.numel(), f"{wanted}: elements of one rank share places"
     found: Wholes = {}
     for path, places, values in (part for rank in every for part in rank):
         size = int(places.max()) + 1
@@ -66,6 +71,11 @@ def put_together(parts: list[tuple[str, torch.Tensor, torch.Tensor]]) -> Wholes:
             known = torch.cat([known, torch.full((size - known.numel(),), torch.nan, dtype=torch.float64)])
         found[path] = known
         known[places] = values.double()
+    for path in found:
+        if ".local_experts." in path:
+            # Of one expert, whose elements lie behind those of the experts before it.
+            first = min(int(places.min()) for rank in every for other, places, _ in rank if other == path)
+            found[path] = found[path][first:]
     return found
 
 

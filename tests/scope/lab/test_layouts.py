@@ -70,6 +70,7 @@ def test_experts(tmp_path: Path) -> None:
     patterns = {
         "decoder.layers.2.mlp.*": "weight",
         "decoder.layers.1.self_attention.*": "weight",
+        "decoder.layers.2.mlp.experts.weight1": "weight expert",
         "mtp.*": "weight",
         "decoder.layers.1.mlp.*": "weight_gradient",
         "decoder.layers.1.self_attention.linear_q_up_proj": "activation",
@@ -81,4 +82,17 @@ def test_experts(tmp_path: Path) -> None:
         "grouped": "--expert-model-parallel-size 2 --moe-grouped-gemm",
         "pp": PP,
     }
+    _same(tmp_path, "mixture", layouts, patterns)
+
+
+@pytest.mark.daily
+def test_experts_that_are_modules(tmp_path: Path) -> None:
+    sequential = "--no-moe-grouped-gemm"
+    patterns = {
+        "decoder.layers.2.mlp.experts.*": "weight",
+        "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight": "weight expert",
+        "decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight": "weight index",
+        "mtp.*": "weight",
+    }
+    layouts = {"data": sequential, "experts": f"{sequential} --expert-model-parallel-size 2"}
     _same(tmp_path, "mixture", layouts, patterns)
