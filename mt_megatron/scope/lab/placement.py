@@ -19,7 +19,7 @@ from mt_megatron.fp8.extra_state import without_extra_state
 from mt_megatron.parallel.context_parallel import positions
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.scope.lab.values import Places
-from mt_megatron.scope.watch.shares import is_gated
+from mt_megatron.scope.watch.shares import column_spread, is_gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,10 +187,23 @@ def activation_place(index: Sequence[int], seq_length: int, features: int) -> in
     return (sample * seq_length + position) * features + feature
 
 
-def features_of(module: nn.Module) -> int | None:
-    """Features of ``module``'s whole output; None where it does not say."""
+def output_size(module: nn.Module) -> int | None:
+    """Features of the whole output of ``module``, a linear; None for others."""
     size = getattr(module, "output_size", None)
     if isinstance(size, int):
+        return size
+    # Transformer Engine's linears have another name for it, and the column-parallel ones this rank's number.
+    own = getattr(module, "out_features", None)
+    if not isinstance(own, int):
+        return None
+    ranks = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1)
+    return own * int(ranks) if column_spread(module) == "columns" else own
+
+
+def features_of(module: nn.Module) -> int | None:
+    """Features of ``module``'s whole output; None where it does not say."""
+    size = output_size(module)
+    if size is not None:
         return size
     config = getattr(module, "config", None)
     if _is_core_attention(module):
@@ -217,7 +230,7 @@ def _tokens(tensor: Tensor, geometry: Geometry) -> Tensor | None:
 def _features(module: nn.Module, path: str, features: int, geometry: Geometry) -> tuple[int, Tensor]:
     """Features of the whole output, and the numbers of those that are here."""
     own, size, rank = torch.arange(features), geometry.layout.tp, geometry.at.tp
-    split = getattr(module, "gather_output", None) is False or _is_core_attention(module)
+    split = column_spread(module) == "columns" or _is_core_attention(module)
     if size == 1 or not split:
         return features, own
     if is_gated(module, path):

@@ -16,6 +16,7 @@ from mt_megatron.scope.lab.placement import (
     ParameterPlace,
     activation_place,
     features_of,
+    output_size,
     parameter_places,
 )
 from mt_megatron.scope.lab.specification import Perturbation
@@ -81,9 +82,8 @@ class ModuleTarget:
 
     def require_index(self, one: Perturbation, sequence: int) -> None:
         """Raise ``ConfigError`` for an index that no output has; ``sequence``: tokens of a whole one."""
-        size = getattr(self.module, "output_size", None)
         if one.index is not None:
-            self._require_inside(one.index, sequence, size if isinstance(size, int) else None)
+            self._require_inside(one.index, sequence, output_size(self.module))
 
     def _require_inside(self, index: Sequence[Sequence[int]], sequence: int, features: int | None) -> None:
         for position, _, feature in index:
@@ -208,7 +208,12 @@ _OF_HEADS = (
 
 
 def _heads_along(path: str, module: nn.Module, shape: tuple[int, ...], heads: Sequence[int]) -> Along:
-    owner = path.rpartition(".")[0]
+    owner, _, name = path.rpartition(".")
+    if owner.rpartition(".")[2] in _OF_HEADS and name not in ("weight", "bias"):
+        # Transformer Engine keeps the norm before a linear among the linear's own parameters.
+        raise ConfigError(
+            f"found heads for {path}; expected the weight or bias of a linear, such as {owner}.weight"
+        )
     # The projection's columns are heads', its bias is of none.
     columns = owner.endswith("linear_proj")
     if columns and len(shape) < 2:

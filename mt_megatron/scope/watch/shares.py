@@ -102,9 +102,9 @@ def spread_of(module: nn.Module, path: str, place: Place, *, owner: nn.Module | 
     if is_batch_first(module):
         return "same"
     last = path.rpartition(".")[2]
-    name = type(module).__name__
-    if name.endswith("ColumnParallelLinear") or hasattr(module, "gather_output"):
-        return "same" if getattr(module, "gather_output", False) else "columns"
+    of_linear = column_spread(module)
+    if of_linear is not None:
+        return of_linear
     # Beside a norm of latents that of the queries is one too, and every rank has latents whole.
     norms = () if hasattr(owner, "kv_layernorm") else ("q_layernorm", "k_layernorm")
     if last in ("core_attention", *norms):
@@ -115,6 +115,15 @@ def spread_of(module: nn.Module, path: str, place: Place, *, owner: nn.Module | 
     if last == "output_layer":
         return "columns"
     return place.tokens_spread
+
+
+def column_spread(module: nn.Module) -> Spread | None:
+    """How tensor-parallel ranks hold the output of a column-parallel linear; None for other modules.
+
+    Transformer Engine's, which never gather their output, are known by their classes alone."""
+    if not (type(module).__name__.endswith("ColumnParallelLinear") or hasattr(module, "gather_output")):
+        return None
+    return "same" if getattr(module, "gather_output", False) else "columns"
 
 
 def is_batch_first(module: nn.Module) -> bool:
