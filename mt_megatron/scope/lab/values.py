@@ -185,7 +185,9 @@ def _changed(values: Tensor, places: Tensor, one: Perturbation, key: int) -> Ten
     if one.kind == "mask":
         computed = torch.zeros_like(computed)
     elif one.kind == "stuck":
-        computed = torch.full_like(computed, figures["value"])
+        # Rounded first: a number beyond the type is infinite in it, and torch refuses to fill with one.
+        value = torch.tensor(figures["value"], dtype=torch.float64).to(computed.dtype)
+        computed = torch.full_like(computed, value.item())
     elif one.kind == "scale":
         computed = computed * figures["factor"]
     else:

@@ -28,6 +28,9 @@ ENTRIES: list[dict[str, Any]] = [
     {"kind": "scale", "factor": -7e4, "fraction": 0.5},
     {"kind": "stuck", "value": 0.1, "fraction": 0.4},
     {"kind": "stuck", "value": "nan"},
+    {"kind": "stuck", "value": 1e39, "fraction": 0.4},
+    {"kind": "stuck", "value": -1e39, "fraction": 0.4},
+    {"kind": "scale", "factor": 1e39, "fraction": 0.4},
 ]
 _SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 3e38, 6e-8, 65504.0, 1.0]
 
