@@ -266,7 +266,7 @@ class Lab:
             acting = self._acting(one, targets)
             try:
                 with self._around_step(step, f"pair {one.name}: {one.text()}"), comparison.perturbed():
-                    self._begin_acting(one, acting, step)
+                    self._begin_acting([(one, acting)], step)
                     changed = self._trainer.rehearse()
             finally:
                 if acting is not None:
@@ -294,8 +294,7 @@ class Lab:
             each.acting = self._acting(each.one, each.targets)
             self._audit.note("acts", step - 1, id=each.one.name, can_undo=each.snapshot is not None)
             self._say(f"scope: {each.one.name} acts from step {step}: {each.one.text()}")
-        for each in now:
-            self._begin_acting(each.one, each.acting, step)
+        self._begin_acting([(each.one, each.acting) for each in now], step)
 
     def end_step(self, step: int) -> None:
         """``step`` is over: nothing acts until the next begins, in validation or generation."""
@@ -423,14 +422,15 @@ class Lab:
             lambda text: self._tell(f"scope: rank {trainer.rank}: {text}"),
         )
 
-    def _begin_acting(self, one: Perturbation, acting: Acting | None, step: int) -> None:
-        if one.on == "weight":
+    def _begin_acting(self, now: Sequence[tuple[Perturbation, Acting | None]], step: int) -> None:
+        """``now``: all that acts in ``step``."""
+        of_weights = [acting for one, acting in now if one.on == "weight"]
+        if of_weights:
             # On every rank, those without a target too: gathers that are under way are completed together.
+            # Around all of them: another gather would overwrite what one has changed on its ranks alone.
             with synchronised_parameters(self._trainer):  # type: ignore[arg-type]
-                if acting is not None:
-                    acting.before_step(step)
-        elif acting is not None:
-            acting.before_step(step)
+                _begin(of_weights, step)
+        _begin([acting for one, acting in now if one.on != "weight"], step)
 
     def _geometry(self) -> Geometry:
         trainer = self._trainer
@@ -541,6 +541,12 @@ def _given(arguments: Mapping[str, Any]) -> Perturbation:
 def _identity(arguments: Mapping[str, Any]) -> str | None:
     identity = arguments.get("id")
     return None if identity is None else str(identity)
+
+
+def _begin(acting: Sequence[Acting | None], step: int) -> None:
+    for each in acting:
+        if each is not None:
+            each.before_step(step)
 
 
 def _for_one_step(one: Perturbation, step: int) -> Perturbation:

@@ -523,3 +523,20 @@ def together() -> dict[str, Any]:
         run.run(4)
         found["gradients left"] = run.trainable.core.finalize_model_grads_func is finalize
     return found
+
+
+def on_some_ranks() -> list[list[int]]:
+    """Four perturbations of weights that begin in one step, on rank 0 alone: elements of each weight, and
+    how many of them are 0 on this rank. Parameters are gathered while the next step runs."""
+    start()
+    with bench("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather") as run:
+        run.step()
+        weights = dict(run.trainable.bare_chunks()[0].named_parameters())
+        names = [name for name in weights if name.endswith(("linear_fc1.weight", "linear_fc2.weight"))]
+        for name in names:
+            run.lab.handlers["arm"](entry(kind="mask", on="weight", module=name, name=name, ranks=[0]))
+        run.lab.begin_step(2)
+        found = [[weights[name].numel(), int((weights[name] == 0).sum())] for name in names]
+        run.lab.end_step(2)
+        run.lab.undo()
+    return found

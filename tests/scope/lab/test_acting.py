@@ -122,6 +122,12 @@ def test_a_pair_is_the_step_without_and_with() -> None:
     assert nothing["baseline"] == nothing["perturbed"] and nothing["first_difference"] is None
 
 
+def test_weights_that_change_in_one_step_leave_each_other_alone() -> None:
+    first, second = run_ranks(2, "tests.scope.lab.acting_cases:on_some_ranks", timeout=300)
+    assert len(first) == 4 and all(elements == masked for elements, masked in first), first
+    assert all(masked == 0 for _, masked in second), second
+
+
 def test_what_changes_nothing_says_so_once() -> None:
     said = run_ranks(2, "tests.scope.lab.acting_cases:in_vain", timeout=300)[0]
     nothing = [line.split(" has changed nothing in step 1")[0] for line in said if "changed nothing" in line]
