@@ -251,7 +251,10 @@ def _paired(value: dict[str, Any]) -> str:
             )
     lines.append(f"  first module that differs: {value['first_difference'] or 'none'}")
     for each in value["modules"]:
-        relative = each["relative_difference"]
+        share, relative = each["changed_share"], each["relative_difference"]
+        if share is None:
+            lines.append(f"  {each['path']:<44} not comparable")
+            continue
         shown = "-" if relative is None or math.isnan(relative) else f"{relative:.3g}"
-        lines.append(f"  {each['path']:<44} {100 * each['changed_share']:6.2f} % changed, relative {shown}")
+        lines.append(f"  {each['path']:<44} {100 * share:6.2f} % changed, relative {shown}")
     return "\n".join(lines)

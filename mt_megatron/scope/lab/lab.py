@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -257,23 +257,23 @@ class Lab:
         targets, told = self._prepared(one)
         self._require_room(told)
         self._audit.note("pair", step - 1, id=one.name, text=one.text())
-        comparison = Comparison(self._trainer, one, arguments)
-        snapshot = Snapshot(self._trainer)
-        try:
-            with self._around_step(step, f"pair {one.name}: baseline"), comparison.baseline():
-                without = self._trainer.rehearse()
-            snapshot.restore()
-            acting = self._acting(one, targets)
+        # Its taps are closed where no snapshot can be taken, too: they would look at every later step.
+        with closing(Comparison(self._trainer, one, arguments)) as comparison:
+            snapshot = Snapshot(self._trainer)
             try:
-                with self._around_step(step, f"pair {one.name}: {one.text()}"), comparison.perturbed():
-                    self._begin_acting([(one, acting)], step)
-                    changed = self._trainer.rehearse()
+                with self._around_step(step, f"pair {one.name}: baseline"), comparison.baseline():
+                    without = self._trainer.rehearse()
+                snapshot.restore()
+                acting = self._acting(one, targets)
+                try:
+                    with self._around_step(step, f"pair {one.name}: {one.text()}"), comparison.perturbed():
+                        self._begin_acting([(one, acting)], step)
+                        changed = self._trainer.rehearse()
+                finally:
+                    if acting is not None:
+                        acting.close()
             finally:
-                if acting is not None:
-                    acting.close()
-        finally:
-            comparison.close()
-            snapshot.restore()
+                snapshot.restore()
         rows = comparison.rows(_gathered)
         return {**told, "step": step, **comparison.result(without, changed, rows)}
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -15,15 +16,58 @@ from torch import Tensor
 from mt_megatron.errors import ConfigError
 from mt_megatron.scope.lab.snapshot import MIB, default_limit_mib
 from mt_megatron.scope.lab.specification import Perturbation
+from mt_megatron.scope.recording.order import execution_order
 from mt_megatron.scope.trainer import StepOutcome, Trainer
 from mt_megatron.seams import taps
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
 _MOST_MICROBATCHES = 64
 
-Row = tuple[str, float, float, float, float, float]
-"""Path; elements, elements that differ, sums of squares of the unperturbed values and of the difference,
-and the largest difference."""
+
+@dataclass(kw_only=True)
+class Difference:
+    """Sums over a module's outputs, those of one step against those of the other."""
+
+    elements: int = 0
+    """Elements that were compared."""
+
+    differ: int = 0
+    """Elements that differ."""
+
+    square: float = 0.0
+    """Sum of squares of the unperturbed values."""
+
+    difference: float = 0.0
+    """Sum of squares of the differences."""
+
+    largest: float = 0.0
+    """Largest difference."""
+
+    not_comparable: int = 0
+    """Outputs whose rows are in the order of routing, or that have another shape in the second step."""
+
+    def add(self, other: Difference) -> None:
+        """Count ``other`` too."""
+        self.elements += other.elements
+        self.differ += other.differ
+        self.square += other.square
+        self.difference += other.difference
+        self.largest = max(self.largest, other.largest)
+        self.not_comparable += other.not_comparable
+
+    def figures(self) -> dict[str, float | None]:
+        """The answer's figures: None where the outputs are not comparable."""
+        if self.not_comparable or not self.elements:
+            return {"changed_share": None, "relative_difference": None, "largest_difference": None}
+        return {
+            "changed_share": self.differ / self.elements,
+            "relative_difference": math.sqrt(self.difference / self.square) if self.square > 0 else math.nan,
+            "largest_difference": self.largest,
+        }
+
+
+Row = tuple[str, Difference]
+"""Path and difference of a module."""
 
 
 class Comparison:
@@ -42,10 +86,12 @@ class Comparison:
         self._kept: dict[tuple[str, int, int], Tensor] = {}
         self._room = default_limit_mib() * MIB
         self._left_out = 0
-        self._sums: dict[str, list[float]] = {}
+        self._found: dict[str, Difference] = {}
+        modules = list(taps.named_modules(list(trainer.bare_chunks())))
+        self._order = execution_order([[path for path, _ in modules]])
         self._taps = [
             taps.watch(module, after=self._after(path))
-            for path, module in taps.named_modules(list(trainer.bare_chunks()))
+            for path, module in modules
             if path and _wanted(path, pattern, one)
         ]
 
@@ -70,39 +116,26 @@ class Comparison:
         self._mode = None
 
     def rows(self, gathered: Callable[[Any], list[Any]]) -> list[Row]:
-        """Every module's row, of all ranks together; collective. Modules are in the order in which they
-        are called."""
-        total: dict[str, list[float]] = {}
-        rows: list[tuple[str, list[float]]]
-        for rows in gathered(list(self._sums.items())):
-            for path, sums in rows:
-                known = total.setdefault(path, [0.0] * len(sums))
-                for index in range(4):
-                    known[index] += sums[index]
-                known[4] = max(known[4], sums[4])
-        return [
-            (path, sums[0], sums[1], sums[2], sums[3], sums[4])
-            for path, sums in sorted(total.items(), key=_first_is_first)
-        ]
+        """Every module's row, of all ranks together; collective. Modules are in the order in which their
+        outputs are complete."""
+        own = [(path, self._found[path]) for path in self._order if path in self._found]
+        ranks: list[list[Row]] = gathered(own)
+        total: dict[str, Difference] = {}
+        for rows in ranks:
+            for path, found in rows:
+                total.setdefault(path, Difference()).add(found)
+        ordered = execution_order([path for path, _ in rows] for rows in ranks)
+        return [(path, total[path]) for path in ordered]
 
     def result(self, without: StepOutcome, changed: StepOutcome, rows: Sequence[Row]) -> dict[str, Any]:
         """What a pair comes to: both steps' figures, and each module's difference."""
-        modules = [
-            {
-                "path": path,
-                "changed_share": differ / elements if elements else 0.0,
-                "relative_difference": math.sqrt(difference / square) if square > 0 else math.nan,
-                "largest_difference": largest,
-            }
-            for path, elements, differ, square, difference, largest in rows
-        ]
-        first = next((path for path, _, differ, *_ in rows if differ > 0), None)
         return {
             "baseline": _figures(without),
             "perturbed": _figures(changed),
-            "modules": modules,
-            "first_difference": first,
+            "modules": [{"path": path, **found.figures()} for path, found in rows],
+            "first_difference": next((path for path, found in rows if found.differ), None),
             "outputs_left_out": self._left_out,
+            "outputs_not_comparable": sum(found.not_comparable for _, found in rows),
         }
 
     def _after(self, path: str) -> Callable[[taps.Call, Any], None]:
@@ -114,29 +147,44 @@ class Comparison:
                 return
             key = path, call.microbatch, call.ordinal
             if self._mode == "baseline":
-                size = tensor.numel() * tensor.element_size()
-                if size > self._room:
-                    self._left_out += 1
-                    return
-                self._room -= size
-                self._kept[key] = tensor.detach().to("cpu", copy=True)
-                self._sums.setdefault(path, [0.0] * 5)
+                self._keep(key, tensor)
             elif key in self._kept:
                 self._compare(path, self._kept.pop(key), tensor.detach().to("cpu"))
 
         return look
 
+    def _keep(self, key: tuple[str, int, int], tensor: Tensor) -> None:
+        if tensor.dim() < 3:
+            # Not [tokens, batch, features]: rows of experts are in the order of routing, which the
+            # perturbation changes, so the same row of both steps may be of two tokens.
+            self._of(key[0]).not_comparable += 1
+            return
+        size = tensor.numel() * tensor.element_size()
+        if size > self._room:
+            self._left_out += 1
+            return
+        self._room -= size
+        self._kept[key] = tensor.detach().to("cpu", copy=True)
+        self._of(key[0])
+
     def _compare(self, path: str, before: Tensor, after: Tensor) -> None:
-        sums = self._sums[path]
+        found = self._of(path)
+        if before.shape != after.shape:
+            found.not_comparable += 1
+            return
         first, second = before.double(), after.double()
         # NaN differs from itself; equal bits are no difference.
         same = (first == second) | (first.isnan() & second.isnan())
         difference = torch.where(same, 0.0, second - first)
-        sums[0] += first.numel()
-        sums[1] += float((~same).sum())
-        sums[2] += float(first.square().sum())
-        sums[3] += float(difference.square().sum())
-        sums[4] = max(sums[4], float(difference.abs().max())) if first.numel() else sums[4]
+        found.elements += first.numel()
+        found.differ += int((~same).sum())
+        found.square += float(first.square().sum())
+        found.difference += float(difference.square().sum())
+        if first.numel():
+            found.largest = max(found.largest, float(difference.abs().max()))
+
+    def _of(self, path: str) -> Difference:
+        return self._found.setdefault(path, Difference())
 
 
 def _wanted(path: str, pattern: str | None, one: Perturbation) -> bool:
@@ -146,19 +194,6 @@ def _wanted(path: str, pattern: str | None, one: Perturbation) -> bool:
         return fnmatchcase(path, pattern)
     owner = one.module.rpartition(".")[0] if one.on in ("weight", "weight_gradient") else one.module
     return bool(_LAYER.search(path)) or (bool(owner) and fnmatchcase(path, owner))
-
-
-def _first_is_first(item: tuple[str, Any]) -> tuple[float, int, str]:
-    return _order(item[0])
-
-
-def _order(path: str) -> tuple[float, int, str]:
-    """Order of calls, by what is known without the model: embedding, layers, what comes after them."""
-    layer = taps.layer_of(path)
-    if layer is None:
-        return (-1 if path.startswith("embedding") else 1 << 30, 0, path)
-    # A layer is over after its parts.
-    return layer, 1 if _LAYER.search(path) else 0, path
 
 
 def _first(values: Any) -> Tensor | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from mt_megatron.errors import ConfigError
+from mt_megatron.scope.lab import lab
 from mt_megatron.scope.lab.snapshot import MIB, Snapshot, bytes_of
 from mt_megatron.scope.lab.specification import lab_file_from, perturbation_from
 from mt_megatron.seams import events, taps
@@ -307,12 +310,24 @@ def paired() -> dict[str, Any]:
         found["told"] = run.lab.handlers["pair"]({**entry(**given), "microbatches": [0, 1]})
         found["nothing"] = run.lab.handlers["pair"](entry(**{**given, "sigma": 0}))
         found["untouched"] = run.digest() == before and _forwards(run) == [] and run.lab.perturbed is None
+        found["closed"] = _refused_for_memory(run, given) == []
         found["clean"] = run.step().loss
     with bench() as run:
         run.step()
         run.lab.handlers["arm"](entry(**given))
         found["perturbed"] = run.step().loss
     return found
+
+
+def _refused_for_memory(run: Bench, given: dict[str, Any]) -> list[str]:
+    """A pair whose snapshot does not fit: what is left open of it."""
+
+    def full(trainer: Any) -> None:
+        raise MemoryError
+
+    with patch.object(lab, "Snapshot", full), suppress(MemoryError):
+        run.lab.handlers["pair"](entry(**given))
+    return _forwards(run)
 
 
 def forgetful() -> dict[str, bool]:

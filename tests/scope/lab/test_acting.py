@@ -108,7 +108,7 @@ def test_a_pair_is_the_step_without_and_with() -> None:
     (found,) = run_ranks(1, "tests.scope.lab.acting_cases:paired", timeout=300)
     told = found["told"]
     assert told["baseline"]["loss"] == found["clean"] and told["perturbed"]["loss"] == found["perturbed"]
-    assert found["untouched"]
+    assert found["untouched"] and found["closed"]
     modules = {each["path"]: each for each in told["modules"]}
     assert list(modules) == ["decoder.layers.0", "decoder.layers.1.mlp", "decoder.layers.1"]
     assert told["first_difference"] == "decoder.layers.1.mlp"
