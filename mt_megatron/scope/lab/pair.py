@@ -87,11 +87,11 @@ class Comparison:
         self._room = default_limit_mib() * MIB
         self._left_out = 0
         self._found: dict[str, Difference] = {}
-        modules = list(taps.named_modules(list(trainer.bare_chunks())))
-        self._order = execution_order([[path for path, _ in modules]])
+        """By path, in the order in which outputs were complete in the first step."""
+
         self._taps = [
             taps.watch(module, after=self._after(path))
-            for path, module in modules
+            for path, module in taps.named_modules(list(trainer.bare_chunks()))
             if path and _wanted(path, pattern, one)
         ]
 
@@ -118,8 +118,7 @@ class Comparison:
     def rows(self, gathered: Callable[[Any], list[Any]]) -> list[Row]:
         """Every module's row, of all ranks together; collective. Modules are in the order in which their
         outputs are complete."""
-        own = [(path, self._found[path]) for path in self._order if path in self._found]
-        ranks: list[list[Row]] = gathered(own)
+        ranks: list[list[Row]] = gathered(list(self._found.items()))
         total: dict[str, Difference] = {}
         for rows in ranks:
             for path, found in rows:

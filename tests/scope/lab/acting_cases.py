@@ -555,3 +555,21 @@ def on_some_ranks() -> list[list[int]]:
         run.lab.end_step(2)
         run.lab.undo()
     return found
+
+
+def paired_mixture() -> dict[str, Any]:
+    """A pair of all modules of a mixture, and the order in which outputs were complete in a step."""
+    start()
+    with bench(model="mixture") as run:
+        run.step()
+        called: dict[str, None] = {}
+        opened = [
+            taps.watch(module, after=lambda call, output, path=path: called.setdefault(path))
+            for path, module in taps.named_modules(run.trainable.bare_chunks())
+            if path and path != "output_layer"
+        ]
+        given = {"kind": "gaussian", "sigma": 0.5, "on": "activation", "module": "decoder.layers.1"}
+        told = run.lab.handlers["pair"]({**entry(**given), "modules": "*"})
+        for each in opened:
+            each.close()
+    return {"told": told, "called": list(called)}

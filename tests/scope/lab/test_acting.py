@@ -122,6 +122,21 @@ def test_a_pair_is_the_step_without_and_with() -> None:
     assert nothing["baseline"] == nothing["perturbed"] and nothing["first_difference"] is None
 
 
+@pytest.mark.daily
+def test_a_pair_of_a_mixture_follows_its_step() -> None:
+    (found,) = run_ranks(1, "tests.scope.lab.acting_cases:paired_mixture", timeout=300)
+    told = found["told"]
+    paths = [each["path"] for each in told["modules"]]
+    assert paths == [path for path in found["called"] if path in paths] and len(paths) > 100
+    assert told["first_difference"] == "decoder.layers.1"
+    shares = {each["path"]: each["changed_share"] for each in told["modules"]}
+    assert shares["decoder.layers.2.mlp.experts"] is None, "its rows are of other tokens"
+    assert shares["decoder.layers.1.mlp"] == 0 and shares["mtp.layers.0"] > 0.9
+    experts = [path for path in paths if path.endswith(("mlp.router", "mlp.experts"))]
+    assert [path for path in paths if shares[path] is None] == experts
+    assert told["outputs_not_comparable"] == len(experts)
+
+
 def test_weights_that_change_in_one_step_leave_each_other_alone() -> None:
     first, second = run_ranks(2, "tests.scope.lab.acting_cases:on_some_ranks", timeout=300)
     assert len(first) == 4 and all(elements == masked for elements, masked in first), first
