@@ -206,7 +206,9 @@ class Session:
         own = (everyone[self._rank]["boot"], everyone[self._rank]["host"])
         self._paths = list(dict.fromkeys(path for each in everyone for path in each["paths"]))
         layout, at, facts = self._layout, self._layout.coordinates(self._rank), self._facts
-        core = _core(self._chunks)
+        from megatron.core.utils import get_model_config
+
+        core = get_model_config(self._chunks[0])
         self._is_loss_summed = bool(getattr(core, "calculate_per_token_loss", False))
         place = Place(
             layout=layout,
@@ -452,6 +454,11 @@ class Session:
         finally:
             self._mark = None
 
+    def went_back(self, step: int) -> None:
+        """The run has gone back to the end of ``step``: what was recorded after it is undone."""
+        if self._outbox is not None:
+            self._outbox.back(step)
+
     def answer(self, result: Mapping[str, Any]) -> None:
         """Send a ``result`` frame."""
         if self._outbox is not None:
@@ -567,12 +574,6 @@ class Session:
     def _say_here(self, text: str) -> None:
         say = self._say if self._rank == 0 else logger.warning
         say(f"scope: {text}")
-
-
-def _core(chunks: Sequence[Any]) -> Any:
-    from megatron.core.utils import get_model_config
-
-    return get_model_config(chunks[0])
 
 
 def _modules(chunks: Sequence[Any]) -> list[list[Any]]:

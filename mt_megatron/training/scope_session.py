@@ -59,6 +59,7 @@ class Scope:
             folder=folder,
             say=say,
             around_step=session.around_step,
+            went_back=session.went_back,
             began_perturbed=began_perturbed,
         )
         self.control = session.control = Control(

@@ -19,6 +19,8 @@ tensor   i, path, what, microbatch, index {layer, head …}, shape, offset (of t
          error (largest absolute error of the encoding), attempt, perturbed
 tokens   i, attempt, microbatch, sample, ids, loss, entropy, top_ids, top_logprobs, position (of the first
          token)
+back     first, attempt: the run has gone back; the next step is first, what was recorded from it on is
+         undone
 dropped  frames, bytes (sums since the session's start)
 result   id, ok, value or error: the answer to a command
 bye

@@ -96,11 +96,13 @@ class Lab:
         say: Callable[[str], None] = lambda text: None,
         limit_mib: float | None = None,
         around_step: AroundStep = lambda step, mark: nullcontext(),
+        went_back: Callable[[int], None] = lambda step: None,
         began_perturbed: str | None = None,
     ) -> None:
         """``folder``: RUN/scope. ``limit_mib``: of the snapshots of a rank together; None: half of the
-        free memory, shared among the ranks of the machine. ``began_perturbed``: what the weights that the
-        run begins with were under when they were saved."""
+        free memory, shared among the ranks of the machine. ``went_back`` hears of each undo, with the step
+        that the run is at then. ``began_perturbed``: what the weights that the run begins with were under
+        when they were saved."""
         self.limit_mib = limit_mib
         self._trainer = trainer
         self._say = say if trainer.rank == 0 else lambda text: None
@@ -110,6 +112,7 @@ class Lab:
         self._folder = folder
         self._audit = Audit(folder if trainer.rank == 0 else None, say)
         self._around_step = around_step
+        self._went_back = went_back
         self._began_perturbed = began_perturbed
         self._armed: list[_Armed] = []
         self._step: int | None = None
@@ -510,6 +513,7 @@ class Lab:
             self._close(each)
         rewind.snapshot.restore()
         step = rewind.snapshot.step
+        self._went_back(step)
         self._armed = [each for each in self._armed if each not in rewind.concerned]
         self._disarmed = [(name, began) for name, began in self._disarmed if began < step]
         for each in self._armed:

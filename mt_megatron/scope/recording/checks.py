@@ -249,6 +249,7 @@ _KINDS: Mapping[str, Mapping[str, _Check]] = {
         "top_logprobs": _optional_array,
         "position": lambda value: 0 if value is None else _integer(value),
     },
+    "back": {"first": _integer, "attempt": _integer},
     "dropped": {"frames": _integer, "bytes": _integer},
     "result": {
         "id": lambda value: _text(value, 100) if isinstance(value, str) else _integer(value),

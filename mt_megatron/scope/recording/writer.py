@@ -193,6 +193,9 @@ class Writer:
             raise FrameError(f"found a {kind} frame before the rank's hello")
         if kind == "step":
             self._step(rank, known, frame)
+        elif kind == "back":
+            self._in_attempt(rank, known, frame)
+            self._begun(known, frame["first"])
         elif kind == "schema":
             self._schema(rank, known, frame)
         elif kind == "stats":

@@ -89,6 +89,12 @@ class Outbox:
         """A step begins that is made beside the run, whether something is recorded of it here or not."""
         self._attempt_at(iteration, "beside", mark)
 
+    def back(self, iteration: int) -> None:
+        """The run has gone back to the end of step ``iteration``."""
+        self._attempt += 1
+        self._last, self._sent = iteration, set()
+        self.frame({"k": "back", "first": iteration + 1, "attempt": self._attempt}, must=True)
+
     def stats(self, iteration: int, parts: Parts, perturbed: str | None) -> None:
         """The step's partial sums."""
         attempt = self._attempt_at(iteration, "stats", perturbed)

@@ -12,8 +12,11 @@ import pytest
 from mt_megatron.scope.recording.combining import HOLD_SECONDS
 from mt_megatron.scope.recording.files import keeps_shared_memory, scope_files
 from mt_megatron.scope.recording.reader import open_recording
+from mt_megatron.scope.recording.sql import query
 from mt_megatron.scope.recording.writer import Alert, Writer
+from mt_megatron.scope.report.compare import compare
 from mt_megatron.scope.report.gather import gathered
+from mt_megatron.scope.report.status import status_of
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, stats_frame, step_frame, write_run
 
 SHAPE = RunShape(steps=20, tp=2, pp=1, tensor_every=0, token_every=0)
@@ -82,6 +85,40 @@ def test_a_rewind_within_a_session_is_another_attempt(tmp_path: Path) -> None:
     assert [each.step for each in gathered(recording).alerts] == [5]
     twice = recording.series("decoder.layers.0", "gradient_norm", session=0)
     assert twice.step.tolist() == [10, 20] and twice.parts.tolist() == [2, 2]
+
+
+def test_an_undo_is_known_before_the_next_step(tmp_path: Path) -> None:
+    """The run goes back to step 4 and makes no further one: in a pause, or at its end."""
+    shape = RunShape(steps=8, interval=2, tp=2, pp=1, tensor_every=0, token_every=0, perturbed=(5, 8))
+    writer = a_writer(tmp_path)
+    greet(writer, shape, 0, 1)
+    for step in range(1, 9):
+        writer.tick([(rank, frame) for rank in (0, 1) for frame in frames_of(shape, rank, step)])
+    for step in (3, 7):
+        alert = Alert(
+            step=step, kind="band", path="", statistic="loss", value=9.0, low=1.0, high=2.0, text="high"
+        )
+        writer.alert(alert, (shape.session, 0))
+    for rank in (0, 1):
+        writer.tick([(rank, {"k": "back", "first": 5, "attempt": 1}), (rank, {"k": "bye"})])
+    with open_recording(tmp_path) as recording:
+        assert [(each.attempt, each.first_step) for each in recording.sessions()] == [(0, 1), (1, 5)]
+        assert recording.last_step() == 4 and recording.steps().step.tolist() == [1, 2, 3, 4]
+        assert recording.sampled() == (2, 4) and recording.perturbed() == ()
+        status = status_of(recording)
+        assert (status.step, status.ended, status.ranks, status.perturbed) == (4, 2, 2, 0)
+        assert [each.step for each in status.alerts] == [3]
+        data = gathered(recording)
+        assert data.steps.step.tolist() == [1, 2, 3, 4] and [each.step for each in data.alerts] == [3]
+        assert compare(recording, recording).steps == 4
+        rows = query(recording, "select step from steps where current order by step").rows
+        assert rows == [(1,), (2,), (3,), (4,)]
+        assert len(recording.modules()) == len(recording.modules(0)) > 0
+    for rank in (0, 1):
+        writer.tick([(rank, {**step_frame(shape, rank, 5), "attempt": 1})])
+    writer.close()
+    with open_recording(tmp_path) as recording:
+        assert recording.steps().session.tolist() == [0, 0, 0, 0, 1]
 
 
 def test_frames_without_their_attempt_or_of_an_earlier_one_are_left_out(tmp_path: Path) -> None:

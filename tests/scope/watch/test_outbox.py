@@ -14,6 +14,7 @@ import torch
 from mt_megatron.backends.cpu import CpuBackend
 from mt_megatron.parallel.rank_layout import RankLayout
 from mt_megatron.scope.interfaces import NoControl, StepFigures
+from mt_megatron.scope.recording.checks import checked
 from mt_megatron.scope.session import Session
 from mt_megatron.scope.watch.head import MOST_SEEN
 from mt_megatron.scope.watch.outbox import Outbox
@@ -119,6 +120,28 @@ def test_attempts_are_counted_without_a_look_at_what_is_dropped(records: bool) -
     ]
     beside = {frame["attempt"]: frame["beside"] for frame in sent if frame["k"] == "stats"}
     assert beside == {0: False, 1: True, 2: True, 3: False}
+
+
+def test_an_undo_is_sent_at_once_and_counts_once() -> None:
+    queue = Queue()
+    outbox: Any = Outbox(queue, CpuBackend(), tensor_parallel_size=1)  # type: ignore[arg-type]
+    figures = StepFigures(loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, skipped=False)
+    for number in (1, 2, 3):
+        outbox.step(number, figures, 0.1, None)
+    outbox.back(1)
+    assert queue.parcels[-1].must
+    for number in (2, 3):
+        outbox.step(number, figures, 0.1, None)
+    outbox.beside(4, "pair noise: baseline")
+    outbox.back(3)
+    outbox.step(4, figures, 0.1, None)
+    sent = [frame for parcel in queue.parcels for frame in parcel.frames()]
+    assert [(each["k"], each.get("i", each.get("first")), each["attempt"]) for each in sent] == [
+        *(("step", number, 0) for number in (1, 2, 3)),
+        *(("back", 2, 1), ("step", 2, 1), ("step", 3, 1)),
+        *(("back", 4, 3), ("step", 4, 3)),
+    ]
+    assert all(checked(each) for each in sent)
 
 
 def test_tensors_beyond_the_bound_are_told_once_and_not_of_the_sidecar() -> None:
