@@ -6,6 +6,7 @@ schema             tables of a node's file, how it is made and opened
 checks             frames from ranks, checked before anything is kept
 combining          parts of statistics until all came
 tensors            arrays as chunks and overviews
+transactions       the writer's transactions, and what waits for a lock
 retention          bound of the file
 writer             frames into the file
 node               one node's file, open to read; sessions of all nodes

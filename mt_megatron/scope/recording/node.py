@@ -13,7 +13,7 @@ from typing import Any
 from mt_megatron.errors import ScopeError
 
 from .data import Session
-from .schema import connect_reader
+from .schema import busy, connect_reader, is_busy
 
 
 class NodeFile:
@@ -38,6 +38,12 @@ class NodeFile:
         except sqlite3.ProgrammingError as error:
             raise ScopeError(f"the recording {self.path} is closed ({error}); open it again") from error
         except sqlite3.DatabaseError as error:
+            if is_busy(error):
+                raise busy(self.path) from error
+            if "readonly" in str(error):
+                raise ScopeError(
+                    f"{self.path} cannot be read: its writer was killed within a transaction; open it again"
+                ) from error
             raise ScopeError(
                 f"{self.path} cannot be read ({error}); copy it again with its -wal file beside it"
             ) from error

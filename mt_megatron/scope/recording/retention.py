@@ -172,7 +172,7 @@ class Retention:
         if not gone:
             return
         numbers = [(each[0],) for each in gone]
-        execute("BEGIN IMMEDIATE")
+        execute("BEGIN EXCLUSIVE")
         self._connection.executemany(
             "DELETE FROM chunk WHERE shard IN (SELECT id FROM shard WHERE tensor=?)", numbers
         )
@@ -193,7 +193,7 @@ class Retention:
         execute(
             "CREATE TEMP TABLE IF NOT EXISTS gone(session, step, PRIMARY KEY(session, step)) WITHOUT ROWID"
         )
-        execute("BEGIN IMMEDIATE")
+        execute("BEGIN EXCLUSIVE")
         execute("DELETE FROM temp.gone")
         self._connection.executemany("INSERT INTO temp.gone VALUES (?, ?)", steps)
         for statement in kind.remove:

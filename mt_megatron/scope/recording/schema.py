@@ -33,9 +33,13 @@ SHORT = 8
 BUSY_SECONDS = 5.0
 """Longest wait of a reader for a lock; of a file with a write-ahead log readers never wait."""
 
-WRITER_SECONDS = 60.0
-"""Longest wait of the writer for a lock. Without a write-ahead log a reader holds it up, as a long query
-does; meanwhile ranks drop and count."""
+START_SECONDS = 60.0
+"""Longest wait of the writer for a lock while it opens the file."""
+
+WRITER_SECONDS = 2.0
+"""Longest wait of the writer for a lock in one tick. Without a write-ahead log a long query holds it up, and
+meanwhile no further reader is let in: shorter than ``BUSY_SECONDS``, so that those get their turn between
+two tries."""
 
 _JOURNAL_BYTES = 16 * 2**20
 
@@ -110,7 +114,7 @@ def connect_writer(path: Path, *, page_bytes: int = 4096) -> sqlite3.Connection:
         path.unlink()  # left by a disk that was full
     if not path.exists():
         _make(path, page_bytes)
-    connection = sqlite3.connect(path, timeout=WRITER_SECONDS, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=START_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         check(connection, path)
         mode = "WAL" if keeps_shared_memory(path.parent) else "TRUNCATE"
@@ -158,8 +162,9 @@ def _make(path: Path, page_bytes: int) -> None:
 def connect_reader(path: Path) -> sqlite3.Connection:
     """Read-only connection, also while the file is written and where its folder cannot be written to.
 
-    A file that was copied with its write-ahead log into a folder that nobody may write to is read from a
-    private copy. Raises ``ScopeError`` for a file that is not ours, damaged or of another version, and
+    A private copy is read where SQLite would have to write beside the file: a write-ahead log's index in a
+    folder that this user may not write, or the roll-back of what a killed writer had begun. Raises
+    ``ScopeError`` for a file that is not ours, damaged, of another version or locked for long, and
     ``OSError`` where it may not be read.
     """
     with open(path, "rb"):  # a missing file or permission is an OSError with the file's name
@@ -167,24 +172,33 @@ def connect_reader(path: Path) -> sqlite3.Connection:
     try:
         return _read_only(path)
     except sqlite3.OperationalError as error:
-        log = Path(f"{path}-wal")
-        if os.access(path.parent, os.W_OK) or not log.exists():
-            raise _damaged(path, error) from error
-    with tempfile.TemporaryDirectory(prefix="mt_megatron_scope_") as folder:
-        copy = Path(folder) / path.name
-        shutil.copyfile(path, copy)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(log, f"{copy}-wal")
-        try:
-            # Both stay open after their names are gone.
-            return _read_only(copy)
-        except sqlite3.OperationalError as error:
-            raise _damaged(path, error) from error
+        if is_busy(error):
+            raise busy(path) from error
+    try:
+        with tempfile.TemporaryDirectory(prefix="mt_megatron_scope_") as folder:
+            copy = Path(folder) / path.name
+            # The journal first: where a new writer rolls the file back meanwhile, the copy does so again.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}-journal", f"{copy}-journal")
+            shutil.copyfile(path, copy)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+            # All stay open after their names are gone.
+            return _read_only(copy, of=path)
+    except sqlite3.OperationalError as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        raise ScopeError(
+            f"{path} can be read from a private copy alone, which cannot be made ({error}); expected files "
+            f"that this user may read and room in {tempfile.gettempdir()}. Make room or set TMPDIR"
+        ) from error
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
+def _read_only(path: Path, of: Path | None = None) -> sqlite3.Connection:
+    """``of``: the file that ``path`` is a private copy of. SQLite itself may write to a copy, to roll back
+    what a writer had begun; statements may not."""
     connection = sqlite3.connect(
-        f"file:{quote(str(path.resolve()))}?mode=ro",
+        f"file:{quote(str(path.resolve()))}?mode={'ro' if of is None else 'rw'}",
         uri=True,
         timeout=BUSY_SECONDS,
         isolation_level=None,
@@ -193,14 +207,14 @@ def _read_only(path: Path) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA query_only=ON")
         connection.execute("PRAGMA trusted_schema=OFF")
-        check(connection, path)
+        check(connection, of or path)
         return connection
     except sqlite3.OperationalError:
         connection.close()
         raise
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise _damaged(path, error) from error
+        raise _damaged(of or path, error) from error
     except ScopeError:
         connection.close()
         raise
@@ -227,6 +241,19 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, sqlite3.OperationalError) and "full" in str(error)
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether ``error`` says that another connection held the lock for too long."""
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+
+
+def busy(path: Path) -> ScopeError:
+    """The error of a reader of ``path``, a file or its folder, that has waited ``BUSY_SECONDS``."""
+    return ScopeError(
+        f"{path} is locked: its writer waits for another reader, or writes for long; expected the lock "
+        f"within {BUSY_SECONDS:g} s. Try again, or end a long 'scope sql' first"
+    )
 
 
 def _damaged(path: Path, error: sqlite3.Error) -> ScopeError:

@@ -43,6 +43,7 @@ from .data import Session
 from .node import NodeFile
 from .order import layer_of
 from .reader import Recording
+from .schema import busy, is_busy
 
 VIEWS = (
     *("sessions", "ranks", "modules", "steps", "rank_steps", "stats", "vectors", "tensors", "tokens"),
@@ -170,6 +171,8 @@ def query(recording: Recording, statement: str) -> Answer:
         columns = tuple(column[0] for column in result.description or ())
         return Answer(columns=columns, rows=result.fetchall())
     except sqlite3.Error as error:
+        if is_busy(error):
+            raise busy(recording.files.root) from error
         text = "only SELECT over the views is allowed" if "authorized" in str(error) else str(error)
         raise ConfigError(
             f"the statement cannot be run: {text}\nViews: {', '.join(VIEWS)}; "
@@ -198,6 +201,8 @@ def connected(recording: Recording, large: Sequence[str] = ("tensors", "tokens")
         connection.execute("PRAGMA query_only=ON")
     except sqlite3.Error as error:
         connection.close()
+        if is_busy(error):
+            raise busy(recording.files.root) from error
         raise ScopeError(f"the recording in {recording.files.root} cannot be read: {error}") from error
     return connection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -18,11 +19,15 @@ from mt_megatron.scope.format.statistics import combined
 from .checks import Frame, checked
 from .combining import DERIVED_OF, Combined, Parts, fits, number
 from .retention import Retention
-from .schema import SHORT, connect_writer, is_full
+from .schema import SHORT, connect_writer, is_busy, is_full
 from .tensors import chunks, matrix_tiles
+from .transactions import MOST_HELD_BYTES, PAUSE_SECONDS, Transactions, arrays_bytes
 
 TICK_SECONDS = 0.25
 """Between two transactions."""
+
+CLOSING_TRIES = 5
+"""To get the lock at the end."""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +93,7 @@ class Writer:
         self.path = path
         self._say = say
         self._connection = connect_writer(path)
+        self._transactions = Transactions(self._connection)
         self._retention = Retention(self._connection, path, retain_bytes, say)
         self._ranks: dict[int, _Rank] = {}
         self._paths: dict[str, int] = {}
@@ -111,12 +117,12 @@ class Writer:
         """Sessions that the file had already, by name and attempt: the last step of each and its last one
         with statistics (-1: none)."""
 
-        self._execute("BEGIN IMMEDIATE")
-        self._execute(
+        # Later, where the lock is not to be had: of an older recording, whose rows say the same.
+        self._transactions.run(
             "INSERT OR REPLACE INTO about VALUES ('node', ?), ('host', ?), ('opened_ns', ?)",
             (node, host, time.time_ns()),
         )
-        self._execute("COMMIT")
+        self._transactions.be_quick()
 
     @property
     def lost(self) -> Mapping[int, tuple[int, int]]:
@@ -126,21 +132,46 @@ class Writer:
 
     def tick(self, frames: list[tuple[int, Frame]], *, final: bool = False) -> None:
         """Write ``frames`` (rank, frame) and the parts that are whole, in one transaction. Frames that are
-        wrong are told once for each cause and left out."""
+        wrong are told once for each cause and left out; all wait for a later tick while another connection
+        holds the file's lock."""
         if self.stopped is not None:
             self._lose(frames)
             return
+        frames = [*self._transactions.taken(), *frames]
+        if not (frames or len(self._parts) or self._transactions.statements):
+            return  # a lock for nothing would hold readers up
         try:
-            self._execute("BEGIN IMMEDIATE")
+            if not self._transactions.begin():
+                self._wait(frames)
+                return
             for rank, frame in frames:
                 self._take(rank, frame)
             self._write_parts(final=final)
-            self._execute("COMMIT")
+            self._transactions.commit()
             self.frames += len(frames)
-            self._retention.apply()
         except Exception as error:  # noqa: BLE001 - whatever it is ends the recording with a line, not the thread
             self._stop(error)
             self._lose(frames)
+            return
+        self._thin()
+
+    def _wait(self, frames: list[tuple[int, Frame]]) -> None:
+        self._lose(self._transactions.hold(frames))
+        time.sleep(PAUSE_SECONDS)
+        self._tell_once(
+            f"{self.path} is locked, as by a long 'scope sql': frames wait, and those beyond "
+            f"{MOST_HELD_BYTES >> 20} MiB are dropped; training goes on"
+        )
+
+    def _thin(self) -> None:
+        """Apply the bound; another connection's lock puts it off."""
+        try:
+            self._retention.apply()
+        except Exception as error:  # noqa: BLE001 - as in ``tick``
+            if is_busy(error):
+                self._transactions.roll_back()
+            else:
+                self._stop(error)
 
     def alert(self, alert: Alert, session: tuple[str, int]) -> None:
         """Keep an alert of the ``session`` (name, attempt); written at once."""
@@ -170,7 +201,14 @@ class Writer:
 
     def close(self) -> None:
         """Write what is held and close the file, without a write-ahead log beside it."""
-        self.tick([], final=True)
+        for _ in range(CLOSING_TRIES):
+            self.tick([], final=True)
+            if not self._transactions.waits:
+                break
+        held = self._transactions.taken()
+        if held:
+            self._lose(held)
+            self._say(f"scope: {self.path} was locked to the end: {len(held)} frames are left out")
         self._connection.close()
 
     # One frame.
@@ -522,26 +560,22 @@ class Writer:
     # Troubles.
 
     def _outside(self, statement: str, values: tuple[Any, ...]) -> None:
-        """A statement of its own transaction."""
+        """A statement beside frames."""
         if self.stopped is None:
             try:
-                self._execute(statement, values)
+                self._transactions.run(statement, values)
             except sqlite3.Error as error:
                 self._stop(error)
 
     def _lose(self, frames: Iterable[tuple[int, Frame]]) -> None:
         for rank, frame in frames:
             count, size = self._lost.get(rank, (0, 0))
-            arrays = sum(each.nbytes for each in frame.values() if isinstance(each, np.ndarray))
-            self._lost[rank] = (count + 1, size + arrays)
+            self._lost[rank] = (count + 1, size + arrays_bytes(frame))
 
     def _stop(self, error: Exception) -> None:
         self.stopped = "the disk is full" if is_full(error) else f"{type(error).__name__}: {error}"
-        try:
-            if self._connection.in_transaction:
-                self._execute("ROLLBACK")
-        except sqlite3.Error:
-            pass
+        with contextlib.suppress(sqlite3.Error):
+            self._transactions.roll_back()
         self._say(
             f"scope: {self.path} is written no further ({self.stopped}); training goes on, what was "
             "recorded stays"

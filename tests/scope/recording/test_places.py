@@ -10,9 +10,11 @@ import pytest
 
 from mt_megatron.errors import ScopeError
 from mt_megatron.scope.recording import schema as tables
+from mt_megatron.scope.recording import transactions
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import open_recording
-from mt_megatron.scope.recording.writer import Writer
+from mt_megatron.scope.recording.sql import query
+from mt_megatron.scope.recording.writer import Alert, Writer
 from tests.scope.synthetic import RunShape, frames_of, hello, schema, write_run
 
 SHAPE = RunShape(steps=20, tp=1, pp=1, interval=5, tensor_every=0, token_every=0)
@@ -120,6 +122,105 @@ def test_a_slow_reader_without_a_shared_log_does_not_end_the_recording(
     writer.close()
     assert writer.stopped is None and not said
     assert open_recording(tmp_path).steps().step.tolist() == [1]
+
+
+def a_held_lock(
+    run: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> tuple[Writer, sqlite3.Connection]:
+    """A writer without a shared log, which has no patience, and a reader that is in its way."""
+    monkeypatch.setattr(tables, "keeps_shared_memory", lambda _: False)
+    monkeypatch.setattr(tables, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("mt_megatron.scope.recording.writer.PAUSE_SECONDS", 0.0)
+    for module in (tables, transactions):
+        monkeypatch.setattr(module, "WRITER_SECONDS", 0.05)
+    writer = a_writer(run, said)
+    writer.tick([(0, hello(SHAPE, 0)), (0, schema(SHAPE, 0))])
+    reader = sqlite3.connect(scope_files(run).nodes()[0], isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM step").fetchone()
+    return writer, reader
+
+
+def test_a_reader_that_outlasts_the_writer_s_patience_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    writer, reader = a_held_lock(tmp_path, monkeypatch, said)
+    for step in (5, 6):
+        writer.tick([(0, frame) for frame in frames_of(SHAPE, 0, step)])
+    alert = Alert(step=5, kind="band", path="", statistic="loss", value=9.0, low=1.0, high=2.0, text="high")
+    writer.alert(alert, (SHAPE.session, 0))
+    reader.execute("COMMIT")
+    with open_recording(tmp_path) as recording:
+        assert recording.last_step() is None, "it does hold others up"
+    writer.tick([(0, frame) for frame in frames_of(SHAPE, 0, 7)])
+    writer.close()
+    assert writer.stopped is None and not writer.lost
+    assert len(said) == 1 and "is locked" in said[0] and "training goes on" in said[0]
+    with open_recording(tmp_path) as recording:
+        assert recording.steps().step.tolist() == [5, 6, 7]
+        assert recording.series("decoder.layers.1", "activation_rms").parts.tolist() == [1]
+        assert [each.text for each in recording.alerts()] == ["high"]
+
+
+def test_frames_that_wait_for_a_lock_are_bounded_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors go first, then statistics and steps; what later frames need is kept."""
+    monkeypatch.setattr(transactions, "MOST_HELD_BYTES", 64 * 2**10)
+    said: list[str] = []
+    writer, reader = a_held_lock(tmp_path, monkeypatch, said)
+    shape = RunShape(steps=200, tp=1, pp=1, interval=5, tensor_every=1, token_every=0)
+    sent = 0
+    for step in range(1, 101):
+        frames = [(0, frame) for frame in frames_of(shape, 0, step)]
+        if step == 90:
+            frames.append((0, {"k": "back", "first": 91, "attempt": 1}))
+        sent += len(frames)
+        writer.tick(
+            [
+                (rank, {**frame, "attempt": int(step > 90)} if frame["k"] != "back" else frame)
+                for rank, frame in frames
+            ]
+        )
+    reader.execute("COMMIT")
+    writer.close()
+    lost = writer.lost[0][0]
+    assert writer.stopped is None and 0 < lost < sent
+    with open_recording(tmp_path) as recording:
+        steps = recording.steps(session=0).step.tolist()
+        assert steps == list(range(1, len(steps) + 1)) and 10 < len(steps) < 90
+        assert len(recording.tensors()) < len(steps)
+        assert [each.first_step for each in recording.sessions()] == [1, 91]
+
+
+def test_a_lock_that_lasts_to_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    writer, _ = a_held_lock(tmp_path, monkeypatch, said)
+    frames = [(0, frame) for frame in frames_of(SHAPE, 0, 5)]
+    writer.tick(frames)
+    writer.close()
+    assert writer.lost[0][0] == len(frames)
+    assert f"was locked to the end: {len(frames)} frames are left out" in said[-1]
+
+
+def test_readers_say_that_a_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is wrong with the file then: it need not be copied again."""
+    writer, reader = a_held_lock(tmp_path, monkeypatch, [])
+    reader.execute("COMMIT")
+    with open_recording(tmp_path) as recording:
+        writer._connection.execute("BEGIN EXCLUSIVE")
+        for read in (
+            lambda: open_recording(tmp_path),
+            recording.steps,
+            lambda: query(recording, "select * from steps"),
+        ):
+            with pytest.raises(ScopeError, match=r"is locked: .* Try again") as caught:
+                read()
+            assert "copy it again" not in str(caught.value)
+        writer._connection.execute("ROLLBACK")
+        assert query(recording, "select * from steps").rows == []
+    writer.close()
 
 
 def test_an_error_of_any_kind_ends_the_recording_in_one_line(

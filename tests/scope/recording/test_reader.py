@@ -258,24 +258,60 @@ def test_readers_open_while_it_is_written_and_elsewhere(tmp_path: Path) -> None:
         np.testing.assert_array_equal(recording.steps().loss, [loss_of(shape, step) for step in range(1, 61)])
 
 
-def test_a_copy_that_nobody_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("running", [True, False], ids=["while it is written", "after its end"])
+def test_a_copy_that_nobody_may_write_to(tmp_path: Path, running: bool) -> None:
     """As root every folder can be written to: SQLite's own refusal is brought about by a folder in the place
-    of the index of its log."""
+    of the index of its log, or a link to nowhere in that of the log."""
     shape = RunShape(steps=5, interval=1, tensor_every=0, token_every=0)
     files = scope_files(tmp_path / "run")
     files.root.mkdir(parents=True)
     writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
     writer.tick([(0, hello(shape, 0)), (0, schema(shape, 0))])
     writer.tick([(0, frame) for step in range(1, 6) for frame in frames_of(shape, 0, step)])
+    if not running:
+        writer.close()
     copied = scope_files(tmp_path / "copy")
     shutil.copytree(files.root, copied.root)
-    writer.close()
-    log = Path(f"{copied.nodes()[0]}-shm")
-    log.unlink()
-    log.mkdir()
-    monkeypatch.setattr("mt_megatron.scope.recording.schema.os.access", lambda *_: False)
+    if running:
+        writer.close()
+    (path,) = copied.nodes()
+    assert Path(f"{path}-wal").exists() == running
+    if running:
+        Path(f"{path}-shm").unlink()
+        Path(f"{path}-shm").mkdir()
+    else:
+        Path(f"{path}-wal").symlink_to(tmp_path / "nowhere" / "log")
     with open_recording(tmp_path / "copy") as recording:
         assert recording.steps().step.tolist() == [1, 2, 3, 4, 5]
+        assert query(recording, "select count(*) from steps").rows == [(5,)]
+
+
+def test_what_a_killed_writer_had_begun_is_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On network storage, where a part of a transaction is in the file before its end."""
+    monkeypatch.setattr("mt_megatron.scope.recording.schema.keeps_shared_memory", lambda _: False)
+    shape = RunShape(steps=40, interval=1, tensor_every=0, token_every=0, tp=1, pp=1)
+    files = scope_files(tmp_path / "run")
+    files.root.mkdir(parents=True)
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    writer.tick([(0, hello(shape, 0)), (0, schema(shape, 0))])
+    writer.tick([(0, frame) for step in range(1, 41) for frame in frames_of(shape, 0, step)])
+    execute = writer._connection.execute
+    execute("PRAGMA cache_size=2")
+    execute("BEGIN EXCLUSIVE")
+    for table in ("step SET loss=99", "value SET number=99", "vector SET part=zeroblob(9)"):
+        execute(f"UPDATE {table}")
+    copied = scope_files(tmp_path / "copy")
+    shutil.copytree(files.root, copied.root)
+    execute("ROLLBACK")
+    writer.close()
+    (path,) = copied.nodes()
+    assert Path(f"{path}-journal").stat().st_size > 512
+    with open_recording(tmp_path / "copy") as recording:
+        found = recording.steps().loss
+        np.testing.assert_array_equal(found, [loss_of(shape, step) for step in range(1, 41)])
+        assert query(recording, "select max(loss) < 99 from steps").rows == [(1,)]
 
 
 def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
