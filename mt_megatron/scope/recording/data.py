@@ -90,7 +90,8 @@ class Module:
     path: str
     class_name: str
     layer: int | None
-    """Counted through the whole model from 0."""
+    """Counted through the whole model from 0; None outside of layers, as in a depth of multi-token
+    prediction."""
 
     parameters: int
     """Elements that one rank holds of it: the most of any rank."""

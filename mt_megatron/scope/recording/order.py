@@ -7,15 +7,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_DEPTH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)(?:\.|$)")
 
 _LAST_OF_ATTENTION = ("core_attention", "linear_proj")
 """Megatron-Core builds them before the projections that they work on."""
 
 
 def layer_of(path: str) -> int | None:
-    """Number of the layer that ``path`` lies in, counted through the whole model from 0."""
-    found = _LAYER.search(path)
+    """Number of the layer that ``path`` lies in, counted through the whole model from 0; None within a depth
+    of multi-token prediction, which is none of the model's layers."""
+    found = None if _DEPTH.search(path) else _LAYER.search(path)
     return int(found[1]) if found else None
+
+
+def place_of(path: str) -> tuple[int, str] | None:
+    """Number and label of the layer, or of the depth of multi-token prediction, that ``path`` lies in; None
+    outside of both."""
+    depth = _DEPTH.search(path)
+    if depth:
+        return int(depth[1]), f"MTP {depth[1]}"
+    layer = layer_of(path)
+    return None if layer is None else (layer, str(layer))
 
 
 def execution_order(lists: Iterable[Sequence[str]]) -> list[str]:

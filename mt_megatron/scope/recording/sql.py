@@ -19,8 +19,9 @@ thinned      node, kind, steps, first_step, last_step, time_ns
 requests     time_ns, texts (JSON)
 ============ ==========================================================================================
 
-``current`` is 1 where the run went on from a row, 0 where a later session recorded the step anew. Values of
-statistics combine all nodes' parts. SQL is SQLite's.
+``layer`` counts decoder layers from 0; it is NULL outside of them, also in depths of multi-token prediction
+(``mtp.layers.*``). ``current`` is 1 where the run went on from a row, 0 where a later session recorded the
+step anew or the run went back to before it. Values of statistics combine all nodes' parts. SQL is SQLite's.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mt_megatron.scope.recording.data import (
     Thinned,
 )
 from mt_megatron.scope.recording.files import Bookmark
-from mt_megatron.scope.recording.order import layer_of
+from mt_megatron.scope.recording.order import place_of
 from mt_megatron.scope.recording.reader import Recording
 
 MOST_COLUMNS = 160
@@ -204,14 +204,12 @@ def first_not_finite(
 
 
 def heat_maps(series: Mapping[tuple[str, str], Series], paths: Sequence[str]) -> list[HeatMap]:
-    """One for each statistic and kind of module (a path without its layer's number) that several layers
-    have."""
+    """One for each statistic and kind of module (a path without its layer's number) that several layers, or
+    depths of multi-token prediction, have."""
     kinds: dict[tuple[str, str], list[str]] = {}
-    for path in paths:
-        layer = layer_of(path)
-        if layer is None:
-            continue
-        kind = path.replace(f".{layer}", ".*", 1)
+    places = {path: where for path in paths if (where := place_of(path)) is not None}
+    for path, (place, _) in places.items():
+        kind = path.replace(f".{place}", ".*", 1)
         for name in IN_MAPS:
             if (path, name) in series:
                 kinds.setdefault((name, kind), []).append(path)
@@ -219,7 +217,7 @@ def heat_maps(series: Mapping[tuple[str, str], Series], paths: Sequence[str]) ->
     for (name, kind), members in sorted(kinds.items(), key=lambda item: IN_MAPS.index(item[0][0])):
         if len(members) < 2:
             continue
-        members.sort(key=lambda path: layer_of(path) or 0)
+        members.sort(key=lambda path: places[path][0])
         own = [series[path, name] for path in members]
         steps = np.unique(np.concatenate([each.step for each in own]))
         columns = np.array_split(steps, min(MOST_COLUMNS, len(steps)))
@@ -229,7 +227,7 @@ def heat_maps(series: Mapping[tuple[str, str], Series], paths: Sequence[str]) ->
             HeatMap(
                 title=name if kind.endswith(".*") else f"{name} of {kind.rpartition('.*.')[2]}",
                 meaning=STATISTICS[name].meaning,
-                rows=tuple(str(layer_of(path)) for path in members),
+                rows=tuple(places[path][1] for path in members),
                 first=first,
                 last=last,
                 values=np.stack([_columns(each, first) for each in own]),

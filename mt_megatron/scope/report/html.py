@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mt_megatron.scan.format.permissions import grant
-from mt_megatron.scope.recording.order import layer_of
+from mt_megatron.scope.recording.order import place_of
 from mt_megatron.scope.sidecar.alerts import FEWEST
 
 from .charts import Marks, chart, heat_map, matrix, number, positions, spark
@@ -209,7 +209,7 @@ def _experts(data: ReportData, marks: Marks) -> str:
     experts = data.experts
     if experts is None:
         return ""
-    rows = [str(layer_of(path)) if layer_of(path) is not None else path for path in experts.paths]
+    rows = [path if (place := place_of(path)) is None else place[1] for path in experts.paths]
     picture = matrix(experts.share, rows, "tokens of each expert").replace(
         "data-rows", 'data-words="layer {r}, expert {c}" data-rows', 1
     )
@@ -240,7 +240,7 @@ def _modules(data: ReportData) -> str:
     if not data.modules:
         return ""
     layers = [
-        row for row in data.modules if layer_of(row.path) is None or row.path.rpartition(".")[2].isdigit()
+        row for row in data.modules if place_of(row.path) is None or row.path.rpartition(".")[2].isdigit()
     ]
     others = [row for row in data.modules if row not in layers]
     parts = ["<h2>Modules</h2>", _table(layers)]

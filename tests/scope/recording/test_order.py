@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mt_megatron.scope.recording.order import execution_order, layer_of
+from mt_megatron.scope.recording.order import execution_order, layer_of, place_of
 
 STAGES = (
     ["", "embedding", "decoder", "decoder.layers", "decoder.layers.0", "decoder.layers.1"],
@@ -52,3 +52,18 @@ def test_every_path_is_listed_once_whatever_the_ranks_hold() -> None:
 def test_layers_are_counted_through_the_whole_model() -> None:
     assert layer_of("decoder.layers.12.mlp") == 12 and layer_of("layers.0") == 0
     assert layer_of("decoder.layers") is None and layer_of("mylayers.3") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "layer", "label"),
+    [
+        ("decoder.layers.3.mlp", 3, "3"),
+        ("layers.0", 0, "0"),
+        ("mtp.layers.0", None, "MTP 0"),
+        ("mtp.layers.1.transformer_layer.mlp.router", None, "MTP 1"),
+        ("output_layer", None, None),
+    ],
+)
+def test_a_prediction_depth_is_no_layer(path: str, layer: int | None, label: str | None) -> None:
+    place = place_of(path)
+    assert layer_of(path) == layer and (None if place is None else place[1]) == label

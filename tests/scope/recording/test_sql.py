@@ -15,7 +15,8 @@ from mt_megatron.scope.recording import sql
 from mt_megatron.scope.recording.files import scope_files
 from mt_megatron.scope.recording.reader import Recording, open_recording
 from mt_megatron.scope.recording.sql import VIEWS, query
-from tests.scope.synthetic import RunShape, Truth, write_run
+from mt_megatron.scope.recording.writer import Writer
+from tests.scope.synthetic import RunShape, Truth, hello, write_run
 
 REFUSED = (
     "attach database '{other}' as other",
@@ -138,3 +139,28 @@ def test_a_run_that_was_replaced_is_marked(tmp_path: Path) -> None:
         assert rows == [(0, step) for step in range(15, 21)]
         current = query(recording, "select step from steps where current order by 1").rows
         assert [step for (step,) in current] == list(range(1, 25))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_prediction_depths_are_no_layers(tmp_path: Path, nodes: int) -> None:
+    """Otherwise ``group by layer`` adds the first of them to the first decoder layer."""
+    shape = RunShape(steps=4, interval=2, tp=2, pp=1, tensor_every=0, token_every=0)
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    paths = ["decoder.layers.0", "mtp.layers.0", "mtp.layers.0.transformer_layer.mlp"]
+    for node in range(nodes):
+        writer = Writer(files.node("a", node), node=node, host="a", retain_bytes=1 << 26)
+        for rank in range(node, 2, nodes):
+            entries = [*([path, "activation_rms", 2] for path in paths), ["mtp.layers.0", "expert_load", 4]]
+            listed = [[path, "TransformerLayer", 1] for path in paths]
+            writer.tick([(rank, {**hello(shape, rank), "modules": listed})])
+            writer.tick([(rank, {"k": "schema", "id": 1, "entries": entries})])
+            values = np.array([4.0, 1.0, 9.0, 1.0, 16.0, 1.0, *[1.0] * 4])
+            writer.tick([(rank, {"k": "stats", "i": 2, "id": 1, "attempt": 0, "values": values})])
+        writer.close()
+    with open_recording(tmp_path) as recording:
+        for view in ("modules", "stats"):
+            rows = query(recording, f"select distinct path, layer from {view} order by path").rows
+            assert rows == [(paths[0], 0), (paths[1], None), (paths[2], None)]
+        assert set(query(recording, "select path, layer from vectors").rows) == {(paths[1], None)}
+        assert {each.path: each.layer for each in recording.names()}[paths[1]] is None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mt_megatron.scope.recording.files import add_bookmark, scope_files
@@ -177,3 +178,25 @@ def test_the_file_appears_whole_or_not_at_all(
     with pytest.raises(OSError, match="No space left"):
         write_report(data, path)
     assert path.read_text() == before and [each.name for each in path.parent.iterdir()] == ["report.html"]
+
+
+def test_prediction_depths_have_labels_of_their_own(tmp_path: Path) -> None:
+    files = scope_files(tmp_path)
+    files.root.mkdir()
+    shape = RunShape(tp=1, pp=1)
+    routers = [f"decoder.layers.{layer}.mlp.router" for layer in (0, 1)]
+    routers += [f"mtp.layers.{depth}.transformer_layer.mlp.router" for depth in (0, 1)]
+    writer = Writer(files.node("a", 0), node=0, host="a", retain_bytes=1 << 26)
+    writer.tick([(0, {**hello(shape, 0), "modules": [[path, "TopKRouter", 1] for path in routers]})])
+    writer.tick([(0, {"k": "schema", "id": 1, "entries": [[path, "expert_load", 4] for path in routers]})])
+    for step in (1, 2):
+        values = np.ones(4 * len(routers))
+        frame = {"k": "stats", "i": step, "id": 1, "attempt": 0, "values": values}
+        writer.tick([(0, step_frame(shape, 0, step)), (0, frame)])
+    writer.close()
+    with open_recording(tmp_path) as recording:
+        data = gathered(recording)
+    assert [each.rows for each in data.maps] == [("0", "1"), ("MTP 0", "MTP 1")]
+    text = page(data)
+    assert 'data-labels="0,1,MTP 0,MTP 1"' in text and "2 modules within layers" not in text
+    assert "4 modules within layers" in text
