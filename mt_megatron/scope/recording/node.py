@@ -80,6 +80,29 @@ class NodeFile:
             self._paths[path] = int(found[0][0])
         return self._paths[path]
 
+    def modules(self, session: Session) -> list[tuple[int, str, str, int]]:
+        """Rank, path, class and parameters of the modules of the session's ranks, in each rank's order.
+        A rank lists them once a start: in an earlier attempt, where the session's has none of it."""
+        own = self.session(session)
+        lacking = {rank for (rank,) in self.rows("SELECT rank FROM rank WHERE session=?", (own,))}
+        attempts = self.rows(
+            "SELECT id FROM session WHERE name=? AND attempt<=? AND EXISTS(SELECT 1 FROM module "
+            "WHERE module.session = session.id) ORDER BY attempt DESC",
+            (session.name, session.attempt),
+        )
+        found: list[tuple[int, str, str, int]] = []
+        for (attempt,) in attempts:
+            if not lacking:
+                break
+            rows = self.rows(
+                "SELECT rank, text, class, parameters FROM module JOIN path ON path.id = module.path "
+                "WHERE session=? ORDER BY rank, position",
+                (attempt,),
+            )
+            found += [(rank, *row) for rank, *row in rows if rank in lacking]
+            lacking -= {row[0] for row in rows}
+        return found
+
     def close(self) -> None:
         """Let go of the file."""
         with self._lock:

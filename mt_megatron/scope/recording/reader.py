@@ -145,12 +145,8 @@ class Recording:
         stage = {each.rank: int(each.at.get("pp", 0) or 0) for each in facts.ranks}
         lists: dict[int, list[str]] = {}
         held: dict[str, tuple[str, int, list[int]]] = {}
-        for node, own in self._having(facts.session):
-            for rank, path, name, parameters in node.rows(
-                "SELECT rank, text, class, parameters FROM module JOIN path ON path.id = module.path "
-                "WHERE session=? ORDER BY rank, position",
-                (own,),
-            ):
+        for node, _ in self._having(facts.session):
+            for rank, path, name, parameters in node.modules(facts.session):
                 lists.setdefault(rank, []).append(path)
                 before = held.get(path, (name, 0, []))
                 held[path] = (name, max(before[1], parameters), [*before[2], rank])

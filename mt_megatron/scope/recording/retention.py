@@ -91,6 +91,21 @@ _OTHERS = (
 )
 
 
+_UNUSED = "session IN (SELECT id FROM session WHERE id <= (SELECT max(id) FROM session) - 8 " + "".join(
+    f"AND NOT EXISTS(SELECT 1 FROM {table} AS t WHERE t.session = session.id) "
+    for table in ("step", "sampled", "tensor", "tokens")
+)
+"""Of sessions of which nothing is left; not of the newest, of which more may come."""
+
+_REMOVE_UNUSED = (
+    f"DELETE FROM declared WHERE {_UNUSED})",
+    # Attempts of one start share the list that the first of them has.
+    f"DELETE FROM module WHERE {_UNUSED}) AND EXISTS(SELECT 1 FROM session AS own "
+    "JOIN session AS s ON s.name = own.name AND s.attempt < own.attempt "
+    "JOIN module AS m ON m.session = s.id AND m.rank = module.rank WHERE own.id = module.session)",
+)
+
+
 class Retention:
     """Bound of ``connection``'s file."""
 
@@ -121,10 +136,12 @@ class Retention:
         if self.used_bytes() < FULL * self._most:
             self.full_of_tensors = False
             return
+        self._remove_unused()
         self._thin(_TENSORS, _TENSORS.keep)
         self._remove_single_tensors()
         for kind in _OTHERS:
             self._thin(kind, kind.keep)
+        self._remove_unused()
         self._shrink()
         self.full_of_tensors = self.used_bytes() > FULL * self._most
         if self.full_of_tensors and not self._told:
@@ -133,6 +150,14 @@ class Retention:
                 f"scope: {self._path.name} has reached its bound of {self._most / 2**20:.0f} MiB and nothing "
                 "old is left to thin: tensors are left out until there is room. Raise --scope-retain-mib"
             )
+
+    def _remove_unused(self) -> None:
+        """Lists of modules and of ranks' parts, of sessions of which nothing is left."""
+        execute = self._connection.execute
+        execute("BEGIN EXCLUSIVE")
+        for statement in _REMOVE_UNUSED:
+            execute(statement)
+        execute("COMMIT")
 
     def _shrink(self) -> None:
         """Give back to the disk what the file has above its bound; other free pages are used again, which

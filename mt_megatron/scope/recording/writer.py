@@ -103,6 +103,9 @@ class Writer:
         self._lengths: dict[tuple[int, int], int] = {}
         self._parts = Parts()
         self._marked: set[tuple[int, int, str]] = set()
+        self._listed: dict[int, tuple[str, list[tuple[str, str, int]]]] = {}
+        """Name of the session and modules that each rank has listed."""
+
         self._told: set[str] = set()
         self.stopped: str | None = None
         """Why nothing is written any more."""
@@ -288,16 +291,22 @@ class Writer:
             "INSERT OR REPLACE INTO rank VALUES (?, ?, ?, ?, ?, ?, NULL)",
             (known.session, rank, json.dumps(frame["at"]), frame["host"], frame["pid"], time.time_ns()),
         )
+        if self._listed.get(rank) != (known.name, frame["modules"]):
+            self._list(rank, known)
+        for entries in known.schemas.values():
+            self._declare(rank, known, entries)
+
+    def _list(self, rank: int, known: _Rank) -> None:
+        """Rows of the rank's modules, once a start: readers find them in the attempt where they are."""
+        self._listed[rank] = (known.name, known.hello["modules"])
         self._execute("DELETE FROM module WHERE session=? AND rank=?", (known.session, rank))
         self._connection.executemany(
             "INSERT INTO module VALUES (?, ?, ?, ?, ?, ?)",
             (
                 (known.session, rank, position, self._path_id(path), name, parameters)
-                for position, (path, name, parameters) in enumerate(frame["modules"])
+                for position, (path, name, parameters) in enumerate(known.hello["modules"])
             ),
         )
-        for entries in known.schemas.values():
-            self._declare(rank, known, entries)
 
     def _in_attempt(self, rank: int, known: _Rank, frame: Mapping[str, Any]) -> None:
         """Enter the attempt that ``frame`` is of. A rank counts up where it goes back, and where it makes a

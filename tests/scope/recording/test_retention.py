@@ -161,3 +161,24 @@ def test_thinning_takes_every_second_of_the_older_half() -> None:
     assert thinned(steps[:3], keep=2) == [(1, 0)]
     assert thinned(steps[:2], keep=2) == []
     assert 0 < FULL < 1
+
+
+def test_lists_of_attempts_that_have_nothing_left_go(tmp_path: Path) -> None:
+    """Of the modules' list the first attempt's stays, as that of later ones."""
+    said: list[str] = []
+    writer = a_writer(tmp_path, LEAST_BYTES, said)
+    for attempt in range(1, 41):
+        writer.tick([(0, {"k": "back", "first": attempt, "attempt": attempt})])
+    frame = {**stats(60), "attempt": 40}
+    writer.tick([(0, {**step_frame(SHAPE, 0, 60), "attempt": 40}), (0, frame)])
+    execute = writer._connection.execute
+    execute("INSERT INTO module SELECT 20, rank, position, path, class, parameters FROM module")
+    with open_recording(tmp_path) as recording:
+        before = recording.modules()
+        writer._retention._remove_unused()
+        assert before == recording.modules() == recording.modules(25)
+        assert recording.series("a", "activation_rms").of.tolist() == [1]
+    assert execute("SELECT DISTINCT session FROM module").fetchall() == [(1,)]
+    kept = [row[0] for row in execute("SELECT DISTINCT session FROM declared ORDER BY 1")]
+    assert kept == list(range(34, 42))
+    writer.close()

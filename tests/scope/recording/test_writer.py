@@ -386,3 +386,25 @@ def test_attempts_are_in_order_however_they_are_written(tmp_path: Path) -> None:
     assert set(parts.values()) == {0.5}
     parts = {key.session: recording.tensor(key).missing for key in recording.tensors(session=2)}
     assert parts == {2: 0.0}
+
+
+def test_attempts_of_a_start_share_their_list_of_modules(tmp_path: Path) -> None:
+    """Hundreds of pairs would fill the file with it; a file whose attempts have lists of their own is read as
+    before."""
+    writer = a_writer(tmp_path)
+    greet(writer, SHAPE, 0, 1)
+    for attempt in range(1, 7):
+        for rank in (0, 1):
+            frame = {**stats_frame(SHAPE, rank, attempt), "beside": True, "attempt": attempt}
+            writer.tick([(rank, frame)])
+    listed = "SELECT session, count(*) FROM module GROUP BY session"
+    assert len(writer._execute(listed).fetchall()) == 1
+    with open_recording(tmp_path) as recording:
+        expected = recording.modules(0)
+        assert expected and all(each.ranks == (0, 1) for each in expected)
+        assert all(recording.modules(session) == expected for session in range(7))
+        writer._execute("INSERT INTO module SELECT 3, rank, position, path, 'Later', 0 FROM module")
+        assert {each.class_name for each in recording.modules(2)} == {"Later"}
+        assert {each.class_name for each in recording.modules(4)} == {"Later"}
+        assert recording.modules(1) == expected
+    writer.close()
