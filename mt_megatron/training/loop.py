@@ -153,7 +153,7 @@ class _Run:
             shape=self.shape,
             sizes=self.batch_sizes,
             recovery=Recovery(config.train, say=self.display.say, record=self.metrics.record),
-            roll_back=self.store.rollback,
+            roll_back=self._roll_back,
             watchdog=watchdog,
         )
         self._announce()
@@ -229,6 +229,7 @@ class _Run:
                 # It diverged under a perturbation, which is undone: the step is none of the run's.
                 window = self.scope_trainer.window
                 continue
+            self.scope_trainer.figures = (result.loss, self.scope_trainer.figures[1])
             self._saved(self.store.advance(result.wishes, sound=not result.skipped))
             window.add(result, tokens_processed=result.samples * self.shape.seq_length)
             self.display.tick(self.progress.iteration)
@@ -254,7 +255,7 @@ class _Run:
                     break
         if result is not None:
             if window.results:
-                self._report(window, result)
+                self._report(window, window.results[-1])
             self._end_perturbations()
             # Whoever asked for the end waits for this; nothing older goes then.
             self._saved(self.store.save(self.progress, final=True, read_back=not result.wishes.stop))
@@ -263,7 +264,8 @@ class _Run:
             self.display.say(f"stopped on request after step {self.progress.iteration}")
         else:
             self._evaluate()
-        self._summary(result)
+        loss, self.validation = self.scope_trainer.figures
+        self._summary(loss)
         # A start without a step recorded nothing that a report could show.
         trace = None if result is None else self.tracing.folder
         for line in next_lines(self.config, self.progress.iteration, self.checkpoint, trace):
@@ -271,7 +273,7 @@ class _Run:
         return Outcome(
             progress=self.progress,
             finished=self._finished(),
-            loss=None if result is None else result.loss,
+            loss=loss,
             validation=self.validation,
             checkpoint=self.checkpoint,
             # Nothing is left to do elsewhere where this was the last step.
@@ -316,6 +318,12 @@ class _Run:
             f"step {self.progress.iteration}: no checkpoint is written while the run is perturbed "
             f"({self.scope.perturbed})"
         )
+
+    def _roll_back(self) -> Progress:
+        progress = self.store.rollback()
+        assert self.store.newest is not None
+        self.scope.rolled_back(progress.iteration, read_manifest(self.store.newest).get("perturbed"))
+        return progress
 
     def _undo_perturbations(self) -> int | None:
         """Take back what can be; manifests of later checkpoints say what cannot. The step that the run is at
@@ -470,6 +478,7 @@ class _Run:
             "seconds": time.monotonic() - began,
             **self._mark(),
         }
+        self.scope_trainer.figures = (self.scope_trainer.figures[0], self.validation)
         self.metrics.record("valid", self.progress.iteration, values)
         self.display.validation(self.validation.loss)
         self.display.say(
@@ -496,7 +505,7 @@ class _Run:
                 f"up {report.stall_seconds:.2f} s)"
             )
 
-    def _summary(self, result: StepResult | None) -> None:
+    def _summary(self, loss: float | None) -> None:
         baselines = None
         if self.job.is_main and self.validation is not None:
             baselines = corpus_baselines(
@@ -505,7 +514,7 @@ class _Run:
                 vocab_size=self.tokenizer.vocab_size,
                 max_samples=self.config.train.eval_iters * self.global_batch_size,
             )
-        loss, seconds = None if result is None else result.loss, time.monotonic() - self.started
+        seconds = time.monotonic() - self.started
         values = {
             "finished": self.progress.iteration >= self.train_iters,
             "train_loss": loss,
@@ -516,6 +525,7 @@ class _Run:
             "skipped_iterations": self.progress.skipped_iterations,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
             "seconds": seconds,
+            **self._mark(),
         }
         lines = summary_lines(
             progress=self.progress,

@@ -129,6 +129,12 @@ class Scope:
         """Whether the step diverged under a perturbation that can be undone, and was."""
         return self.control is not None and self.control.lab.diverged(iteration, reason)
 
+    def rolled_back(self, iteration: int, perturbed: str | None) -> None:
+        """The weights are those of the checkpoint of ``iteration`` again, saved under ``perturbed``."""
+        self._began_perturbed = perturbed
+        if self.control is not None:
+            self.control.lab.rolled_back(iteration, perturbed)
+
     @property
     def perturbed(self) -> str | None:
         """What the run is under; None: nothing."""

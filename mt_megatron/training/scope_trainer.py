@@ -13,6 +13,7 @@ from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.parallel.rank_layout import Coordinates, RankLayout
 from mt_megatron.pipeline.execute.source import remember_step
 from mt_megatron.training.distributed import Job
+from mt_megatron.training.evaluate import Validation
 from mt_megatron.training.health.watchdog import NoWatchdog, Watchdog
 from mt_megatron.training.logging.moe_metrics import ExpertLoads
 from mt_megatron.training.logging.throughput import Window
@@ -54,6 +55,9 @@ class ScopeTrainer:
 
         self.window: Window | None = None
         """The steps since the last report; the run sets it, and takes it back after an undo."""
+
+        self.figures: tuple[float | None, Validation | None] = (None, None)
+        """Loss of the last step and last validation, for the run's end; kept as ``window`` is."""
 
         self._made: Callable[[], Window] | None = None
         self.went_back = False
@@ -159,12 +163,14 @@ class ScopeTrainer:
         if self._loads is not None:
             restoring.append(self._loads.remember())
         window = None if self.window is None else self.window.remember()
+        figures = self.figures
 
         def restore() -> None:
             self.went_back |= self._steps.progress.iteration != iteration
             for each in restoring:
                 each()
             self._trainable.update_is_half_done = False
+            self.figures = figures
             if window is not None:
                 self._made = window
                 self.window = window()

@@ -59,6 +59,14 @@ def watched_runs(folder: str) -> dict[str, Any]:
     sys.modules.pop("mt_megatron.scope.session")
     found["not_made"] = _beside(f"{folder}/not_made", _not_made)
     found["not_ended"] = _beside(f"{folder}/not_ended", _NotEnded)
+    lab = Path(folder) / "lab.yaml"
+    if dist.get_rank() == 0:
+        noise = (
+            "name: noise, kind: gaussian, sigma: 0.5, on: weight, module: 'decoder.layers.1.*', steps: 3-9"
+        )
+        lab.write_text(f"perturbations:\n- {{{noise}}}\n")
+    dist.barrier()
+    found["undone"] = _run(f"--save {folder}/undone --scope record --scope-interval 1 --scope-lab {lab}")
     with _broken():
         found["broken"] = _run(f"--save {folder}/broken --scope record --scope-interval 1")
     return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mt_megatron.checkpoint.progress import Progress
 from mt_megatron.config.parse import load_config
 from mt_megatron.scope.recording.reader import open_recording
 from mt_megatron.scope.recording.sql import query
@@ -15,7 +18,9 @@ from mt_megatron.scope.report.compare import compare
 from mt_megatron.scope.report.gather import gathered
 from mt_megatron.scope.report.html import page
 from mt_megatron.scope.report.status import status_of
+from mt_megatron.training import loop
 from mt_megatron.training.run_folder import run_folder
+from mt_megatron.training.scope_session import Scope
 from tests.launch import run_ranks
 from tests.training.scope_cases import ENDS_IN, STEPS
 
@@ -40,7 +45,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
 def test_every_run_finishes_and_leaves_no_thread(found: list[dict[str, Any]]) -> None:
     for each in found:
         for name, run in each.items():
-            assert run["finished"] and run["after"] == [], name
+            assert run["finished"] == (name != "undone") and run["after"] == [], name
 
 
 def test_off_is_off(found: list[dict[str, Any]], folder: Path) -> None:
@@ -78,6 +83,35 @@ def test_a_real_recording_is_read_by_everything(found: list[dict[str, Any]], fol
         rows = query(recording, "select count(*) from modules").rows
         assert rows == [(len(paths),)]
         assert status_of(recording).step == STEPS + 2
+
+
+def test_a_run_that_ends_perturbed_ends_with_the_figures_of_what_it_keeps(
+    found: list[dict[str, Any]], folder: Path
+) -> None:
+    records = [json.loads(line) for line in (folder / "undone" / "metrics.jsonl").read_text().splitlines()]
+    losses = {each["iteration"]: each["loss"] for each in records if each["event"] == "train"}
+    (end,) = [each for each in records if each["event"] == "end"]
+    assert sorted(losses) == [1, 2, 3, 4] and end["iteration"] == 2
+    assert end["train_loss"] == losses[2] != losses[4] and "perturbed" not in end
+    for each in found:
+        run = each["undone"]
+        assert (run["finished"], run["iteration"], run["loss"]) == (False, 2, losses[2].hex())
+    with open_recording(folder / "undone") as recording:
+        status = status_of(recording)
+        assert (status.step, status.last_sample, status.ended, status.perturbed) == (2, 2, 2, 0)
+        assert recording.steps(session=0).step.tolist() == [1, 2, 3, 4]
+
+
+def test_a_rollback_tells_the_lab_what_the_checkpoint_was_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    run: Any = object.__new__(loop._Run)
+    run.store = SimpleNamespace(rollback=lambda: Progress(iteration=4), newest=tmp_path)
+    run.scope = Scope()
+    run.scope.control = SimpleNamespace(lab=SimpleNamespace(rolled_back=lambda *given: told.append(given)))
+    monkeypatch.setattr(loop, "read_manifest", lambda _: {"perturbed": "noise"})
+    assert run._roll_back() == Progress(iteration=4) and told == [(4, "noise")]
 
 
 def test_a_sink_gets_the_steps_of_both_starts_once(found: list[dict[str, Any]], folder: Path) -> None:

@@ -350,6 +350,18 @@ class Lab:
         self.undo()
         return True
 
+    def rolled_back(self, step: int, perturbed: str | None) -> None:
+        """The weights are those of the checkpoint of ``step`` again, saved while they were ``perturbed``: by
+        what has acted since they are no more; what goes on acting does so from the next step on."""
+        self._began_perturbed = perturbed
+        self._disarmed = [(name, began) for name, began in self._disarmed if began < step]
+        for each in [each for each in self._armed if each.began is not None and each.began >= step]:
+            if each.over:
+                self._armed.remove(each)
+                continue
+            self._close(each)
+            each.over, each.began, each.acted, each.judged = False, None, None, False
+
     def undo_before_end(self) -> int | None:
         """Go back to the last state that no perturbation has touched, where that can be undone; its step.
         Local, for a run that ends or has met an error."""

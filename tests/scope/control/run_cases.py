@@ -183,6 +183,11 @@ def kept(folder: str) -> dict[str, Any]:
     found["kept"] = run(f"--exit-interval 4 {also}", root / "kept")
     found["goes on"] = run(also, root / "kept")
     found["from its weights"] = run(f"--train-iters 2 --scope off --load {root / 'kept'}", root / "later")
+    nan = "- {name: nan, kind: stuck, value: .nan, on: weight, steps: 3, module: '*.linear_fc2',\n"
+    nan += "   snapshot: false}\n"
+    lab = _file(root / "nan.yaml", nan)
+    back = "--train-iters 6 --save-interval 2 --on-divergence rollback --eval-iters 1"
+    found["rolled back"] = run(f"{back} --scope-lab {lab}", root / "back")
     return found
 
 

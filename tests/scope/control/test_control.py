@@ -16,7 +16,8 @@ from mt_megatron.errors import ConfigError
 from mt_megatron.scope.control.commands import leave
 from mt_megatron.scope.control.control import Control
 from mt_megatron.scope.lab.audit import read_audit
-from mt_megatron.scope.lab.lab import Lab
+from mt_megatron.scope.lab.lab import Lab, _Armed
+from mt_megatron.scope.lab.specification import perturbation_from
 from mt_megatron.scope.recording.checks import checked
 from mt_megatron.seams import events
 
@@ -274,3 +275,33 @@ def test_ids_that_are_none_are_answered(identity: str) -> None:
     # A sidecar that refuses a frame records nothing more of its rank.
     assert checked(dict(run.answers[0]))["id"] == ""
     assert not run.step()
+
+
+def _acted(name: str, began: int, snapshot: Any = None, **more: Any) -> _Armed:
+    given = {"kind": "scale", "factor": 2, "on": "activation", "module": "*", "snapshot": False}
+    one = perturbation_from({"name": name, **given})
+    return _Armed(one=one, targets=[], began=began, snapshot=snapshot, judged=True, acted=1, **more)
+
+
+def test_an_undo_tells_the_recording_where_the_run_is() -> None:
+    gone: list[int] = []
+    lab = Lab(Counting(), went_back=gone.append)  # type: ignore[arg-type]
+    lab._armed.append(_acted("a", 3, SimpleNamespace(step=3, bytes=0, restore=lambda: gone.append(-1))))
+    lab.undo()
+    assert gone == [-1, 3], "once the state is back"
+
+
+def test_a_rollback_leaves_the_marks_of_the_checkpoint() -> None:
+    """Of step 4: what had acted before is in it, what has since is not and may act again."""
+    lab = Lab(Counting(), began_perturbed="begun")  # type: ignore[arg-type]
+    lab._armed += [_acted("before", 2), _acted("gone", 4, over=True), _acted("acts", 5)]
+    lab._disarmed += [("early", 3), ("late", 6)]
+    assert lab.perturbed == "begun; early; late; before; gone; acts"
+    lab.rolled_back(4, "early; before")
+    assert lab.perturbed == "early; before"
+    states = {each["id"]: each["state"] for each in lab.status()["armed"]}
+    assert states == {"before": "acting", "acts": "waiting"}
+    lab.begin_step(9)
+    assert lab.perturbed == "early; before; acts" and lab.status()["armed"][1]["since_step"] == 8
+    lab.rolled_back(0, None)
+    assert lab.perturbed is None

@@ -76,6 +76,18 @@ def test_what_was_saved_under_a_perturbation_stays_marked(kept: list[dict[str, A
 
 
 @pytest.mark.daily
+def test_after_a_rollback_nothing_is_marked_that_the_checkpoint_was_not_under(
+    kept: list[dict[str, Any]],
+) -> None:
+    for each in kept:
+        back = _whole(each, "rolled back")
+        assert back["finished"] and back["iteration"] == 6
+        assert not {4, 5, 6} & set(back["perturbed"]) and set(back["validated"]) == {None}
+        assert back["marks"] == {"iter_0000002": None, "iter_0000004": None, "iter_0000006": None}
+    assert any("Back to the weights of step 2" in line for line in kept[0]["rolled back"]["lines"])
+
+
+@pytest.mark.daily
 def test_a_run_that_fails_perturbed_says_so_in_what_it_saves(ended: list[dict[str, Any]]) -> None:
     for each in ended:
         failed = each["failed"]
