@@ -5,6 +5,7 @@ lock               one run at a time records to a folder
 schema             tables of a node's file, how it is made and opened
 checks             frames from ranks, checked before anything is kept
 combining          parts of statistics until all came
+declared           ranks that send parts of each statistic
 tensors            arrays as chunks and overviews
 transactions       the writer's transactions, and what waits for a lock
 retention          bound of the file

@@ -55,18 +55,18 @@ class Parts:
 
     def ready(
         self,
-        expected: Mapping[tuple[int, int], int],
+        expected: Callable[[int, int], int],
         now: float,
         *,
         final: bool,
         written: Callable[[int, int, int], int] = lambda session, step, entry: 0,
     ) -> Iterator[Combined]:
-        """Statistics of which as many parts came as ``expected`` by session and entry, or that wait since
+        """Statistics of which as many parts came as are ``expected`` (session, entry), or that wait since
         ``HOLD_SECONDS``; all of them at the end (``final``). ``written`` (session, step, entry): parts that
         were given away before, which count, too."""
         for key, held in list(self._held.items()):
             session, step, entry = key
-            lacks = expected.get((session, entry), 1) - len(held.parts)
+            lacks = expected(session, entry) - len(held.parts)
             if lacks > 0 and held.written is None:
                 held.written = written(session, step, entry)
             if lacks <= (held.written or 0) or final or now - held.since >= HOLD_SECONDS:

@@ -13,7 +13,14 @@ from typing import Any
 from mt_megatron.errors import ScopeError
 
 from .data import Session
-from .schema import busy, connect_reader, is_busy
+from .schema import DECLARED_ONCE, busy, connect_reader, is_busy
+
+_DECLARING = """
+WITH RECURSIVE declaring(number) AS (SELECT min(session) FROM declared UNION ALL
+  SELECT (SELECT min(session) FROM declared WHERE session > number) FROM declaring WHERE number IS NOT NULL)
+SELECT id FROM declaring JOIN session ON session.id = number
+"""
+"""Sessions that have rows in ``declared``, without a look at each row."""
 
 
 class NodeFile:
@@ -29,6 +36,7 @@ class NodeFile:
         self._sessions: dict[tuple[str, int], int] = {}
         self._paths: dict[str, int] = {}
         self._entries: dict[tuple[str, str], int] = {}
+        self._declared_once: int | None = None
 
     def rows(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query."""
@@ -80,11 +88,41 @@ class NodeFile:
             self._paths[path] = int(found[0][0])
         return self._paths[path]
 
+    def declared_in(self, session: Session) -> tuple[int, ...]:
+        """This file's numbers of the sessions that say which ranks send what in ``session``: it, and earlier
+        attempts of its start."""
+        own = self.session(session)
+        if own is None:
+            return ()
+        if self._declared_once is None:
+            found = self.rows("SELECT value FROM about WHERE key=?", (DECLARED_ONCE,))
+            self._declared_once = int(found[0][0]) if found else None
+        if self._declared_once is None or own < self._declared_once:
+            return (own,)
+        rows = self.rows(_DECLARING + "WHERE name=? AND attempt<=?", (session.name, session.attempt))
+        return tuple(number for (number,) in rows)
+
+    def expected(self, session: Session, entry: int | None = None) -> list[tuple[int, int]]:
+        """Entries, or the one given, and how many ranks of ``session`` send parts of each."""
+        declared = self.declared_in(session)
+        if not declared:
+            return []
+        only = "" if entry is None else f"AND entry={entry} "
+        return self.rows(
+            f"SELECT entry, count(DISTINCT rank) FROM declared WHERE session IN {_listed(declared)} {only}"
+            "AND rank IN (SELECT rank FROM rank WHERE session=?) GROUP BY entry",
+            (self.session(session),),
+        )
+
+    def ranks(self, session: Session) -> frozenset[int]:
+        """Ranks of ``session`` that this file knows."""
+        rows = self.rows("SELECT rank FROM rank WHERE session=?", (self.session(session),))
+        return frozenset(rank for (rank,) in rows)
+
     def modules(self, session: Session) -> list[tuple[int, str, str, int]]:
         """Rank, path, class and parameters of the modules of the session's ranks, in each rank's order.
         A rank lists them once a start: in an earlier attempt, where the session's has none of it."""
-        own = self.session(session)
-        lacking = {rank for (rank,) in self.rows("SELECT rank FROM rank WHERE session=?", (own,))}
+        lacking = set(self.ranks(session))
         attempts = self.rows(
             "SELECT id FROM session WHERE name=? AND attempt<=? AND EXISTS(SELECT 1 FROM module "
             "WHERE module.session = session.id) ORDER BY attempt DESC",
@@ -107,6 +145,10 @@ class NodeFile:
         """Let go of the file."""
         with self._lock:
             self._connection.close()
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"({', '.join(map(str, numbers))})"
 
 
 @dataclass(kw_only=True)

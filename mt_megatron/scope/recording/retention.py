@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .schema import DECLARED_ONCE
+
 FULL = 0.95
 """Share of the bound from which on rows are removed."""
 
@@ -98,7 +100,9 @@ _UNUSED = "session IN (SELECT id FROM session WHERE id <= (SELECT max(id) FROM s
 """Of sessions of which nothing is left; not of the newest, of which more may come."""
 
 _REMOVE_UNUSED = (
-    f"DELETE FROM declared WHERE {_UNUSED})",
+    # Later ones are declared once a start, and all attempts look there.
+    f"DELETE FROM declared WHERE session < (SELECT value FROM about WHERE key='{DECLARED_ONCE}') "
+    f"AND {_UNUSED})",
     # Attempts of one start share the list that the first of them has.
     f"DELETE FROM module WHERE {_UNUSED}) AND EXISTS(SELECT 1 FROM session AS own "
     "JOIN session AS s ON s.name = own.name AND s.attempt < own.attempt "

@@ -41,6 +41,10 @@ WRITER_SECONDS = 2.0
 meanwhile no further reader is let in: shorter than ``BUSY_SECONDS``, so that those get their turn between
 two tries."""
 
+DECLARED_ONCE = "declared_once"
+"""Key of ``about``: number of the first session from which on ranks' parts are declared once a start.
+Attempts before it have all rows of their own."""
+
 _JOURNAL_BYTES = 16 * 2**20
 
 TABLES = """
@@ -57,7 +61,7 @@ CREATE TABLE module(session INTEGER, rank INTEGER, position INTEGER, path INTEGE
   class TEXT NOT NULL, parameters INTEGER NOT NULL, PRIMARY KEY(session, rank, position)) WITHOUT ROWID;
 CREATE TABLE entry(id INTEGER PRIMARY KEY, path INTEGER NOT NULL, statistic TEXT NOT NULL,
   UNIQUE(path, statistic));
--- Ranks that send parts of an entry: as many parts make a whole value.
+-- Ranks that send parts of an entry: as many parts make a whole value. Said once a start (``declared``).
 CREATE TABLE declared(session INTEGER, entry INTEGER, rank INTEGER, length INTEGER NOT NULL,
   PRIMARY KEY(session, entry, rank)) WITHOUT ROWID;
 CREATE TABLE step(session INTEGER, step INTEGER, t INTEGER, seconds REAL, loss REAL, grad_norm REAL, lr REAL,

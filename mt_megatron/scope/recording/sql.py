@@ -55,7 +55,7 @@ VIEWS = (
 MOST_ATTACHED = 9
 """Nodes whose files are attached and read in place; rows of more are copied into memory first."""
 
-_TABLES = ("step", "rank_step", "value", "vector", "declared", "entry", "path", "perturbed")
+_TABLES = ("step", "rank_step", "value", "vector", "entry", "path", "perturbed")
 """Of a node's file: what the views read from SQLite itself."""
 
 _ALLOWED = {
@@ -76,7 +76,9 @@ CREATE TABLE dropped(session, source, rank, step, frames, bytes);
 CREATE TABLE bookmarks(step, text, time_unix);
 CREATE TABLE thinned(node, kind, steps, first_step, last_step, time_ns);
 CREATE TABLE requests(time_ns, texts);
-CREATE TABLE known(node, own, session, PRIMARY KEY(node, own)) WITHOUT ROWID;
+-- Sessions by node; those whose ranks send the same parts are of one kind.
+CREATE TABLE known(node, own, session, kind, PRIMARY KEY(node, own)) WITHOUT ROWID;
+CREATE TABLE parts_of(node, kind, entry, ranks, PRIMARY KEY(node, kind, entry)) WITHOUT ROWID;
 CREATE TABLE tokens(session, step, path, sample, position, id, loss, entropy);
 """
 
@@ -88,8 +90,8 @@ _CURRENT = (
 _EXPECTED = """
 CREATE TEMP TABLE expected(session, path, statistic, ranks, PRIMARY KEY(session, path, statistic))
   WITHOUT ROWID;
-INSERT INTO expected SELECT known.session, p.text, e.statistic, count(*) FROM all_declared AS d
-  JOIN known ON known.node = d.node AND known.own = d.session
+INSERT INTO expected SELECT known.session, p.text, e.statistic, sum(d.ranks) FROM known
+  JOIN parts_of AS d ON d.node = known.node AND d.kind = known.kind
   JOIN all_entry AS e ON e.node = d.node AND e.id = d.entry
   JOIN all_path AS p ON p.node = d.node AND p.id = e.path GROUP BY 1, 2, 3;
 """
@@ -112,8 +114,8 @@ CREATE TEMP VIEW node_stats AS SELECT known.session AS session, v.step AS step, 
   ifnull(v.part, (SELECT w.part FROM all_vector AS w WHERE w.node = v.node AND w.session = v.session
     AND w.step = v.step AND w.entry = ifnull((SELECT f.id FROM all_entry AS f WHERE f.node = v.node
       AND f.path = e.path AND f.statistic = source_of(e.statistic)), v.entry))) AS part,
-  (SELECT count(*) FROM all_declared AS d WHERE d.node = v.node AND d.session = v.session
-    AND d.entry = v.entry) AS of,
+  ifnull((SELECT ranks FROM parts_of AS d WHERE d.node = v.node AND d.kind = known.kind
+    AND d.entry = v.entry), 0) AS of,
   {_CURRENT.format("v")} AS current,
   sessions.world_size > (SELECT count(*) FROM ranks WHERE ranks.session = known.session) AS lacking
   FROM all_value AS v JOIN all_entry AS e ON e.node = v.node AND e.id = v.entry
@@ -232,7 +234,6 @@ def _node_tables(connection: sqlite3.Connection, nodes: list[NodeFile]) -> None:
         ("path", "node, id"),
     ):
         connection.execute(f"CREATE INDEX index_{table} ON all_{table}({columns_of})")
-    connection.execute("CREATE INDEX index_declared ON all_declared(node, session, entry)")
 
 
 def _attached(connection: sqlite3.Connection, nodes: list[NodeFile]) -> bool:
@@ -253,8 +254,17 @@ def _fill(connection: sqlite3.Connection, recording: Recording, large: Sequence[
     insert = connection.executemany
     insert("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", _session_rows(sessions))
     for index, node in enumerate(recording.nodes()):
-        own = [(index, node.session(each), each.number) for each in sessions]
-        insert("INSERT INTO known VALUES (?, ?, ?)", [row for row in own if row[1] is not None])
+        kinds: dict[object, int] = {}
+        for each in sessions:
+            if node.session(each) is None:
+                continue
+            same = (node.declared_in(each), node.ranks(each))
+            if same not in kinds:
+                kinds[same] = len(kinds)
+                rows = ((index, kinds[same], entry, ranks) for entry, ranks in node.expected(each))
+                insert("INSERT INTO parts_of VALUES (?, ?, ?, ?)", rows)
+            row = (index, node.session(each), each.number, kinds[same])
+            connection.execute("INSERT INTO known VALUES (?, ?, ?, ?)", row)
     for session in sessions:
         insert(
             "INSERT INTO ranks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

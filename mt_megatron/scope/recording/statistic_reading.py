@@ -37,8 +37,7 @@ def series_of(
         if entry is None:
             continue
         wanted = entry if source is None else node.entry(path, source)
-        declared = node.rows("SELECT count(*) FROM declared WHERE session=? AND entry=?", (own, entry))
-        of[each.number] = of.get(each.number, 0) + declared[0][0]
+        of[each.number] = of.get(each.number, 0) + sum(ranks for _, ranks in node.expected(each, entry))
         for step, parts, value, part in node.rows(
             "SELECT value.step, parts, number, ifnull(value.part, vector.part) FROM value "
             "LEFT JOIN vector ON vector.entry=:v AND vector.session=value.session "
@@ -94,7 +93,7 @@ def values_of(
                 (own, step),
             )
         )
-        declared = node.rows("SELECT entry, count(*) FROM declared WHERE session=? GROUP BY entry", (own,))
+        declared = node.expected(each)
         names = {
             entry: (path, statistic)
             for entry, path, statistic in node.rows(

@@ -18,8 +18,9 @@ from mt_megatron.scope.format.statistics import combined
 
 from .checks import Frame, checked
 from .combining import DERIVED_OF, Combined, Parts, fits, number
+from .declared import Declared
 from .retention import Retention
-from .schema import SHORT, connect_writer, is_busy, is_full
+from .schema import DECLARED_ONCE, SHORT, connect_writer, is_busy, is_full
 from .tensors import chunks, matrix_tiles
 from .transactions import MOST_HELD_BYTES, PAUSE_SECONDS, Transactions, arrays_bytes
 
@@ -99,8 +100,6 @@ class Writer:
         self._paths: dict[str, int] = {}
         self._entries: dict[tuple[int, str], int] = {}
         self._path_of: dict[int, int] = {}
-        self._expected: dict[tuple[int, int], int] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
         self._parts = Parts()
         self._marked: set[tuple[int, int, str]] = set()
         self._listed: dict[int, tuple[str, list[tuple[str, str, int]]]] = {}
@@ -116,6 +115,7 @@ class Writer:
         self._lost: dict[int, tuple[int, int]] = {}
 
         self._execute = self._connection.execute
+        self._declared = Declared(self._execute)
         self.before: Mapping[tuple[str, int], tuple[int, int]] = sessions_before(self._execute)
         """Sessions that the file had already, by name and attempt: the last step of each and its last one
         with statistics (-1: none)."""
@@ -124,6 +124,10 @@ class Writer:
         self._transactions.run(
             "INSERT OR REPLACE INTO about VALUES ('node', ?), ('host', ?), ('opened_ns', ?)",
             (node, host, time.time_ns()),
+        )
+        self._transactions.run(
+            "INSERT OR IGNORE INTO about VALUES (?, ?)",
+            (DECLARED_ONCE, self._execute("SELECT ifnull(max(id), 0) + 1 FROM session").fetchone()[0]),
         )
         self._transactions.be_quick()
 
@@ -291,10 +295,9 @@ class Writer:
             "INSERT OR REPLACE INTO rank VALUES (?, ?, ?, ?, ?, ?, NULL)",
             (known.session, rank, json.dumps(frame["at"]), frame["host"], frame["pid"], time.time_ns()),
         )
+        self._declared.enter(known.session, known.name)
         if self._listed.get(rank) != (known.name, frame["modules"]):
             self._list(rank, known)
-        for entries in known.schemas.values():
-            self._declare(rank, known, entries)
 
     def _list(self, rank: int, known: _Rank) -> None:
         """Rows of the rank's modules, once a start: readers find them in the attempt where they are."""
@@ -380,28 +383,18 @@ class Writer:
         for index, (entry, statistic, length) in enumerate(entries):
             if not entry:
                 continue
-            key = (known.session, entry)
-            if self._lengths.setdefault(key, length) != length:
+            others = self._declared.length(known.session, entry, length)
+            if others != length:
                 self._tell_once(
-                    f"rank {rank} sends {statistic!r} of {length} elements, other ranks "
-                    f"{self._lengths[key]}: its part is left out"
+                    f"rank {rank} sends {statistic!r} of {length} elements, other ranks {others}: its part "
+                    "is left out"
                 )
                 entries[index] = (0, statistic, length)
                 continue
-            self._expect(rank, known.session, entry, length)
+            self._declared.add(rank, known.session, entry, length)
             for derived in DERIVED_OF.get(statistic, ()):
-                self._expect(rank, known.session, self._entry_id(self._path_of[entry], derived), 1)
-
-    def _expect(self, rank: int, session: int, entry: int, length: int) -> None:
-        key = (session, entry)
-        new = self._execute(
-            "INSERT OR IGNORE INTO declared VALUES (?, ?, ?, ?)", (session, entry, rank, length)
-        ).rowcount
-        if key not in self._expected:
-            row = self._execute("SELECT count(*) FROM declared WHERE session=? AND entry=?", key)
-            self._expected[key] = row.fetchone()[0]
-        elif new > 0:
-            self._expected[key] += 1
+                derived_entry = self._entry_id(self._path_of[entry], derived)
+                self._declared.add(rank, known.session, derived_entry, 1)
 
     def _stats(self, rank: int, known: _Rank, frame: dict[str, Any]) -> None:
         entries = known.schemas.get(frame["id"])
@@ -425,7 +418,7 @@ class Writer:
         self._perturbed(known, frame)
 
     def _write_parts(self, *, final: bool) -> None:
-        ready = self._parts.ready(self._expected, time.monotonic(), final=final, written=self._parts_of)
+        ready = self._parts.ready(self._declared.ranks, time.monotonic(), final=final, written=self._parts_of)
         for each in ready:
             self._write_value(each)
 

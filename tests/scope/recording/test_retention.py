@@ -173,6 +173,9 @@ def test_lists_of_attempts_that_have_nothing_left_go(tmp_path: Path) -> None:
     writer.tick([(0, {**step_frame(SHAPE, 0, 60), "attempt": 40}), (0, frame)])
     execute = writer._connection.execute
     execute("INSERT INTO module SELECT 20, rank, position, path, class, parameters FROM module")
+    # As before attempts shared what is declared, too.
+    execute("UPDATE about SET value=100 WHERE key='declared_once'")
+    execute("INSERT INTO declared SELECT id, entry, rank, length FROM declared, session WHERE id > 1")
     with open_recording(tmp_path) as recording:
         before = recording.modules()
         writer._retention._remove_unused()

@@ -408,3 +408,56 @@ def test_attempts_of_a_start_share_their_list_of_modules(tmp_path: Path) -> None
         assert {each.class_name for each in recording.modules(4)} == {"Later"}
         assert recording.modules(1) == expected
     writer.close()
+
+
+def test_attempts_of_a_start_share_what_is_declared(tmp_path: Path) -> None:
+    """Both ranks are asked for more in the third attempt, and one of them is missing from the fourth. A file
+    whose attempts have all rows of their own, as older ones do, says the same."""
+    shape = RunShape(steps=20, tp=2, pp=1, experts=8, tensor_every=0, token_every=0)
+    writer = a_writer(tmp_path)
+    greet(writer, shape, 0, 1)
+    more = {"k": "schema", "id": 2, "entries": [["a", "expert_load", 4], ["a", "activation_rms", 2]]}
+    for attempt in range(4):
+        for rank in (0, 1)[: 2 - attempt // 3]:
+            frame = {**stats_frame(shape, rank, 10 + attempt), "attempt": attempt}
+            if attempt == 2:
+                writer.tick([(rank, more)])
+            writer.tick([(rank, frame)])
+            if attempt > 1:
+                frame = {**frame, "i": 20 + attempt, "id": 2, "values": np.ones(6)}
+                writer.tick([(rank, frame)])
+    writer.tick([], final=True)
+
+    def answers() -> list[Any]:
+        with open_recording(tmp_path) as recording:
+            found: list[Any] = [
+                (name.path, name.statistic, session, series.step.tolist(), series.of.tolist())
+                for name in recording.names()
+                for session in range(4)
+                for series in (recording.series(name.path, name.statistic, session=session),)
+            ]
+            found += [
+                (each.path, each.statistic, step, each.parts, each.of, each.partial)
+                for step in (10, 11, 12, 13, 22, 23)
+                for each in recording.values(step, session=step % 10)
+            ]
+            columns = "session, step, path, statistic, parts, of, partial"
+            found += query(recording, f"select {columns} from stats order by 1, 2, 3, 4").rows
+            found += query(
+                recording, "select session, step, path, statistic from vectors order by 1, 2, 3"
+            ).rows
+            return found
+
+    execute = writer._connection.execute
+    once = execute("SELECT count(*), count(DISTINCT entry || ' ' || rank) FROM declared").fetchone()
+    assert once[0] == once[1]
+    found = answers()
+    assert ("a", "dead_experts", 2, [22], [2]) in found and ("a", "dead_experts", 3, [23], [1]) in found
+    assert not any(row[0] == "a" and row[2] < 2 and row[3] for row in found if len(row) == 5)
+    execute("UPDATE about SET value=100 WHERE key='declared_once'")
+    execute(
+        "INSERT OR IGNORE INTO declared SELECT s.id, d.entry, d.rank, d.length FROM declared AS d "
+        "JOIN session AS s ON s.id > d.session JOIN rank AS r ON r.session = s.id AND r.rank = d.rank"
+    )
+    assert answers() == found
+    writer.close()
